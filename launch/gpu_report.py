@@ -151,7 +151,10 @@ def _visible(num_gpus: int) -> dict[str, str]:
 
 
 def _alone(folder: Path, data: str) -> list[Part]:
-    """Train with one rank over NCCL: on a single GPU the one way to see that it begins, sums and ends."""
+    """Train with one rank over NCCL: on a single GPU the one way to see that it begins, sums and ends.
+
+    Horovod's is over NCCL where the part that builds it has gone well.
+    """
     found = []
     for backend in ("horovod", "torch"):
         run = folder / f"{backend}-alone"
@@ -324,7 +327,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     facts, results = machine(), list[Result]()
     with tempfile.TemporaryDirectory(prefix="speechdp-gpu-") as folder:
-        chosen = [p for p in parts(num_gpus, Path(folder)) if p.prepares or given.only in p.name]
+        known = parts(num_gpus, Path(folder))
+        if not any(given.only in part.name for part in known):
+            print(f"test-gpu: no part has {given.only!r} in its name", file=sys.stderr)
+            return 1
+        chosen = [part for part in known if part.prepares or given.only in part.name]
         for number, part in enumerate(chosen, 1):
             print(f"[{number}/{len(chosen)}] {part.name} ...", end=" ", flush=True)
             results.append(run(part))

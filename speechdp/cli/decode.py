@@ -114,8 +114,8 @@ class DecodeCommand:
         print(result.wer.sentence_summary())
         if result.name != result.split:
             _tell(
-                f"{dataset.path} is not what {self.run_dir} was trained on; these results stand beside the "
-                f"run's own, as {result.name}"
+                f"{dataset.path} differs from what {self.run_dir} was trained on; these results stand beside "
+                f"the run's own, as {result.name}"
             )
         if self.tune_on == self.split:
             print("the scales were chosen on this split: on new speech the error rate may be higher")

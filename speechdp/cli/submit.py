@@ -56,7 +56,8 @@ class SubmitCommand:
     gpus_per_rank: int = 0
     """Number of GPUs to request for each rank."""
     cpus_per_rank: Annotated[int | None, shown("N", "the batch system's")] = None
-    """Number of cores to request for each rank."""
+    """Number of cores to request for each rank.
+    Not for Grid Engine, which counts slots."""
     queue: Annotated[
         str | None,
         tyro.conf.arg(

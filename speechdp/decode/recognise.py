@@ -443,7 +443,9 @@ def decode_split(
     is_asked_to_stop: Callable[[], bool] = lambda: False,
     tuning: Mapping[str, Any] | None = None,
 ) -> DecodingResult:
-    """Decode a split and write RUN/hypotheses/<split>.txt (Kaldi `text`) and RUN/wer-<split>.json.
+    """Decode a split and write RUN/hypotheses/<name>.txt (Kaldi `text`) and RUN/wer-<name>.json.
+
+    The name is that of `results_name`.
 
     Collective.
 

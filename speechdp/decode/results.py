@@ -193,6 +193,8 @@ def wer_path(run_dir: Path, name: str) -> Path:
 def results_name(run_dir: Path, split: str, dataset: Dataset, trained_on: object) -> str:
     """Return how the files of a decoding are called: SPLIT, or SPLIT@FOLDER for other data than the run's.
 
+    Where other data of a folder of that name have it, too, some of their checksum comes after it.
+
     Data that the run was not trained on have the plain name where its own have no such split, and nothing
     else has taken it: a test set that was prepared by itself.
 
@@ -204,11 +206,16 @@ def results_name(run_dir: Path, split: str, dataset: Dataset, trained_on: object
     """
     if trained_on is None or dataset.checksum == trained_on:
         return split
-    has_own = split in _object_in(run_dir / TRAINED_ON / MANIFEST_NAME, "splits")
-    earlier = _object_in(wer_path(run_dir, split), "data")
-    if not has_own and earlier.get("checksum", dataset.checksum) == dataset.checksum:
-        return split
-    return f"{split}@{dataset.path.resolve().name}"
+    name = f"{split}@{dataset.path.resolve().name}"
+    names = [name, f"{name}-{dataset.checksum[:8]}"]
+    if split not in _object_in(run_dir / TRAINED_ON / MANIFEST_NAME, "splits"):
+        names.insert(0, split)
+    return next((name for name in names if _is_free(wer_path(run_dir, name), dataset.checksum)), names[-1])
+
+
+def _is_free(record: Path, checksum: str) -> bool:
+    """Say whether a decoding's record may be replaced by that of data with a checksum."""
+    return _object_in(record, "data").get("checksum", checksum) == checksum
 
 
 def _object_in(path: Path, key: str) -> dict[str, Any]:

@@ -351,7 +351,7 @@ def _own_prefix(mpi: OpenMpi) -> list[str]:
 
 
 def _traffic_settings(job: LaunchJob) -> list[str]:
-    """Return how ranks talk; horovodrun gives the same by itself, and none may be given twice.
+    """Return how ranks talk; horovodrun gives its own, and none may be given twice.
 
     The algorithm of allreduce and yielding while waiting are set by the ranks themselves
     (comm/environment.py), so that they hold under srun too and the user's own settings come first.

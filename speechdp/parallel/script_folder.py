@@ -60,8 +60,8 @@ class ScriptFolder:
         self.path, self._comm = path, comm
         self.run_id = ""
         self._owner: FolderOwner | None = None
-        #: Whether checkpoints were looked for.
-        self._has_looked = False
+        #: Whether checkpoints were looked for, and whether the run goes on from a state.
+        self._has_looked, self._goes_on = False, False
         #: Where this rank writes the record: rank 0, if there is a folder.
         self._record = RunDirectory(path) if path is not None and comm.rank == 0 else None
 
@@ -82,6 +82,7 @@ class ScriptFolder:
         hosts = self._comm.allgather_object(environment.host_name())
         gpus = self._comm.allgather_object(gpu_facts(device))
         self._acquire()
+        self._goes_on = state_of is not None
         refusal = self._why_not_go_on(state_of) if state_of is not None else self._why_not_begin()
         refusal = self._comm.broadcast_object(refusal)
         if refusal:
@@ -160,8 +161,9 @@ class ScriptFolder:
         return f"{folder}: already holds a run, without checkpoints; {other}, or remove it"
 
     def once_removed(self) -> str:
-        """Return what must be done before a script that has saved nothing can begin again, a clause or ""."""
-        if self.path is None or self._has_looked or os.environ.get(RESUME_VARIABLE) == "1":
+        """Return what must be done before a script that has saved nothing can take its steps again, or ""."""
+        may_begin = self._goes_on or self._has_looked or os.environ.get(RESUME_VARIABLE) == "1"
+        if self.path is None or may_begin:
             return ""
         return f", once {self.path} is removed"
 

@@ -65,12 +65,14 @@ def choose_backend(name: str = "auto", device: torch.device | None = None) -> Ba
     if name not in (*_MODULES, "auto", "serial"):
         known = ", ".join(("auto", "serial", *_MODULES))
         raise ConfigError(f"unknown communicator back-end {name!r}; choose one of: {known}")
+    launch = environment.announced()
     shares_gpus = device is not None and device.type == "cuda" and ranks_per_gpu() > 1
+    shares_gpus = shares_gpus and launch is not None and launch.size > 1
     choice = BackendChoice(name) if name != "auto" else _automatic(shares_gpus)
     if shares_gpus and (choice.name == "torch" or (choice.name == "horovod" and _has_nccl())):
         raise ConfigError(
             f"the {choice.name} back-end exchanges over NCCL, which refuses ranks that share a GPU "
-            f"({RANKS_PER_GPU}); use {remedies.backend('mpi')}"
+            f"({RANKS_PER_GPU}); use {remedies.backend('mpi')}{_with_mpi()}"
         )
     return choice
 
@@ -82,7 +84,7 @@ def _automatic(shares_gpus: bool) -> BackendChoice:
     if launch.launcher == "torchrun":
         return BackendChoice("torch", "back-end torch: started by torchrun, which the others do not know")
     why_not = _why_not_horovod()
-    if why_not is None and shares_gpus and _has_nccl():
+    if why_not is None and shares_gpus and not environment.started_by_horovodrun() and _has_nccl():
         why_not = f"NCCL refuses ranks that share a GPU ({RANKS_PER_GPU})"
     if why_not is None:
         return BackendChoice("horovod")
@@ -97,7 +99,7 @@ def create_communicator(name: Backend | str = "auto", device: torch.device | Non
         device: where the tensors to be exchanged live; None for the CPU.
 
     Raises:
-        ConfigError: no such back-end.
+        ConfigError: no such back-end, or it cannot exchange between ranks that share a GPU.
         CommunicationError: it is not installed, or cannot start.
     """
     choice = choose_backend(name, device)
@@ -149,6 +151,13 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
             f"and {_remedy('mpi')}"
         ) from error
     return job
+
+
+def _with_mpi() -> str:
+    """Return how to start ranks that exchange over MPI, where their launcher has not done so."""
+    launch = environment.announced()
+    without = environment.started_by_horovodrun() or (launch is not None and launch.launcher == "torchrun")
+    return ", and start the ranks by speechdp launch" if without else ""
 
 
 def _has_nccl() -> bool:

@@ -38,7 +38,7 @@ _ARROW = "\u2192"
 
 
 def write_decoding_page(result: DecodingResult, dataset: Dataset, run_dir: Path) -> WrittenReport:
-    """Write RUN/report/decoding-SPLIT.html, and .csv with a line for each utterance.
+    """Write RUN/report/decoding-NAME.html, and .csv with a line for each utterance.
 
     Args:
         result: of `decode_split`, which has written the records of the run.

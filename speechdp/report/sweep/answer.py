@@ -240,8 +240,8 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
     causes.sort(key=lambda cause: -cause[0])
     share, largest = causes[0]
     rest = ", ".join(f"{name} {formatting.percent(value)}\u00a0%" for value, name in causes[1:])
-    starting = starting_kernels(row.run.samples)
-    if share < SMALL_SHARE and starting:
+    # Where a loss is large, an idle GPU is its doing.
+    if share < SMALL_SHARE and (starting := starting_kernels(row.run.samples)):
         return f"What holds {labels[row.run.name]} back most is the host: {starting}"
     if share < SMALL_SHARE:
         return (
@@ -251,7 +251,6 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
     return (
         f"What holds {labels[row.run.name]} back most is {largest}: {formatting.percent(share)} % of the "
         f"step time. The other losses: {rest}.{_communication(row)}"
-        f"{' Computing is held back by the host: ' if starting else ''}{starting}"
     )
 
 
@@ -273,7 +272,7 @@ def starting_kernels(samples: Sequence[Samples]) -> str:
     return (
         f"a kernel runs on a GPU {gpu:.0f}\u00a0% of the time, while the process that starts the kernels "
         f"keeps a core busy ({core:.0f}\u00a0%). Larger batches (--batch-size) give each kernel more to do; "
-        "a faster GPU, or another --precision, would change little."
+        "a faster GPU would change little."
     )
 
 

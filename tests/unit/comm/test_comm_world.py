@@ -96,8 +96,16 @@ def test_ranks_that_share_a_gpu_do_not_exchange_over_nccl(monkeypatch: pytest.Mo
         assert choose_backend(name, torch.device("cpu")).name == name
         with pytest.raises(ConfigError, match=f"the {name} back-end .*use SPEECHDP_BACKEND=mpi"):
             choose_backend(name, gpu)
+    announce(monkeypatch, {**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1"})
+    assert choose_backend("torch", gpu).name == "torch"  # alone it shares with nobody
+    announce(monkeypatch, MPIRUN)
     monkeypatch.setattr(create, "_has_nccl", lambda: False)  # over the host's memory
     assert choose_backend("auto", gpu).name == choose_backend("horovod", gpu).name == "horovod"
+    for name in MPIRUN:
+        monkeypatch.delenv(name)
+    announce(monkeypatch, TORCHRUN)
+    with pytest.raises(ConfigError, match="SPEECHDP_BACKEND=mpi, and start the ranks by speechdp launch"):
+        choose_backend("auto", gpu)
 
 
 def test_an_unknown_back_end_is_refused_with_the_known_ones() -> None:

@@ -19,6 +19,7 @@ from speechdp.decode.results import DecodingResult, DecodingSpeed
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import StateInventory
+from speechdp.report.decoding.page import write_decoding_page
 from tests.helpers.oracle import Oracle, OracleModel, Spoken, oracle, write_dataset
 
 SHARDS = [
@@ -86,6 +87,21 @@ def test_speakers_stand_by_their_error_rates_where_they_are_known(tmp_path: Path
     values = json.loads((tmp_path / "run" / "wer-test.json").read_text())
     assert [row["speaker"] for row in values["speakers"]] == ["bob", "ann"]
     assert values["words"] == 4  # those of unknown speakers count, but for nobody
+
+
+def test_other_data_leave_the_runs_own_results_alone(dataset: Dataset, tmp_path: Path) -> None:
+    run_dir, model = tmp_path / "run", oracle(dataset.num_classes)
+    (run_dir / "trained_on").mkdir(parents=True)
+    (run_dir / "trained_on" / "data.json").write_text('{"splits": {"test": {}}}')
+    (run_dir / "wer-test.json").write_text("the run's own")
+    trained = dataclasses.replace(model, config=model.config | {"data_checksum": "of others"})
+    result = decode_split(trained, dataset, "test", run_dir, DecodingOptions(), SerialCommunicator())
+    assert (run_dir / "wer-test.json").read_text() == "the run's own"
+    record = json.loads((run_dir / "wer-test@data.json").read_text())
+    assert record["data"] == {"path": str(dataset.path), "checksum": dataset.checksum}
+    assert record["hypotheses"] == "hypotheses/test@data.txt"
+    assert (run_dir / "hypotheses" / "test@data.txt").is_file()
+    assert write_decoding_page(result, dataset, run_dir).html.name == "decoding-test@data.html"
 
 
 @pytest.mark.parametrize("size", [2, 4, 7])

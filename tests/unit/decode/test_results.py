@@ -30,6 +30,8 @@ def test_other_data_do_not_take_the_place_of_the_runs_own(tmp_path: Path) -> Non
     assert named(run, "test", "other", "1") == "test@other"
     assert named(run, "test", "data", "own") == "test"
     assert named(run, "test", "another", "2") == "test@another"
+    assert named(run, "test", "another", "3456789012") == "test@another-34567890"  # elsewhere
+    assert named(run, "test", "another", "2") == "test@another"
 
 
 def test_a_test_set_by_itself_is_that_of_the_run_and_the_next_is_not(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,13 +39,23 @@ def test_threads_are_waited_for() -> None:
     assert ended(_THREAD + _REGISTERED, 0) == (0, "said, worked, at the end\n")
 
 
+def test_what_a_library_has_printed_is_not_lost() -> None:
+    assert ended("import ctypes\nctypes.CDLL(None).printf(b'of a library\\n')\n", 0) == (0, "of a library\n")
+
+
+def test_a_profiler_gets_its_end(tmp_path: Path) -> None:
+    program, profile = tmp_path / "program.py", tmp_path / "profile"
+    program.write_text("from speechdp.process.ending import leave; leave(0)\n")
+    subprocess.run([sys.executable, "-m", "cProfile", "-o", profile, program], check=True)
+    assert profile.stat().st_size > 0
+
+
 def test_mpi_is_ended() -> None:
     """Else mpirun takes a rank that leaves for one that has failed."""
     fake = (
         "import sys, types\n"
-        "mpi = types.ModuleType('mpi4py.MPI')\n"
-        "mpi.Is_initialized, mpi.Is_finalized = lambda: True, lambda: False\n"
-        "mpi.Finalize = lambda: print('finalised')\n"
-        "sys.modules['mpi4py.MPI'] = mpi\n"
+        "library = types.ModuleType('speechdp.comm.mpi.library')\n"
+        "library.finalise = lambda: print('finalised')\n"
+        "sys.modules['speechdp.comm.mpi.library'] = library\n"
     )
     assert ended(fake, 0) == (0, "finalised\n")

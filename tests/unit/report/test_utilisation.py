@@ -230,8 +230,11 @@ def test_a_gpu_that_waits_for_the_hosts_kernels_is_said_to(tmp_path: Path) -> No
 
 
 def test_the_answer_names_the_host_where_nothing_else_holds_a_run_back(tmp_path: Path) -> None:
-    run = write_run(MadeUpRun("a"), tmp_path)
-    path = write_samples(run, "a", [[30.0] * 40], gpus=True)
-    path.write_text(path.read_text().replace("[[0, 3.0", "[[0, 100.0"))
-    answer = find_answer(sweep_figures(read_sweep(tmp_path), None))
-    assert "held back by the host: a kernel runs" in answer.limit or "is the host: a kernel" in answer.limit
+    for name, comm_share in (("a", 0.01), ("b", 0.3)):
+        spans = (0.01, 0.0, 0.28, 0.66 - comm_share, comm_share, 0.05)
+        run = write_run(MadeUpRun(name, spans=spans), tmp_path / name)
+        path = write_samples(run, "a", [[30.0] * 40], gpus=True)
+        path.write_text(path.read_text().replace("[[0, 3.0", "[[0, 100.0"))
+    said = {name: find_answer(sweep_figures(read_sweep(tmp_path / name), None)).limit for name in "ab"}
+    assert "is the host: a kernel runs on a GPU 30" in said["a"]
+    assert "is communication itself" in said["b"] and "kernel" not in said["b"]
