@@ -215,7 +215,7 @@ def results_name(run_dir: Path, split: str, dataset: Dataset, trained_on: object
 
 def _is_free(record: Path, checksum: str) -> bool:
     """Say whether a decoding's record may be replaced by that of data with a checksum."""
-    return _object_in(record, "data").get("checksum", checksum) == checksum
+    return bool(_object_in(record, "data").get("checksum", checksum) == checksum)
 
 
 def _object_in(path: Path, key: str) -> dict[str, Any]:
