@@ -115,7 +115,7 @@ def test_states_in_context(
     files, ctm = [str(path) for path in trained.recordings], tmp_path / "words.ctm"
     assert speechdp(["transcribe", str(run), *files, "--ctm", str(ctm)]) == 0
     printed = capsys.readouterr().out
-    hypotheses = (run / "hypotheses" / "test.txt").read_text()
+    hypotheses = (run / "hypotheses" / "test@like.txt").read_text()
     assert sorted(printed.splitlines()) == sorted(hypotheses.splitlines())
     digits = ("zero", "one", "two", "three", "four")
     right = [line.split()[1:] == [digits[int(line[0])]] for line in printed.splitlines()]
