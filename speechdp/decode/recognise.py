@@ -469,12 +469,7 @@ def decode_split(
         RunError: the model gives NaN, or the results cannot be written.
     """
     check_decodable(trained, dataset, options)
-    name = split
-    if comm.rank == 0:
-        name = results_name(run_dir, split, dataset, trained.config.get("data_checksum"))
-        with results_at(run_dir):
-            check_writable(run_dir / "hypotheses")  # of somebody else's run, say: before the work
-    name = comm.broadcast_object(name)
+    name = _agreed_name(trained, dataset, split, run_dir, comm)
     path = run_dir / "hypotheses" / f"{name}.txt"
     with SpokenSplit.open(dataset, split, comm) as reader:
         began = time.process_time()
@@ -516,6 +511,18 @@ def decode_split(
         write_results(run_dir, result)
     comm.barrier()  # nobody reports success before the files are there
     return result
+
+
+def _agreed_name(
+    trained: TrainedModel, dataset: Dataset, split: str, run_dir: Path, comm: Communicator
+) -> str:
+    """Return how the files of a decoding are called, on every rank, if they can be written.  Collective."""
+    name = split
+    if comm.rank == 0:
+        name = results_name(run_dir, split, dataset, trained.config.get("data_checksum"))
+        with results_at(run_dir):
+            check_writable(run_dir / "hypotheses")  # of somebody else's run, say: before the work
+    return str(comm.broadcast_object(name))
 
 
 def _settings(

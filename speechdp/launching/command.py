@@ -362,9 +362,7 @@ def _traffic_settings(job: LaunchJob) -> list[str]:
     if job.interface is not None:
         settings["btl_tcp_if_include"] = job.interface
     elif not job.spans_hosts:
-        settings["btl"] = (
-            "^openib,ofi,tcp"  # else every rank listens on all interfaces, and nobody ever calls
-        )
+        settings["btl"] += ",tcp"  # else every rank listens on all interfaces, and nobody ever calls
     return _options("--mca", settings)
 
 

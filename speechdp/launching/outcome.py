@@ -19,6 +19,11 @@ from speechdp.launching.supervise import JobEnd
 _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
 #: Names a script's folder in place of the script: the only one that is known here.
 FOLDER_VARIABLE = "SPEECHDP_FOLDER"
+#: How a script goes on that has not been asked to save: nobody but it knows whether it has.
+SCRIPT_CONTINUES = (
+    "the same command continues if the script saves and loads checkpoints (docs/api.md), and else begins "
+    "anew once its folder is removed"
+)
 _MPIRUN_LOST_HOST = 205
 #: Faults after which the ranks have not begun: what was said of them says what to do.
 _NOT_STARTED = ("not reached", "no program", "no folder")
@@ -72,13 +77,6 @@ def find_target(arguments: Sequence[str]) -> Target | None:
     directory = Path(folders[1])
     tolerates_loss = has_option(rest, "--tolerate-loss")
     return Target(subcommand, directory, _marker_state(subcommand, directory), tolerates_loss)
-
-
-#: How a script goes on that has not been asked to save: nobody but it knows whether it has.
-SCRIPT_CONTINUES = (
-    "the same command continues if the script saves and loads checkpoints (docs/api.md), and else begins "
-    "anew once its folder is removed"
-)
 
 
 def is_complete(target: Target) -> bool:

@@ -85,7 +85,7 @@ class LstmAcousticModel(nn.Module):
             return hidden
         if features.is_cuda or self.config.projection:
             return self._encode_flagged(features, lengths)
-        return self._encode_padded(features, lengths)
+        return self._encode_turned(features, lengths)
 
     def _encode_flagged(self, features: Tensor, lengths: Tensor) -> Tensor:
         frame = torch.arange(features.shape[1], device=features.device)  # (T,)
@@ -116,7 +116,7 @@ class LstmAcousticModel(nn.Module):
         # has_biases, num_layers, dropout, train, bidirectional, batch_first
         return torch.lstm(inputs, (outputs, cells), weights, True, 1, 0.0, self.training, True, True)[0]
 
-    def _encode_padded(self, features: Tensor, lengths: Tensor) -> Tensor:
+    def _encode_turned(self, features: Tensor, lengths: Tensor) -> Tensor:
         hidden = features.transpose(0, 1)  # (T, B, F)
         turn = _turned_indices(lengths, features.shape[1])  # (T, B)
         batch = torch.arange(features.shape[0])

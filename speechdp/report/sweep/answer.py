@@ -240,10 +240,10 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
     causes.sort(key=lambda cause: -cause[0])
     share, largest = causes[0]
     rest = ", ".join(f"{name} {formatting.percent(value)}\u00a0%" for value, name in causes[1:])
-    # Where a loss is large, an idle GPU is its doing.
-    if share < SMALL_SHARE and (starting := starting_kernels(row.run.samples)):
-        return f"What holds {labels[row.run.name]} back most is the host: {starting}"
     if share < SMALL_SHARE:
+        # Only here: where a loss is large, an idle GPU is its doing.
+        if starting := starting_kernels(row.run.samples):
+            return f"What holds {labels[row.run.name]} back most is the host: {starting}"
         return (
             f"Nothing in particular holds {labels[row.run.name]} back: the largest loss is {largest}, "
             f"{formatting.percent(share, 1)} % of the step time."
@@ -260,10 +260,9 @@ def starting_kernels(samples: Sequence[Samples]) -> str:
     if not sampled:
         return ""
     # Means of the ranks' own GPUs and processes; a median leaves out start, evaluation and checkpoints.
-    used = [host.gpu_percent[:, sorted(set(host.gpu_of_rank.values()))].mean(axis=1) for host in sampled]
-    on_gpus, on_cores = (
-        np.concatenate(found) for found in (used, [host.cpu_percent.mean(axis=1) for host in sampled])
-    )
+    used = [host.gpu_percent[:, sorted(set(host.gpu_of_rank.values()))] for host in sampled]
+    on_gpus = np.concatenate([percent.mean(axis=1) for percent in used])
+    on_cores = np.concatenate([host.cpu_percent.mean(axis=1) for host in sampled])
     if not (np.isfinite(on_gpus).any() and np.isfinite(on_cores).any()):
         return ""
     gpu, core = float(np.nanmedian(on_gpus)), float(np.nanmedian(on_cores))
