@@ -62,9 +62,15 @@ def test_runs_stop_where_their_rung_ends(tuned: tuple[Path, Ended]) -> None:
         if one["rungs"] == 1:
             (folder,) = one["runs"].values()
             lines = (out / "runs" / folder / "metrics.jsonl").read_text().splitlines()
-            last = json.loads(lines[-1])["step"]
+            last = json.loads(lines[-1])
             due = max(1, round(first["seconds"] * one["steps_per_s"]))
-            assert last == due or (out / "runs" / folder / "completed.json").is_file()
+            # Ranks at their own pace that have begun to leave an epoch stop where it ends.
+            ends_epoch = one["strategy"] == "ad_psgd" and float(last["epoch"]).is_integer()
+            assert (
+                last["step"] == due
+                or (ends_epoch and due < last["step"] <= due + 2)
+                or (out / "runs" / folder / "completed.json").is_file()
+            )
 
 
 def test_the_page_the_table_and_the_report_command(
