@@ -69,7 +69,7 @@ class DecodeCommand:
         from speechdp.comm.device import choose_device  # noqa: PLC0415
         from speechdp.comm.startup.world import check_world  # noqa: PLC0415
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
-        from speechdp.decode.recognise import decode_split  # noqa: PLC0415
+        from speechdp.decode.recognise import check_split, decode_split  # noqa: PLC0415
         from speechdp.decode.tuning import tune  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
 
@@ -79,6 +79,7 @@ class DecodeCommand:
         trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank))
         options, tuning = self._decoding_options(self._with_earlier_weights(dataset, comm)), None
         if self.tune_on is not None:
+            check_split(trained, dataset, self.split, self.run_dir, options, comm)
             tuned = tune(trained, dataset, self.tune_on, options, comm, say=_tell)
             options, tuning = tuned.options, tuned.record
             if comm.rank == 0:
@@ -94,11 +95,14 @@ class DecodeCommand:
         from speechdp.decode.transcribe import grammar_of  # noqa: PLC0415
         from speechdp.decode.tuning import earlier_weights  # noqa: PLC0415
 
-        if self.search.weights or self.tune_on is not None or self.graph is not None:
+        if self.search.weights or self.tune_on is not None:
             return self.search
         found: tuple[dict[str, float], str] = {}, ""
         if comm.rank == 0:
-            grammar = grammar_of(dataset) if self.grammar == "auto" else Grammar(self.grammar)
+            if self.graph is not None:
+                grammar = Grammar.GRAPH
+            else:
+                grammar = grammar_of(dataset) if self.grammar == "auto" else Grammar(self.grammar)
             found = earlier_weights(self.run_dir, grammar, self.search.rescore_lm)
         weights, line = comm.broadcast_object(list(found))
         if line and comm.rank == 0:

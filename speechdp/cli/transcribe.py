@@ -122,7 +122,7 @@ class TranscribeCommand:
             raise ConfigError("no audio files given; name some after RUN, or a folder that holds some")
         found: dict[str, Path] = {}
         for given in self.files:
-            files = find_audio(given) if given.is_dir() else [given]
+            files = find_audio(given, unreadable=True) if given.is_dir() else [given]
             for path, name in recording_names(given if given.is_dir() else given.parent, files).items():
                 if name in found:
                     raise ConfigError(

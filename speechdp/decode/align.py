@@ -23,7 +23,8 @@ from speechdp.labels.hmm import FloatArray, IntArray, count_frames_and_runs
 #: `AcousticScorer.score`: features one by one in, (position, log-likelihoods (T, C)) out, in any order.
 Scorer = Callable[[Iterable[FloatArray]], Iterable[tuple[int, FloatArray]]]
 
-_MAX_CACHED_GRAPHS = 4096
+#: States of the graphs that are kept, 200 bytes each: those of some 10,000 short transcripts.
+_MAX_KEPT_STATES = 500_000
 # A transcript's graph is small, so a beam that is practically exact costs little.
 _DEFAULT_SEARCH = SearchOptions(beam=200.0)
 
@@ -40,7 +41,8 @@ class Aligner:
     def __init__(self, transducer: LexiconTransducer, options: SearchOptions = _DEFAULT_SEARCH) -> None:
         self._transducer = transducer
         self._options = options
-        self._searchers: OrderedDict[tuple[str, ...], Searcher] = OrderedDict()
+        self._searchers: OrderedDict[tuple[str, ...], tuple[Searcher, int]] = OrderedDict()
+        self._num_kept_states = 0
         self.num_too_short = self.num_unknown = self.num_failed = 0
 
     def align(self, words: Sequence[str], log_likelihoods: FloatArray) -> IntArray | None:
@@ -73,11 +75,13 @@ class Aligner:
         if words not in self._searchers:
             ids = word_ids_of(words, self._transducer.word_ids)
             graph = self._transducer.compose(transcript(ids))
-            self._searchers[words] = Searcher(graph, self._options)
-            if len(self._searchers) > _MAX_CACHED_GRAPHS:
-                self._searchers.popitem(last=False)
+            self._searchers[words] = Searcher(graph, self._options), graph.num_states
+            self._num_kept_states += graph.num_states
+            while self._num_kept_states > _MAX_KEPT_STATES and len(self._searchers) > 1:
+                _, (_, num_states) = self._searchers.popitem(last=False)
+                self._num_kept_states -= num_states
         self._searchers.move_to_end(words)
-        return self._searchers[words]
+        return self._searchers[words][0]
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,10 @@ class Grammar(str, Enum):
     TRANSCRIPT_SET = "transcript-set"
 
 
+#: Grammars of any sequences, of words that weigh alike.
+LOOPS = frozenset({Grammar.WORD_LOOP, Grammar.DIGIT_LOOP})
 #: Grammars of sequences that may have more words or fewer, so that insertion scores matter.
-OF_ANY_LENGTH = frozenset({Grammar.NGRAM, Grammar.WORD_LOOP, Grammar.DIGIT_LOOP})
+OF_ANY_LENGTH = LOOPS | {Grammar.NGRAM}
 
 
 @dataclass

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import kaldifst
 
 from speechdp.data.kaldi.model import PdfMap, read_pdf_map
+from speechdp.decode.fst_arrays import EPSILON, FstArrays
 from speechdp.decode.fst_files import read_fst, read_symbols
 from speechdp.decode.graph import DecodingGraph
 from speechdp.errors import ConfigError
@@ -59,19 +60,15 @@ def read_kaldi_graph(files: KaldiGraphFiles, num_classes: int) -> DecodingGraph:
 
 def _with_pdfs(graph: Any, pdfs: PdfMap, num_words: int, files: KaldiGraphFiles) -> Any:
     """Copy a graph, its input labels becoming pdf + 1."""
-    fst = kaldifst.StdVectorFst()
-    for state in range(graph.num_states):
-        fst.add_state()
-        fst.set_final(state, graph.final(state).value)
-    fst.start = graph.start
-    to_pdf = pdfs.pdfs.tolist()
-    for state in range(graph.num_states):
-        for arc in kaldifst.ArcIterator(graph, state):
-            if not 0 <= arc.ilabel <= pdfs.num_transition_ids or not 0 <= arc.olabel <= num_words:
-                raise ConfigError(
-                    f"{files.graph}: label {arc.ilabel}:{arc.olabel} is none of {files.model} and "
-                    f"{files.words}; give those that it was made with"
-                )
-            label = to_pdf[arc.ilabel] + 1 if arc.ilabel else 0
-            fst.add_arc(state, kaldifst.StdArc(label, arc.olabel, arc.weight.value, arc.nextstate))
-    return fst
+    arrays = FstArrays.of(graph)
+    given, words = arrays.ilabel, arrays.olabel
+    foreign = (given < 0) | (given > pdfs.num_transition_ids) | (words < 0) | (words > num_words)
+    if foreign.any():
+        first = int(foreign.argmax())
+        raise ConfigError(
+            f"{files.graph}: label {given[first]}:{words[first]} is none of {files.model} and "
+            f"{files.words}; give those that it was made with"
+        )
+    labels = pdfs.pdfs + 1
+    labels[EPSILON] = EPSILON  # there is no transition-id 0
+    return replace(arrays, ilabel=labels[given]).fst()

@@ -39,7 +39,9 @@ def ngram_acceptor(
         ConfigError: the model has no </s>, so that no sentence could end.
     """
     grams = [gram for gram in sorted(model.log10_probs) if _is_wanted(gram, word_ids)]
-    contexts = sorted({gram[:-1] for gram in grams}, key=lambda context: (len(context), context))
+    # Also those after which only words without an id are listed: leaving them has its cost.
+    weighted = (context for context in model.log10_backoffs if _has_ids(context, word_ids))
+    contexts = sorted({*(gram[:-1] for gram in grams), *weighted}, key=lambda words: (len(words), words))
     fst = kaldifst.StdVectorFst()
     states = {context: fst.add_state() for context in contexts}
     if (END,) not in model.log10_probs:
@@ -61,9 +63,13 @@ def ngram_acceptor(
 
 def _is_wanted(gram: Ngram, word_ids: Mapping[str, int]) -> bool:
     """Tell whether an n-gram predicts something: <s> is never predicted, nothing follows </s>."""
-    first, last = gram[0], gram[-1]
-    inner = gram[1:] if first == START and len(gram) > 1 else gram
-    return all(word in word_ids for word in inner[:-1]) and (last == END or last in word_ids)
+    last = gram[-1]
+    return _has_ids(gram[:-1], word_ids) and (last == END or last in word_ids)
+
+
+def _has_ids(context: Ngram, word_ids: Mapping[str, int]) -> bool:
+    """Tell whether all words of a context have an id; <s> may begin it."""
+    return all(word in word_ids for word in (context[1:] if context[:1] == (START,) else context))
 
 
 def _longest_known(words: Ngram, states: Mapping[Ngram, int]) -> Ngram:

@@ -15,9 +15,11 @@ import torch
 from speechdp.comm.base import Communicator
 from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER
 from speechdp.data.shards.dataset import Dataset
+from speechdp.data.signal.features import shift_s
 from speechdp.data.transforms.moments import Moments, moments_by_speaker, sums_of
 from speechdp.data.transforms.preprocess import InputOptions, Preprocessor, inputs_of
 from speechdp.decode.graph import (
+    LOOPS,
     OF_ANY_LENGTH,
     DecodingGraph,
     Grammar,
@@ -33,6 +35,7 @@ from speechdp.decode.nbest import (
     NBestSearcher,
     Rescorer,
     SentenceCost,
+    nbest_lines,
     ngram_cost,
 )
 from speechdp.decode.results import (
@@ -90,6 +93,8 @@ class TrainedModel(Protocol):
 
 #: Word sequences of an utterance that are rescored, where the user does not say how many.
 _TO_RESCORE = 100
+#: Utterances of a rank whose n-best lists are passed on at once.
+_PORTION = 256
 #: Over what features are normalised: the utterance alone, or all utterances of its speaker in the split.
 Normalise = Literal["utterance", "speaker"]
 
@@ -202,6 +207,8 @@ class Recogniser:
         self.words = frozenset(lexicon.recognised_words)
         if self.grammar is Grammar.NGRAM and language_model is not None:
             self.words &= language_model.words
+        elif self.grammar in LOOPS:
+            self.words = frozenset(loop_vocabulary(lexicon, self.grammar))
         self_loop = trained.self_loop.detach().cpu().double().numpy()
         self.transducer = LexiconTransducer(
             lexicon, inventory, self_loop, options.silence_probability, trained.tying
@@ -214,7 +221,7 @@ class Recogniser:
         if self.grammar is Grammar.NGRAM:
             model = self._language_model
             return (ngram_cost(model), self._options.lm_scale) if isinstance(model, NgramModel) else None
-        if self.grammar in (Grammar.WORD_LOOP, Grammar.DIGIT_LOOP):
+        if self.grammar in LOOPS:
             cost = math.log(len(loop_vocabulary(self.transducer.lexicon, self.grammar)))
             return (lambda words: len(words) * cost), 1.0
         return None
@@ -287,6 +294,11 @@ class Recogniser:
         self.searcher = NBestSearcher(self.graph, search, options.num_candidates, options.lattice_beam)
         self._rescore = self._rescorer()
 
+    @property
+    def gives_lists(self) -> bool:
+        """Whether `candidates` returns more than the best word sequence, by the options."""
+        return self._options.num_candidates > 0
+
     def score(self, utterances: Iterable[FloatArray]) -> Iterator[tuple[int, FloatArray]]:
         """Yield (position in `utterances`, log-likelihoods (T, C)), in any order."""
         return self._scorer.score(utterances)
@@ -300,7 +312,7 @@ class Recogniser:
         Returns:
             They are rescored, if that is asked for; empty where no path survived.
         """
-        if not self._options.num_candidates:
+        if not self.gives_lists:
             path = self.searcher.search(log_likelihoods)
             return [] if path is None else [Candidate(path.words, path.cost)]
         return self.rescored(self.searcher.search_nbest(log_likelihoods))
@@ -433,6 +445,25 @@ def recogniser_for(
     return Recogniser(trained, lexicon, inventory, options, transcripts, language_model)
 
 
+def check_split(
+    trained: TrainedModel,
+    dataset: Dataset,
+    split: str,
+    run_dir: Path,
+    options: DecodingOptions,
+    comm: Communicator,
+) -> None:
+    """Refuse what `decode_split` would, as far as that is known before hours of work.  Collective.
+
+    Raises:
+        ConfigError, ShardError, RunError: as `decode_split`.
+    """
+    check_decodable(trained, dataset, options)
+    _agreed_name(trained, dataset, split, run_dir, comm)
+    with SpokenSplit.open(dataset, split, comm):
+        pass
+
+
 def decode_split(
     trained: TrainedModel,
     dataset: Dataset,
@@ -474,12 +505,13 @@ def decode_split(
     with SpokenSplit.open(dataset, split, comm) as reader:
         began = time.process_time()
         recogniser = recogniser_for(trained, dataset, options, reader.transcripts)
-        own = _OwnUtterances(dataset.features.frame_shift_s, time.process_time() - began)
+        step_s = shift_s(dataset.sampling_rate, dataset.features)
+        own = _OwnUtterances(step_s, time.process_time() - began)
         features = reader.features(inputs_of(trained.config), options.normalise)
         own.recognise(recogniser, reader, features, is_asked_to_stop)
     parts = comm.allgather_object(
         {
-            "hypotheses": [h.to_dict() for h in own.hypotheses],
+            "hypotheses": [vars(h) for h in own.hypotheses],
             "speed": vars(own.speed()),
             "retried": recogniser.searcher.num_retried,
             "stopped": len(own.hypotheses) < len(reader.own),
@@ -487,7 +519,7 @@ def decode_split(
     )
     if any(part["stopped"] for part in parts):
         raise Stopped
-    everything = (Hypothesis.from_dict(values) for part in parts for values in part["hypotheses"])
+    everything = (Hypothesis(**values) for part in parts for values in part["hypotheses"])
     hypotheses = sorted(everything, key=lambda h: h.utterance_id)  # the order Kaldi's tools expect
     told = judged(hypotheses)
     wer = word_error_rate([h.ref for h in told], [h.hyp for h in told])
@@ -499,7 +531,7 @@ def decode_split(
         wer=wer,
         speakers=errors_by_speaker(told),
         retried=sum(part["retried"] for part in parts),
-        failed=sum(not h.candidates for h in hypotheses),
+        failed=sum(h.num_candidates == 0 for h in hypotheses),
         unknown_words=sum(word not in recogniser.words for words in reader.transcripts for word in words),
         hypotheses=path,
         utterances=tuple(hypotheses),
@@ -507,8 +539,9 @@ def decode_split(
         nbest=NBestLists.of(hypotheses, nbest_path(path), options.num_candidates),
         speed=DecodingSpeed.over([part["speed"] for part in parts]),
     )
+    lists = _gathered(own.lists, comm)
     if comm.rank == 0:
-        write_results(run_dir, result)
+        write_results(run_dir, result, lists)
     comm.barrier()  # nobody reports success before the files are there
     return result
 
@@ -523,6 +556,17 @@ def _agreed_name(
         with results_at(run_dir):
             check_writable(run_dir / "hypotheses")  # of somebody else's run, say: before the work
     return str(comm.broadcast_object(name))
+
+
+def _gathered(own: Mapping[str, str], comm: Communicator) -> dict[str, str]:
+    """Return on rank 0 what all ranks have; collective.  In portions: long lists of a large split are GB."""
+    names, lists = list(own), dict[str, str]()
+    for first in range(0, max(comm.allgather_object(len(names))), _PORTION):
+        portion = {name: own[name] for name in names[first : first + _PORTION]}
+        for part in comm.allgather_object(portion):
+            if comm.rank == 0:
+                lists |= part
+    return lists
 
 
 def _settings(
@@ -557,10 +601,12 @@ class _OwnUtterances:
 
     Attributes:
         hypotheses: in the order in which they were found.
+        lists: lines of n-best lists, by utterance, where they were asked for.
     """
 
     def __init__(self, frame_shift_s: float, graph_s: float) -> None:
         self.hypotheses: list[Hypothesis] = []
+        self.lists: dict[str, str] = {}
         self._frame_shift_s, self._graph_s = frame_shift_s, graph_s
         self._frames = 0
         self._network_s = self._search_s = 0.0
@@ -579,17 +625,13 @@ class _OwnUtterances:
             if is_asked_to_stop():
                 break
             scored = time.process_time()
-            candidates = tuple(recogniser.candidates(log_likelihoods))
+            candidates = recogniser.candidates(log_likelihoods)
             shard, i = reader.own[position]
-            speaker = shard.speaker(i)
-            self.hypotheses.append(
-                Hypothesis(
-                    shard.utterance_id(i),
-                    "" if speaker == UNKNOWN_SPEAKER else speaker,
-                    reader.reference(position),
-                    candidates,
-                )
-            )
+            name, speaker = shard.utterance_id(i), shard.speaker(i)
+            known = "" if speaker == UNKNOWN_SPEAKER else speaker
+            self.hypotheses.append(Hypothesis.of(name, known, reader.reference(position), candidates))
+            if recogniser.gives_lists:
+                self.lists[name] = nbest_lines(name, candidates)
             found = time.process_time()
             self._frames += len(log_likelihoods)
             self._network_s += scored - before

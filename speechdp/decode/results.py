@@ -11,7 +11,7 @@ from typing import Any
 
 from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset
 from speechdp.decode.graph import Grammar
-from speechdp.decode.nbest import Candidate, nbest_lines
+from speechdp.decode.nbest import Candidate
 from speechdp.decode.wer import WerResult, errors_by_group, oracle_of, word_error_rate
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written, write_text_atomically
@@ -30,28 +30,24 @@ class Hypothesis:
         utterance_id: its name.
         speaker: "" where the data do not know.
         ref: what was said.
-        candidates: what was found, the best first; empty where no path survived.
+        num_candidates: word sequences that were found; 0: no path survived.
+        hyp: the best of them.
+        oracle: the one with the fewest errors; "" where nothing was said.
     """
 
     utterance_id: str
     speaker: str
     ref: str
-    candidates: tuple[Candidate, ...]
-
-    @property
-    def hyp(self) -> str:
-        """The best words; none where no path survived."""
-        return " ".join(self.candidates[0].words) if self.candidates else ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for `Communicator.allgather_object`."""
-        return {**vars(self), "candidates": [vars(candidate) for candidate in self.candidates]}
+    num_candidates: int
+    hyp: str
+    oracle: str
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Hypothesis:
-        """Undo `to_dict`."""
-        candidates = (Candidate(**{**each, "words": tuple(each["words"])}) for each in values["candidates"])
-        return cls(**{**values, "candidates": tuple(candidates)})
+    def of(cls, utterance_id: str, speaker: str, ref: str, candidates: Sequence[Candidate]) -> Hypothesis:
+        """Take what is needed of the word sequences found, the best first; there may be hundreds."""
+        said = [" ".join(candidate.words) for candidate in candidates]
+        oracle = oracle_of(ref, said) if ref else ""
+        return cls(utterance_id, speaker, ref, len(said), said[0] if said else "", oracle)
 
 
 @dataclass(frozen=True)
@@ -157,9 +153,8 @@ class NBestLists:
         if size == 0:
             return None
         told = judged(hypotheses)
-        best = [oracle_of(h.ref, [" ".join(c.words) for c in h.candidates]) for h in told]
-        mean = sum(len(h.candidates) for h in hypotheses) / max(len(hypotheses), 1)
-        return cls(path, size, mean, word_error_rate([h.ref for h in told], best))
+        mean = sum(h.num_candidates for h in hypotheses) / max(len(hypotheses), 1)
+        return cls(path, size, mean, word_error_rate([h.ref for h in told], [h.oracle for h in told]))
 
     def summary(self) -> str:
         """Say in one line how good the lists are."""
@@ -228,8 +223,17 @@ def _object_in(path: Path, key: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def write_results(run_dir: Path, result: DecodingResult) -> None:
-    """Write all that a decoding leaves in the run's folder.  Raises RunError (disk)."""
+def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str]) -> None:
+    """Write all that a decoding leaves in the run's folder.
+
+    Args:
+        run_dir: the run.
+        result: what was found.
+        lists: `nbest_lines` of each utterance, by its id, where lists were asked for.
+
+    Raises:
+        RunError: the disk refuses it.
+    """
     nbest = result.nbest
     values = {
         "split": result.split,
@@ -257,8 +261,7 @@ def write_results(run_dir: Path, result: DecodingResult) -> None:
         if nbest is None and earlier.exists():
             earlier.unlink()  # of another decoding
         if nbest is not None:
-            lists = (nbest_lines(h.utterance_id, h.candidates) for h in result.utterances)
-            write_text_atomically(nbest.path, "".join(lists))
+            write_text_atomically(nbest.path, "".join(lists[h.utterance_id] for h in result.utterances))
         write_text_atomically(result.hypotheses, "".join(lines))
         write_text_atomically(wer_path(run_dir, result.name), json.dumps(values, indent=2) + "\n")
         if "tuning" in result.settings:  # apart: a later decoding of this split may use other values

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.audio import read_audio, to_int16
-from speechdp.data.signal.features import FeatureConfig
+from speechdp.data.signal.features import FeatureConfig, shift_s
 from speechdp.data.signal.pieces import Piece, cut_at_pauses
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.align import Aligner
@@ -164,7 +165,7 @@ class Transcriber:
         words: list[TimedWord] = []
         candidates: list[Candidate] = []
         failed = 0
-        found = dict(self._recognise([to_int16(samples[p.first : p.end]) for p in pieces]))
+        found = dict(self._recognise(to_int16(samples[p.first : p.end]) for p in pieces))
         for number, piece in enumerate(pieces):
             timed = found[number].words
             if timed is None:
@@ -182,7 +183,7 @@ class Transcriber:
             is_too_short=not any(piece.num_frames for piece in found.values()),
         )
 
-    def _recognise(self, pieces: Sequence[np.ndarray]) -> Iterator[tuple[int, _FoundPiece]]:
+    def _recognise(self, pieces: Iterable[npt.NDArray[np.int16]]) -> Iterator[tuple[int, _FoundPiece]]:
         """Yield (number of the piece, what was found in it), in any order."""
         inputs = (self._preprocessor.whole(piece) for piece in pieces)
         for number, scores in self._recogniser.score(inputs):
@@ -199,7 +200,7 @@ class Transcriber:
             return None
         states = classes if self._tying is None else self._tying.states[classes]
         spans = word_spans(words, states, self._lexicon, self._inventory)
-        shift = self._features.frame_shift_s
+        shift = shift_s(self._sampling_rate, self._features)
         sure = confidences(spans, classes, scores, self._tying)
         return [
             TimedWord(span.word, span.first * shift, (span.end - span.first) * shift, confidence)

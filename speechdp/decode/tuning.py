@@ -12,7 +12,7 @@ from typing import Any
 from speechdp.comm.base import Communicator
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import inputs_of
-from speechdp.decode.graph import OF_ANY_LENGTH, Grammar
+from speechdp.decode.graph import LOOPS, OF_ANY_LENGTH, Grammar
 from speechdp.decode.recognise import (
     DecodingOptions,
     Recogniser,
@@ -43,7 +43,6 @@ _RATIOS = ("acoustic_scale", "lm_scale")
 _BOUNDED = ("prior_scale",)
 _ROUNDS = 2
 _PATIENCE = 3  # values in a row that are worse than the best, beyond which none is tried
-_LOOPS = {Grammar.WORD_LOOP, Grammar.DIGIT_LOOP}
 #: What belongs together: values were chosen with these, and say nothing with others.
 _WEIGHTS = ("acoustic_scale", "prior_scale", "insertion_log_prob", "lm_scale", "silence_probability")
 
@@ -95,7 +94,7 @@ class EarlierTuning:
 
     def is_for(self, grammar: Grammar) -> bool:
         """Tell whether the values fit a grammar; all loops weigh words alike."""
-        return grammar is self.grammar or {grammar, self.grammar} <= _LOOPS
+        return grammar is self.grammar or {grammar, self.grammar} <= LOOPS
 
     def summary(self) -> str:
         """Say in one line which values are used."""

@@ -338,10 +338,9 @@ def _probability(token: str) -> float | None:
 
 def _is_number(token: str) -> bool:
     try:
-        float(token)
+        return math.isfinite(float(token))  # "nan" may be a phone, or a syllable
     except ValueError:
         return False
-    return True
 
 
 def refuse_unknown(words: Sequence[str], remedy: str) -> None:

@@ -34,7 +34,7 @@ class Heard:
 def decoding_of(heard: Sequence[Heard], run_dir: Path, *, unknown_words: int = 0) -> DecodingResult:
     """Return the result of decoding the split "test"."""
     hypotheses = [
-        Hypothesis(one.utterance_id, one.speaker, one.said, (Candidate(tuple(one.heard.split()), 0.0),))
+        Hypothesis.of(one.utterance_id, one.speaker, one.said, [Candidate(tuple(one.heard.split()), 0.0)])
         for one in heard
     ]
     said, found = [one.said for one in heard], [one.heard for one in heard]

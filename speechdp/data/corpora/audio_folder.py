@@ -18,9 +18,13 @@ from speechdp.labels.text_normalise import plain_transcript
 #: The pattern tried where there is neither a transcript nor --pattern: FSDD's file names.
 DEFAULT_PATTERN = "{digit}_{speaker}_{index}"
 
+#: Of what libsndfile reads.
 _AUDIO_SUFFIXES = frozenset(
-    {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".au", ".sph"}
+    {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".aifc", ".au", ".sph"}
+    | {".caf", ".rf64", ".w64"}
 )
+#: Of what it does not read.
+_OTHER_SUFFIXES = frozenset({".m4a", ".aac", ".amr", ".webm", ".wma", ".mka", ".3gp", ".wv", ".ape"})
 # Lists of checksums (FSDD has a SHA256SUMS.wav) and the hidden files some systems put beside each file.
 _NO_AUDIO = re.compile(r"\.|(md5|sha[0-9]+)sums?\b", re.IGNORECASE)
 _TRANSCRIPTS = ".trans.txt"
@@ -65,8 +69,12 @@ def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRu
     )
 
 
-def find_audio(source: Path) -> list[Path]:
+def find_audio(source: Path, *, unreadable: bool = False) -> list[Path]:
     """Return the audio files below a folder, sorted.
+
+    Args:
+        source: the folder.
+        unreadable: also those in formats that cannot be read, so that reading them says so.
 
     Raises:
         ConfigError: no such folder, or no audio in it.
@@ -75,10 +83,11 @@ def find_audio(source: Path) -> list[Path]:
         raise ConfigError(
             f"{source}: {why_no_folder(source)}; give a Kaldi data directory or a folder of audio"
         )
+    suffixes = _AUDIO_SUFFIXES | _OTHER_SUFFIXES if unreadable else _AUDIO_SUFFIXES
     files = sorted(
         path
         for path in _files_below(source)
-        if path.suffix.lower() in _AUDIO_SUFFIXES and not _NO_AUDIO.match(path.name)
+        if path.suffix.lower() in suffixes and not _NO_AUDIO.match(path.name)
     )
     if not files:
         raise ConfigError(f"{source}: holds no audio ({' '.join(sorted(_AUDIO_SUFFIXES))}); check the path")
@@ -209,7 +218,8 @@ def _with_transcripts(
     notices: tuple[str, ...] = ()
     if rules.skip_incomplete:
         empty = [u for u in sorted(by_id) if rules.needs_text and normalised.get(u) == ""]
-        by_id = {u: file for u, file in by_id.items() if u not in {*missing, *empty}}
+        without = {*missing, *empty}
+        by_id = {u: file for u, file in by_id.items() if u not in without}
         notices = left_out(
             {
                 f"have no transcript in {kind}": missing,

@@ -24,7 +24,7 @@ from speechdp.data.prepare.language_model import prepare_language_model
 from speechdp.data.prepare.recognition import States
 from speechdp.data.prepare.spectrograms import Texts
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Stored, Utterance
-from speechdp.data.signal.features import FeatureConfig, check_mel_bins
+from speechdp.data.signal.features import FeatureConfig, check_mel_bins, shift_s
 from speechdp.labels.hmm import StateInventory, alignment_from_phone_times
 from speechdp.labels.lexicon import Lexicon
 from speechdp.labels.symbols import SymbolInventory
@@ -127,7 +127,8 @@ class TimedShard:
         """Yield each utterance with its features (or samples) and targets."""
         kind = AudioUtterance if header.stored == "audio" else Utterance
         for spoken, content in self.job.spoken():
-            targets = _targets(spoken, header.features.frame_shift_s, self.lexicon, self.inventory)
+            step_s = shift_s(header.sampling_rate, header.features)
+            targets = _targets(spoken, step_s, self.lexicon, self.inventory)
             planned = spoken.utterance
             yield kind(planned.utterance_id, planned.speaker, planned.text, content, targets)
 

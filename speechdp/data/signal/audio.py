@@ -14,10 +14,12 @@ import numpy.typing as npt
 import soundfile
 import soxr
 
-from speechdp.data.signal.features import FeatureConfig
+from speechdp.data.signal.features import FeatureConfig, shift_samples
 from speechdp.errors import ConfigError
 
 _REMEDY = "convert it to mono 16-bit WAV or FLAC, or leave it out"
+#: What soundfile raises for files: the last two for raw samples without a header, and names in no encoding.
+_ERRORS = (soundfile.LibsndfileError, OSError, TypeError, ValueError)
 _PIECE_SAMPLES = 1 << 22
 #: A frame this far under the utterance's loudest, in dB, is silence ...
 _SILENCE_DB = 40.0
@@ -95,7 +97,7 @@ def probe(source: AudioSource) -> AudioInfo:
     """
     try:
         info = soundfile.info(str(file_of(source)))
-    except (soundfile.LibsndfileError, OSError) as error:
+    except _ERRORS as error:
         raise _unreadable(source, error) from error
     start, end = _stretch(source, info.channels, info.frames, info.samplerate)
     if end <= start:
@@ -158,7 +160,7 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
                 pieces.append(piece if piece.ndim == 1 else piece[:, channel])
                 missing -= len(piece)
             samples: npt.NDArray[np.float32] = np.concatenate(pieces)
-    except (soundfile.LibsndfileError, OSError) as error:
+    except _ERRORS as error:
         raise _unreadable(source, error) from error
     if end <= start:
         raise _without_samples(source)
@@ -194,7 +196,7 @@ def edge_silence(
     Returns:
         Leading and trailing frames; (0, 0) where all frames would be silent.
     """
-    shift = sampling_rate * config.frame_shift_s
+    shift = shift_samples(sampling_rate, config)
     half_window = sampling_rate * config.frame_length_ms / 2000.0
     centres = (np.arange(num_frames) + 0.5) * shift  # Kaldi's, with snip_edges false
     starts = np.clip(centres - half_window, 0, len(samples)).astype(np.int64)
@@ -222,5 +224,7 @@ def _unreadable(source: AudioSource, error: Exception) -> ConfigError:
         )
     if file_of(source).is_file() and file_of(source).stat().st_size == 0:
         return ConfigError(f"{source}: is empty; copy or record it again, or leave it out")
+    if isinstance(error, UnicodeError):
+        return ConfigError(f"{source}: its name is not UTF-8; rename it")
     reason = " ".join(str(getattr(error, "error_string", error)).split()).rstrip(".")
     return ConfigError(f"{source}: unreadable audio ({reason}); {_REMEDY}")

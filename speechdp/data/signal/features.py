@@ -5,16 +5,20 @@ Legend: S samples, T frames, D feature dimensions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 
 #: Least standard deviation divided by: digital silence (all frames at the log floor) stays zero.
 STD_FLOOR = 1e-2
+#: Fewest mel filters.
+_LEAST_MEL_BINS = 3
 #: Kaldi's lowest mel edge, in Hz.
 LOW_FREQ_HZ = 20.0
 #: Settings that only data from Kaldi have otherwise.
@@ -64,8 +68,14 @@ class FeatureConfig:
             raise ConfigError(f"features {self.kind!r} are not known; choose log_mel or mfcc")
         if self.dtype not in ("float16", "float32"):
             raise ConfigError(f"dtype {self.dtype!r} is not known; choose float16 or float32")
-        if self.num_mel_bins < 3 or self.frame_length_ms <= 0 or self.frame_shift_ms <= 0:
-            raise ConfigError("num_mel_bins must be at least 3, frame length and shift above 0 ms")
+        if self.num_mel_bins < _LEAST_MEL_BINS:
+            raise ConfigError(f"--num-mel-bins {self.num_mel_bins}: must be at least {_LEAST_MEL_BINS}")
+        for option, value in (
+            ("--frame-length-ms", self.frame_length_ms),
+            ("--frame-shift-ms", self.frame_shift_ms),
+        ):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"{option} {value:g}: must be a number above 0, e.g. 10")
         if self.cmvn not in ("utterance", "speaker") or (self.kind == "kaldi") != (self.kaldi_dim > 0):
             raise ConfigError(
                 "kaldi_dim is the number of values of kaldi features; cmvn is utterance or speaker"
@@ -203,25 +213,46 @@ def usual_mel_bins(sampling_rate: int) -> int:
 
 
 def check_mel_bins(sampling_rate: int, config: FeatureConfig) -> None:
-    """Refuse more mel bins than the spectrum can fill.
+    """Refuse frames without samples or without a shift, and more mel bins than the spectrum can fill.
 
-    Kaldi aborts the process if a filter covers no point of the spectrum, so the filters are laid out
-    here first, as Kaldi does: equally spaced on mel(f) = 1127 ln(1 + f / 700) from 20 Hz to half the rate.
+    Kaldi aborts the process if a filter covers no point of the spectrum.
     """
     window = window_samples(sampling_rate, config)
-    if window < 2:
-        raise ConfigError(f"a window of {config.frame_length_ms} ms at {sampling_rate} Hz holds no samples")
-    num_fft = 1 << (window - 1).bit_length()
-    points = mel_of(np.arange(num_fft // 2) * (sampling_rate / num_fft))
-    edges = np.linspace(
-        mel_of(np.array(LOW_FREQ_HZ)), mel_of(np.array(sampling_rate / 2)), config.num_mel_bins + 2
+    for option, value, samples, least in (
+        ("--frame-length-ms", config.frame_length_ms, window, 2),
+        ("--frame-shift-ms", config.frame_shift_ms, shift_samples(sampling_rate, config), 1),
+    ):
+        if samples < least:
+            raise ConfigError(
+                f"{option} {value:g}: is less than {counted(least, 'sample')} at {sampling_rate} Hz; give "
+                "more, e.g. 10"
+            )
+    if _fills_mel_bins(config.num_mel_bins, sampling_rate, window):
+        return
+    most = min(config.num_mel_bins - 1, 2 * window)  # see _fills_mel_bins: more are none
+    fewer = (n for n in range(most, _LEAST_MEL_BINS - 1, -1) if _fills_mel_bins(n, sampling_rate, window))
+    number = next(fewer, None)
+    raise ConfigError(
+        f"{config.num_mel_bins} mel bins are too many for {sampling_rate} Hz and a window of "
+        f"{config.frame_length_ms:g} ms; give a longer --frame-length-ms"
+        + ("" if number is None else f", or --num-mel-bins {number}")
     )
-    inside = (points > edges[:-2, None]) & (points < edges[2:, None])  # (bins, points)
-    if not inside.any(axis=1).all():
-        raise ConfigError(
-            f"{config.num_mel_bins} mel bins are too many for {sampling_rate} Hz and a window of "
-            f"{config.frame_length_ms} ms; use fewer, e.g. 40"
-        )
+
+
+def _fills_mel_bins(num_mel_bins: int, sampling_rate: int, window: int) -> bool:
+    """Tell whether each mel filter covers a point of the spectrum of a window of so many samples.
+
+    The filters are laid out as Kaldi does: equally spaced on mel(f) = 1127 ln(1 + f / 700) from 20 Hz to half
+    the rate.
+    """
+    num_fft = 1 << (window - 1).bit_length()
+    if num_mel_bins > num_fft:  # two filters share each of the num_fft / 2 points
+        return False
+    points = mel_of(np.arange(num_fft // 2) * (sampling_rate / num_fft))
+    lowest, highest = mel_of(np.array([LOW_FREQ_HZ, sampling_rate / 2]))
+    edges = np.linspace(lowest, highest, num_mel_bins + 2)
+    above = np.append(points, np.inf)[points.searchsorted(edges[:-2], side="right")]  # (bins,)
+    return bool((above < edges[2:]).all())
 
 
 def mel_of(frequency_hz: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
@@ -233,6 +264,19 @@ def mel_of(frequency_hz: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float6
 def shift_samples(sampling_rate: int, config: FeatureConfig) -> int:
     """Return the samples between two frames."""
     return int(sampling_rate * 0.001 * config.frame_shift_ms)
+
+
+def shift_s(sampling_rate: int, config: FeatureConfig) -> float:
+    """Return the seconds between two frames as they lie in the audio.
+
+    10 ms are 220.5 samples at 22,050 Hz, of which frames are 220 apart: `FeatureConfig.frame_shift_s`, by
+    which they are named, would be a fifteenth of a second off after half a minute.
+
+    Example:
+        >>> round(3000 * shift_s(22_050, FeatureConfig()), 3)
+        29.932
+    """
+    return shift_samples(sampling_rate, config) / sampling_rate
 
 
 def window_samples(sampling_rate: int, config: FeatureConfig) -> int:

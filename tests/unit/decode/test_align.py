@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from speechdp.data.shards.alignment_file import open_targets, write_targets
 from speechdp.data.shards.shard import Shard
@@ -37,6 +38,19 @@ def test_aligner_finds_the_states_and_counts_what_it_cannot_align() -> None:
     assert (aligner.num_too_short, aligner.num_failed) == (1, 0)
     assert aligner.align(["ab", "c"], scores[:9]) is not None  # exactly one frame a state
     assert aligner.align(["ab", "x"], scores) is None and aligner.num_unknown == 1
+
+
+def test_few_graphs_are_kept_where_every_transcript_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    lexicon = Lexicon({"ab": (("A", "B"),), "c": (("C",),)})
+    transducer = LexiconTransducer(lexicon, StateInventory(("A", "B", "C")), np.full(12, 0.5))
+    aligner, composed = Aligner(transducer), []
+    monkeypatch.setattr("speechdp.decode.align._MAX_KEPT_STATES", 150)
+    compose = transducer.compose
+    monkeypatch.setattr(transducer, "compose", lambda *graph: composed.append(1) or compose(*graph))
+    scores = np.zeros((200, 12), np.float32)
+    for words in (["ab"], ["c"], ["ab"], ["ab"] * 20, ["ab"] * 21, ["ab"]):
+        assert aligner.align(words, scores) is not None
+    assert len(composed) == 5  # "ab" was kept at first, and had to go for the long ones
 
 
 def align(tmp_path: Path, previous: bool) -> tuple[Shard, list[np.ndarray], AlignmentReport]:

@@ -87,6 +87,27 @@ def test_what_was_said_is_recognised(files: KaldiGraphFiles, tmp_path: Path) -> 
     assert set(tuned.record["chosen"]) == {"acoustic_scale", "prior_scale"}
 
 
+def test_what_was_tuned_for_graphs_is_used_with_a_graph(
+    files: KaldiGraphFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    dataset = write_pdf_dataset(tmp_path / "data", {"a": ("yes", "no")})
+    monkeypatch.setattr("speechdp.tasks.model_file.load_model", lambda _run, _device: oracle(NUM_PDFS))
+    where = {"graph": files.graph, "backend": "serial", "device": "cpu"}
+    run_dir = tmp_path / "run"
+    DecodeCommand(run_dir, dataset.path, tune_on="test", **where)._on_rank(SerialCommunicator())  # type: ignore[arg-type]
+    tuned = json.loads((run_dir / "wer-test.json").read_text())["options"]
+    tuned["acoustic_scale"] = 0.25
+    record = json.loads((run_dir / "tuned.json").read_text())
+    (run_dir / "tuned.json").write_text(json.dumps({**record, "options": tuned}))
+    capsys.readouterr()
+    DecodeCommand(run_dir, dataset.path, **where)._on_rank(SerialCommunicator())  # type: ignore[arg-type]
+    assert "as decode --tune-on test chose them" in capsys.readouterr().err
+    assert json.loads((run_dir / "wer-test.json").read_text())["options"]["acoustic_scale"] == 0.25
+
+
 def test_files_that_do_not_belong_together_are_refused(files: KaldiGraphFiles, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"final\.mdl: has 6 pdfs, the model to decode with 9"):
         read_kaldi_graph(files, 9)

@@ -152,6 +152,25 @@ def test_words_that_one_of_them_lacks_are_left_out() -> None:
     assert heard == {"to", "see"}
 
 
+@pytest.mark.parametrize("sentence", ["a", "c", "a c", "c a a"])
+def test_backing_off_costs_as_much_after_words_before_unknown_ones(sentence: str) -> None:
+    """Of what may follow "a", and begin a sentence, only words without an id are listed."""
+    unigrams = {("a",): -0.5, ("c",): -0.6, ("x",): -0.7, (END,): -0.8}
+    backoffs = {("a",): -1.5, (START,): -0.25}
+    model = NgramModel({**unigrams, ("a", "x"): -0.01, (START, "x"): -0.3}, backoffs)
+    words = sentence.split()
+    ids = {"a": 1, "c": 2}
+    chain = kaldifst.StdVectorFst()
+    states = [chain.add_state() for _ in range(len(words) + 1)]
+    chain.start = states[0]
+    chain.set_final(states[-1], 0.0)
+    for state, word in zip(states, words, strict=False):
+        chain.add_arc(state, kaldifst.StdArc(ids[word], ids[word], 0.0, state + 1))
+    found = kaldifst.compose(chain, ngram_acceptor(model, ids))
+    cost = kaldifst.get_linear_symbol_sequence(kaldifst.shortest_path(found))[-1].value
+    assert cost == pytest.approx(-np.log(10) * model.log10_sentence(words), rel=1e-5)
+
+
 def test_models_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(ConfigError, match="prepare the data with --lm"):
         build_graph(transducer(), Grammar.NGRAM)

@@ -22,7 +22,7 @@ from speechdp.decode.graph import Grammar
 from speechdp.decode.language_model import save_language_model
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.decode.tuning import earlier_tuning, tune
-from speechdp.errors import RunError
+from speechdp.errors import RunError, ShardError
 from speechdp.labels.hmm import StateInventory, states_of
 from speechdp.language.kneser_ney import estimate
 from speechdp.options.recognition import RecognitionOptions
@@ -242,6 +242,20 @@ def test_command_tunes_and_says_so(
     assert "as decode --tune-on" not in capsys.readouterr().err
     DecodeCommand(run_dir, dataset.path, tune_on="test", **where)._on_rank(SerialCommunicator())  # type: ignore[arg-type]
     assert "the scales were chosen on this split" in capsys.readouterr().out
+
+
+def test_what_cannot_be_decoded_is_refused_before_anything_is_tuned(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "speechdp.tasks.model_file.load_model", lambda _run, _device: unsure(dataset.num_classes)
+    )
+    monkeypatch.setattr("speechdp.decode.tuning.tune", None)
+    command = DecodeCommand(
+        tmp_path / "run", dataset.path, "tset", tune_on="dev", backend="serial", device="cpu"
+    )
+    with pytest.raises(ShardError, match="tset"):
+        command._on_rank(SerialCommunicator())
 
 
 def test_what_was_tuned_last_is_found_again(dataset: Dataset, tmp_path: Path) -> None:

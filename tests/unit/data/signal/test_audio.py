@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,17 @@ def test_what_is_not_audio_is_refused(tmp_path: Path, content: bytes) -> None:
         with pytest.raises(ConfigError, match=r"bad\.wav: unreadable audio .*; convert it") as raised:
             read(path)
         assert "\n" not in str(raised.value)
+
+
+def test_raw_samples_and_names_in_no_encoding_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "talk.raw").write_bytes(bytes(1000))
+    latin = os.fsdecode(bytes(tmp_path) + b"/caf\xe9.wav")
+    write_tone(tmp_path / "a.wav", 0.1, 8000).rename(latin)
+    for read in (probe, lambda p: read_audio(p, 8000)):
+        with pytest.raises(ConfigError, match=r"talk\.raw: unreadable audio .*; convert it"):
+            read(tmp_path / "talk.raw")
+        with pytest.raises(ConfigError, match="its name is not UTF-8; rename it"):
+            read(Path(latin))
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
@@ -105,6 +117,15 @@ def test_silence_at_the_edges_is_found() -> None:
     samples = np.concatenate([quiet, speech, quiet[:800]])
     leading, trailing = edge_silence(samples, 8000, config, 80)
     assert (leading, trailing) == (19, 9)  # a window that touches the speech is speech
+
+
+def test_silence_is_counted_in_the_frames_that_features_have() -> None:
+    """At 11,025 Hz frames are 110 samples apart, not 110.25."""
+    rate, num_frames = 11_025, 4000
+    samples = np.zeros(num_frames * 110, np.float32)
+    samples[3000 * 110 : 3500 * 110] = 0.5
+    leading, trailing = edge_silence(samples, rate, FeatureConfig(), num_frames)
+    assert abs(leading - 3000) <= 2 and abs(trailing - 500) <= 2
 
 
 def test_short_and_loud_edges_are_not_silence() -> None:

@@ -20,6 +20,7 @@ def test_pieces_cover_everything_and_none_is_too_long(size: int, longest_s: floa
     assert (pieces[-1].end if pieces else 0) == size
     assert all(0 < p.end - p.first <= longest_s * RATE for p in pieces)
     assert all(p.end - p.first >= longest_s * RATE / 2 - 1 for p in pieces[:-1])
+    assert len(pieces) < 2 or pieces[-1].end - pieces[-1].first >= longest_s * RATE / 4 - 1
 
 
 def test_the_cut_is_in_the_middle_of_the_pause() -> None:
