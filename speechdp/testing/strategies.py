@@ -163,7 +163,7 @@ def make_model() -> LstmAcousticModel:
     # torch's generator is one for all threads, and here each thread is a rank.
     with _GENERATOR, torch.random.fork_rng():
         torch.manual_seed(7)
-        return LstmAcousticModel(_FEATURES, _CLASSES, LstmConfig(2, 6, True, bottleneck=3)).double()
+        return LstmAcousticModel(_FEATURES, _CLASSES, LstmConfig(1, 8, False, bottleneck=3)).double()
 
 
 def make_batch(rank: int, step: int, *, segments: int = 3) -> Batch:
