@@ -52,6 +52,7 @@ from rich.table import Table
 from benchmarks.comm.namespaces import ended_by_signals
 from benchmarks.comm.switch import SwitchedNodes, why_not
 from benchmarks.strategies.straggler import prepare_synthetic
+from speechdp import exit_codes
 from speechdp.cli.support.console import make_console
 from speechdp.experiments.compare.record import FILE_NAME, read_record
 from speechdp.experiments.jobs import JobStarter, JobStopped
@@ -262,7 +263,8 @@ def hold_race(
     race = find_race(out, RANKS)
     if race is None:
         out.mkdir(parents=True, exist_ok=True)
-        words = ["tune", str(data), str(out), "--job=race", f"--racing={racing_text(settings)}"]
+        racing = racing_text(dict.fromkeys(settings, ""))
+        words = ["tune", str(data), str(out), "--job=race", f"--racing={racing}"]
         words += [f"--race={given.race}", f"--ranks={RANKS}", f"--backends={given.backend}", "--seeds=1"]
         starter = cluster.starter
         environment = {**starter.environment, "OMP_NUM_THREADS": str(given.threads)}
@@ -399,9 +401,9 @@ def main() -> None:
         for name in given.clusters:
             try:
                 verdicts.append(measure(name, out / "data", out / name, given))
-            except JobStopped as stopped:
+            except JobStopped:
                 print("stopped as requested; the same command goes on where --out was given", flush=True)
-                sys.exit(stopped.exit_code)
+                sys.exit(exit_codes.STOPPED)
             show(verdicts[-1], read_tune(out / name / "tune"))
     print(json.dumps(summary(verdicts)))
 

@@ -71,10 +71,14 @@ class TuneOptions:
         return ranks
 
     def whole_seeds(self) -> tuple[int, ...]:
-        """Return the seeds.  Raises ConfigError."""
+        """Return the seeds.  Raises ConfigError: one is none, or is given twice."""
         from speechdp.experiments.compare.plan import whole_numbers  # noqa: PLC0415
 
-        return whole_numbers("seeds", self.seeds, least=0)
+        seeds = whole_numbers("seeds", self.seeds, least=0)
+        if len(set(seeds)) < len(seeds):
+            twice = next(seed for seed in seeds if seeds.count(seed) > 1)
+            raise ConfigError(f"--seeds: {twice} is given twice")
+        return seeds
 
     def tried(self, hostfile: Path | None, ranks: int) -> tuple[Setting, ...]:
         """Return the settings to try.  Raises ConfigError."""
@@ -194,7 +198,7 @@ class TuneCommand:
         ranks = session.comm.size
         plan = race_of(self._compared(ranks), settings_in(self.racing), ranks, self._raced)
         try:
-            remedy = "if it is not the same again, leave that setting out (--strategies, --batch-sizes)"
+            remedy = "a setting that fails by itself is left out"
             hold_race(session, self._raced, plan, self.out_dir, remedy)
         except Stopped:
             session.reporter.notice("stopped as requested; the race is held from its beginning again")

@@ -180,8 +180,9 @@ def measured_run(result: RunResult, *, may_have_paused: bool = False) -> Measure
             f"{path}: has not finished (no completed.json); continue it with --resume, then simulate"
         )
     parameters = finite(settings.get("num_parameters"))
-    if timing is None or not parameters:
-        missing = "run.json: no num_parameters" if timing is not None else "timing.json: missing or damaged"
+    hosts = None if timing is None else _hosts_of(timing, settings)
+    if timing is None or hosts is None or not parameters:
+        missing = "run.json: no num_parameters" if hosts is not None else "timing.json: missing or damaged"
         raise ConfigError(f"{path}: {missing}; train it again, or give another run")
     choice = StrategyChoice(str(settings.get("strategy", "")))
     # Of a strategy from outside, which may not even be found here, nobody knows who waits for whom.
@@ -191,7 +192,7 @@ def measured_run(result: RunResult, *, may_have_paused: bool = False) -> Measure
     last = result.evaluations[-1].frames if result.evaluations else None
     return MeasuredRun(
         name=result.name,
-        hosts=tuple(rank.host for rank in timing.ranks),
+        hosts=hosts,
         strategy=choice,
         aligned=aligned,
         nbytes=PARAMETER_BYTES * parameters,
@@ -202,6 +203,14 @@ def measured_run(result: RunResult, *, may_have_paused: bool = False) -> Measure
         amount=result.kind.amount,
         on_gpu=result.on_gpu,
     )
+
+
+def _hosts_of(timing: RunTiming, settings: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """Return the host of each rank; None: nobody knows it.  Sums of timelines do not name them."""
+    recorded = settings.get("hosts")
+    begun_on = dict(enumerate(recorded)) if isinstance(recorded, list) else {}
+    hosts = tuple(rank.host or begun_on.get(rank.rank) for rank in timing.ranks)
+    return tuple(map(str, hosts)) if all(hosts) else None
 
 
 def _optimizer_vectors(settings: Mapping[str, Any]) -> int:

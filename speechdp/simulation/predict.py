@@ -151,7 +151,9 @@ def predict(
         do not divide them, their server leaves no worker, or they average between nodes and have one.
     """
     possible = [
-        (choice, exchange) for choice, exchange in exchanges if _accepts(choice, ranks, scenario.cluster)
+        (choice, exchange)
+        for choice, exchange in exchanges
+        if not why_refused(choice, ranks, scenario.cluster)
     ]
     paces = predict_paces(scenario, ranks, [exchange for _, exchange in possible])
     return [
@@ -172,12 +174,13 @@ class _RanksInNumber(SerialCommunicator):
         return [rank // self._per_node for rank in range(self.size)]
 
 
-def _accepts(choice: StrategyChoice, ranks: int, cluster: Cluster) -> bool:
+def why_refused(choice: StrategyChoice, ranks: int, cluster: Cluster) -> str:
+    """Return why a run of a strategy on so many ranks would be refused; "": it would not."""
     try:
         choice.parsed.check_ranks(_RanksInNumber(ranks, cluster.ranks_per_node))
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def predict_paces(scenario: Scenario, ranks: int, exchanges: Sequence[Exchange]) -> list[Pace]:

@@ -30,7 +30,14 @@ from speechdp.simulation.fit import (
 )
 from speechdp.simulation.links import Algorithm, Cluster, LinkSpeed
 from speechdp.simulation.measured import MeasuredRun, basis
-from speechdp.simulation.predict import MODEL_ERROR, Prediction, Scenario, is_too_long, predict
+from speechdp.simulation.predict import (
+    MODEL_ERROR,
+    Prediction,
+    Scenario,
+    is_too_long,
+    predict,
+    why_refused,
+)
 from speechdp.simulation.steps import MeasuredWork
 
 #: Times as many ranks as were measured for which the model alone speaks.
@@ -80,6 +87,7 @@ class Simulation:
         predictions: by strategy, period, and number of ranks, in this order.
         assumptions: what was neither measured nor given, and how far beyond what was measured the predictions
             go, a sentence each.
+        refusals: why strategies cannot train on the most ranks, in their words.
     """
 
     runs: tuple[MeasuredRun, ...]
@@ -87,6 +95,7 @@ class Simulation:
     scenario: Scenario
     predictions: tuple[Prediction, ...]
     assumptions: tuple[str, ...]
+    refusals: tuple[str, ...] = ()
 
 
 def simulate(runs: Sequence[MeasuredRun], request: Request, left_out: Sequence[str] = ()) -> Simulation:
@@ -97,17 +106,23 @@ def simulate(runs: Sequence[MeasuredRun], request: Request, left_out: Sequence[s
         left_out: what is to be said of others.
 
     Raises:
-        ConfigError: a strategy that is not known or cannot be used, or a link that was neither measured nor
-            given.
+        ConfigError: a strategy that is not known or cannot be used, none that can be on any of the numbers of
+            ranks, or a link that was neither measured nor given.
     """
     scenario, assumptions = scenario_of(runs, request)
     exchanges = exchanges_of(request, scenario.model)
     found = [prediction for ranks in request.ranks for prediction in predict(scenario, ranks, exchanges)]
+    most = max(request.ranks)
+    refusals = [why_refused(choice, most, scenario.cluster) for choice, _ in exchanges]
+    if not found:
+        where = "for these --ranks and --ranks-per-node"
+        raise ConfigError(f"--strategies: nothing can be predicted {where}: {refusals[0]}")
     order = {(choice.text, exchange.period): place for place, (choice, exchange) in enumerate(exchanges)}
     found.sort(key=lambda one: (order[one.strategy.text, one.period], one.ranks))
     chosen = basis(runs)
-    assumptions += _beyond_measured(chosen, max(request.ranks), scenario.cluster.ranks_per_node)
-    return Simulation(chosen, request, scenario, tuple(found), (*left_out, *assumptions))
+    assumptions += _beyond_measured(chosen, most, scenario.cluster.ranks_per_node)
+    said = (*left_out, *assumptions)
+    return Simulation(chosen, request, scenario, tuple(found), said, tuple(filter(None, refusals)))
 
 
 def scenario_of(runs: Sequence[MeasuredRun], request: Request) -> tuple[Scenario, tuple[str, ...]]:

@@ -19,7 +19,15 @@ from speechdp.errors import RunError
 from speechdp.experiments.race import run as race_run
 from speechdp.experiments.race.plan import RaceOptions, RaceSetting
 from speechdp.experiments.race.racer import Racer
-from speechdp.experiments.race.record import RaceRecord, find_race, is_of, race_path
+from speechdp.experiments.race.record import (
+    FailedSetting,
+    RaceRecord,
+    failure_path,
+    find_failure,
+    find_race,
+    is_of,
+    race_path,
+)
 from speechdp.experiments.race.run import hold_race
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice, strategy_names
@@ -285,6 +293,32 @@ def test_a_failure_is_said_in_one_line_and_leaves_no_record(
     assert find_race(tmp_path, 2) is None
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RunError("the loss is nan at step 3"), "the loss is nan at step 3"),
+        (torch.cuda.OutOfMemoryError("CUDA is full.\nTried 2 GiB"), "OutOfMemoryError: CUDA is full."),
+    ],
+)
+def test_the_setting_that_fails_is_named_by_the_rank_that_saw_it(
+    dataset: Dataset, tmp_path: Path, error: Exception, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = [RaceSetting(text, StrategyChoice(text)) for text in ("gradient_averaging", "bmuf:period=2")]
+    run = Racer.run
+
+    def fail_on_one(self: Racer) -> int:
+        parts = self.trainer.parts
+        if parts.strategy.name == "bmuf" and parts.comm.rank == 1:
+            raise error
+        return run(self)
+
+    monkeypatch.setattr(Racer, "run", fail_on_one)
+    with pytest.raises(type(error)):
+        raced(dataset, tmp_path, settings, monkeypatch)
+    assert find_failure(failure_path(tmp_path, 2)) == FailedSetting("bmuf:period=2", why)
+    assert find_race(tmp_path, 2) is None
+
+
 def test_a_rank_that_is_lost_in_a_turn_ends_the_race(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +336,7 @@ def test_a_rank_that_is_lost_in_a_turn_ends_the_race(
     with pytest.raises(RunError, match=r"^the race of the settings failed: rank 1 was lost; --race 0 leaves"):
         raced(dataset, tmp_path, settings, monkeypatch)
     assert find_race(tmp_path, 2) is None
+    assert find_failure(failure_path(tmp_path, 2)) is None  # it is no fault of the setting
 
 
 @pytest.mark.parametrize("asynchronous", ["ad_psgd", "easgd:period=2"])

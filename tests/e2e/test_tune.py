@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -106,9 +107,31 @@ def test_the_same_command_changes_nothing_and_another_is_refused(
     assert f"{out / 'tune.json'}: was begun with another epochs" in ended.stderr
 
 
+def test_another_target_is_judged_by_the_runs_that_are_there(
+    dataset: Dataset, tuned: tuple[Path, Ended], tmp_path: Path
+) -> None:
+    out = tmp_path / "copy"
+    shutil.copytree(tuned[0], out)
+    before = {path: path.read_bytes() for path in out.glob("runs/*/metrics.jsonl")}
+    ended = ended_within(200, alone("tune", dataset.path, out, *OPTIONS, "--target=-1.25"))
+    assert ended.exit_code == 0, ended.output
+    assert "its runs are judged by the target given now" in " ".join(ended.output.split())
+    record = json.loads((out / "tune.json").read_text())
+    assert record["target"] == record["settings"]["target"] == -1.25 and record["completed"] is True
+    assert {path: path.read_bytes() for path in out.glob("runs/*/metrics.jsonl")} == before
+    assert "1.250 nats/frame" in (out / "tune" / "tune.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--target", "0.9"], "--target 0.9: the log-probability is below 0, e.g. --target=-0.45"),
+        (["--target", "nan"], "--target nan: give a number"),
+        (["--seeds", "1,1"], "--seeds: 1 is given twice"),
+        (
+            ["--strategies", "delayed_averaging:delay=8"],
+            "--strategies delayed_averaging:delay=8 with --periods 4: ",
+        ),
         (["--budget", "soon"], "--budget soon: is no time; write 90s, 20m or 2h"),
         (["--ranks", "1"], "--ranks 1: one rank has nothing to exchange; give 2 at least"),
         (["--backends", "nccl"], "--backends 'nccl': choose among horovod, mpi, torch"),

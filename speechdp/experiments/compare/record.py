@@ -13,6 +13,7 @@ from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.records import check_beside
 
 FILE_NAME = "compare.json"
+_THEN = "delete it and give the command of the comparison again (its runs are kept), or with --overwrite"
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def read_record(out: Path) -> CompareRecord:
         ConfigError: it cannot be read, is damaged, or names a folder elsewhere.
     """
     path = out / FILE_NAME
-    with reading(path, "give the command of the comparison again"):
+    with reading(path, _THEN):
         content = parse_json(path.read_text(encoding="utf-8"))
         runs = tuple(RunRecord.from_json(run) for run in content["runs"])
         settings, completed = dict(content["settings"]), bool(content["completed"])

@@ -13,13 +13,13 @@ from speechdp.errors import RunError
 from speechdp.experiments.checked import checked_fields
 from speechdp.experiments.race.plan import RacePlan, RaceSetting
 from speechdp.experiments.record import check_format, write_record_file
-from speechdp.files import record_cannot_be_read
+from speechdp.files import cannot_be_written, record_cannot_be_read
 from speechdp.json_input import parse_json
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.raced import RacedSpeed
 
 FOLDER = "race"
-_KIND = "race"
+_KIND, _FAILURE = "race", "failed-setting"
 #: Frames and seconds that no turn has: ratios of such would be no numbers.
 _MOST, _SHORTEST_S = 1e15, 1e-9
 
@@ -96,6 +96,18 @@ class RaceRecord:
                 own = sum(load["own"] for load in here)
                 found.append(max(0.0, here[0]["host"] - own) + here[0]["stolen"])
         return max(found)
+
+
+@dataclass(frozen=True)
+class FailedSetting:
+    """A setting by whose failure a race has ended.
+
+    Attributes:
+        why: the first error's own words.
+    """
+
+    name: str
+    why: str
 
 
 def race_path(out: Path, ranks: int) -> Path:
@@ -207,6 +219,34 @@ def is_of(race: RaceRecord, plan: RacePlan) -> bool:
     # Without two that fit there is no speed, and nothing that it is a ratio to.
     same_baseline = not fitting.is_race or held.baseline == fitting.baseline
     return alike and same_training and same_settings and same_baseline
+
+
+def failure_path(out: Path, ranks: int) -> Path:
+    """Return where a rank of a race says by which setting it ends."""
+    return out / FOLDER / f"failure-{ranks}.json"
+
+
+def write_failure(path: Path, failure: FailedSetting) -> None:
+    """Note by which setting a race ends.  Raises RunError (disk)."""
+    write_record_file(path, _FAILURE, vars(failure))
+
+
+def find_failure(path: Path) -> FailedSetting | None:
+    """Return by which setting a race has ended; None: by none, or the file cannot be read."""
+    try:
+        content = parse_json(path.read_text(encoding="utf-8"))
+        check_format(content, _FAILURE)
+        return FailedSetting(**checked_fields(FailedSetting, content))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def forget_failure(path: Path) -> None:
+    """Delete what an earlier race has noted.  Raises RunError (disk)."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(cannot_be_written(path, error)) from error
 
 
 def find_race(out: Path, ranks: int) -> RaceRecord | None:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
 from speechdp.comm.environment import host_name
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.counting import counted
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import CommunicationError, ConfigError, RunError, ShardError, SpeechDPError
 from speechdp.experiments.race.plan import TOO_LONG, RacePlan, RaceSetting, order_of_rounds
 from speechdp.experiments.race.racer import RaceBase, Racer, RaceSession
 from speechdp.experiments.race.record import (
     FOLDER,
+    FailedSetting,
     RaceRecord,
     Turn,
+    failure_path,
     is_of,
     race_path,
     read_race,
+    write_failure,
     write_race,
 )
 from speechdp.options.run import TrainOptions
@@ -34,6 +38,8 @@ from speechdp.watchdog.status import StatusFolder
 
 #: Seconds between two lines of progress.
 _NEWS_S = 10.0
+#: Of an error that is not ours; CUDA's on memory go on for lines.
+_LONGEST_WORDS = 160
 
 
 def hold_race(
@@ -172,12 +178,30 @@ class _Race:
             options = options.resolve(setting.batch_of)
         options = dataclasses.replace(options, strategy=setting.strategy)
         try:
-            return Racer(session, options, self._plan.least_steps, base, stack)
+            with self._named(setting.name):
+                return Racer(session, options, self._plan.least_steps, base, stack)
         except ConfigError as error:
             if setting.alone:  # the other ranks do not know
                 raise
             self._left_out[setting.name] = str(error)
             return None
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """Note in OUT/race by which setting the race ends, where this rank fails by itself in the block.
+
+        Options that all ranks refuse end no race; damaged data, or a lost rank, are no fault of the setting.
+        """
+        try:
+            yield
+        except (ConfigError, CommunicationError, ShardError, Stopped):
+            raise
+        except Exception as error:
+            with suppress(RunError):  # what went wrong first is what counts
+                write_failure(
+                    failure_path(self._out, self._plan.ranks), FailedSetting(name, _words_of(error))
+                )
+            raise
 
     def _warm_up(self) -> None:
         """Give each setting its first turn, and know then how long periods in seconds are.  Collective."""
@@ -227,7 +251,8 @@ class _Race:
         begun_s, frames, seconds, steps = time.perf_counter(), 0, 0.0, 0
         if racer is not None:
             try:
-                frames, steps = racer.run(), racer.steps
+                with self._named(name):
+                    frames, steps = racer.run(), racer.steps
             except RunError as error:
                 raise RunError(f"{name}: {error}") from error
             seconds = time.perf_counter() - begun_s
@@ -243,3 +268,11 @@ class _Race:
         turn = Turn(number, name, max(steps_of), frames_of, seconds_of)
         self._turns.append(turn)
         return turn
+
+
+def _words_of(error: Exception) -> str:
+    """Return what an error says, in a line that a page can show."""
+    if isinstance(error, SpeechDPError):
+        return str(error)
+    said = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {said[:_LONGEST_WORDS]}"

@@ -143,18 +143,26 @@ class TunedJobs(ABC):
 
     @abstractmethod
     def _train_some(self, run_dir: Path, strategy: StrategyChoice, backend: str, steps: int) -> str | None:
-        """Train so many steps of the first seed, and nothing else; return None, or what went wrong."""
+        """Train so many steps of the first seed, and nothing else; return None, or what went wrong.
+
+        What an earlier start has left is deleted: it would not be among the steps that are timed.
+        """
 
     @abstractmethod
     def _train_on(self, run_dir: Path, setting: Setting, backend: str, seed: int, step: int) -> str | None:
         """Go on with a run until it is evaluated at a step or soon after; return None, or what went wrong."""
 
-    def measure(self, backend: str) -> Measurement | str:
-        """Train some steps with each of MEASURED_STRATEGIES; return what they show, or what went wrong."""
+    def measure(self, backend: str, *, knows_start: bool) -> Measurement | str:
+        """Train some steps with each of MEASURED_STRATEGIES; return what they show, or what went wrong.
+
+        Args:
+            knows_start: it is known what a job takes besides its steps; else one is run again to know it.
+        """
         runs, starts = [], []
         for text in MEASURED_STRATEGIES:
             run_dir = self._measured_dir(backend, text)
-            begun_s, is_done = time.monotonic(), is_timed(run_dir)
+            tells_start = not knows_start and text == MEASURED_STRATEGIES[-1]
+            begun_s, is_done = time.monotonic(), is_timed(run_dir) and not tells_start
             if not is_done:
                 message = self._train_some(run_dir, StrategyChoice(text), backend, MEASURE_STEPS)
                 if message is not None:
@@ -184,16 +192,20 @@ class TunedJobs(ABC):
         It is evaluated there or soon after.  A run that has come so far is not touched.
         """
         run_dir = self.run_dir(setting, seed)
-        found = self._scored(run_dir)
-        if not found.is_over and not found.has_diverged and not any(at >= step for at, _ in found.points):
+        if not self.has_trained_to(setting, seed, step):
             message = self._train_on(run_dir, setting, backend, seed, step)
             if message is not None:
                 return message
-            found = self._scored(run_dir)
+        found = self._scored(run_dir)
         points = up_to(found.points, step)
         if found.has_diverged and not any(at >= step for at, _ in points):
             return "its held-out value is not finite"
         return Scored(points, found.is_over) if points else "it was not evaluated"
+
+    def has_trained_to(self, setting: Setting, seed: int, step: int) -> bool:
+        """Return whether a setting's run has come so far, or can go no further: no job would be started."""
+        found = self._scored(self.run_dir(setting, seed))
+        return found.is_over or found.has_diverged or any(at >= step for at, _ in found.points)
 
     def run_dir(self, setting: Setting, seed: int) -> Path:
         """Return the folder of a setting's run."""

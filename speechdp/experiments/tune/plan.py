@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
 
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period
-from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.registry import StrategyChoice, parse_strategy
 from speechdp.simulation.exchanges import has_period, is_known
 
 #: Strategies that are tried where none are named; those with a period, with every one of PERIODS.
@@ -28,6 +28,10 @@ WORTH = 1.02
 LEAST_STEPS = 20
 #: Rungs, the last ones, at whose ends the runs of the other seeds are evaluated too.
 SEED_STOPS = 3
+#: Settings that the halving ends with.
+LAST = 2
+#: A rung is so many times as long as the one before, at least: less is not worth starting its runs.
+_LONGER = 1.2
 #: Names of the strategies in which every step exchanges by default: their own default is the first choice.
 _EVERY_STEP = ("dpsgd", "ad_psgd")
 REFERENCE = "gradient_averaging"
@@ -88,14 +92,27 @@ def settings_of(strategies: Sequence[StrategyChoice], periods: Sequence[int]) ->
 
     Args:
         periods: for strategies that have a period and were given without one.
+
+    Raises:
+        ConfigError: a strategy cannot have one of them.
     """
     found = {REFERENCE: Setting(StrategyChoice(REFERENCE))}
     for choice in strategies:
         averages = is_known(choice) and has_period(choice) and choice.name not in _EVERY_STEP
-        texts = [choice.with_default("period", str(period)) for period in periods] if averages else [choice]
+        texts = [_with_period(choice, period) for period in periods] if averages else [choice]
         for text in texts:
             found.setdefault(text.text, Setting(text))
     return tuple(found.values())
+
+
+def _with_period(choice: StrategyChoice, period: int) -> StrategyChoice:
+    """Return a strategy with a period, unless it has one.  Raises ConfigError: it cannot have this one."""
+    found = choice.with_default("period", str(period))
+    try:
+        parse_strategy(found.text)
+    except ConfigError as error:
+        raise ConfigError(f"--strategies {choice.text} with --periods {period}: {error}") from error
+    return found
 
 
 def in_two_levels(periods: Sequence[int]) -> str:
@@ -152,11 +169,13 @@ class Rungs:
         counts: settings in each rung.
         seconds: training time of each by the end of each rung.
         seeds: runs of each setting in the last rung.
+        done_s: ends of the rungs before, from which the runs go on.
     """
 
     counts: tuple[int, ...]
     seconds: tuple[float, ...]
     seeds: int
+    done_s: tuple[float, ...] = ()
 
     def cost_s(self, start_s: float) -> float:
         """Return what all runs take.
@@ -164,15 +183,15 @@ class Rungs:
         Args:
             start_s: what a run takes besides training, each time it is started.
         """
-        before, total = 0.0, 0.0
+        before, total = self.done_s[-1] if self.done_s else 0.0, 0.0
         for count, until in zip(self.counts, self.seconds, strict=True):
             total += count * (until - before + start_s)
             before = until
-        starts_s = min(SEED_STOPS, len(self.counts)) * start_s
+        starts_s = min(SEED_STOPS, len(self.done_s) + len(self.counts)) * start_s
         return total + (self.seeds - 1) * self.counts[-1] * (self.seconds[-1] + starts_s)
 
 
-def halvings(count: int, last: int = 2) -> tuple[int, ...]:
+def halvings(count: int, last: int = LAST) -> tuple[int, ...]:
     """Return how many settings are in each rung: half of those before, the last with `last` at most."""
     counts = [count]
     while counts[-1] > last:
@@ -180,7 +199,14 @@ def halvings(count: int, last: int = 2) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def plan_rungs(counts: Sequence[int], seeds: int, budget_s: float, start_s: float, longest_s: float) -> Rungs:
+def plan_rungs(
+    counts: Sequence[int],
+    seeds: int,
+    budget_s: float,
+    start_s: float,
+    longest_s: float,
+    done_s: Sequence[float] = (),
+) -> Rungs:
     """Spend a budget: each rung trains twice as long as the one before, from its beginning on.
 
     Args:
@@ -189,15 +215,39 @@ def plan_rungs(counts: Sequence[int], seeds: int, budget_s: float, start_s: floa
         budget_s: for all of it.
         start_s: as in `Rungs.cost_s`.
         longest_s: a whole training of the slowest setting; none trains longer.
+        done_s: as in `Rungs`.
 
     Returns:
         The rungs; of no length where starting the runs uses the budget up.
     """
     unit = Rungs(tuple(counts), tuple(2.0**k for k in range(len(counts))), seeds)
-    fixed = unit.cost_s(start_s) - unit.cost_s(0.0)
-    first = max(budget_s - fixed, 0.0) / unit.cost_s(0.0)
+    after = replace(unit, done_s=tuple(done_s))
+    starts_s = after.cost_s(start_s) - after.cost_s(0.0)
+    trained_s = counts[0] * done_s[-1] if done_s else 0.0
+    first = max(budget_s - starts_s + trained_s, 0.0) / unit.cost_s(0.0)
     first = min(first, longest_s / unit.seconds[-1])
-    return Rungs(unit.counts, tuple(first * share for share in unit.seconds), seeds)
+    return replace(after, seconds=tuple(first * share for share in unit.seconds))
+
+
+def next_rung(
+    left: int, seeds: int, budget_s: float, start_s: float, longest_s: float, done_s: Sequence[float]
+) -> tuple[int, float] | None:
+    """Return how many settings go on after some rungs, and until when they train; None: none can any more.
+
+    Where what is left of the budget does not pay for all rungs, the last settings go on at once; where it
+    does not pay for that either, they do as if there were no other seeds.
+
+    Args:
+        left: settings that can be trained, of those of the last rung.
+        seeds, budget_s, start_s, longest_s, done_s: as in `plan_rungs`.
+    """
+    counts, before_s = halvings(left)[1:] or (left,), done_s[-1]
+    for ahead, runs in ((counts, seeds), (counts[-1:], seeds), (counts[-1:], 1)):
+        end_s = plan_rungs(ahead, runs, budget_s, start_s, math.inf, done_s).seconds[0]
+        if end_s >= _LONGER * before_s:
+            planned_s = before_s * 2 ** (1 + len(counts) - len(ahead))
+            return ahead[0], max(min(end_s, planned_s, longest_s), before_s)
+    return None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ FILE_NAME = "tune.json"
 RUNS = "runs"
 #: Stages in order: what is done in each.
 STAGES = MEASURE, PREDICT, RACE, HALVING = "measure", "predict", "race", "halving"
-_THEN = "give the command of the search again"
+#: The setting that a search in the same folder need not share: only what is chosen depends on it.
+TARGET = "target"
+_THEN = "delete it and give the command of the search again (its runs are kept), or with --overwrite"
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,13 @@ class BackendRecord:
     Attributes:
         speed: predicted frames/s, geometric mean over the settings; None: nothing could be predicted.
         why: it was ruled out; "": it was chosen, or is not judged yet.
+        start_s: what a job takes besides its steps, as measured; None: not known.
     """
 
     name: str
     speed: float | None = None
     why: str = ""
+    start_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class TuneRecord:
         settings: what the search shares with no other: data, options, ranks.
         stage: that is under way, of STAGES.
         spent_s: by all commands so far.
-        start_s: what a job takes besides its steps, as measured.
+        start_s: what a job takes besides its steps: as measured, then as in the last rung.
         backends: in the order of preference.
         tried: in the order of being tried.
         rungs: done or under way.
@@ -217,7 +221,7 @@ def _number(value: Any) -> float:
 
 
 def check_same_search(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> TuneRecord | None:
-    """Return the search begun in a folder; None: there is none.
+    """Return the search begun in a folder, whatever its target; None: there is none.
 
     Args:
         defaults: of options that an earlier version did not have.
@@ -228,5 +232,6 @@ def check_same_search(out: Path, settings: dict[str, Any], defaults: dict[str, A
     if not (out / FILE_NAME).is_file():
         return None
     record = read_tune(out)
-    refuse_others(out / FILE_NAME, record.settings, settings, defaults=defaults)
+    before = {**record.settings, TARGET: settings[TARGET]}
+    refuse_others(out / FILE_NAME, before, settings, defaults=defaults)
     return record

@@ -18,6 +18,7 @@ from speechdp.experiments.jobs import JobStopped
 from speechdp.experiments.race.plan import RaceOptions
 from speechdp.experiments.tune.jobs import MEASURED, Measurement, RacedSettings, TunedJobs
 from speechdp.experiments.tune.plan import (
+    LAST,
     LEAST_STEPS,
     SEED_STOPS,
     Curve,
@@ -27,6 +28,7 @@ from speechdp.experiments.tune.plan import (
     batches_of,
     finishes,
     halvings,
+    next_rung,
     plan_rungs,
     too_slow,
     untold,
@@ -37,6 +39,7 @@ from speechdp.experiments.tune.record import (
     PREDICT,
     RACE,
     RUNS,
+    TARGET,
     BackendRecord,
     RungRecord,
     SettingRecord,
@@ -45,6 +48,7 @@ from speechdp.experiments.tune.record import (
     write_tune,
 )
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import Terms
 from speechdp.simulation.predict import Interval
@@ -52,8 +56,13 @@ from speechdp.tasks.metrics import TaskRecord
 
 #: Share of the budget that the race takes at most, as far as its intervals allow.
 _RACE_SHARE = 0.25
-#: Settings that the halving ends with.
-_LAST = 2
+#: Share of what is left of the budget that rungs are not planned for: longer ones cost more beside training.
+_RESERVE = 0.05
+#: Share of the budget by which a job may be expected to end too late, and is begun nevertheless.
+_LATE = 0.01
+#: Steps by which ranks at their own pace may pass the end of a rung.
+_PASSED = 2
+_USED_UP = "halving: the budget is used up, so settings are judged by what they have trained"
 
 
 @dataclass(frozen=True)
@@ -63,10 +72,16 @@ class TunedTarget:
     Attributes:
         value: as it was given; None: the best that the last settings all reach.
         task: whose values they are.
+
+    Raises:
+        ConfigError: no model reaches it.
     """
 
     value: float | None
     task: TaskRecord
+
+    def __post_init__(self) -> None:
+        Terms(self.task).score_of_target(self.value)  # it is needed at the end, after all the time
 
     @property
     def score(self) -> float | None:
@@ -111,9 +126,24 @@ class TuneRequest:
             "backends": list(self.backends),
             "batch_sizes": list(self.batch_sizes),
             "seeds": list(self.seeds),
-            "target": self.target.value,
+            TARGET: self.target.value,
             "race": [self.race.rounds, self.race.least_steps],
         }
+
+
+@dataclass(frozen=True)
+class _Leg:
+    """A part of a setting's run, for which a job is started unless it has been trained.
+
+    Attributes:
+        name: of the setting.
+        begin_s, end_s: training time of the run.
+    """
+
+    name: str
+    seed: int
+    begin_s: float
+    end_s: float
 
 
 class Tuner:
@@ -131,6 +161,10 @@ class Tuner:
         self._before_s = 0.0
         self._settings: dict[str, Setting] = {}
         self._backend = ""  # that an earlier command chose
+        #: Rungs of an earlier command: as long as they were, and recorded until this one has come so far.
+        self._earlier: tuple[RungRecord, ...] = ()
+        #: What the jobs of the rung under way took besides training, s.
+        self._besides_s: list[float] = []
 
     def run(self) -> TuneRecord:
         """Search; return what was found.
@@ -142,11 +176,11 @@ class Tuner:
         """
         begun = check_same_search(self._request.out, self._request.settings, TrainOptions().to_json())
         if begun is not None:
-            if begun.completed:
-                self._say(f"{self._request.out}: this search is over; for another one give another folder")
-                return begun
             # What it has shown stays in the record until this command has come as far.
-            self._before_s, self._record = begun.spent_s, begun
+            self._before_s = begun.spent_s
+            self._record = replace(begun, settings=self._request.settings)
+            if begun.completed:
+                return self._over(begun.settings.get(TARGET))
             self._backend = begun.backend if begun.stage != MEASURE else ""
         self._keep()
         try:
@@ -159,6 +193,22 @@ class Tuner:
                 self._keep()
             raise
         self._keep(completed=True)
+        return self._record
+
+    def _over(self, target: float | None) -> TuneRecord:
+        """Return a search that is over, with its choice made again where it was for another target."""
+        record = self._record
+        if target == self._request.target.value:
+            self._say(f"{self._request.out}: this search is over; for another one give another folder")
+            return record
+        self._say(f"{self._request.out}: this search is over; its runs are judged by the target given now")
+        self._settings = {
+            one.name: Setting(StrategyChoice(one.strategy), one.batch_size) for one in record.tried
+        }
+        if record.rungs:
+            self._training.begin()
+            self._finish(record.backend)
+        self._keep()
         return self._record
 
     def _search(self, backend: str) -> None:
@@ -194,15 +244,18 @@ class Tuner:
 
     def _measure(self) -> dict[str, Measurement]:
         """Measure every back-end, or the one that was chosen before; return what those that work show."""
+        starts = {one.name: one.start_s for one in self._record.backends}
         if not self._backend:
-            self._keep(stage=MEASURE, backends=tuple(map(BackendRecord, self._request.backends)))
+            backends = (BackendRecord(name, start_s=starts.get(name)) for name in self._request.backends)
+            self._keep(stage=MEASURE, backends=tuple(backends))
         found: dict[str, Measurement] = {}
         for name in [self._backend] if self._backend else self._request.backends:
             self._say(f"measure: computing, data and exchanges with back-end {name}")
-            result = self._training.measure(name)
+            result = self._training.measure(name, knows_start=starts.get(name) is not None)
             if isinstance(result, Measurement):
                 found[name] = result
                 if result.start_s is not None:
+                    self._keep_backend(name, start_s=result.start_s)
                     self._keep(start_s=result.start_s)
                 continue
             if self._backend:
@@ -248,8 +301,11 @@ class Tuner:
         names = {one.name for one in records}
         rungs = tuple(itertools.takewhile(lambda rung: names.issuperset(rung.settings), self._record.rungs))
         kept = self._record.chosen in names
+        # A rung of an earlier command has told it better.
+        start_s = self._record.start_s if self._backend else self._measured_start_s(backend)
         self._keep(
             stage=PREDICT,
+            start_s=start_s,
             tried=tuple(records),
             rungs=rungs,
             target=None,
@@ -259,6 +315,11 @@ class Tuner:
         )
         self._say_ruled_out(PREDICT, len(reasons))
         return backend
+
+    def _measured_start_s(self, backend: str) -> float:
+        start_s = next(one.start_s for one in self._record.backends if one.name == backend)
+        assert start_s is not None  # it was measured
+        return start_s
 
     def _choose_backend(self, speeds: Mapping[str, Mapping[Setting, Interval]]) -> str:
         """Return the first back-end, unless another is surely faster."""
@@ -297,7 +358,7 @@ class Tuner:
         racing = [self._settings[name] for name in self._record.left]
         self._say(f"race: {counted(len(racing), 'setting')} in turn")
         longest_s = _RACE_SHARE * self._request.budget_s
-        race = self._training.hold_race(racing, backend, longest_s, self._record.start_s)
+        race = self._training.hold_race(racing, backend, longest_s, self._measured_start_s(backend))
         if isinstance(race, str):
             raise RunError(
                 f"{self._request.out}: the race of the settings failed: {race}; the same command tries again"
@@ -337,71 +398,88 @@ class Tuner:
         self._keep(chosen=name, untold=tuple(equal), command=command)
 
     def _halve(self, backend: str, race: RacedSettings) -> None:
-        """Train what is left rung by rung, half of it each time, and choose."""
+        """Train what is left rung by rung, half of it each time, as far as the budget goes, and choose."""
         self._keep(stage=HALVING)
-        counts = halvings(len(self._record.left), _LAST)
-        earlier, done = self._record.rungs, list[RungRecord]()
-        for number in range(len(counts)):
-            alive = self._record.left
-            # Those of an earlier command are as long as they were, and stay until this one has come so far.
-            before_s = done[-1].seconds if done else 0.0
-            is_known = number < len(earlier)
-            until_s = earlier[number].seconds if is_known else self._rung_s(race, counts[number:], before_s)
-            rung = RungRecord(until_s, alive)
-            self._keep(rungs=(*done, rung, *earlier[number + 1 :]))
-            self._say(
-                f"halving: {counted(len(alive), 'setting')} until {formatting.seconds(until_s)} of training"
-            )
-            scores = self._train_rung(backend, alive, until_s)
-            done.append(replace(rung, scores=scores))
-            self._keep(rungs=(*done, *earlier[number + 1 :]))
-            order = sorted(scores, key=lambda name: -scores[name])
-            if not order:
+        self._earlier, done = self._record.rungs, list[RungRecord]()
+        end_s: float | None = self._earlier[0].seconds if self._earlier else self._first_rung_s(race)
+        while end_s is not None:
+            rung = self._hold_rung(backend, end_s, done)
+            if rung is None:
+                self._say(_USED_UP)
+                self._leave_behind(done[-1], LAST)
+                break
+            done.append(rung)
+            self._keep_rungs(*done)
+            if not rung.scores:
                 raise RunError(
                     f"{self._request.out}: no setting can be trained; their output is in "
                     f"{self._request.out / RUNS / LOGS}"
                 )
-            self._choose(order)
-            if number + 1 < len(counts):
-                behind = order[counts[number + 1] :]
-                self._rule_out(
-                    HALVING,
-                    {
-                        name: f"after {formatting.seconds(until_s)} of training it was behind "
-                        f"{counted(counts[number + 1], 'other')}"
-                        for name in behind
-                    },
-                )
+            self._choose(_by_score(rung))
+            count, end_s = self._rung_after(race, done)
+            self._leave_behind(rung, count)
         self._keep(rungs=tuple(done))
         self._finish(backend)
 
-    def _rung_s(self, race: RacedSettings, counts: Sequence[int], before_s: float) -> float:
-        """Return how long settings have trained by the end of the next rung, of the budget that is left."""
-        start_s = self._record.start_s
-        whole_s = [
+    def _keep_rungs(self, *rungs: RungRecord) -> None:
+        self._keep(rungs=(*rungs, *self._earlier[len(rungs) :]))
+
+    def _leave_behind(self, rung: RungRecord, count: int) -> None:
+        """Rule out all but so many settings by their scores in a rung."""
+        why = f"after {formatting.seconds(rung.seconds)} of training it was behind {counted(count, 'other')}"
+        order = [name for name in _by_score(rung) if name in self._record.left]
+        self._rule_out(HALVING, dict.fromkeys(order[count:], why))
+
+    @property
+    def _left_s(self) -> float:
+        """What is left of the budget, less a reserve."""
+        return (1 - _RESERVE) * max(self._request.budget_s - self._spent_s, 0.0)
+
+    def _whole_s(self, race: RacedSettings) -> float:
+        """Return how long a whole training of the slowest setting that is left takes."""
+        return max(
             self._training.total_steps(race.frames_per_step[name]) / self._steps_per_s(name)
             for name in self._record.left
-        ]
-        left_s = self._request.budget_s - self._spent_s
-        seeds = len(self._request.seeds)
-        if not before_s:
-            rungs = plan_rungs(counts, seeds, left_s, start_s, max(whole_s))
-            least_s = max(LEAST_STEPS / self._steps_per_s(name) for name in self._record.left)
-            if rungs.seconds[0] < least_s and rungs.seconds[-1] < max(whole_s):
-                needed = Rungs(rungs.counts, tuple(least_s * 2**k for k in range(len(counts))), seeds)
-                raise ConfigError(
-                    f"--budget: {formatting.seconds(self._spent_s)} of "
-                    f"{formatting.seconds(self._request.budget_s)} are used, and the rest trains each of "
-                    f"{counted(counts[0], 'setting')} for fewer than {LEAST_STEPS} steps; give "
-                    f"{self._enough_s(needed.cost_s(start_s)):.0f}s at least (what was measured is kept)"
-                )
-            return rungs.seconds[0]
-        # What remains is shared out as at the beginning: every rung twice as long as the one before.
-        planned = Rungs(tuple(counts), tuple(before_s * 2 ** (k + 1) for k in range(len(counts))), seeds)
-        spared_s = sum(counts[:1]) * before_s  # those runs go on from where they stand
-        cost_s = planned.cost_s(start_s) - spared_s
-        factor = min(1.0, max(left_s, 0.0) / cost_s) if cost_s > 0 else 1.0
-        return min(max(2 * before_s * factor, 1.2 * before_s), max(*whole_s, 1.2 * before_s))
+        )
+
+    def _first_rung_s(self, race: RacedSettings) -> float:
+        """Return how long settings train in the first rung.  Raises ConfigError: the budget is too small."""
+        counts, seeds = halvings(len(self._record.left)), len(self._request.seeds)
+        start_s, whole_s = self._record.start_s, self._whole_s(race)
+        rungs = plan_rungs(counts, seeds, self._left_s, start_s, whole_s)
+        least_s = max(LEAST_STEPS / self._steps_per_s(name) for name in self._record.left)
+        if rungs.seconds[0] < least_s and rungs.seconds[-1] < whole_s:
+            needed = Rungs(counts, tuple(least_s * 2**k for k in range(len(counts))), seeds)
+            raise ConfigError(
+                f"--budget: {formatting.seconds(self._spent_s)} of "
+                f"{formatting.seconds(self._request.budget_s)} are used, and the rest trains each of "
+                f"{counted(counts[0], 'setting')} for fewer than {LEAST_STEPS} steps; give "
+                f"{self._enough_s(needed.cost_s(start_s)):.0f}s at least (what was measured is kept)"
+            )
+        return rungs.seconds[0]
+
+    def _rung_after(self, race: RacedSettings, done: Sequence[RungRecord]) -> tuple[int, float | None]:
+        """Return how many settings go on after some rungs, and until when they train; None: no more."""
+        left = len(self._record.left)
+        if len(done[-1].settings) <= LAST:
+            return left, None
+        if len(done) < len(self._earlier):
+            following = self._earlier[len(done)]
+            return len(following.settings), following.seconds
+        ahead = next_rung(
+            left,
+            len(self._request.seeds),
+            self._left_s,
+            self._record.start_s,
+            self._whole_s(race),
+            [rung.seconds for rung in done],
+        )
+        if ahead is None:
+            self._say(_USED_UP)
+            return LAST, None
+        if ahead[0] < math.ceil(left / 2):
+            self._say(f"halving: the budget does not pay for all rungs, so the best {ahead[0]} go on at once")
+        return ahead
 
     def _enough_s(self, rungs_s: float) -> float:
         """Return a budget that the same command will find to be enough, which first reads all again."""
@@ -413,73 +491,144 @@ class Tuner:
         assert rate is not None  # it has raced
         return rate
 
-    def _train_rung(self, backend: str, names: Sequence[str], until_s: float) -> dict[str, float]:
-        """Train settings for a time; return their scores, of those that can be trained."""
-        scores: dict[str, float] = {}
+    def _hold_rung(self, backend: str, end_s: float, done: Sequence[RungRecord]) -> RungRecord | None:
+        """Train what is left for as long; return how it fared, None: the budget does not suffice for all.
+
+        The first rung is held in any case: it was planned, and without it nothing could be chosen.
+        """
+        rung = RungRecord(end_s, self._record.left)
+        self._keep_rungs(*done, rung)
+        number = counted(len(rung.settings), "setting")
+        self._say(f"halving: {number} until {formatting.seconds(end_s)} of training")
+        begin_s, self._besides_s = done[-1].seconds if done else 0.0, []
+        legs = [_Leg(name, self._request.seeds[0], begin_s, end_s) for name in rung.settings]
+        curves = self._train_legs(backend, legs, may_end=bool(done))
+        seen_s = self._first_seen_s(curves or {}, end_s)
+        if curves and seen_s > end_s:
+            until = formatting.seconds(seen_s)
+            self._say(f"halving: not all were evaluated by then, so all train until {until}")
+            rung = replace(rung, seconds=seen_s)
+            self._keep_rungs(*done, rung)
+            legs = [_Leg(name, self._request.seeds[0], end_s, seen_s) for name in curves]
+            curves = self._train_legs(backend, legs, may_end=bool(done))
+        if curves is None:
+            return None
+        for name in curves:
+            self._record = self._record.with_setting(name, rungs=self._record.of(name).rungs + 1)
+        if len(done) >= len(self._earlier):  # nobody knows how far interrupted runs had come
+            self._learn_start()
+        return replace(rung, scores={name: curve.at(rung.seconds) for name, curve in curves.items()})
+
+    def _first_seen_s(self, curves: Mapping[str, Curve], end_s: float) -> float:
+        """Return from when on all settings have a score, at least the end of a rung."""
+        firsts = {name: curve.points[0][0] for name, curve in curves.items()}
+        late = [s for name, s in firsts.items() if s > end_s + _PASSED / self._steps_per_s(name)]
+        return max(late, default=end_s)
+
+    def _train_legs(
+        self, backend: str, legs: Sequence[_Leg], *, may_end: bool = True
+    ) -> dict[str, Curve] | None:
+        """Train parts of runs; return their scores by setting, without those that cannot be trained.
+
+        Args:
+            may_end: give up, and return None, as soon as not all are expected to end within the budget.
+        """
+        due = {leg for leg in legs if not self._has_trained(leg)}
+        curves: dict[str, Curve] = {}
         failed: dict[str, str] = {}
-        for number, name in enumerate(names, start=1):
-            curve = self._curve(backend, name, self._request.seeds[0], until_s)
-            if isinstance(curve, str):
-                failed[name] = f"it failed: {curve}"
-                self._say(f"halving: [{number}/{len(names)}] {name} failed: {curve}")
+        is_over = False
+        for number, leg in enumerate(legs, start=1):
+            ahead = [one for one in legs[number - 1 :] if one in due and one.name not in failed]
+            is_over = may_end and not self._fits(ahead)
+            if is_over:
+                break
+            if leg.name in failed:
                 continue
-            scores[name] = curve.at(until_s)
-            record = self._record.of(name)
-            self._record = self._record.with_setting(name, rungs=record.rungs + 1)
+            curve = self._curve(backend, leg, needs_job=leg in due)
+            is_first = leg.seed == self._request.seeds[0]
+            what = f"[{number}/{len(legs)}] {leg.name}{'' if is_first else f', seed {leg.seed}'}"
+            if isinstance(curve, str):
+                failed[leg.name] = f"{'it' if is_first else f'seed {leg.seed}'} failed: {curve}"
+                curves.pop(leg.name, None)
+                self._say(f"halving: {what} failed: {curve}")
+                continue
+            curves[leg.name] = curve
             self._keep()
-            self._say(f"halving: [{number}/{len(names)}] {name}: {scores[name]:.4g}")
+            if leg in due:
+                self._say(f"halving: {what}: {curve.at(leg.end_s):.4g}")
         if failed:
             self._rule_out(HALVING, failed)
-        return scores
+        return None if is_over else curves
 
-    def _curve(self, backend: str, name: str, seed: int, until_s: float) -> Curve | str:
+    def _step(self, leg: _Leg) -> int:
+        return max(1, round(leg.end_s * self._steps_per_s(leg.name)))
+
+    def _has_trained(self, leg: _Leg) -> bool:
+        return self._training.has_trained_to(self._settings[leg.name], leg.seed, self._step(leg))
+
+    def _fits(self, legs: Sequence[_Leg]) -> bool:
+        """Return whether jobs are expected to end within the budget."""
+        cost_s = sum(leg.end_s - leg.begin_s + self._record.start_s for leg in legs)
+        return not legs or self._spent_s + cost_s <= (1 + _LATE) * self._request.budget_s
+
+    def _learn_start(self) -> None:
+        """Take for the start of a job all that those of a rung took besides training, evaluations say."""
+        if self._besides_s:
+            self._keep(start_s=max(0.0, sum(self._besides_s) / len(self._besides_s)))
+
+    def _curve(self, backend: str, leg: _Leg, *, needs_job: bool) -> Curve | str:
         """Train a run for a time at its raced speed; return its scores over that time, or what went wrong."""
-        setting, rate = self._settings[name], self._steps_per_s(name)
-        record = self._record.of(name)
-        folder = self._training.run_dir(setting, seed)
-        runs = {**record.runs, str(seed): folder.name}
-        self._record = self._record.with_setting(name, runs=runs)
-        step = max(1, round(until_s * rate))
-        found = self._training.train_to(setting, backend, seed, step)
+        setting, rate, step = self._settings[leg.name], self._steps_per_s(leg.name), self._step(leg)
+        folder = self._training.run_dir(setting, leg.seed)
+        runs = {**self._record.of(leg.name).runs, str(leg.seed): folder.name}
+        self._record = self._record.with_setting(leg.name, runs=runs)
+        begun_s = time.monotonic()
+        found = self._training.train_to(setting, backend, leg.seed, step)
+        took_s = time.monotonic() - begun_s
         if isinstance(found, str):  # a rank may have been lost: that is no fault of the setting
-            self._say(f"halving: {name} failed and is tried once more: {found}")
-            found = self._training.train_to(setting, backend, seed, step)
+            self._say(f"halving: {leg.name} failed and is tried once more: {found}")
+            needs_job = False  # what it took tells nothing
+            found = self._training.train_to(setting, backend, leg.seed, step)
         if isinstance(found, str):
             return found
-        return Curve(tuple((step / rate, score) for step, score in found.points))
+        curve = Curve(tuple((at / rate, score) for at, score in found.points))
+        if needs_job:  # it has trained to its first evaluation at least
+            self._besides_s.append(took_s - (max(leg.end_s, curve.points[0][0]) - leg.begin_s))
+        return curve
 
     def _finish(self, backend: str) -> None:
-        """Train the last settings with the other seeds, and choose by the time to the target."""
+        """Train the last settings with the other seeds, as far as the budget goes, and choose.
+
+        The one that reaches the target soonest is chosen.
+        """
+        first, *others = self._request.seeds
         ends_s = [rung.seconds for rung in self._record.rungs[-SEED_STOPS:]]
-        curves: dict[str, list[Curve]] = {}
-        for name in self._record.rungs[-1].scores:
-            for seed in self._request.seeds:
-                is_other = seed != self._request.seeds[0]
-                if is_other:
-                    self._say(f"halving: {name}, seed {seed}")
-                # Evaluated where the first seed's was, or its time to the target would be known less well.
-                for until_s in ends_s if is_other else ends_s[-1:]:
-                    curve = self._curve(backend, name, seed, until_s)
-                    if isinstance(curve, str):
-                        break
-                if isinstance(curve, str):
-                    self._rule_out(HALVING, {name: f"seed {seed} failed: {curve}"})
-                    curves.pop(name, None)
-                    break
-                curves.setdefault(name, []).append(curve)
+        last = [name for name in self._record.rungs[-1].scores if name in self._record.left]
+        legs = [_Leg(name, first, ends_s[-1], ends_s[-1]) for name in last]
+        found = self._train_legs(backend, legs, may_end=False)
+        curves = {name: [curve] for name, curve in (found or {}).items()}
+        for seed in others:
+            # Evaluated where the first seed's was, or its time to the target would be known less well.
+            parts = list(itertools.pairwise((0.0, *ends_s)))
+            found = self._train_legs(backend, [_Leg(name, seed, *part) for name in curves for part in parts])
+            if found is None:
+                self._say(f"halving: the budget is used up: without seed {seed}")
+                break
+            curves = {name: [*curves[name], curve] for name, curve in found.items()}
         if not curves:
             raise RunError(f"{self._request.out}: none of the last settings can be trained with all seeds")
         target, ends = finishes(curves, self._request.target.score)
         names = list(ends)
         for name, end in ends.items():
-            self._record = self._record.with_setting(name, times_s=end.times_s, scores=end.scores)
-        behind = {name: _why_behind(ends[name], ends[names[0]], names[0]) for name in names[1:]}
+            why = "" if name == names[0] else _why_behind(end, ends[names[0]], names[0])
+            self._record = self._record.with_setting(name, times_s=end.times_s, scores=end.scores, why=why)
         self._record = replace(self._record, target=target)
         self._choose(names, untold(names, ends))
-        record = self._record
-        for name, why in behind.items():
-            record = record.with_setting(name, why=why)
-        self._record = record
+
+
+def _by_score(rung: RungRecord) -> list[str]:
+    """Return the names of a rung's settings, the best first."""
+    return sorted(rung.scores, key=lambda name: -rung.scores[name])
 
 
 def _overall(speeds: Sequence[Interval]) -> Interval | None:

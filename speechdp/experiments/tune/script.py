@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from speechdp.comm.startup.folder_owner import owner_of
 from speechdp.counting import counted
 from speechdp.experiments.compare.plan import readable_name
 from speechdp.experiments.compare.script_training import SEED, UserScript
@@ -18,6 +19,7 @@ from speechdp.experiments.race.record import FOLDER
 from speechdp.experiments.tune.jobs import RacedSettings, TunedJobs, is_timed, steps_of_turn
 from speechdp.experiments.tune.plan import Setting
 from speechdp.experiments.tune.run import TuneRequest
+from speechdp.ownership.overwrite import RUN, empty
 from speechdp.parallel.data_parallel import STRATEGY
 from speechdp.parallel.ranks import BACKEND
 from speechdp.parallel.registry import StrategyChoice
@@ -117,6 +119,9 @@ class TunedScript(TunedJobs):
         return _Turn(frames / slowest_s, frames / most_steps)
 
     def _train_some(self, run_dir: Path, strategy: StrategyChoice, backend: str, steps: int) -> str | None:
+        if RunDirectory(run_dir).is_begun:
+            with owner_of(run_dir, "tune", self._say) as owner:
+                empty(owner, RUN)
         message = self._run(run_dir, strategy, backend, self._seeds[0], Pause(steps))
         if message is None and RunDirectory(run_dir).is_complete:
             return (

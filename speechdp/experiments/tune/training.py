@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.dataset import FLAT, Dataset
 from speechdp.errors import RunError
 from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.compare.own_training import CompareRequest, OwnTraining
@@ -18,13 +18,27 @@ from speechdp.experiments.compare.plan import SEQUENTIAL
 from speechdp.experiments.compare.training import log_of
 from speechdp.experiments.jobs import JobStarter
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
-from speechdp.experiments.race.record import RaceRecord, find_race, is_of
+from speechdp.experiments.race.record import (
+    FailedSetting,
+    RaceRecord,
+    failure_path,
+    find_failure,
+    find_race,
+    forget_failure,
+    is_of,
+)
 from speechdp.experiments.tune.jobs import RacedSettings, TunedJobs, steps_of_turn
 from speechdp.experiments.tune.plan import Setting
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.run_files import RunDirectory
 from speechdp.report.kit import formatting
 from speechdp.report.runs.raced import LEAST_ROUNDS
+
+_FLAT_NOTICE = (
+    "the targets in DATA only spread each transcript evenly over its frames, and all settings train on them "
+    "as they are; --flat-start or --realign 1 aligns them first, which lowers word errors"
+)
 
 
 class TunedTraining(OwnTraining, TunedJobs):
@@ -40,24 +54,45 @@ class TunedTraining(OwnTraining, TunedJobs):
         TunedJobs.__init__(self, request.out)
         self._ranks = request.plan.ranks[0]
 
+    def begin(self) -> None:
+        """See TunedJobs; say, once for all runs, what `train` says of targets that are no alignment."""
+        if self._request.options.trusts_alignment and Dataset.open(self._request.data).alignment == FLAT:
+            self._say(_FLAT_NOTICE)
+        super().begin()
+
     def hold_race(
         self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
     ) -> RacedSettings | str:
-        """See TunedJobs: within one start of the ranks."""
-        options = self._options(settings[0], backend, self.seeds[0])
-        plan = self._race_plan(self._request.race, settings, options)
-        if not plan.is_race:
-            return RacedSettings({}, 0.0, {}, plan.left_out)
-        race = self._race(settings, options, longest_s)
-        return race if isinstance(race, str) else RacedSettings.of(race)
+        """See TunedJobs: within one start of the ranks, and another without a setting that fails."""
+        options, given = self._options(settings[0], backend, self.seeds[0]), dict.fromkeys(settings, "")
+        while True:
+            plan = self._race_plan(self._request.race, options, given)
+            if not plan.is_race:
+                return RacedSettings({}, 0.0, {}, plan.left_out)
+            race = self._race(options, longest_s, given)
+            if isinstance(race, str):
+                return race
+            if isinstance(race, RaceRecord):
+                raced = RacedSettings.of(race)
+                return dataclasses.replace(raced, left_out={**raced.left_out, **plan.left_out})
+            self._say(f"race: {race.name} failed and is left out: {race.why}")
+            given |= {one: f"it failed: {race.why}" for one in settings if one.name == race.name}
 
-    def _race(self, settings: Sequence[Setting], options: TrainOptions, longest_s: float) -> RaceRecord | str:
+    def _race(
+        self, options: TrainOptions, longest_s: float, given: Mapping[Setting, str]
+    ) -> RaceRecord | FailedSetting | str:
+        """Hold a race, unless it was; return its record, or by which setting it failed, or what went wrong.
+
+        Args:
+            given: as in `race_of`.
+        """
         out, step_s = self._out, self._step_s(options.backend)
         before = _race_in(out, self._ranks)
         if before is not None:  # held with another budget, perhaps
             length = RaceOptions(before.plan.rounds, before.plan.least_steps)
-            if is_of(before, self._race_plan(length, settings, options)):
+            if is_of(before, self._race_plan(length, options, given)):
                 return before
+        settings = [one for one, why in given.items() if not why]
         length = fitting_race(self._request.race, settings, step_s, longest_s)
         expected_s = race_s(length, settings, step_s)
         if expected_s > longest_s:
@@ -66,25 +101,33 @@ class TunedTraining(OwnTraining, TunedJobs):
                 "budget; fewer --strategies or --periods shorten it"
             )
         words = ["tune", str(self._request.data.absolute()), str(out), "--job=race"]
-        words += [f"--racing={racing_text(settings)}", f"--race={length.rounds}"]
+        words += [f"--racing={racing_text(given)}", f"--race={length.rounds}"]
         words += [f"--race-steps={length.least_steps}", f"--ranks={self._ranks}"]
         words += [f"--backends={options.backend}", f"--seeds={options.seed}"]
         own = TrainOptions()
         words += train_arguments(
             dataclasses.replace(options, strategy=own.strategy, backend=own.backend, seed=own.seed)
         )
+        noted = failure_path(out, self._ranks)
+        forget_failure(noted)
         message = self._starter.run(self._ranks + options.loading.feeders, words, log_of(out / "race"))
         race = _race_in(out, self._ranks)
-        if race is None or not is_of(race, self._race_plan(length, settings, options)):
-            return message or "the job ended well but left no record (is OUT a shared folder?)"
-        return race
+        if race is not None and is_of(race, self._race_plan(length, options, given)):
+            return race
+        failure = find_failure(noted)
+        if failure is not None and any(one.name == failure.name for one in settings):
+            return failure
+        return message or "the job ended well but left no record (is OUT a shared folder?)"
 
-    def _race_plan(self, length: RaceOptions, settings: Sequence[Setting], options: TrainOptions) -> RacePlan:
-        return race_of(dataclasses.replace(self._request, race=length), settings, self._ranks, options)
+    def _race_plan(
+        self, length: RaceOptions, options: TrainOptions, given: Mapping[Setting, str]
+    ) -> RacePlan:
+        return race_of(dataclasses.replace(self._request, race=length), given, self._ranks, options)
 
     def _train_some(self, run_dir: Path, strategy: StrategyChoice, backend: str, steps: int) -> str | None:
         options = self._options(Setting(strategy), backend, self.seeds[0])
-        return self._train(run_dir, dataclasses.replace(options, max_steps=steps), self._ranks)
+        options = dataclasses.replace(options, max_steps=steps)
+        return self._train(run_dir, options, self._ranks, anew=RunDirectory(run_dir).is_begun)
 
     def _train_on(self, run_dir: Path, setting: Setting, backend: str, seed: int, step: int) -> str | None:
         return self._train(run_dir, self._options(setting, backend, seed), self._ranks, pause_at=step)
@@ -127,17 +170,24 @@ def with_setting(options: TrainOptions, setting: Setting) -> TrainOptions:
 
 
 def race_of(
-    request: CompareRequest, settings: Sequence[Setting], ranks: int, options: TrainOptions
+    request: CompareRequest, given: Mapping[Setting, str], ranks: int, options: TrainOptions
 ) -> RacePlan:
     """Return the race of the settings of a search.
 
     Args:
+        given: the settings, and why one does not race ("": it does).
         options: what they share, as the ranks are given them.
     """
-    racing = [RaceSetting(one.name, one.strategy, batch_size=one.batch_size) for one in settings]
+    racing = [
+        RaceSetting(one.name, one.strategy, batch_size=one.batch_size)
+        for one, why in given.items()
+        if not why
+    ]
     own = dataclasses.replace(options, strategy=SEQUENTIAL, seed=request.plan.seeds[0])
     shared = {key: value for key, value in own.to_json().items() if key != "strategy"}
-    return request.race.plan(ranks, own.seed, racing, {"data": request.data_checksum, "options": shared})
+    plan = request.race.plan(ranks, own.seed, racing, {"data": request.data_checksum, "options": shared})
+    failed = {one.name: why for one, why in given.items() if why}
+    return dataclasses.replace(plan, left_out={**plan.left_out, **failed})
 
 
 def fitting_race(
@@ -167,14 +217,14 @@ def race_s(length: RaceOptions, settings: Sequence[Setting], step_s: float) -> f
     return (length.rounds + 1) * steps * step_s
 
 
-def racing_text(settings: Sequence[Setting]) -> str:
-    """Return settings in one word, for the ranks of a race."""
-    return json.dumps([[one.strategy.text, one.batch_size] for one in settings])
+def racing_text(given: Mapping[Setting, str]) -> str:
+    """Return settings, as `race_of` takes them, in one word for the ranks of a race."""
+    return json.dumps([[one.strategy.text, one.batch_size, why] for one, why in given.items()])
 
 
-def settings_in(text: str) -> tuple[Setting, ...]:
+def settings_in(text: str) -> dict[Setting, str]:
     """Return what `racing_text` has written."""
-    return tuple(Setting(StrategyChoice(strategy), size) for strategy, size in json.loads(text))
+    return {Setting(StrategyChoice(strategy), size): why for strategy, size, why in json.loads(text)}
 
 
 def _race_in(out: Path, ranks: int) -> RaceRecord | None:

@@ -81,7 +81,7 @@ def find_answer(simulation: Simulation, families: Sequence[Family]) -> Answer:
     found = [one for one in simulation.predictions if one.ranks == ranks]
     if not found:
         return Answer(
-            f"Nothing can be predicted for {formatting.rank_count(ranks)}: no strategy can use so many."
+            f"Nothing can be predicted for {formatting.rank_count(ranks)}: {simulation.refusals[0]}."
         )
     gradients = next((one for one in found if one.strategy.name == "gradient_averaging"), found[0])
     amount = simulation.runs[0].amount

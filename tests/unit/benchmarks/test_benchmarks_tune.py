@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.comm.namespaces import Nodes
+from benchmarks.strategies import tune
 from benchmarks.strategies.tune import (
     SLOW_RANK,
     Cluster,
@@ -21,8 +22,9 @@ from benchmarks.strategies.tune import (
     show,
     summary,
 )
+from speechdp import exit_codes
 from speechdp.experiments.compare.record import RunRecord
-from speechdp.experiments.jobs import JobStarter
+from speechdp.experiments.jobs import JobStarter, JobStopped
 from speechdp.experiments.record import COMPLETE, FAILED
 from speechdp.experiments.tune.plan import Setting
 from speechdp.experiments.tune.record import SettingRecord, TuneRecord
@@ -154,6 +156,18 @@ def test_unknown_clusters_are_refused_and_what_stands_behind_two_dashes_is_train
     assert given.clusters == ("free",) and given.options == ["--layers", "2"]
     with pytest.raises(SystemExit):
         parse(["--clusters", "fast"])
+
+
+def test_a_stop_is_told_by_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> None:
+        raise JobStopped
+
+    monkeypatch.setattr(tune, "prepare_synthetic", lambda *_: None)
+    monkeypatch.setattr(tune, "measure", stopped)
+    monkeypatch.setattr("sys.argv", ["tune.py", "--clusters", "free", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        tune.main()
+    assert ended.value.code == exit_codes.STOPPED
 
 
 def test_a_command_on_a_node_keeps_its_words(tmp_path: Path) -> None:

@@ -1,12 +1,43 @@
-"""How a comparison decodes what it has trained."""
+"""How a comparison begins, and decodes what it has trained."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from speechdp.errors import RunError
 from speechdp.experiments.arguments import split_to_tune_on
+from speechdp.experiments.compare.own_training import CompareRequest, OwnTraining
+from speechdp.experiments.compare.plan import SEQUENTIAL, ComparePlan
+from tests.helpers.options import options_with
+
+
+@pytest.mark.parametrize(
+    ("given", "rounds"),
+    [
+        ({"flat_start": True}, []),
+        ({"context": "left"}, []),
+        ({"realign": 2, "epochs": 5}, ["--realign-epochs=5"]),
+        ({"realign": 2, "realign_epochs": 3}, ["--realign-epochs=3"]),
+    ],
+)
+def test_only_rounds_of_alignment_are_told_their_epochs(
+    tmp_path: Path, given: dict[str, Any], rounds: list[str]
+) -> None:
+    started: list[list[str]] = []
+
+    class Starter:
+        def run(self, ranks: int, words: list[str], *others: object, **named: object) -> str:
+            started.append(words)
+            return "did not start"
+
+    plan = ComparePlan((SEQUENTIAL,), (1,), (1,), ("frames",), 5)
+    request = CompareRequest(tmp_path, "", tmp_path, options_with(**given), plan, "")
+    with pytest.raises(RunError, match="the alignment failed: did not start"):
+        OwnTraining(request, Starter(), lambda text: None).begin()  # type: ignore[arg-type]
+    assert [word for word in started[0] if word.startswith("--realign-epochs")] == rounds
 
 
 @pytest.mark.parametrize("name", ["lm.arpa.gz", "G.fst"])

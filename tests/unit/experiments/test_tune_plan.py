@@ -24,6 +24,7 @@ from speechdp.experiments.tune.plan import (
     finishes,
     halvings,
     in_two_levels,
+    next_rung,
     plan_rungs,
     settings_of,
     too_slow,
@@ -87,6 +88,20 @@ def test_gradient_averaging_is_always_tried_and_first() -> None:
         "gradient_averaging",
         "model_averaging:period=8",
     ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "period"), [("delayed_averaging:delay=8", 4), ("model_averaging:between_nodes=16", 64)]
+)
+def test_a_period_that_a_strategy_cannot_have_is_refused_with_the_options(strategy: str, period: int) -> None:
+    (choice,) = checked_strategies(strategy)
+    with pytest.raises(ConfigError, match=f"^--strategies {strategy} with --periods {period}: "):
+        settings_of([choice], (4, 16, 64))
+
+
+def test_a_seed_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--seeds: 1 is given twice"):
+        TuneOptions(seeds="1,2,1").whole_seeds()
 
 
 def test_what_is_surely_slower_than_gradient_averaging_is_ruled_out() -> None:
@@ -167,6 +182,50 @@ def test_the_cost_of_rungs_by_hand() -> None:
     """Four settings for 10 s, two for 10 s more, a second seed of both for 20 s in two goes; 1 s a start."""
     rungs = plan_rungs((4, 2), 2, 40 + 20 + 40 + (4 + 2 + 2 * 2) * 1.0, 1.0, longest_s=100)
     assert rungs.seconds == (pytest.approx(10), pytest.approx(20))
+
+
+def test_the_cost_of_rungs_to_go_counts_the_starts_of_all_seed_stops_and_no_training_twice() -> None:
+    """Two settings from 10 s on to 20 s, and a second seed of both for 20 s in two goes; 1 s a start."""
+    budget_s = 2 * 10 + 40 + (2 + 2 * 2) * 1.0
+    rungs = plan_rungs((2,), 2, budget_s, 1.0, math.inf, (10.0,))
+    assert rungs.seconds == (pytest.approx(20),) and rungs.cost_s(1.0) == pytest.approx(budget_s)
+
+
+@given(st.integers(3, 40), st.integers(1, 3), st.floats(500, 5_000), st.floats(0, 2))
+def test_what_is_left_after_the_first_rung_pays_for_the_others(
+    count: int, seeds: int, budget_s: float, start_s: float
+) -> None:
+    counts = halvings(count)
+    first_s = plan_rungs(counts, seeds, budget_s, start_s, math.inf).seconds[0]
+    left_s = budget_s - count * (first_s + start_s)
+    rungs = plan_rungs(counts[1:], seeds, left_s, start_s, math.inf, (first_s,))
+    assert rungs.seconds[0] == pytest.approx(2 * first_s)
+
+
+@pytest.mark.parametrize(
+    ("left_s", "ahead"),
+    [
+        (4 * 11 + 2 * 21 + 2 * 43, (4, 20.0)),
+        (1_000, (4, 20.0)),  # a rung is twice as long as the one before, and no longer
+        (4 * 6 + 2 * 16 + 2 * 33, (4, 15.0)),
+        (2 * 14.5 + 2 * 25.5, (2, 23.5)),  # four settings would train until 10.8 s
+        (1_000 / 8, (4, 15.3)),
+        (2 * 15, (2, 24.0)),  # as if there were no second seed, with which two would train until 11 s
+        (3, None),
+    ],
+)
+def test_rungs_are_left_out_where_they_would_not_train_longer(
+    left_s: float, ahead: tuple[int, float] | None
+) -> None:
+    found = next_rung(8, 2, left_s, 1.0, math.inf, [10.0])
+    assert (found is None) == (ahead is None)
+    if found is not None and ahead is not None:
+        assert found == (ahead[0], pytest.approx(ahead[1]))
+
+
+def test_runs_that_are_whole_train_no_longer() -> None:
+    assert next_rung(4, 1, 1_000, 1.0, 15.0, [10.0]) == (2, 15.0)
+    assert next_rung(4, 1, 1_000, 1.0, 5.0, [10.0]) == (2, 10.0)  # the slow one is left behind
 
 
 def test_no_setting_trains_longer_than_a_whole_training() -> None:

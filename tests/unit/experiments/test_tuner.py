@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.compare.record import read_record
 from speechdp.experiments.jobs import JobStopped
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
 from speechdp.experiments.race.record import RaceRecord, Turn
+from speechdp.experiments.tune import run as tune_run
 from speechdp.experiments.tune.jobs import Measurement, RacedSettings, Scored, up_to
 from speechdp.experiments.tune.plan import Setting
 from speechdp.experiments.tune.record import TuneRecord, read_tune
@@ -23,12 +28,18 @@ from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.script_metric import script_task
 from speechdp.report.tune.report import Search, find_answer
 from speechdp.simulation.predict import Interval
+from speechdp.tasks.metrics import LOG_PROB, TaskRecord
 
 GRADIENTS, SHORT, LONG = "gradient_averaging", "model_averaging:period=4", "model_averaging:period=16"
 DPSGD = "dpsgd"
 #: Frames/s of the settings, and what each is worth: the score after s seconds is -1 / (1 + worth s).
 SPEEDS = {GRADIENTS: 100.0, SHORT: 150.0, LONG: 200.0, DPSGD: 90.0}
 WORTH = {GRADIENTS: 1.0, SHORT: 3.0, LONG: 2.0, DPSGD: 9.0}
+#: Further settings that none of the others rules out by its speed.
+MORE = {f"bmuf:period={period}": speed for period, speed in ((4, 150.0), (16, 200.0), (64, 250.0))}
+MORE |= {f"slowmo:period={period}": speed for period, speed in ((4, 160.0), (16, 210.0))}
+SPEEDS |= MORE
+WORTH |= {text: 1.0 + 0.1 * place for place, text in enumerate(MORE)}
 FRAMES_A_STEP, EPOCH_STEPS = 10, 10_000
 
 
@@ -52,6 +63,7 @@ class Jobs:
         stops_after: jobs of training after which a signal comes; -1: it comes as back-ends are measured.
         breaks: how many jobs of a strategy end by a lost rank.
         factors: how fast back-ends are; one that is missing does not work.
+        starts: what a job takes with a back-end besides its steps, where that is not 0.5 s.
     """
 
     out: Path
@@ -59,18 +71,21 @@ class Jobs:
     stops_after: int | None = None
     breaks: dict[str, int] = field(default_factory=dict)
     factors: dict[str, float] = field(default_factory=lambda: {"mpi": 1.0})
+    starts: dict[str, float] = field(default_factory=dict)
     trained: list[tuple[str, int, int]] = field(default_factory=list)
     raced: list[list[str]] = field(default_factory=list)
+    measured: list[tuple[str, bool]] = field(default_factory=list)
 
     def begin(self) -> None:
         return
 
-    def measure(self, backend: str) -> Measurement | str:
+    def measure(self, backend: str, *, knows_start: bool) -> Measurement | str:
         if self.stops_after == -1:
             raise JobStopped
         if backend not in self.factors:
             return "is not installed"
-        return MadeUp((), 0.5, self.factors[backend])
+        self.measured.append((backend, knows_start))
+        return MadeUp((), None if knows_start else self.starts.get(backend, 0.5), self.factors[backend])
 
     def hold_race(
         self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
@@ -104,11 +119,69 @@ class Jobs:
         steps = sorted({max(1, step * share // 4) for share in (1, 2, 3, 4)})
         return Scored(tuple((at, -1 / (1 + worth * at / rate)) for at in steps), is_over=False)
 
+    def has_trained_to(self, setting: Setting, seed: int, step: int) -> bool:
+        return any((name, of) == (setting.name, seed) and at >= step for name, of, at in self.trained)
+
     def run_dir(self, setting: Setting, seed: int) -> Path:
         return self.out.absolute() / "runs" / f"{setting.name}-{seed}".replace(":", "-").replace(" ", "-")
 
     def command(self, setting: Setting, backend: str) -> str:
         return f"train --strategy {setting.strategy.text} --backend {backend}"
+
+
+@dataclass
+class Timed(Jobs):
+    """Jobs that take time, by a clock of their own.
+
+    Attributes:
+        race_s: of the race.
+        start_s: of a job.
+        factor: of what a step takes in training over what it took in the race.
+        first_step: of a setting, where its first evaluation is later than the others'.
+    """
+
+    race_s: float = 0.0
+    start_s: float = 0.0
+    factor: float = 1.0
+    first_step: dict[str, int] = field(default_factory=dict)
+    now_s: float = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def hold_race(
+        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+    ) -> RacedSettings | str:
+        self.now_s += self.race_s
+        return super().hold_race(settings, backend, longest_s, start_s)
+
+    def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
+        first = self.first_step.get(setting.name, 0)
+        stands = [at for name, of, at in self.trained if (name, of) == (setting.name, seed)]
+        if max(stands, default=0) < step:
+            rate = SPEEDS[setting.strategy.text] / FRAMES_A_STEP
+            end = max(step, first)
+            self.now_s += self.start_s + self.factor * (end - max(stands, default=0)) / rate
+            found = super().train_to(setting, backend, seed, end)
+        else:
+            found = super().train_to(setting, backend, seed, step)
+            self.trained.pop()
+        assert isinstance(found, Scored)
+        kept = tuple(point for point in found.points if point[0] >= first)
+        return Scored(kept, found.is_over)
+
+
+def timed_search(
+    monkeypatch: pytest.MonkeyPatch, jobs: Timed, **options: Any
+) -> tuple[TuneRecord, list[str]]:
+    """Return what a search finds, and what it says."""
+    told: list[str] = []
+    monkeypatch.setattr(tune_run, "time", SimpleNamespace(monotonic=jobs.monotonic))
+    return search(jobs.out, jobs, say=told.append, **options), told
+
+
+def target_of(value: float) -> TunedTarget:
+    return TunedTarget(value, script_task("score:max"))
 
 
 def search(
@@ -147,6 +220,35 @@ def test_the_setting_that_learns_fastest_is_chosen_not_the_fastest(tmp_path: Pat
     assert record.of(GRADIENTS).out_in == "halving"
     assert len(record.of(SHORT).times_s) == 2 and record.of(SHORT).times_s < record.of(LONG).times_s
     assert read_tune(tmp_path) == record
+
+
+@pytest.mark.parametrize("target", [0.9, math.nan, math.inf])
+def test_a_target_that_no_model_reaches_is_refused_before_anything_else(target: float) -> None:
+    with pytest.raises(ConfigError, match=f"--target {target:g}: "):
+        TunedTarget(target, TaskRecord((LOG_PROB,)))
+
+
+def test_a_search_that_was_interrupted_may_be_given_another_target(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path, stops_after=2)
+    with pytest.raises(JobStopped):
+        search(tmp_path, jobs, target=target_of(-1e-9))
+    jobs.stops_after = None
+    record = search(tmp_path, jobs, target=target_of(-0.5))
+    assert record.target == -0.5 and record.settings["target"] == -0.5 and record.completed
+
+
+def test_a_search_that_is_over_is_judged_again_by_another_target(tmp_path: Path) -> None:
+    told: list[str] = []
+    jobs = Jobs(tmp_path)
+    search(tmp_path, jobs, target=target_of(-1e-9))
+    trained = set(jobs.trained)
+    record = search(tmp_path, jobs, target=target_of(-0.5), say=told.append)
+    assert set(jobs.trained) == trained and record == read_tune(tmp_path)
+    assert told == [f"{tmp_path}: this search is over; its runs are judged by the target given now"]
+    fresh = search(tmp_path / "fresh", Jobs(tmp_path / "fresh"), target=target_of(-0.5))
+    for key in ("target", "chosen", "tried", "untold", "command", "completed"):
+        assert getattr(record, key) == getattr(fresh, key), key
+    assert None not in record.of(SHORT).times_s and record.of(SHORT).why == ""
 
 
 def test_settings_of_a_rung_train_for_the_same_time(tmp_path: Path) -> None:
@@ -201,6 +303,56 @@ def test_a_back_end_that_was_chosen_stays(tmp_path: Path) -> None:
     assert [one.why for one in record.backends] == ["it does not work here: is not installed", ""]
 
 
+def test_what_a_start_takes_is_that_of_the_back_end_chosen(tmp_path: Path) -> None:
+    starts = {"mpi": 2.0, "torch": 9.0}
+    jobs = Jobs(tmp_path, factors=dict.fromkeys(starts, 1.0), starts=starts, stops_after=0)
+    for _ in range(2):
+        with pytest.raises(JobStopped):
+            search(tmp_path, jobs, backends=("mpi", "torch"))
+        record = read_tune(tmp_path)
+        assert record.backend == "mpi" and record.start_s == 2.0
+        assert {one.name: one.start_s for one in record.backends} == starts
+    assert jobs.measured == [("mpi", False), ("torch", False), ("mpi", True)]
+
+
+def test_what_a_rung_has_shown_of_starts_is_known_to_the_next_command_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    race_starts = []
+
+    class StoppedAfterARung(Timed):
+        def hold_race(self, *given: Any) -> RacedSettings | str:
+            race_starts.append(given[-1])
+            return super().hold_race(*given)
+
+        def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
+            if len(self.trained) == 3 and not self.has_trained_to(setting, seed, step):
+                raise JobStopped
+            return super().train_to(setting, backend, seed, step)
+
+    jobs, known = StoppedAfterARung(tmp_path, start_s=9.0), set()
+    for _ in range(2):
+        with pytest.raises(JobStopped):
+            timed_search(monkeypatch, jobs)
+        known.add(read_tune(tmp_path).start_s)
+    assert len(known) == 1 and known.pop() > 5.0
+    assert race_starts == [0.5, 0.5]  # as measured, or the next command would hold another race
+
+
+def test_an_earlier_versions_search_is_measured_again_for_what_a_start_takes(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path, stops_after=0)
+    with pytest.raises(JobStopped):
+        search(tmp_path, jobs)
+    content = json.loads((tmp_path / "tune.json").read_text())
+    del content["backends"][0]["start_s"]
+    (tmp_path / "tune.json").write_text(json.dumps({**content, "start_s": 0.0}))
+    jobs.starts = {"mpi": 3.0}
+    with pytest.raises(JobStopped):
+        search(tmp_path, jobs)
+    assert read_tune(tmp_path).start_s == 3.0
+    assert jobs.measured == [("mpi", False), ("mpi", False)]
+
+
 def test_a_back_end_that_fails_later_is_named(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path, stops_after=1)
     with pytest.raises(JobStopped):
@@ -235,6 +387,81 @@ def test_other_seeds_are_evaluated_at_the_ends_of_the_last_rungs_too(tmp_path: P
     assert rate is not None
     stops = [step for name, seed, step in jobs.trained if (name, seed) == (SHORT, 2)]
     assert stops == [round(rung.seconds * rate) for rung in record.rungs]
+
+
+def test_a_budget_is_kept_although_jobs_take_longer_than_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """195 s are left for 8 settings; a start takes 1 s more than believed, and training a fifth longer."""
+    jobs = Timed(tmp_path, starts={"mpi": 6.5}, race_s=105.0, start_s=7.5, factor=1.2)
+    record, told = timed_search(monkeypatch, jobs, texts=(GRADIENTS, SHORT, LONG, *MORE), budget_s=300.0)
+    assert [len(rung.settings) for rung in record.rungs] == [8, 2]  # as below
+    assert "halving: the budget does not pay for all rungs, so the best 2 go on at once" in told
+    assert len(record.of(record.chosen).times_s) == 2
+    assert 250.0 < record.spent_s <= 305.0
+    assert record.backends[0].start_s == 6.5 and 7.5 < record.start_s < 12.0
+
+
+@pytest.mark.parametrize(
+    ("start_s", "rungs", "seeds"), [(6.5, 3, 2), (10.0, 2, 2), (16.0, 2, 1), (23.0, 1, 1)]
+)
+def test_where_the_budget_is_short_rungs_are_left_out_then_seeds_then_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_s: float, rungs: int, seeds: int
+) -> None:
+    jobs = Timed(tmp_path, starts={"mpi": 6.5}, race_s=60.0, start_s=start_s)
+    record, told = timed_search(monkeypatch, jobs, texts=(GRADIENTS, SHORT, LONG, *MORE), budget_s=260.0)
+    assert len(record.rungs) == rungs and len(record.of(record.chosen).times_s) == seeds
+    assert record.completed and len(record.left) == 2
+    assert record.spent_s <= 265.0
+    assert ("halving: the budget is used up: without seed 2" in told) == (seeds == 1)
+    assert any("judged by what they have trained" in line for line in told) == (rungs == 1)
+
+
+def test_a_rung_is_given_up_where_its_jobs_would_not_end_in_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SlowLater(Timed):
+        """The machine grows slow after the first rung."""
+
+        def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
+            self.start_s = 6.5 if len(self.trained) < 8 else 60.0
+            return super().train_to(setting, backend, seed, step)
+
+    jobs = SlowLater(tmp_path, starts={"mpi": 6.5}, race_s=20.0)
+    record, told = timed_search(monkeypatch, jobs, texts=(GRADIENTS, SHORT, LONG, *MORE), budget_s=260.0)
+    assert len(record.rungs) == 1 and set(record.rungs[0].scores) == {GRADIENTS, SHORT, LONG, *MORE}
+    assert record.completed and len(record.left) == 2 and record.chosen in record.left
+    assert "halving: the budget is used up, so settings are judged by what they have trained" in told
+    assert record.spent_s <= 260.0 + 60.0  # the job under way ends
+
+
+def test_settings_are_compared_from_where_all_were_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that evaluates its slow setting late gives it no score at the end of the first rung."""
+    jobs = Timed(tmp_path, first_step={GRADIENTS: 600})
+    record, told = timed_search(monkeypatch, jobs)
+    late_s = 600 / (SPEEDS[GRADIENTS] / FRAMES_A_STEP)
+    assert record.rungs[0].seconds == pytest.approx(late_s, rel=0.1)
+    (said,) = (line for line in told if "not all were evaluated by then" in line)
+    assert "all train until" in said
+    for name in record.rungs[0].settings:
+        rate = record.of(name).steps_per_s
+        assert rate is not None and (name, 1, round(record.rungs[0].seconds * rate)) in jobs.trained
+    assert read_tune(tmp_path) == record
+
+
+def test_a_step_or_two_past_the_end_of_a_rung_count_as_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, _ = timed_search(monkeypatch, Timed(tmp_path / "whole"))
+    rate = record.of(GRADIENTS).steps_per_s
+    assert rate is not None
+    due = round(record.rungs[0].seconds * rate)
+    jobs = Timed(tmp_path / "late", first_step={GRADIENTS: due + 1})
+    late, told = timed_search(monkeypatch, jobs)
+    assert late.rungs[0].seconds == record.rungs[0].seconds
+    assert not any("not all were evaluated" in line for line in told)
 
 
 def test_the_budget_that_is_advised_is_enough(tmp_path: Path) -> None:
@@ -297,8 +524,36 @@ def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
         search(tmp_path, Jobs(tmp_path), trained={"data": "y"})
 
 
+@pytest.mark.parametrize(("name", "read"), [("tune.json", read_tune), ("compare.json", read_record)])
+def test_a_damaged_record_is_named_with_what_helps(
+    tmp_path: Path, name: str, read: Callable[[Path], object]
+) -> None:
+    what = {"tune.json": "search", "compare.json": "comparison"}[name]
+    (tmp_path / name).write_text("{")
+    remedy = (
+        f"delete it and give the command of the {what} again \\(its runs are kept\\), or with --overwrite"
+    )
+    with pytest.raises(ConfigError, match=f"^{tmp_path / name}: cannot be read .*; {remedy}$"):
+        read(tmp_path)
+
+
+def test_a_setting_that_fails_in_the_race_is_ruled_out_with_its_message(tmp_path: Path) -> None:
+    class Failing(Jobs):
+        def hold_race(
+            self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+        ) -> RacedSettings | str:
+            others = [one for one in settings if one.name != LONG]
+            raced = super().hold_race(others, backend, longest_s, start_s)
+            assert isinstance(raced, RacedSettings)
+            return replace(raced, left_out={LONG: "it failed: the loss is nan"})
+
+    record = search(tmp_path, Failing(tmp_path))
+    assert (record.of(LONG).out_in, record.of(LONG).why) == ("race", "it failed: the loss is nan")
+    assert record.chosen == SHORT and record.completed
+
+
 def test_a_target_that_none_reaches_leaves_the_best_score(tmp_path: Path) -> None:
-    record = search(tmp_path, Jobs(tmp_path), target=TunedTarget(-1e-9, script_task("score:max")))
+    record = search(tmp_path, Jobs(tmp_path), target=target_of(-1e-9))
     assert record.of(record.chosen).times_s == (None, None) and record.chosen == SHORT
     assert record.of(LONG).why == "it did not reach the target"
 

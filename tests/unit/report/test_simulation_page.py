@@ -154,6 +154,17 @@ def test_nonsense_is_refused(
     assert words in _refusal(capsys, run, *GIVEN, option, value)
 
 
+def test_why_nothing_is_predicted_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one_node = ("--ranks", "8", "--ranks-per-node", "8")
+    refusal = _refusal(capsys, run, *one_node, "--strategies", "model_averaging:between_nodes=64")
+    assert "nothing can be predicted for these --ranks and --ranks-per-node: model_averaging" in refusal
+    assert "all 8 ranks are on one node" in refusal
+    groups = ("--ranks", "4,7", "--ranks-per-node", "8", "--strategies", "ad_psgd:groups=2")
+    assert speechdp(["simulate", str(run), *groups]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Nothing can be predicted for 7 ranks: ad_psgd:groups=2: 7 ranks cannot be parted" in said
+
+
 def test_a_link_that_was_not_measured_must_be_given(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "give --bandwidth and --latency" in _refusal(capsys, run, "--ranks", "8")
 

@@ -633,6 +633,21 @@ def test_options_that_a_run_would_refuse_are_left_out() -> None:
     assert [one.ranks for one in simulate([MadeUpSteps().measured()], request).predictions] == [3]
 
 
+def test_where_no_strategy_can_be_used_the_first_says_why() -> None:
+    averaging = StrategyChoice("model_averaging:period=16,between_nodes=64")
+    request = Request((4, 8), 8, strategies=(averaging,))
+    with pytest.raises(
+        ConfigError, match=r"^--strategies: nothing can be predicted for these --ranks .* are on one node; "
+    ):
+        simulate([MadeUpSteps().measured()], request)
+    known = GivenLink(1e9, 1e-5)
+    both = simulate([MadeUpSteps().measured()], replace(request, ranks=(4, 16), between=known, within=known))
+    assert [one.ranks for one in both.predictions] == [16] and both.refusals == ()
+    groups = replace(request, strategies=(StrategyChoice("ad_psgd:groups=2,period=1"),), ranks=(4, 7))
+    (said,) = simulate([MadeUpSteps().measured()], groups).refusals
+    assert "7 ranks cannot be parted into groups" in said
+
+
 def test_long_steps_that_are_rare_hold_up_workers_of_a_server() -> None:
     windows = np.where(np.random.default_rng(3).random((40, 64)) < 0.02, 3.0, 0.1)
     expected = (1 / windows.mean(axis=0)).sum()  # of workers whom nobody holds up
@@ -696,6 +711,19 @@ def test_a_run_of_a_strategy_from_outside_is_simulated(tmp_path: Path) -> None:
     ).predictions
     assert math.isfinite(found.frames_per_s.mean)
     assert gains_of(outside) == []
+
+
+def test_hosts_are_those_of_the_runs_record_where_nothing_usable_was_timed(tmp_path: Path) -> None:
+    path = MadeUpSteps(["node-a", "node-b"]).write(tmp_path)
+    settings = json.loads((path / "run.json").read_text())
+    (path / "run.json").write_text(json.dumps({**settings, "hosts": ["node-a", "node-b"]}))
+    (path / "timing.json").write_text("{")
+    (run,) = read_measured(path).runs
+    assert run.hosts == ("node-a", "node-b") and run.crosses and run.ranks_per_node == 1
+    for hosts in (None, ["node-a"], "node-a"):
+        (path / "run.json").write_text(json.dumps({**settings, "hosts": hosts}))
+        with pytest.raises(ConfigError, match=r"timing.json: missing or damaged; train it again"):
+            read_measured(path)
 
 
 def _with_bounds(path: Path, bounds: list[tuple[int, int]]) -> Path:

@@ -1,0 +1,204 @@
+"""What a search starts, and what it makes of the folders that its jobs leave, with ranks that are made up."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speechdp.data.shards.dataset import FLAT, Dataset
+from speechdp.experiments.compare.own_training import CompareRequest
+from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL, ComparePlan
+from speechdp.experiments.compare.script_training import UserScript
+from speechdp.experiments.race.plan import RaceOptions
+from speechdp.experiments.race.record import (
+    FailedSetting,
+    RaceRecord,
+    Turn,
+    failure_path,
+    find_failure,
+    race_path,
+    write_failure,
+    write_race,
+)
+from speechdp.experiments.tune.jobs import MEASURED_STRATEGIES, Measurement, RacedSettings
+from speechdp.experiments.tune.plan import Setting
+from speechdp.experiments.tune.run import TunedTarget, TuneRequest
+from speechdp.experiments.tune.script import TunedScript
+from speechdp.experiments.tune.training import TunedTraining, race_of, racing_text, settings_in
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.runs.script_metric import script_task
+from tests.helpers.measured_runs import MadeUpSteps
+from tests.helpers.options import options_with
+from tests.helpers.tiny_data import write_tiny_data
+
+GRADIENTS, RARE, RARER = "gradient_averaging", "model_averaging:period=4", "model_averaging:period=16"
+SETTINGS = tuple(Setting(StrategyChoice(text)) for text in (GRADIENTS, RARE, RARER))
+
+
+@dataclasses.dataclass
+class Ranks:
+    """In place of `JobStarter`: writes what ranks would leave.
+
+    Attributes:
+        request: of the search.
+        failing: settings that end the race, and the message of each; "": of a rank that was lost.
+        started: words of every job.
+    """
+
+    request: CompareRequest
+    failing: dict[str, str] = dataclasses.field(default_factory=dict)
+    started: list[list[str]] = dataclasses.field(default_factory=list)
+    launch_options: tuple[str, ...] = ()
+
+    def run(self, num_ranks: int, words: Sequence[str], log: Path, *, may_pause: bool = False) -> str | None:
+        self.started.append(list(words))
+        if words[0] == "train":
+            run_dir = Path(words[2])
+            shutil.rmtree(run_dir, ignore_errors=True)
+            MadeUpSteps(["node-a"] * num_ranks, f"{run_dir.name.partition('-')[2]}").write(
+                run_dir.parent, run_dir.name
+            )
+            return None
+        return self._race({k: v for k, _, v in (word.partition("=") for word in words)})
+
+    def _race(self, told: Mapping[str, str]) -> str | None:
+        given = settings_in(told["--racing"])
+        for one, why in given.items():
+            if not why and one.name in self.failing:
+                if self.failing[one.name]:
+                    failure = FailedSetting(one.name, self.failing[one.name])
+                    write_failure(failure_path(self.request.out, 2), failure)
+                return f"rank 1 on node-a: {one.name}"
+        length = RaceOptions(int(told["--race"]), int(told["--race-steps"]))
+        options = dataclasses.replace(self.request.options, backend="mpi", seed=1)
+        plan = race_of(dataclasses.replace(self.request, race=length), given, 2, options)
+        turns = tuple(
+            Turn(number, one.name, 8, (50, 50), (1.0, 1.0))
+            for number in range(plan.rounds + 1)
+            for one in plan.settings
+        )
+        write_race(race_path(self.request.out, 2), RaceRecord(plan, turns, ("a", "a"), ({}, {}), "", 1.0))
+        return None
+
+
+def request_in(out: Path, data: Path = Path("data")) -> CompareRequest:
+    plan = ComparePlan((SEQUENTIAL,), (2,), (1,), (FRAMES,), 4)
+    return CompareRequest(data, "9f2c", out, options_with(), plan, decode_split="", race=RaceOptions(6, 8))
+
+
+def training_of(ranks: Ranks, said: list[str] | None = None) -> TunedTraining:
+    return TunedTraining(ranks.request, ranks, [].append if said is None else said.append)  # type: ignore[arg-type]
+
+
+def flags(words: Sequence[str]) -> set[str]:
+    return {"--resume", "--overwrite"} & {*words}
+
+
+def test_a_measuring_run_that_was_cut_short_is_started_over(tmp_path: Path) -> None:
+    ranks = Ranks(request_in(tmp_path))
+    cut = MadeUpSteps(["node-a"] * 2).write(tmp_path / "measure", "mpi-gradient_averaging", completed=False)
+    (cut / "timing.json").unlink()
+    found = training_of(ranks).measure("mpi", knows_start=False)
+    assert isinstance(found, Measurement) and found.start_s is not None
+    assert [flags(words) for words in ranks.started] == [{"--resume"}, {"--overwrite"}]
+    # What is timed is left as it is, unless nobody knows what a start takes.
+    ranks.started.clear()
+    found = training_of(ranks).measure("mpi", knows_start=True)
+    assert isinstance(found, Measurement) and found.start_s is None and not ranks.started
+    found = training_of(ranks).measure("mpi", knows_start=False)
+    assert isinstance(found, Measurement) and found.start_s is not None
+    (words,) = ranks.started
+    assert flags(words) == {"--overwrite"} and words[2].endswith(f"mpi-{MEASURED_STRATEGIES[-1]}")
+
+
+class ScriptRanks:
+    """In place of `JobStarter` for a script: notes what lies in the run's folder, and leaves a timed run."""
+
+    launch_options = ()
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[str]] = {}
+
+    def run_script(
+        self, num_ranks: int, words: Sequence[str], log: Path, environment: Mapping[str, str], **_: Any
+    ) -> str | None:
+        folder = Path(environment["SPEECHDP_FOLDER"])
+        self.found[folder.name] = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        shutil.rmtree(folder, ignore_errors=True)
+        MadeUpSteps(["node-a"] * 2, environment["SPEECHDP_STRATEGY"]).write(
+            folder.parent, folder.name, completed=False
+        )
+        return None
+
+
+def test_a_scripts_short_runs_that_were_cut_short_are_started_over(tmp_path: Path) -> None:
+    ranks, task = ScriptRanks(), script_task("")
+    request = TuneRequest(
+        tmp_path, 2, SETTINGS, ("mpi",), (), 600.0, TunedTarget(None, task), (1,), RaceOptions(1, 8), {}
+    )
+    script = TunedScript(request, UserScript(tmp_path / "own.py"), ranks, "", [].append)  # type: ignore[arg-type]
+    for folder, name in (("measure", "mpi-gradient_averaging"), ("race", "gradient_averaging-1")):
+        cut = MadeUpSteps(["node-a"] * 2).write(tmp_path / folder, name, completed=False)
+        (cut / "timing.json").unlink()
+        (cut / "checkpoints" / "step-00000037").mkdir(parents=True)
+    assert isinstance(script.measure("mpi", knows_start=False), Measurement)
+    assert isinstance(script.hold_race(SETTINGS, "mpi", 60.0, 1.0), RacedSettings)
+    assert len(ranks.found) == 2 + len(SETTINGS) and not any(ranks.found.values())
+
+
+def test_a_race_is_held_again_without_a_setting_that_fails(tmp_path: Path) -> None:
+    said: list[str] = []
+    ranks = Ranks(request_in(tmp_path), failing={RARE: "the loss is nan at step 3"})
+    raced = training_of(ranks, said).hold_race(SETTINGS, "mpi", 60.0, 1.0)
+    assert isinstance(raced, RacedSettings)
+    assert raced.left_out == {RARE: "it failed: the loss is nan at step 3"}
+    assert set(raced.speeds) == {GRADIENTS, RARER} and len(ranks.started) == 2
+    assert f"race: {RARE} failed and is left out: the loss is nan at step 3" in said
+    assert find_failure(failure_path(tmp_path, 2)) is None
+    # The record says so: a search that goes on does not try it again.
+    again = training_of(ranks).hold_race(SETTINGS, "mpi", 60.0, 1.0)
+    assert again == raced and len(ranks.started) == 2
+
+
+def test_a_race_of_which_one_setting_is_left_is_none(tmp_path: Path) -> None:
+    ranks = Ranks(request_in(tmp_path), failing={RARE: "the loss is nan", RARER: "OutOfMemoryError: CUDA"})
+    raced = training_of(ranks).hold_race(SETTINGS, "mpi", 60.0, 1.0)
+    assert isinstance(raced, RacedSettings) and raced.speeds == {}
+    assert raced.left_out == {RARE: "it failed: the loss is nan", RARER: "it failed: OutOfMemoryError: CUDA"}
+
+
+def test_a_race_that_ends_by_no_setting_is_not_held_again(tmp_path: Path) -> None:
+    ranks = Ranks(request_in(tmp_path), failing={RARE: ""})
+    write_failure(failure_path(tmp_path, 2), FailedSetting(RARER, "of an earlier command"))
+    assert training_of(ranks).hold_race(SETTINGS, "mpi", 60.0, 1.0) == f"rank 1 on node-a: {RARE}"
+    assert len(ranks.started) == 1
+
+
+def test_what_races_and_what_does_not_goes_to_the_ranks_in_one_word() -> None:
+    given = {SETTINGS[0]: "", SETTINGS[1]: 'it failed: "nan"', Setting(StrategyChoice(RARER), 8): ""}
+    assert settings_in(racing_text(given)) == given
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"format": "speechdp-race", "version": 1})])
+def test_a_damaged_note_of_a_failure_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "failure").write_text(text)
+    assert find_failure(tmp_path / "failure") is None
+
+
+@pytest.mark.parametrize(("alignment", "is_said"), [(FLAT, True), ("exact", False)])
+def test_targets_that_are_only_spread_are_told_of_once(
+    tmp_path: Path, alignment: str, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = write_tiny_data(tmp_path / "data")
+    dataset.alignment = alignment
+    monkeypatch.setattr(Dataset, "open", lambda path: dataset)
+    said: list[str] = []
+    training_of(Ranks(request_in(tmp_path / "out", tmp_path / "data")), said).begin()
+    assert len(said) == is_said
+    assert all("only spread each transcript evenly" in line and "--flat-start" in line for line in said)
