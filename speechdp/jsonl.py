@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
@@ -82,19 +83,26 @@ def read_lines(path: Path) -> Lines:
     Raises:
         OSError: the file cannot be read.
     """
-    records: list[dict[str, Any]] = []
-    num_damaged = 0
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = parse_json(line)
-        except ValueError:
-            num_damaged += bool(line.strip())
-            continue
-        if isinstance(record, dict):
-            records.append(record)
-        else:
-            num_damaged += 1
-    return Lines(records, num_damaged)
+    found = list(each_line(path))
+    records = [record for record in found if record is not None]
+    return Lines(records, len(found) - len(records))
+
+
+def each_line(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the JSON object of each line of a file, which may be a large one; None for a damaged line.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = parse_json(line)
+            except ValueError:
+                if line.strip():
+                    yield None
+                continue
+            yield record if isinstance(record, dict) else None
 
 
 def _ends_torn(path: Path) -> bool:

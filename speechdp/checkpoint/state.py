@@ -85,13 +85,14 @@ def last_checkpoint_note(run_dir: Path) -> str:
 
 
 def load_checkpoint(
-    run_dir: Path, comm: Communicator, notices: list[str], *, any_size: bool = False
+    run_dir: Path, comm: Communicator, notices: list[str], *, any_size: bool = False, num_feeders: int = 0
 ) -> RankState | None:
     """Return this rank's state of the newest checkpoint that is whole on all ranks.  Collective.
 
     Args:
         notices: gets a line for every broken checkpoint that is passed over.
         any_size: take one of R other ranks too: rank r gets what rank r modulo R has saved.
+        num_feeders: ranks of the job besides those of `comm`, for the message that says how to start.
 
     Returns:
         The state, or None where there is no checkpoint at all.
@@ -103,7 +104,7 @@ def load_checkpoint(
     folders = comm.broadcast_object([str(f) for f in _listed(run_dir)] if comm.rank == 0 else None)
     problems: list[_Problem] = []
     for folder in map(Path, folders):
-        state, problem = _try_load(folder, comm, any_size=any_size)
+        state, problem = _try_load(folder, comm, None if any_size else num_feeders)
         found = [p for p in comm.allgather_object(problem and asdict(problem)) if p]
         if not found:
             assert state is not None
@@ -135,17 +136,20 @@ def _listed(run_dir: Path) -> list[Path]:
 
 
 def _try_load(
-    folder: Path, comm: Communicator, *, any_size: bool
+    folder: Path, comm: Communicator, num_feeders: int | None
 ) -> tuple[RankState | None, _Problem | None]:
+    """Load this rank's state, of a checkpoint of as many ranks; `num_feeders` None: of any number."""
     try:
         head = parse_json((folder / "checkpoint.json").read_text(encoding="utf-8"))
         if head.get("format") != CHECKPOINT_FORMAT or head.get("version") != CHECKPOINT_VERSION:
             return None, _Problem(f"{folder}: not a checkpoint of this version of speechdp")
         entries, lost = head["ranks"], head.get("lost", [])
         size = len(entries) + len(lost)
-        if size != comm.size and not any_size:
+        if size != comm.size and num_feeders is not None:
+            feeders = f", of which {num_feeders} feed" if num_feeders else ""
             raise RunError(
-                f"{folder}: written by {size} ranks, cannot be resumed by {comm.size}; start with -np {size}"
+                f"{folder}: written by {size} ranks, cannot be resumed by {comm.size}; "
+                f"start with -np {size + num_feeders}{feeders}"
             )
         # Ranks that were lost before it was written begin again as copies of rank 0, which never is.
         rank = 0 if comm.rank % size in lost else comm.rank % size

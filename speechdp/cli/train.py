@@ -15,6 +15,7 @@ from speechdp.options.shown import heading, shown
 from speechdp.ownership.overwrite import RUN, FolderKind, check_kind, check_overwrite, empty
 
 if TYPE_CHECKING:
+    from speechdp.process.ending import Stopped
     from speechdp.train.session import Session
 
 _FLAT_NOTICE = (
@@ -60,12 +61,14 @@ class TrainCommand:
 
     def _on_rank(self, session: Session) -> int:
         from speechdp.data.shards.dataset import FLAT  # noqa: PLC0415
-        from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
+        from speechdp.process.ending import Stopped  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
-        from speechdp.train.realign import train_with_realignment  # noqa: PLC0415
+        from speechdp.train.realign import check_overwriting, train_with_realignment  # noqa: PLC0415
 
         if session.comm.rank == 0:
             check_run_folder(self.run_dir, RUN, self.data, self.options, overwrite=self.overwrite)
+        if self.overwrite:
+            check_overwriting(session, self.options, self.run_dir)
         try:
             with owned(session, self.run_dir, "train") as owner:
                 if owner is not None and self.overwrite and (stays := empty(owner, RUN)):
@@ -78,14 +81,22 @@ class TrainCommand:
                 )
         except Stopped as stop:
             session.reporter.end()
-            if isinstance(stop, StoppedBefore):
-                text = "stopped as requested before it began; repeat the command"
-            else:
-                text = "stopped as requested; the same command with --resume continues"
-            session.reporter.notice(f"{text}: {self.run_dir}")
+            session.reporter.notice(f"{self._describe_stop(stop)}: {self.run_dir}")
             return exit_codes.STOPPED
         session.reporter.notice(f"model: {self.run_dir / 'model.safetensors'}")
         return 0
+
+    def _describe_stop(self, stop: Stopped) -> str:
+        """Return what has stopped the run, and how it is continued."""
+        from speechdp.process.ending import Paused, StoppedBefore  # noqa: PLC0415
+
+        if isinstance(stop, StoppedBefore):
+            return "stopped as requested before it began; repeat the command"
+        resume = "--resume in place of --overwrite" if self.overwrite else "--resume"
+        if isinstance(stop, Paused):
+            reached = f"stopped as requested: --pause-at {self.pause_at} is reached"
+            return f"{reached}; give a later --pause-at, or none, and {resume} to continue"
+        return f"stopped as requested; the same command with {resume} continues"
 
 
 def check_run_folder(

@@ -110,6 +110,9 @@ class Desk:
             self._at = _Where(state["epoch"], state["batches"], state["frames"])
             if state["dealer"] is not None:
                 self._open_epoch().load_state(state["dealer"])
+                at = self._at.batches
+                if self._is_pause(at) and not self._steps_done(at):  # there already: no batch is dealt
+                    self._call(MeetingKind.STOP)
 
     def answer(self, rank: int, *, stop: bool) -> BatchReply:
         """Return what `rank` is to do next.

@@ -82,18 +82,20 @@ class FedSource(SplitSource):
         return FedBatch(self, segments, self._link.ask_for_batch(head, [pack_segments(segments)]))
 
     def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
-        # Each feeder counts every n-th shard of the share.
-        n = len(self._link.feeders)
+        # Shard by shard, in turn among the feeders: each answer is a sign of progress.
+        num_shards = int(self.index.shard.max(initial=-1)) + 1
         answers = [
             self._ask(feeder, {
-                "op": "count", "num_classes": num_classes, "share": share + num_shares * i,
-                "num_shares": num_shares * n,
+                "op": "count", "num_classes": num_classes, "share": shard, "num_shares": num_shards,
             })
-            for i, feeder in enumerate(self._link.feeders)
+            for shard, feeder in zip(
+                range(share, num_shards, num_shares), itertools.cycle(self._link.feeders)
+            )
         ]  # fmt: skip
         counts = np.zeros((2, num_classes), dtype=np.int64)
         for answer in answers:
             counts += answer.result().tensors[0].numpy()
+            self.beat()
         return counts
 
     def feeder_times(self) -> list[dict[str, Any]]:

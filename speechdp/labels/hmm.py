@@ -202,14 +202,23 @@ def _fill_silence(targets: IntArray, inventory: StateInventory) -> IntArray:
     return targets
 
 
-def count_frames_and_runs(targets: IntArray, num_classes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Count each class's frames and its runs (visits) in one utterance's alignment.
+def count_frames_and_runs(
+    targets: IntArray, num_classes: int, begins: NDArray[np.int64] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Count each class's frames and its runs (visits) in the alignment of one utterance, or of several.
+
+    Args:
+        targets: (T,) classes; of several utterances one after another.
+        num_classes: C.
+        begins: (U,) where each of several utterances begins in `targets`; a run does not go on there.
 
     Returns:
         Frames and runs a class, each (C,); add them up over utterances (and ranks).
     """
     frames = np.bincount(targets, minlength=num_classes)
     starts = np.concatenate(([True], targets[1:] != targets[:-1])) if len(targets) else np.zeros(0, bool)
+    if begins is not None:
+        starts[begins[begins < len(targets)]] = True
     return frames.astype(np.int64), np.bincount(targets[starts], minlength=num_classes).astype(np.int64)
 
 

@@ -100,6 +100,8 @@ DATA = FolderKind(
     (),
     ("*.h5", "classes.txt", "lexicon.txt", "symbols.json", "lm.json", "lm.arpa.gz", "G.fst", "words.txt"),
 )
+#: Where in a folder others may have an owner: the runs of a sweep are in OUT, those of a search in OUT/runs.
+_OWNED = ("*", "*/*")
 _KINDS = (RUN, SWEEP, COMPARISON, PROFILE, TUNE, DATA)
 
 
@@ -192,8 +194,9 @@ def empty(owner: FolderOwner, kind: FolderKind) -> str:
         RunError: something cannot be deleted.
     """
     with ExitStack() as stack:
-        for file in _list(owner.folder, f"*/{OWNER_FILE}"):
-            stack.enter_context(owner.of(file.parent))
+        for place in _OWNED:
+            for file in _list(owner.folder, f"{place}/{OWNER_FILE}"):
+                stack.enter_context(owner.of(file.parent))
         entries = [path for path in sorted(_list(owner.folder)) if not is_owners(path.name)]
         paths = [path for path in entries if _is_to_go(path, kind)]
         last = {path for record in kind.records for path in _list(owner.folder, record)}

@@ -14,7 +14,7 @@ from typing import Any
 
 from speechdp import remedies
 from speechdp.errors import ConfigError, RunError
-from speechdp.files import cannot_be_read, cannot_be_written, write_text_atomically
+from speechdp.files import cannot_be_read, cannot_be_written, sync, sync_name, write_text_atomically
 from speechdp.json_input import parse_json
 
 RUN_FORMAT = "speechdp-run"
@@ -117,6 +117,15 @@ class RunDirectory:
         """
         with self._reading_record() as record:
             return name in record["options"]
+
+    def recorded_option(self, name: str) -> Any:
+        """Return what run.json says an option of training was; None where it says nothing of it.
+
+        Raises:
+            RunError: run.json cannot be read.
+        """
+        with self._reading_record() as record:
+            return dict(record["options"]).get(name)
 
     @contextmanager
     def _reading_record(self) -> Iterator[dict[str, Any]]:
@@ -255,16 +264,36 @@ class RunDirectory:
     @property
     def evaluated_step(self) -> int:
         """The last step of which an evaluation stands in metrics.jsonl; 0: there is none."""
-        if not self._metrics.is_file():
-            return 0
-        with _disk_errors(self._metrics):
-            text = self._metrics.read_text(encoding="utf-8", errors="replace")
-            steps = [_of(line, "step") for line in text.splitlines()]
+        steps = [_of(line, "step") for line in self._evaluations()]
         return int(max((step for step in steps if step < math.inf), default=0))
 
+    def has_evaluation(self, step: int, frames: int) -> bool:
+        """Whether an evaluation after these steps and frames stands in metrics.jsonl.  Raises RunError."""
+        at = (step, frames)
+        return any((_of(line, "step"), _of(line, "frames")) == at for line in self._evaluations())
+
+    def _evaluations(self) -> list[str]:
+        """Return the lines of metrics.jsonl; none where there is no such file.  Raises RunError (disk)."""
+        if not self._metrics.is_file():
+            return []
+        with _disk_errors(self._metrics):
+            return self._metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+
     def add_metrics(self, metrics: Metrics) -> None:
-        """Append a line to metrics.jsonl.  Raises RunError on a full disk."""
+        """Append a line to metrics.jsonl; the disk keeps it, as it will the checkpoint that follows.
+
+        Raises:
+            RunError: the disk refuses.
+        """
         self.add_values(metrics.to_json())
+        self.sync_metrics()
+
+    def sync_metrics(self) -> None:
+        """Have the disk keep the lines of metrics.jsonl, if there are any.  Raises RunError (disk)."""
+        if self._metrics.is_file():
+            with _disk_errors(self._metrics):
+                sync(self._metrics)
+            sync_name(self._metrics)
 
     def add_values(self, values: dict[str, Any]) -> None:
         """Append a line with any values to metrics.jsonl.  Raises RunError on a full disk."""

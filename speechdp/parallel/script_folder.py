@@ -214,7 +214,10 @@ class ScriptFolder:
         problem = temporary = None
         if self._record is not None:
             try:
+                self._record.sync_metrics()
                 temporary = self._new_temporary(folder, step)
+            except RunError as error:
+                problem = str(error)
             except OSError as error:
                 problem = cannot_be_written(folder, error)
         name: str | None = self._comm.broadcast_object(None if temporary is None else temporary.name)

@@ -31,6 +31,10 @@ class Stopped(Exception):  # noqa: N818 (not an error)
     """Work over ranks was asked to stop, which all have agreed on, and what can be gone on from is saved."""
 
 
+class Paused(Stopped):
+    """It has come to the step where it was told to stop (--pause-at)."""
+
+
 class StoppedUnsaved(Stopped):
     """It was asked to stop and has done so, but nothing was saved: it can only begin anew."""
 

@@ -17,7 +17,11 @@ from speechdp.timing.timeline import Timeline
 
 
 def gather_timing(
-    timeline: Timeline, comm: Communicator, others: dict[str, Any] | None = None
+    timeline: Timeline,
+    comm: Communicator,
+    others: dict[str, Any] | None = None,
+    *,
+    synchronous: bool = True,
 ) -> dict[str, Any] | None:
     """Gather every rank's sums, and further entries (`others`).  Collective.
 
@@ -25,13 +29,18 @@ def gather_timing(
     ranks is the exchange itself, and the excess of the others is waiting.  Summed over steps, this also
     shows ranks that are late in turn (batches of unequal length), which the sum of a single rank does not.
 
+    Args:
+        timeline: of this rank.
+        others: further entries of this rank.
+        synchronous: ranks take their steps together.  Otherwise a step of one belongs to none of another.
+
     Returns:
         The content of timing.json on rank 0, None on the others.
     """
     entry = {"host": socket.gethostname(), **timeline.summary(), **(others or {})}
     ranks = comm.allgather_object(entry)
     exchange_s = None
-    if len({other["steps"] for other in ranks}) == 1:
+    if synchronous and len({other["steps"] for other in ranks}) == 1:
         shortest = torch.tensor(timeline.comm_of_steps(), dtype=torch.float64)
         comm.allreduce(shortest, name="shortest_comm", op=ReduceOp.MIN)
         exchange_s = shortest.sum().item()
@@ -41,6 +50,15 @@ def gather_timing(
     timing = {"warmup_steps": warmup_steps, "exchange_s": exchange_s, "ranks": ranks}
     lost = sorted(set(range(comm.size)) - set(comm.alive))
     return {**timing, "lost_ranks": lost} if lost else timing
+
+
+def has_timed_steps(timing: dict[str, Any]) -> bool:
+    """Return whether the content of timing.json is of steps that have trained on something.
+
+    Asynchronous ranks that only meet, after the last batch of the run, have an entry for that.
+    """
+    ranks = timing["ranks"]
+    return all(entry["steps"] > 0 for entry in ranks) and any(entry["frames"] > 0 for entry in ranks)
 
 
 def write_timing(run_dir: Path, timing: dict[str, Any]) -> Path:

@@ -22,13 +22,16 @@ from speechdp.timing.gpu import GpuReader, visible_gpus
 
 #: Longest wait for the thread at the end, s: a driver that does not answer must not hold up the run.
 _JOIN_S = 10.0
+#: Lines after which half as many samples a second are taken: a file of weeks stays as small as one of hours.
+_LINES_AT_ONE_RATE = 100_000
 
 
 class Sampler:
     """Samples the processes and GPUs of one host while its block runs; one rank of each host has one.
 
     It never ends the run: values that cannot be read are left out of the lines and named once in the file.
-    If the file cannot be written, sampling ends, and `problem` says so.
+    If the file cannot be written, sampling ends, and `problem` says so.  So that the file does not grow for
+    ever, samples are taken half as often after each _LINES_AT_ONE_RATE lines.
 
     Attributes:
         problem: why recording stopped, one line; None if there was no problem.
@@ -49,7 +52,7 @@ class Sampler:
         Args:
             path: JSONL file to append to.
             ranks: process id of each rank on this host.
-            hz: samples a second, above 0.
+            hz: samples a second at first, above 0.
             gpus: whether GPUs are sampled, where there are any.
             origin_s: time by `time.perf_counter` that `t_s` counts from; None: the block's begin.
             gpu_of_rank: UUID of the GPU that a rank uses, as `gpu_uuid` returns it; only these are sampled.
@@ -70,6 +73,7 @@ class Sampler:
         self._thread: threading.Thread | None = None
         self._gpus: GpuReader | None = None
         self._file: LineFile | None = None
+        self._num_lines = 0  # at the rate in force
 
     def __enter__(self) -> Sampler:
         if self._origin_s is None:
@@ -103,10 +107,12 @@ class Sampler:
             due_s = time.perf_counter() + self._interval_s
             while not self._end.wait(max(0.0, due_s - time.perf_counter())):
                 self._sample()
+                if self._num_lines >= _LINES_AT_ONE_RATE:
+                    self._interval_s, self._num_lines = 2 * self._interval_s, 0
                 # What was missed is not made up for: CPU time counts in hundredths of a second, of which
                 # samples that follow one another closely would say nothing.
                 due_s = max(due_s + self._interval_s, time.perf_counter() + self._interval_s / 2)
-        except RunError as error:
+        except (RunError, OSError) as error:  # psutil passes on what it does not know
             self._give_up(error)
         finally:
             if self._gpus is not None:
@@ -145,7 +151,7 @@ class Sampler:
         try:
             process = psutil.Process(pid)
             process.cpu_percent()  # begins its count
-        except psutil.Error as error:
+        except (psutil.Error, OSError) as error:
             return f"rank {rank}: {error}"
         self._processes[rank] = process
         return None
@@ -170,7 +176,7 @@ class Sampler:
                 cpu_percent, rss_bytes = process.cpu_percent(), process.memory_info().rss
             except psutil.NoSuchProcess:
                 del self._processes[rank]  # has ended
-            except psutil.Error as error:
+            except (psutil.Error, OSError) as error:
                 problems.append(f"rank {rank}: {error}")
             else:
                 if rss_bytes > 0:  # not of a process that has ended and is not yet waited for
@@ -186,9 +192,10 @@ class Sampler:
     def _write(self, record: dict[str, Any]) -> None:
         assert self._file is not None
         self._file.write(json.dumps(record, separators=(",", ":")))
+        self._num_lines += 1
 
-    def _give_up(self, error: RunError) -> None:
+    def _give_up(self, error: RunError | OSError) -> None:
         if self.problem is None:
-            cause = error.__cause__
+            cause = error.__cause__ if isinstance(error, RunError) else error
             reason = (cause.strerror or str(cause)) if isinstance(cause, OSError) else str(error)
             self.problem = f"{self._path}: utilisation is not recorded further ({reason}); training goes on"

@@ -29,6 +29,7 @@ from speechdp.tasks.model_file import LoadedModel, load_model
 from speechdp.train.models import check_initial_model
 from speechdp.train.run import check_beginning, train_run
 from speechdp.train.session import Session
+from speechdp.train.tolerance import require_all_ranks
 
 if TYPE_CHECKING:  # a run that aligns nothing starts without what aligns
     from speechdp.decode.align import Aligner, AlignmentReport, Scorer
@@ -59,12 +60,64 @@ def train_with_realignment(
     """
     if options.aligns:
         check_beginning(session, options, run_dir, resume=resume)
+        _check_begun(session, options, run_dir)
     untied = _align_in_rounds(session, options, run_dir)
     proper = options.on_alignments(_tie(session, options, untied, run_dir))
     if options.realign_from == "throughout":
         assert untied is not None  # there has been a round
         proper = dataclasses.replace(proper, initial_model=_round_dir(run_dir, int(untied.name)))
     train_run(dataclasses.replace(session, pause_at=pause_at), proper, run_dir, resume=resume)
+
+
+def check_overwriting(session: Session, options: TrainOptions, run_dir: Path) -> None:
+    """Refuse, before a folder is emptied for it, a run that `train_with_realignment` would refuse.
+
+    Collective: when it returns, all ranks have found nothing to refuse.
+
+    Raises:
+        as `train_run`.
+    """
+    _check_targets(session.dataset, options)
+    check_beginning(session, options, run_dir, resume=False, overwrite=True)
+
+
+def _check_begun(session: Session, options: TrainOptions, run_dir: Path) -> None:
+    """Refuse to go on with a run on other targets than these options make, before hours of making them.
+
+    Raises:
+        ConfigError: on rank 0, the run was begun on others.
+        RunError: on rank 0, run.json cannot be read.
+    """
+    run = RunDirectory(run_dir)
+    if session.comm.rank != 0 or not run.is_begun:
+        return
+    begun_on, made = run.recorded_option("alignments"), _last_made(options, run_dir)
+    if begun_on is None or Path(str(begun_on)).resolve() not in [folder.resolve() for folder in made]:
+        raise ConfigError(
+            f"{run_dir / 'run.json'}: the run was begun on {begun_on or 'the targets in DATA'}, and "
+            f"--realign {options.realign} leads to {made[-1]}; repeat its command (it stands in run.json) "
+            "with --resume, or choose another folder"
+        )
+
+
+def _last_made(options: TrainOptions, out_dir: Path) -> list[Path]:
+    """Return the folder of the targets that `make_alignments` ends with; of rounds "auto" all it may be.
+
+    Raises:
+        RunError: the record of an alignment cannot be read.
+    """
+    folder = out_dir / "alignments"
+    if options.context != "none":
+        return [folder / _TIED]
+    if options.realign != "auto":
+        return [folder / str(options.realign)]
+    for number in range(1, MOST_ROUNDS):
+        record = _record_of(folder / str(number))
+        if record is None:
+            return [folder / str(later) for later in range(number, MOST_ROUNDS + 1)]
+        if _has_settled(record.get("changed_share")):
+            return [folder / str(number)]
+    return [folder / str(MOST_ROUNDS)]
 
 
 def last_alignment(out_dir: Path, options: TrainOptions) -> Path:
@@ -103,7 +156,7 @@ def _align_in_rounds(session: Session, options: TrainOptions, out_dir: Path) -> 
     """Make the alignments without context, as `make_alignments`; return the last folder.  Collective."""
     alignments = options.alignments
     _check_targets(session.dataset, options)
-    _check_initial_classes(session, options, out_dir)
+    _check_tied(session, options, out_dir)
     if options.flat_start:
         alignments = out_dir / "alignments" / "0"
         if _made(session, alignments, {"flat_start": True}) is None:
@@ -146,16 +199,18 @@ def _first_model(options: TrainOptions) -> str | None:
     return None if options.initial_model is None else str(options.initial_model)
 
 
-def _check_initial_classes(session: Session, options: TrainOptions, out_dir: Path) -> None:
-    """Refuse a model of states in context where others are to be made, before hours of alignment.
+def _check_tied(session: Session, options: TrainOptions, out_dir: Path) -> None:
+    """Refuse states in context that others than these options made, before hours of alignment.  Collective.
 
-    Where these are made already, the model may be gone.  Collective.  Raises ConfigError.
+    Where they are to be made, a model that has such states is refused; where they are, it may be gone.
+
+    Raises:
+        ConfigError: likewise.
     """
-    if options.context == "none" or options.initial_model is None:
+    if options.context == "none":
         return
-    if _made(session, out_dir / "alignments" / _TIED, _tied_by(options)) is not None:
-        return
-    check_initial_model(session.dataset, options)
+    if _made(session, out_dir / "alignments" / _TIED, _tied_by(options)) is None:
+        check_initial_model(session.dataset, options)
 
 
 def _check_targets(dataset: Dataset, options: TrainOptions) -> None:
@@ -230,9 +285,13 @@ def _was_begun_by_earlier_version(session: Session, round_dir: Path) -> bool:
     return bool(session.comm.broadcast_object(found))
 
 
+def _has_settled(changed_share: float | None) -> bool:
+    return changed_share is not None and changed_share < SETTLED_SHARE
+
+
 def _is_last(session: Session, number: int, changed_share: float | None) -> bool:
     """Tell whether rounds "auto" end with this one, and say why."""
-    if changed_share is not None and changed_share < SETTLED_SHARE:
+    if _has_settled(changed_share):
         session.reporter.notice(
             f"alignment {number}: has settled, fewer than {SETTLED_SHARE:.0%} of the frames changed class"
         )
@@ -269,20 +328,30 @@ def _made(session: Session, folder: Path, made_by: Mapping[str, Any]) -> dict[st
     Raises:
         ConfigError: it was made by others.
     """
-    found: dict[str, Any] | None = None
-    path = folder / "completed.json"
-    if session.comm.rank == 0 and path.is_file():
-        try:
-            found = dict(parse_json(path.read_text(encoding="utf-8")))
-            found["made_by"] = {**made_by, **found.get("made_by", {})}
-        except (OSError, ValueError, TypeError) as error:
-            raise RunError(record_cannot_be_read(path, error, "delete its folder to align again")) from error
+    found: dict[str, Any] | None = _record_of(folder, made_by) if session.comm.rank == 0 else None
     found = session.comm.broadcast_object(found)
     if found is not None and found["made_by"] != dict(made_by):
         raise ConfigError(
             f"{folder}: was made with other options ({_shown(found['made_by'])}); repeat the command it was "
             "made by, or choose another folder"
         )
+    return found
+
+
+def _record_of(folder: Path, made_by: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any] | None:
+    """Return the record of an alignment, completed by `made_by`; None: it is not complete.
+
+    Raises:
+        RunError: it cannot be read.
+    """
+    path = folder / "completed.json"
+    if not path.is_file():
+        return None
+    try:
+        found = dict(parse_json(path.read_text(encoding="utf-8")))
+        found["made_by"] = {**made_by, **found.get("made_by", {})}
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(record_cannot_be_read(path, error, "delete its folder to align again")) from error
     return found
 
 
@@ -305,7 +374,7 @@ def align(
 
     Raises:
         Stopped: a rank was asked to; it aligned no further.
-        RunError: nothing could be aligned.
+        RunError: nothing could be aligned, or a rank is gone.
     """
     trained = load_model(run_dir, session.device)
     scorer = _scorer(trained, session)
@@ -345,10 +414,14 @@ class _HowToAlign:
 def _align(
     session: Session, options: TrainOptions, how: _HowToAlign, previous: Path | None, output: Path
 ) -> AlignmentReport:
-    """Align the training and held-out splits; see `align`.  Collective."""
+    """Align the training and held-out splits; see `align`.  Collective.
+
+    Every rank aligns the shards that are its own, so that the folder is whole only with all of them.
+    """
     from speechdp.decode.align import AlignmentJob, AlignmentReport, align_shards  # noqa: PLC0415
 
     comm, dataset = session.comm, session.dataset
+    require_all_ranks(comm)
     output.mkdir(parents=True, exist_ok=True)
     shards = [p for split in (options.train_split, options.held_out) for p in dataset.shard_paths(split)]
     jobs = [
@@ -362,6 +435,7 @@ def _align(
     except Stopped:
         stopped = True
     parts = comm.allgather_object({"report": report.to_dict(), "stopped": stopped})
+    require_all_ranks(comm)
     if any(part["stopped"] for part in parts):
         raise Stopped
     merged = AlignmentReport.merge(part["report"] for part in parts)

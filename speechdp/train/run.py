@@ -19,7 +19,6 @@ from speechdp.dealing.batch_client import Dealing
 from speechdp.errors import ConfigError, RunError
 from speechdp.feeding.fed_source import gather_feeder_times
 from speechdp.models.precision import tf32_in_force
-from speechdp.models.without_weights import without_weights
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import describe
 from speechdp.parallel.run_files import TRAINED_ON, RunDirectory
@@ -27,7 +26,7 @@ from speechdp.parallel.stop import StopAgreement
 from speechdp.parallel.strategy import Strategy
 from speechdp.process.ending import Stopped
 from speechdp.process.output import losses_noted_in
-from speechdp.timing.gather import gather_timing, write_timing
+from speechdp.timing.gather import gather_timing, has_timed_steps, write_timing
 from speechdp.timing.memory import peak_memory
 from speechdp.train.build import (
     Sources,
@@ -42,13 +41,13 @@ from speechdp.train.models import (
     check_precision,
     check_task,
     describe_data,
-    make_model,
+    outline,
     save_trained,
 )
 from speechdp.train.origin import origin_facts, start_facts
 from speechdp.train.sampling import sampled
 from speechdp.train.session import Session
-from speechdp.train.tolerance import begin_tolerating, lost_ranks
+from speechdp.train.tolerance import begin_tolerating, check_tolerance, lost_ranks
 from speechdp.train.trainer import Trainer
 from speechdp.train.watching import watched
 from speechdp.watchdog.status import StatusFolder
@@ -72,23 +71,21 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
 def _train_run(
     session: Session, options: TrainOptions, run_dir: Path, start: StartGuard, *, resume: bool
 ) -> None:
-    # Refuses a batch that cannot be shared out before a run is begun.
-    resolved = options.resolve(training_ranks(options, session.comm.size))
-    strategy = options.strategy.parsed
-    begin_tolerating(session, options, strategy)
-    strategy.check_ranks(session.comm)
     # Before a run is begun, which would be in the way later.
-    _check_data(session, resolved, strategy, resume=resume)
+    resolved, strategy = _check_options(session, options, resume=resume), options.strategy.parsed
+    begin_tolerating(session, options)
     origin = describe_data(session.dataset, options)
     run = RunDirectory(run_dir)
     if resume and session.comm.broadcast_object(run.is_complete):
         _keep_complete(session, options, run)
         return
-    state = _prepare_folder(session, options, run, resume=resume)
+    # On rank 0 alone, for run.json and the notice: it takes time that the others would spend in vain.
+    num_parameters = _num_parameters(session, resolved) if session.comm.rank == 0 else 0
+    state = _prepare_folder(session, options, run, num_parameters, resume=resume)
     if options.recipe != "none":
         session.reporter.notice(_describe_recipe(options, resolved, strategy))
-    if session.comm.rank == 0:  # counting parameters takes time that the other ranks would spend in vain
-        session.reporter.notice(_describe_model(session, resolved))
+    if session.comm.rank == 0:
+        session.reporter.notice(_describe_model(session, resolved, num_parameters))
         for line in _describe_precision(session, resolved):
             session.reporter.notice(line)
     with ExitStack() as stack:
@@ -111,18 +108,32 @@ def _train_run(
         _conclude(session, resolved, run, trainer, sources, origin)
 
 
-def check_beginning(session: Session, options: TrainOptions, run_dir: Path, *, resume: bool) -> None:
+def check_beginning(
+    session: Session, options: TrainOptions, run_dir: Path, *, resume: bool, overwrite: bool = False
+) -> None:
     """Refuse, before targets are made for it, a run that `train_run` would refuse afterwards.  Collective.
+
+    Args:
+        overwrite: what `run_dir` holds is to be deleted when all ranks have returned.
 
     Raises:
         as `train_run`.
     """
-    resolved = options.resolve(training_ranks(options, session.comm.size))
-    options.strategy.parsed.check_ranks(session.comm)
-    _check_data(session, resolved, options.strategy.parsed, resume=resume)
-    if session.comm.rank == 0:
+    _check_options(session, options, resume=resume)
+    describe_data(session.dataset, options)
+    if session.comm.rank == 0 and not overwrite:
         _refuse_begun(RunDirectory(run_dir), resume=resume)
     session.comm.barrier()
+
+
+def _check_options(session: Session, options: TrainOptions, *, resume: bool) -> TrainOptions:
+    """Return the options resolved for these ranks; refuse what cannot be trained like this.  Collective."""
+    resolved = options.resolve(training_ranks(options, session.comm.size))
+    strategy = options.strategy.parsed
+    check_tolerance(session, options, strategy)
+    strategy.check_ranks(session.comm)
+    _check_data(session, resolved, strategy, resume=resume)
+    return resolved
 
 
 def _check_data(session: Session, resolved: TrainOptions, strategy: Strategy, *, resume: bool) -> None:
@@ -166,14 +177,14 @@ def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: St
     )
 
 
-def _describe_model(session: Session, resolved: TrainOptions) -> str:
+def _describe_model(session: Session, resolved: TrainOptions, num_parameters: int) -> str:
     """Return in a line what is trained on how much."""
     batch = resolved.batches()
     what = f"{batch.batch_size} segments" if batch.batch_size else f"up to {batch.batch_frames} frames"
     dataset, split = session.dataset, resolved.train_split
     hours = dataset.num_frames(split) * dataset.features.frame_shift_s / 3600
     return (
-        f"{resolved.preset_name}, {_num_parameters(session, resolved):,} parameters; {what} a rank and step; "
+        f"{resolved.preset_name}, {num_parameters:,} parameters; {what} a rank and step; "
         f"{hours:.2f} h in {counted(dataset.num_utterances(split), 'utterance')}; "
         f"{counted(resolved.num_epochs, 'epoch')}"
     )
@@ -190,8 +201,7 @@ def _describe_precision(session: Session, options: TrainOptions) -> list[str]:
 
 
 def _num_parameters(session: Session, resolved: TrainOptions) -> int:
-    with without_weights():  # only to count: the weights themselves are made when training is built
-        return sum(p.numel() for p in make_model(session.dataset, resolved).parameters())
+    return sum(parameter.numel() for parameter in outline(session.dataset, resolved).parameters())
 
 
 def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -> None:
@@ -211,7 +221,7 @@ def _check_same(session: Session, options: TrainOptions, run: RunDirectory) -> N
 
 
 def _prepare_folder(
-    session: Session, options: TrainOptions, run: RunDirectory, *, resume: bool
+    session: Session, options: TrainOptions, run: RunDirectory, num_parameters: int, *, resume: bool
 ) -> RankState | None:
     comm = session.comm
     if comm.rank == 0:
@@ -226,12 +236,15 @@ def _prepare_folder(
     comm.barrier()
     notices: list[str] = []
     any_size = options.strategy.parsed.traits.resumes_with_other_size
-    state = load_checkpoint(run.path, comm, notices, any_size=any_size) if resume else None
+    state = None
+    if resume:
+        num_feeders = options.loading.feeders
+        state = load_checkpoint(run.path, comm, notices, any_size=any_size, num_feeders=num_feeders)
     for notice in notices:
         session.reporter.notice(notice)
     is_new = comm.rank == 0 and not run.is_begun
     if is_new:
-        run.begin(_facts(session, options))
+        run.begin(_facts(session, options, num_parameters))
     if comm.rank == 0:
         for notice in keep_description(session.dataset, run.path / TRAINED_ON):
             session.reporter.notice(notice)
@@ -290,10 +303,8 @@ def _facts_of_size(session: Session, options: TrainOptions) -> dict[str, Any]:
     }
 
 
-def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
+def _facts(session: Session, options: TrainOptions, num_parameters: int) -> dict[str, Any]:
     strategy = options.strategy.parsed
-    workers = training_ranks(options, session.comm.size)
-    resolved = options.resolve(workers)
     return {
         "strategy": describe(strategy),
         "strategy_name": strategy.name,
@@ -306,7 +317,7 @@ def _facts(session: Session, options: TrainOptions) -> dict[str, Any]:
         "task": options.task_class.name,
         **options.make_task().record().to_json(),
         "preset": options.preset_name,
-        "num_parameters": _num_parameters(session, resolved),
+        "num_parameters": num_parameters,
         "fingerprint": options.fingerprint(),
         "data": {"path": str(session.dataset.path), "checksum": session.dataset.checksum},
         **origin_facts(os.environ),
@@ -347,7 +358,10 @@ def _conclude(
     parts.pulse.beat("the end of the run")
     data = sources.training.times.summary()  # before its targets are counted, which is no part of training
     timing = gather_timing(
-        parts.timeline, comm, {**trainer.traffic(), "data": data, "memory": peak_memory(session.device)}
+        parts.timeline,
+        comm,
+        {**trainer.traffic(), "data": data, "memory": peak_memory(session.device)},
+        synchronous=parts.strategy.traits.synchronous,
     )
     feeders = gather_feeder_times(sources.training, comm)
     left_out = {}
@@ -357,8 +371,8 @@ def _conclude(
         timing["left_out"] = left_out
     if timing is not None and feeders:
         timing["feeders"] = feeders
-    # A run resumed at its very end has timed nothing; its timeline still holds all steps.
-    if timing is not None and all(entry["steps"] > 0 for entry in timing["ranks"]):
+    # A run resumed at its very end has timed nothing but a meeting; its timeline still holds all steps.
+    if timing is not None and has_timed_steps(timing):
         write_timing(run.path, timing)
     parts.reporter.end()
     parts.pulse.beat("saving the model")

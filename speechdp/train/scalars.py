@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from speechdp.comm.environment import host_name
-from speechdp.files import cannot_be_written
+from speechdp.files import cannot_be_written, sync_name
 from speechdp.parallel.run_files import Metrics
 from speechdp.tasks.metrics import Metric
 
@@ -69,6 +69,8 @@ class Scalars:
                 # Not appended: half a record, of a disk that was full, would make the rest unreadable.
                 file.seek(self._written_bytes)
                 file.write(self._unwritten)
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             if not self._is_noticed:
                 then = "the next evaluation adds what is missing; training goes on"
@@ -86,6 +88,7 @@ class Scalars:
         number = max(int(time.time()), 1 + max(numbers, default=0))
         path = self._folder / f"events.out.tfevents.{number:010d}.{host_name()}.{os.getpid()}"
         path.touch(exist_ok=False)
+        sync_name(path)
         return path
 
 

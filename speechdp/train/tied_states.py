@@ -28,6 +28,7 @@ from speechdp.options.run import TrainOptions
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.process.ending import Stopped
 from speechdp.train.session import Session
+from speechdp.train.tolerance import require_all_ranks
 
 
 def tie_states(
@@ -49,9 +50,10 @@ def tie_states(
         Stopped: a rank was asked to.
         ConfigError: more states without context than there may be classes, or too many phones.
         ShardError: a shard or its targets are damaged.
-        RunError: features that are not finite, no frame of speech, or the disk refuses.
+        RunError: features that are not finite, no frame of speech, a rank is gone, or the disk refuses.
     """
     assert options.context != "none"
+    require_all_ranks(session.comm)
     inventory = StateInventory.load(session.dataset.classes_path)
     statistics = ContextStatistics(inventory, options.context)
     dim = _count(session, options.train_split, alignments, statistics)
@@ -147,6 +149,8 @@ def _utterances(
 
 
 def _stop_together(session: Session) -> None:
-    """Raise Stopped on all ranks where one was asked to stop.  Collective."""
-    if any(session.comm.allgather_object(session.is_asked_to_stop())):
+    """Raise Stopped on all ranks where one was asked to stop; RunError where one is gone.  Collective."""
+    asked = session.comm.allgather_object(session.is_asked_to_stop())
+    require_all_ranks(session.comm)
+    if any(asked):
         raise Stopped

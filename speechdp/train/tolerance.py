@@ -10,13 +10,8 @@ from speechdp.parallel.strategy import Strategy
 from speechdp.train.session import Session
 
 
-def begin_tolerating(session: Session, options: TrainOptions, strategy: Strategy) -> None:
-    """Have the ranks go on without those that are gone, if that was asked for.  Collective.
-
-    Raises:
-        ConfigError: this strategy, back-end or MPI cannot.
-        RunError: a rank is gone already, lost by an earlier run of this process.
-    """
+def check_tolerance(session: Session, options: TrainOptions, strategy: Strategy) -> None:
+    """Refuse --tolerate-loss where this strategy, back-end or MPI cannot.  Raises ConfigError."""
     if not options.faults.tolerate_loss:
         return
     if not strategy.traits.survives_loss:
@@ -26,8 +21,29 @@ def begin_tolerating(session: Session, options: TrainOptions, strategy: Strategy
         )
     if session.feeders is not None:
         raise ConfigError("--tolerate-loss: feeders are waited for; leave out --feeders or --tolerate-loss")
-    session.comm.tolerate_loss()
-    if lost := lost_ranks(session.comm):
+    session.comm.check_loss_tolerance()
+
+
+def begin_tolerating(session: Session, options: TrainOptions) -> None:
+    """Have the ranks go on without those that are gone, if that was asked for.  Collective.
+
+    Raises:
+        RunError: as `require_all_ranks`.
+    """
+    if options.faults.tolerate_loss:
+        session.comm.tolerate_loss()
+        require_all_ranks(session.comm)
+
+
+def require_all_ranks(comm: Communicator) -> None:
+    """Refuse to go on where a rank is gone, lost by an earlier run of this process, say.
+
+    What shares its work out among all ranks would lack that rank's part, also where it has done it.
+
+    Raises:
+        RunError: a rank is gone, as agreed on in the last collective; on all that are left.
+    """
+    if lost := lost_ranks(comm):
         raise RunError(f"rank {lost[0]} is gone, and a run begins with all its ranks; continue with --resume")
 
 

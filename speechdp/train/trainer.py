@@ -19,10 +19,11 @@ from speechdp.data.plan.assignment import Meeting, MeetingKind, Position
 from speechdp.errors import RunError
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.loss_scale import LEAST_SCALE, finite_loss
+from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.stop import StopAgreement
 from speechdp.parallel.strategy import Progress, trains_together
 from speechdp.parallel.training_step import TrainingStep
-from speechdp.process.ending import Stopped
+from speechdp.process.ending import Paused, Stopped
 from speechdp.process.heap import HeapTrimmer
 from speechdp.timing.timeline import Span
 from speechdp.train.epoch_end import measure_epoch, settle_final_model
@@ -78,6 +79,7 @@ class Trainer:
 
         Raises:
             Stopped: a signal asked for it; a checkpoint holds everything.
+            Paused: likewise, after `pause_at` steps, also where the run stood there from the beginning.
             RunError: the loss is not finite, or a checkpoint cannot be written.
         """
         parts = self.parts
@@ -124,7 +126,7 @@ class Trainer:
         stop.drain()
         self._paused(self._end_part)
         self.parts.strategy.pause()
-        raise Stopped
+        raise Paused
 
     def _run_apart(self, loader: StepLoader) -> None:
         """Take steps at this rank's own pace and meet the others where rank 0 says."""
@@ -142,6 +144,7 @@ class Trainer:
             self._end_epoch(meeting.epoch)
         elif meeting.kind is MeetingKind.STOP and 0 < self._pause_at <= meeting.step:
             self._end_part()
+            raise Paused
         else:
             self.save()
         if meeting.kind is MeetingKind.STOP:
@@ -294,7 +297,7 @@ class Trainer:
         self.save()
 
     def _end_part(self) -> None:
-        """Evaluate and save, unless that was just done after an epoch.  Collective."""
+        """Evaluate and save, unless that was just done.  Collective."""
         if self._evaluated_at != self._place:
             counters, comm = self.counters, self.parts.comm
             share = counters.step_in_epoch / max(counters.epoch_steps, 1)
@@ -365,3 +368,13 @@ class Trainer:
         self._begun_s = self.counters.time_s
         self._writer.go_on_from(self.counters.step)
         self._saved_at = self._place
+        if self._was_evaluated():
+            self._evaluated_at = self._place
+
+    def _was_evaluated(self) -> bool:
+        """Return whether the run was evaluated at this place before it was stopped here.  Collective."""
+        comm, counters = self.parts.comm, self.counters
+        found = None
+        if comm.rank == 0:
+            found = RunDirectory(self._run_dir).has_evaluation(counters.step, counters.frames)
+        return bool(comm.broadcast_object(found))

@@ -168,10 +168,13 @@ def test_classes_are_counted_as_locally(dataset: Dataset) -> None:
 
     def train(trainer: Trainer) -> None:
         with closing(trainer.feeders.open(PLAIN)) as source:
+            beats: list[int] = []
+            source.beat = lambda: beats.append(1)
             for share in range(2):
                 np.testing.assert_array_equal(
                     source.count_classes(dataset.num_classes, share, 2), expected[share]
                 )
+            assert len(beats) == len(dataset.shard_paths("train"))
 
     fed(1, 2, lambda feeder: dataset, train)
 

@@ -16,7 +16,7 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import CommunicationError, RunError
-from speechdp.options.batch import BatchOptions
+from speechdp.options.batch import BatchOptions, LoadingOptions
 from speechdp.options.model import ModelOptions
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice, parse_strategy
@@ -172,6 +172,9 @@ def test_strategies_with_roles_are_refused(dataset: Dataset, tmp_path: Path, str
     run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
     (tmp_path / "completed.json").unlink()
     with pytest.raises((RunError, CommunicationError), match="written by 2 ranks, cannot be resumed by 3"):
+        go_on(dataset, options, tmp_path, 3)
+    options = dataclasses.replace(options, loading=LoadingOptions(feeders=2))
+    with pytest.raises((RunError, CommunicationError), match="by 3; start with -np 4, of which 2 feed"):
         go_on(dataset, options, tmp_path, 3)
 
 

@@ -39,6 +39,9 @@ class LateCommunicator(Communicator):
     def gone(self) -> frozenset[int]:
         return self._inner.gone
 
+    def check_loss_tolerance(self) -> None:
+        self._inner.check_loss_tolerance()
+
     def tolerate_loss(self) -> None:
         self._inner.tolerate_loss()
 

@@ -352,7 +352,6 @@ def _repeatable_in_threads(run_dir: Path) -> Iterator[dict[int, Tensor]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "manual_seed", seed_alone)
         patch.setattr(build, "make_model", make_alone)
-        patch.setattr(run, "make_model", make_alone)
         patch.setattr(run, "save_trained", noted)
         patch.setattr(stop, "_INTERVAL_S", 0.0)
         patch.setattr(checkpoint_writer, "_GRACE_S", _GRACE_S)

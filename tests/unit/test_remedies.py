@@ -32,7 +32,7 @@ OPTIONS = re.compile(r"--(resume|overwrite|hang-timeout|backend|device|max-steps
 OF_COMMANDS = {
     "remedies.py": {"going_on", "backend", "device", "longer_wait"},
     "parallel/run_files.py": {"check_same", "_reading_record"},
-    "comm/base.py": {"packets", "tolerate_loss"},
+    "comm/base.py": {"packets", "check_loss_tolerance"},
     "comm/loss_tolerance.py": {"__init__", "leader_lost", "broadcast"},
     "comm/mpi/communicator.py": {"peers"},
     "comm/startup/create.py": {"create_fed_job"},

@@ -67,6 +67,7 @@ class PreprocessingSource(SplitSource):
         return self._threads.submit(self._from_features, batch, place)
 
     def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
+        self._reader.beat = self.beat
         return self._reader.count_classes(num_classes, share, num_shares)
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ Legend: B segments of a batch, T frames of the longest, F feature dimensions.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -37,6 +38,8 @@ IntArray = npt.NDArray[np.int64]
 _MEMORY_RATE = 1e9
 #: ... if they are large enough to tell.
 _TELLING_BYTES = 1 << 20
+#: Targets that are counted at a time, as whole utterances: 4 MiB.
+_TARGETS_COUNTED = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -172,8 +175,7 @@ class SplitReader(SplitSource):
 
     def utterance_targets(self, shard: int, utterance: int) -> npt.NDArray[np.int32]:
         """Read an utterance's targets (T,), or symbols (S,)."""
-        begin, end = self._files.open(shard).target_offsets[utterance : utterance + 2].tolist()
-        return self._files.targets(shard, utterance, begin, end - begin)
+        return self._files.targets(shard, utterance, utterance + 1)
 
     def targets(self, rows: Rows) -> Tensor:
         """Read the targets of frames to be learnt into a (B, T) int32 tensor; IGNORED_TARGET elsewhere.
@@ -224,9 +226,12 @@ class SplitReader(SplitSource):
     def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
         counts = np.zeros((2, num_classes), dtype=np.int64)
         for shard in range(share, len(self._first) - 1, num_shares):
-            for utterance in range(int(self._first[shard + 1] - self._first[shard])):
-                targets = self.utterance_targets(shard, utterance)
-                counts += np.stack(count_frames_and_runs(targets, num_classes))
+            offsets = self._files.open(shard).target_offsets
+            for first, last in _blocks(offsets):
+                targets = self._files.targets(shard, first, last)
+                begins = offsets[first:last] - offsets[first]
+                counts += np.stack(count_frames_and_runs(targets, num_classes, begins))
+                self.beat()
         return counts
 
     def converted(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -270,3 +275,17 @@ class SplitReader(SplitSource):
         for row in np.flatnonzero(~verified).tolist():
             self._files.open(int(rows.shard[row])).read(int(rows.utterance[row]), verify=True)
             self._verified[rows.position[row]] = True
+
+
+def _blocks(offsets: IntArray) -> Iterator[tuple[int, int]]:
+    """Yield the first and last utterance, this one excluded, of pieces of a shard to be counted at a time.
+
+    Args:
+        offsets: (U + 1,) where the targets of each utterance begin, and where the last ones end.
+    """
+    first, num_utterances = 0, len(offsets) - 1
+    while first < num_utterances:
+        end = np.searchsorted(offsets, offsets[first] + _TARGETS_COUNTED, side="right")
+        last = max(first + 1, int(end) - 1)
+        yield first, last
+        first = last

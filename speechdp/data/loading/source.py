@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +45,7 @@ class SplitSource(ABC):
         times: where its time goes.
         left_out: utterances of its batches that are not learnt.
         read_ahead: batches that should be under way, lest some of those who make them stand idle.
+        beat: called as `count_classes` goes on, which may take minutes.
     """
 
     index: CorpusIndex
@@ -51,6 +53,7 @@ class SplitSource(ABC):
     times: StageTimes
     left_out: LeftOut
     read_ahead: int = 1
+    beat: Callable[[], None] = staticmethod(lambda: None)
 
     @abstractmethod
     def start(self, segments: Segments, place: PlanPosition | None = None) -> Pending:

@@ -83,13 +83,15 @@ class SplitFiles:
                 self._get(number).alignment.verify(utterance)
         self._targets.read(extents, 4, into)
 
-    def targets(self, number: int, utterance: int, frame: int, num: int) -> npt.NDArray[np.int32]:
-        """Read an utterance's targets, frames frame:frame+num of the shard."""
+    def targets(self, number: int, first: int, last: int) -> npt.NDArray[np.int32]:
+        """Read the targets of the utterances first:last of a shard, one after another."""
         opened = self._get(number)
         if self._alignments is not None:
-            opened.alignment.verify(utterance)
+            for utterance in range(first, last):
+                opened.alignment.verify(utterance)
+        begin, end = opened.shard.target_offsets[[first, last]].tolist()
         reader, place = opened.targets
-        return reader.read(place, frame, num)
+        return reader.read(place, begin, end - begin)
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""

@@ -35,6 +35,7 @@ class ThreadedSource(SplitSource):
         return self._threads.submit(self._source.batch, segments, place)
 
     def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
+        self._source.beat = self.beat
         return self._source.count_classes(num_classes, share, num_shares)
 
     def close(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechdp.errors import RunError
-from speechdp.jsonl import read_lines
+from speechdp.jsonl import each_line
 from speechdp.report.runs.records import finite
 
 Array = NDArray[np.float64]
 
 #: A rank as the sampler writes it: "01" is none.
 _RANK = re.compile(r"0|[1-9][0-9]{0,8}")
+#: Largest number of a rank or GPU.
+_MOST = 10**9
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +31,7 @@ class Samples:
 
     Attributes:
         kind: `gpu` or `cpu`: what utilisation is of.
-        hz: samples a second that were asked for.
+        hz: samples a second that were asked for; after hours a sampler takes fewer.
         host: where they were taken.
         ranks: numbers of the ranks, ascending: the columns of the (N, R) arrays.
         gpus: names of the GPUs: the columns of the (N, G) arrays.
@@ -77,27 +82,22 @@ def read_samples(path: Path) -> Samples:
     Raises:
         RunError: the file cannot be read, or holds no head line.
     """
+    lines = _Lines()
     try:
-        lines = read_lines(path)
+        for record in each_line(path):
+            lines.add(record)
     except OSError as error:
         raise RunError(
             f"{path}: cannot be read ({error.strerror}); permit reading it, or remove it"
         ) from error
-    heads = [record for record in lines.records if "kind" in record]
+    heads = lines.heads
     if not heads:
         raise RunError(f"{path}: holds no samples (no head line); remove the file")
-    sections, kept = [], []
-    num_heads = 0
-    for record in lines.records:
-        num_heads += "kind" in record
-        if num_heads and finite(record.get("t_s")) is not None:
-            sections.append(num_heads - 1)
-            kept.append(record)
     hz = finite(heads[-1].get("hz")) or 0.0
     ranks = sorted({rank for head in heads for rank in _numbered(head.get("ranks"))})
     names = max((_names(head.get("gpus")) for head in heads), key=len)
-    of_ranks = _table(kept, "ranks", {rank: i for i, rank in enumerate(ranks)}, 2)
-    of_gpus = _table(kept, "gpus", {i: i for i in range(len(names))}, 4)
+    of_ranks = lines.of_ranks.table(len(lines.t_s), ranks)
+    of_gpus = lines.of_gpus.table(len(lines.t_s), range(len(names)))
     return Samples(
         kind="gpu" if names else "cpu",
         hz=hz if hz > 0 else 10.0,
@@ -105,42 +105,77 @@ def read_samples(path: Path) -> Samples:
         ranks=tuple(ranks),
         gpus=names,
         gpu_of_rank=_gpu_of_rank(heads[-1].get("gpu_of_rank"), len(names)),
-        t_s=np.array([record["t_s"] for record in kept], dtype=np.float64),
-        section=np.array(sections, dtype=np.int64),
+        t_s=np.array(lines.t_s),
+        section=np.array(lines.sections),
         cpu_percent=of_ranks[0],
         rss_bytes=of_ranks[1],
         gpu_percent=of_gpus[0],
         gpu_memory_bytes=of_gpus[1],
         power_w=of_gpus[2],
         clock_mhz=of_gpus[3],
-        notices=tuple(str(record["notice"]) for record in lines.records if "notice" in record),
+        notices=tuple(lines.notices),
         num_damaged=lines.num_damaged,
     )
 
 
-def _table(records: list[dict[str, Any]], key: str, columns: dict[int, int], depth: int) -> Array:
-    """Return (depth, N, columns): the values that follow each row's number; NaN where there is none."""
-    places, found = [], []
-    for n, record in enumerate(records):
-        rows = record.get(key)
+class _Lines:
+    """What is kept of the lines of a file: plain numbers, since a run of weeks has millions of samples.
+
+    Attributes:
+        heads, notices, num_damaged: of its head lines, notices and damaged lines.
+        t_s, sections: of each sample.
+        of_ranks, of_gpus: the samples' rows.
+    """
+
+    def __init__(self) -> None:
+        self.heads: list[dict[str, Any]] = []
+        self.notices: list[str] = []
+        self.num_damaged = 0
+        self.t_s, self.sections = array("d"), array("q")
+        self.of_ranks, self.of_gpus = _Rows(2), _Rows(4)
+
+    def add(self, record: dict[str, Any] | None) -> None:
+        """Take the next line; None: a damaged one."""
+        if record is None:
+            self.num_damaged += 1
+            return
+        if "kind" in record:
+            self.heads.append(record)
+        if "notice" in record:
+            self.notices.append(str(record["notice"]))
+        if self.heads and (t_s := finite(record.get("t_s"))) is not None:
+            self.of_ranks.add(len(self.t_s), record.get("ranks"))
+            self.of_gpus.add(len(self.t_s), record.get("gpus"))
+            self.t_s.append(t_s)
+            self.sections.append(len(self.heads) - 1)
+
+
+class _Rows:
+    """The rows of samples: each a number, of a rank or GPU, and `depth` values."""
+
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._samples, self._numbers, self._values = array("q"), array("q"), array("d")
+
+    def add(self, sample: int, rows: Any) -> None:
+        """Take the rows of a sample, passing over what is none; a value that is no number is NaN."""
         for row in rows if isinstance(rows, list) else []:
-            whole = isinstance(row, list) and len(row) == depth + 1 and isinstance(row[0], int)
-            if whole and row[0] in columns:
-                places.append(n * len(columns) + columns[row[0]])
-                found.append(row)
-    values = np.full((len(records) * len(columns), depth), np.nan)
-    if found:
-        values[places] = _numbers(found)[:, 1:]
-    return np.moveaxis(values.reshape(len(records), len(columns), depth), 2, 0)
+            whole = isinstance(row, list) and len(row) == self._depth + 1 and isinstance(row[0], int)
+            if whole and 0 <= row[0] <= _MOST:
+                self._samples.append(sample)
+                self._numbers.append(row[0])
+                values = (finite(entry) for entry in row[1:])
+                self._values.extend(math.nan if value is None else value for value in values)
 
-
-def _numbers(rows: list[list[Any]]) -> Array:
-    """Return the rows as numbers; NaN for what is none."""
-    try:  # an hour of samples has a million
-        values = np.array(rows, dtype=np.float64)
-    except (ValueError, TypeError, OverflowError):
-        values = np.array([[finite(entry) for entry in row] for row in rows], dtype=np.float64)
-    return np.where(np.isfinite(values), values, np.nan)
+    def table(self, num_samples: int, columns: Sequence[int]) -> Array:
+        """Return (depth, N, columns): the values of each column's number, ascending; NaN where none are."""
+        known, numbers = np.array(columns, dtype=np.int64), np.array(self._numbers)
+        place = np.searchsorted(known, numbers)
+        is_known = np.isin(numbers, known)
+        table = np.full((num_samples, len(known), self._depth), np.nan)
+        values = np.array(self._values).reshape(-1, self._depth)
+        table[np.array(self._samples)[is_known], place[is_known]] = values[is_known]
+        return np.moveaxis(table, 2, 0)
 
 
 def _numbered(ranks: Any) -> list[int]:

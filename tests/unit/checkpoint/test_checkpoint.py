@@ -449,6 +449,8 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises((RunError, CommunicationError), match="written by 2 ranks, cannot be resumed by 3"):
         run_threads(3, lambda comm: load_checkpoint(tmp_path, comm, []))
+    with pytest.raises(RunError, match=r"resumed by 1; start with -np 5, of which 3 feed$"):
+        load_checkpoint(tmp_path, ALONE, [], num_feeders=3)
 
 
 # --- no code in data ----------------------------------------------------------------------------------

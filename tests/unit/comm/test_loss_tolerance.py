@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -25,9 +25,11 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.comm.threads.job import Vanished
 from speechdp.data.plan.assignment import Meeting, MeetingKind
 from speechdp.data.plan.epoch_plan import CorpusIndex, PlanOptions, plan_epoch
+from speechdp.data.shards import alignment_file
 from speechdp.data.shards.dataset import Dataset
 from speechdp.dealing.batch_server import DealingLimits, Desk
 from speechdp.dealing.epoch_batches import Deal
+from speechdp.decode import align
 from speechdp.errors import CommunicationError, ConfigError, RunError
 from speechdp.options.batch import BatchOptions
 from speechdp.options.faults import FaultOptions
@@ -36,7 +38,9 @@ from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.roster import Roster
 from speechdp.report.runs.folders import read_run
+from speechdp.train import tied_states
 from speechdp.train.progress import SilentReporter
+from speechdp.train.realign import make_alignments, train_with_realignment
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.strategy_checks.ad_psgd import Descent
@@ -329,6 +333,54 @@ def test_a_run_ends_well_without_a_lost_rank_and_goes_on_with_it(dataset: Datase
     shutil.rmtree(newest)
     run_threads(4, lambda comm: train_run(Session(dataset, comm, CPU), OPTIONS, tmp_path, resume=True))
     assert json.loads((tmp_path / "completed.json").read_text())["step"] == completed["step"]
+
+
+@ends_threads
+def test_nothing_is_aligned_by_fewer_than_all_ranks(dataset: Dataset, tmp_path: Path) -> None:
+    """A rank's shards are its own: without it, the targets would never be whole."""
+    is_gone = threading.Event()
+    options = dataclasses.replace(OPTIONS, epochs=1, realign=1)
+
+    def work(comm: Communicator) -> None:
+        reporter = Losing(is_gone, vanishes=comm.rank == 2)
+        with pytest.raises(RunError, match=r"rank 2 is gone, .*; continue with --resume"):
+            train_with_realignment(Session(dataset, comm, CPU, reporter), options, tmp_path)
+
+    run_threads(3, work)
+    assert (tmp_path / "realign" / "1" / "completed.json").is_file()
+    assert not (tmp_path / "alignments").exists()
+    run_threads(
+        3, lambda comm: train_with_realignment(Session(dataset, comm, CPU), options, tmp_path, resume=True)
+    )
+    assert (tmp_path / "completed.json").is_file()
+
+
+@ends_threads
+@pytest.mark.parametrize("context", ["none", "left"])
+def test_no_targets_are_marked_whole_that_a_lost_rank_has_left_out(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, context: Literal["none", "left"]
+) -> None:
+    """It is lost while it aligns, or while it ties states."""
+    realign = int(context == "none")
+    options = dataclasses.replace(OPTIONS, epochs=1, realign=realign, context=context)
+    write, lost = alignment_file.write_targets, threading.Event()
+
+    def write_or_vanish(path: Path, *arguments: Any) -> None:
+        if path.name == dataset.shard_paths("train")[-1].name:
+            lost.set()
+            raise Vanished
+        write(path, *arguments)
+
+    for module in (align, tied_states):
+        monkeypatch.setattr(module, "write_targets", write_or_vanish)
+
+    def work(comm: Communicator) -> None:
+        with pytest.raises(RunError, match=r"rank 1 is gone, .*; continue with --resume"):
+            make_alignments(Session(dataset, comm, CPU), options, tmp_path)
+
+    assert len(dataset.shard_paths("train")) == 2  # of which rank 1 has the second
+    run_threads(2, work)
+    assert lost.is_set() and not list((tmp_path / "alignments").glob("*/completed.json"))
 
 
 # --- refusals -------------------------------------------------------------------------------------------

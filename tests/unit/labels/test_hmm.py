@@ -88,6 +88,9 @@ def test_counts_priors_and_self_loops() -> None:
     frames, runs = count_frames_and_runs(np.array([0, 0, 0, 1, 0, 2], np.int32), 4)
     assert frames.tolist() == [4, 1, 1, 0] and runs.tolist() == [2, 1, 1, 0]
     assert count_frames_and_runs(np.zeros(0, np.int32), 2)[1].tolist() == [0, 0]
+    together = np.array([0, 1, 1, 1, 2], np.int32)  # of utterances of 3, 0, 2 and 0 frames
+    frames_of_all, runs_of_all = count_frames_and_runs(together, 3, np.array([0, 3, 3, 5]))
+    assert frames_of_all.tolist() == [1, 3, 1] and runs_of_all.tolist() == [1, 2, 1]
     assert self_loop_probabilities(frames, runs).tolist() == [0.5, 0.05, 0.05, 0.5]
     assert self_loop_probabilities(np.array([1000]), np.array([1])).tolist() == [0.98]
 

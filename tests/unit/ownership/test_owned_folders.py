@@ -31,7 +31,7 @@ from speechdp.experiments.sweep.plan import SweepPlan
 from speechdp.experiments.sweep.training import run_sweep
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.ownership.claimant import Claimant
-from speechdp.ownership.overwrite import RUN, check_overwrite, empty
+from speechdp.ownership.overwrite import RUN, TUNE, check_overwrite, empty
 from speechdp.ownership.owner import OWNER_FILE, FolderOwner, Surroundings
 from speechdp.parallel.run_files import Metrics
 from speechdp.parallel.stop import StopRequest
@@ -111,6 +111,22 @@ def test_what_holds_a_run_in_use_is_not_deleted(
         assert speechdp([command, str(dataset.path), str(out), "--overwrite"]) == 73
         assert f"{out / 'gradient_averaging'}: is in use by" in one_line(capsys)
         assert tree(out) == before
+
+
+def test_what_holds_a_run_of_a_search_in_use_is_not_deleted(tmp_path: Path) -> None:
+    """They lie a level deeper than those of a sweep."""
+    out = tmp_path / "out"
+    for run in (out / "runs" / "bmuf-16-mpi", out / "measure" / "mpi"):
+        with owner(run):
+            (out / "tune.json").write_text("{}")
+            before = tree(out)
+            check_overwrite(out, TUNE)
+            with owner(out) as mine, pytest.raises(ConfigError, match=f"^{run}: is in use by"):
+                empty(mine, TUNE)
+            assert tree(out) == before
+    with owner(out) as mine:
+        assert empty(mine, TUNE) == ""
+    assert tree(out) == {}
 
 
 @pytest.mark.parametrize("command", ["prepare", "shard"])

@@ -119,8 +119,12 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path: Path) -> None:
             assert str(raised.value).startswith(f"{tmp_path / name}: cannot be written (No space left")
             assert str(raised.value).endswith("then run again")
             assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-    with faulty_disk(1, full()), pytest.raises(RunError, match=r"metrics\.jsonl: cannot be written"):
-        run.add_metrics(metrics(30))
+    for fails_at in (1, 2):  # written, and kept by the disk before a checkpoint follows
+        with (
+            faulty_disk(fails_at, full()),
+            pytest.raises(RunError, match=r"metrics\.jsonl: cannot be written"),
+        ):
+            run.add_metrics(metrics(30))
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -9,17 +10,20 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from speechdp import jsonl
 from speechdp.errors import RunError
+from speechdp.report.kit.utilisation import utilisation_course
 from speechdp.report.runs.samples import Samples, read_samples
 from speechdp.timing.gpu import GpuReader, gpu_uuid, visible_gpus
 from speechdp.timing.sampler import Sampler
@@ -137,6 +141,52 @@ def test_a_process_that_ends_is_left_out_and_the_others_go_on(tmp_path: Path) ->
     with Sampler(path, {0: process.pid}, gpus=False):
         pass
     assert any("rank 0" in notice for notice in read_samples(path).notices)
+
+
+def test_what_psutil_passes_on_of_the_system_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patches:
+        patches.setattr(psutil.Process, "memory_info", refuse)
+        samples = sample_until(tmp_path / "s.jsonl", some, gpus=False)
+    assert np.isnan(samples.rss_bytes).all()
+    assert samples.notices == ("rank 0: [Errno 24] Too many open files",)
+    with monkeypatch.context() as patches:
+        patches.setattr(psutil, "cpu_count", refuse)
+        with Sampler(tmp_path / "t.jsonl", {0: os.getpid()}, gpus=False) as ended:
+            wait_until(lambda: ended.problem, "the end of sampling")
+    assert ended.problem is not None and "(Too many open files); training goes on" in ended.problem
+
+
+def test_the_longer_it_lasts_the_fewer_samples_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of weeks would fill the disk."""
+    monkeypatch.setattr("speechdp.timing.sampler._LINES_AT_ONE_RATE", 5)
+    samples = sample_until(tmp_path / "s.jsonl", lambda s: len(s.t_s) >= 17, gpus=False)
+    # With the head line, 5, 5 and 5 lines at 50, 25 and 12.5 a second; then each comes 80 ms later at least.
+    assert (np.diff(samples.t_s[14:]) > 0.079).all()
+    assert samples.hz == 50 and (np.diff(samples.elapsed_s) > 0).all()
+    course = utilisation_course([samples])
+    assert course is not None and not np.isnan(course.percent).any()
+
+
+def test_a_large_file_is_read_without_all_of_its_text(tmp_path: Path) -> None:
+    path, num_samples = tmp_path / "s.jsonl", 20_000
+    with path.open("w") as file:
+        file.write('{"kind":"cpu","hz":10.0,"host":"a","ranks":{"0":1,"1":2},"gpus":[]}\n')
+        for number in range(num_samples):
+            file.write(f'{{"t_s":{number / 10},"ranks":[[0,50.5,{number}],[1,null,7]]}}\n')
+    tracemalloc.start()
+    samples = read_samples(path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert samples.rss_bytes[:, 0].tolist() == list(range(num_samples))
+    assert np.isnan(samples.cpu_percent[:, 1]).all() and (samples.rss_bytes[:, 1] == 7).all()
+    assert peak_bytes < 8_000_000  # a dictionary for each line takes 20
 
 
 def test_time_counts_from_the_origin_given(tmp_path: Path) -> None:

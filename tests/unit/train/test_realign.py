@@ -183,6 +183,38 @@ def test_rounds_go_on_where_they_were_interrupted(
     assert_equal_runs(tmp_path / "once" / "realign" / "2", tmp_path / "again" / "realign" / "2")
 
 
+def test_other_rounds_than_those_of_the_run_are_refused_before_any_is_trained(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, begun = Session(dataset, ALONE, CPU), dataclasses.replace(OPTIONS, realign=1)
+    train_with_realignment(session, begun, tmp_path / "run")
+    (tmp_path / "run" / "completed.json").unlink()  # as if it had been interrupted
+    made = sorted((tmp_path / "run").rglob("*"))
+    monkeypatch.setattr(realign, "SETTLED_SHARE", 0.0)
+    others: list[dict[str, Any]] = [{"realign": 2}, {"context": "left"}, {"realign": "auto"}]
+    for rounds in (dataclasses.replace(begun, **other) for other in others):
+        with pytest.raises(ConfigError, match=r"run\.json: .* begun on .*/1, and --realign \w+ leads"):
+            train_with_realignment(session, rounds, tmp_path / "run", resume=True)
+    assert sorted((tmp_path / "run").rglob("*")) == made
+    train_with_realignment(session, begun, tmp_path / "run", resume=True)
+    monkeypatch.setattr(realign, "SETTLED_SHARE", 1.01)
+    train_with_realignment(session, dataclasses.replace(begun, realign="auto"), tmp_path / "run", resume=True)
+    train_run(session, dataclasses.replace(OPTIONS, realign=0), tmp_path / "plain")
+    with pytest.raises(ConfigError, match="begun on the targets in DATA, and --realign 1 leads"):
+        train_with_realignment(session, begun, tmp_path / "plain", resume=True)
+    assert not (tmp_path / "plain" / "realign").exists()
+
+
+def test_states_in_context_that_other_rounds_made_are_refused_before_any_is_trained(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    session, begun = Session(dataset, ALONE, CPU), dataclasses.replace(OPTIONS, realign=0, context="left")
+    train_with_realignment(session, begun, tmp_path)
+    with pytest.raises(ConfigError, match=r"alignments/tied: was made with other options"):
+        train_with_realignment(session, dataclasses.replace(begun, realign=1), tmp_path, resume=True)
+    assert not (tmp_path / "realign").exists()
+
+
 def test_rounds_that_an_earlier_version_began_go_on_as_they_were_begun(
     dataset: Dataset, tmp_path: Path
 ) -> None:

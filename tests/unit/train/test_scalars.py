@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,6 +125,29 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(tmp_path:
         f"{file}: cannot be written (No space left on device); free some space, then the"
     )
     assert [step for step, _ in shown(tmp_path)["train/loss"]] == [6, 12, 18, 24]
+
+
+def test_what_the_disk_does_not_keep_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is only on its way when the checkpoint is on disk may be lost by a crash."""
+    notices: list[str] = []
+    kept: list[str] = []
+
+    def fsync(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        if path.is_file():
+            kept.append(path.name)
+        if len(kept) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with Scalars(tmp_path, 0, METRICS, notices.append) as scalars:
+        for step in (6, 12, 18):
+            scalars.add(metrics(step))
+    (file,) = tmp_path.iterdir()
+    assert kept == [file.name] * 3 and "cannot be written (Input/output error)" in notices[0]
+    assert [step for step, _ in shown(tmp_path)["train/loss"]] == [6, 12, 18]
 
 
 class Listening(SilentReporter):

@@ -37,7 +37,7 @@ from speechdp.parallel import stop
 from speechdp.parallel.loss_scale import LEAST_SCALE
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.stop import StopRequest
-from speechdp.process.ending import Stopped
+from speechdp.process.ending import Paused, Stopped
 from speechdp.report.runs.folders import read_run
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import FrameScores, LossSum
@@ -45,7 +45,7 @@ from speechdp.testing import make_replica
 from speechdp.train import build
 from speechdp.train.build import build_trainer, open_loader
 from speechdp.train.evaluate import HeldOutScores, choose_final_model
-from speechdp.train.models import make_model
+from speechdp.train.models import count_classes, make_model
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
@@ -319,6 +319,41 @@ def test_missing_splits_and_class_lists_are_found_before_training(tmp_path: Path
         train_run(Session(data, ALONE, CPU, reporter), OPTIONS, tmp_path / "run-2")
 
 
+@pytest.mark.parametrize("pause_at", [STEPS_AN_EPOCH, STEPS_AN_EPOCH - 2])
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "ad_psgd"])
+def test_a_run_that_is_paused_where_it_stands_stays_as_it_is(
+    dataset: Dataset, tmp_path: Path, strategy: str, pause_at: int
+) -> None:
+    """It stands at the end of an epoch, with nothing learnt since, or in the middle of one."""
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy))
+    session = Session(dataset, ALONE, CPU, pause_at=pause_at)
+    with pytest.raises(Paused):
+        train_run(session, options, tmp_path)
+    (evaluation,) = evaluations(tmp_path)
+    assert evaluation["step"] == next(checkpoint_steps(tmp_path)) == pause_at
+    for _ in range(2):
+        with pytest.raises(Paused):
+            train_run(session, options, tmp_path, resume=True)
+        assert evaluations(tmp_path) == [evaluation] and next(checkpoint_steps(tmp_path)) == pause_at
+    train_run(Session(dataset, ALONE, CPU), options, tmp_path, resume=True)
+    assert [line["step"] for line in evaluations(tmp_path)] == sorted({pause_at, 6, 12})
+
+
+def test_a_run_that_was_saved_without_evaluation_is_evaluated_where_it_pauses(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    options = dataclasses.replace(OPTIONS, checkpoint_steps=4)
+
+    def fail() -> None:
+        raise KeyError("killed")
+
+    with pytest.raises(KeyError):
+        train_run(Session(dataset, ALONE, CPU, AtStep(5, fail)), options, tmp_path)
+    with pytest.raises(Paused):
+        train_run(Session(dataset, ALONE, CPU, pause_at=4), options, tmp_path, resume=True)
+    assert [line["step"] for line in evaluations(tmp_path)] == [4]
+
+
 # --- stopping and saving ------------------------------------------------------------------------------
 
 
@@ -531,6 +566,15 @@ def test_held_out_figures_that_are_no_number_end_the_run_before_anything_is_reco
     assert not (tmp_path / "metrics.jsonl").exists() and list(checkpoint_steps(tmp_path)) == []
 
 
+def test_counting_classes_at_the_end_gives_signs_of_progress(dataset: Dataset, tmp_path: Path) -> None:
+    """It may take longer than --hang-timeout where there are millions of utterances."""
+    with ExitStack() as stack:
+        mine, sources = build_trainer(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, stack)
+        before = mine.parts.pulse.beats
+        count_classes(sources.training, Session(dataset, ALONE, CPU), dataset.num_classes)
+        assert mine.parts.pulse.beats >= before + len(dataset.shard_paths("train"))
+
+
 def test_parameters_that_are_not_finite_are_never_saved(dataset: Dataset, tmp_path: Path) -> None:
     with ExitStack() as stack:
         mine, _ = build_trainer(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, stack)
@@ -542,6 +586,33 @@ def test_parameters_that_are_not_finite_are_never_saved(dataset: Dataset, tmp_pa
         ):
             mine.save()
     assert list(checkpoint_steps(tmp_path)) == [0]
+
+
+def test_checkpoints_of_an_earlier_version_and_of_another_model_s_buffers(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    """Earlier versions saved statistics, which are floating-point buffers, and no others."""
+    options = dataclasses.replace(OPTIONS, model=ModelOptions(layers=1, cells=4, criterion="full-sum"))
+    with ExitStack() as stack:
+        mine, _ = build_trainer(Session(dataset, ALONE, CPU), options, tmp_path, stack)
+        model: Any = mine.parts.model
+        saved = model.class_prior.add_(0.5).clone()
+        mine.save()
+        mine.flush()
+        state = load_checkpoint(tmp_path, ALONE, [])
+        assert state is not None
+        for name in ("statistics.class_prior", "untrained.class_prior"):
+            state.tensors[name] = state.tensors.pop("untrained.class_prior")
+            model.class_prior.zero_()
+            model.register_buffer("steps", torch.tensor(7))
+            mine.restore(state)
+            assert torch.equal(model.class_prior, saved) and model.steps == 7
+            state.tensors["untrained.class_prior"] = state.tensors.pop(name)
+        state.tensors["untrained.class_prior"] = torch.zeros(3)
+        with pytest.raises(
+            RunError, match=r"the checkpoint has class_prior with the shape \[3\], the model is made with \["
+        ):
+            mine.restore(state)
 
 
 def test_a_checkpoint_of_another_kind_of_device_is_refused(dataset: Dataset, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.stop import StopRequest
-from speechdp.process.ending import Stopped
+from speechdp.process.ending import Paused, Stopped
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
@@ -96,17 +96,19 @@ def test_a_paused_run_is_scored_where_it_pauses_and_goes_on(
 ) -> None:
     options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy))
 
-    def train(comm: Communicator, pause_at: int) -> None:
-        session = Session(dataset, comm, CPU, pause_at=pause_at)
-        train_run(session, options, tmp_path, resume=pause_at == 0)
+    def train(comm: Communicator, pause_at: int, *, resume: bool) -> None:
+        train_run(Session(dataset, comm, CPU, pause_at=pause_at), options, tmp_path, resume=resume)
 
-    with pytest.raises(Stopped):
-        run_threads(2, lambda comm: train(comm, 4))
+    with pytest.raises(Paused):
+        run_threads(2, lambda comm: train(comm, 4, resume=False))
     (paused,) = evaluations(tmp_path)
+    with pytest.raises(Paused):
+        run_threads(2, lambda comm: train(comm, 4, resume=True))  # at once: nothing is left to do
+    assert evaluations(tmp_path) == [paused]
     assert (
         paused["step"] == 4 and 0 < paused["epoch"] < 1 and 0 < paused["frames"] < dataset.num_frames("train")
     )
-    run_threads(2, lambda comm: train(comm, 0))
+    run_threads(2, lambda comm: train(comm, 0, resume=True))
     epochs = [line["epoch"] for line in evaluations(tmp_path)]
     assert epochs == [paused["epoch"], 1, 2]
     assert evaluations(tmp_path)[-1]["frames"] == 2 * dataset.num_frames("train")
@@ -143,6 +145,24 @@ def test_a_stopped_run_goes_on_and_trains_on_the_rest(
     num_frames = dataset.num_frames("train")
     assert [line["frames"] for line in evaluations(tmp_path)] == [num_frames, 2 * num_frames]
     assert sum(frames_trained(tmp_path)) == 2 * num_frames  # nothing twice, nothing left out
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_run_resumed_after_its_last_batch_is_timed_by_its_timeline(
+    dataset: Dataset, tmp_path: Path, strategy: str
+) -> None:
+    """It only meets then, which takes no time of training."""
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy))
+
+    def train(comm: Communicator, *, resume: bool) -> None:
+        train_run(Session(dataset, comm, CPU), options, tmp_path, resume=resume)
+
+    run_threads(2, lambda comm: train(comm, resume=False))
+    assert json.loads((tmp_path / "timing.json").read_text())["exchange_s"] is None
+    for name in ("completed.json", "model.safetensors", "timing.json"):
+        (tmp_path / name).unlink()  # killed between the last checkpoint and the end
+    run_threads(2, lambda comm: train(comm, resume=True))
+    assert (tmp_path / "completed.json").is_file() and not (tmp_path / "timing.json").exists()
 
 
 def test_a_slow_rank_trains_on_less(dataset: Dataset, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from speechdp.data.transforms.augment import SpecAugment
 from speechdp.data.transforms.perturb import perturbed_targets, speed_of_utterances
 from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
 from speechdp.errors import ConfigError
+from speechdp.labels.hmm import count_frames_and_runs
 from speechdp.options.prepare import PrepareOptions
 from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.waiting import no_thread_left
@@ -87,6 +88,29 @@ def test_plain_batches_read_by_several_threads_are_the_same(stored: dict[str, Da
             assert torch.equal(found.features, expected.features)
             assert torch.equal(found.targets, expected.targets)
         np.testing.assert_array_equal(threads.count_classes(60, 0, 1), one.count_classes(60, 0, 1))
+
+
+@pytest.mark.parametrize("kind", ["features", "audio"])
+@pytest.mark.parametrize("at_a_time", [1, 100, 1 << 20])
+def test_classes_are_counted_by_pieces_with_a_sign_of_progress_each(
+    stored: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch, kind: str, at_a_time: int
+) -> None:
+    monkeypatch.setattr("speechdp.data.loading.reader._TARGETS_COUNTED", at_a_time)
+    dataset = stored[kind]
+    beats: list[int] = []
+    expected = np.zeros((2, dataset.num_classes), np.int64)
+    for number in range(len(dataset.shard_paths("train"))):
+        with dataset.open_shard("train", number) as shard:
+            for utterance in range(shard.num_utterances):
+                targets = (shard.read_samples if kind == "audio" else shard.read)(utterance)[1]
+                expected += np.stack(count_frames_and_runs(targets, dataset.num_classes))
+    with closing(opened(dataset, TRAIN, num_threads=2)) as source:
+        source.beat = lambda: beats.append(1)
+        np.testing.assert_array_equal(source.count_classes(dataset.num_classes, 0, 1), expected)
+        fewest, most = len(dataset.shard_paths("train")), len(source.index.num_frames)
+    assert (
+        len(beats) == {1: most, 1 << 20: fewest}.get(at_a_time, len(beats)) and fewest <= len(beats) <= most
+    )
 
 
 def test_nothing_to_do_needs_no_second_stage(stored: dict[str, Dataset]) -> None:
