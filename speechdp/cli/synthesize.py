@@ -99,10 +99,22 @@ class SynthesizeCommand:
             raise ConfigError("--lexicon goes with texts to speak; those of --data have the symbols of DATA")
         if (self.recogniser is None) != (self.recogniser_data is None):
             raise ConfigError("--recogniser and --recogniser-data belong together; give both")
+        if self.data is None:
+            self._refuse_given(("split", "max_utterances"), "goes with --data")
+        else:
+            self._refuse_given(("out", "picture", "overwrite"), "goes with texts to speak, not with --data")
+        if self.recogniser is None:
+            self._refuse_given(("grammar",), "goes with --recogniser")
         if self.texts and self.out.suffix.lower() != ".wav":
             raise ConfigError(f"{self.out}: only WAV is written; give a name that ends in .wav")
         for path in self._outputs() if self.texts else ():
             self._check_output(path)
+
+    def _refuse_given(self, names: tuple[str, ...], why: str) -> None:
+        """Refuse options that would be ignored.  Raises ConfigError naming the first."""
+        for name in names:
+            if getattr(self, name) != getattr(SynthesizeCommand, name):
+                raise ConfigError(f"--{name.replace('_', '-')} {why}; leave it out")
 
     def _check_output(self, path: Path) -> None:
         """Refuse output files that cannot be written.  Raises ConfigError."""

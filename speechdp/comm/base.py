@@ -153,6 +153,14 @@ class Communicator(ABC):
         are over these, and lists have an entry for each of them.  Channels opened after this raise PeerLost.
 
         Raises:
+            ConfigError: as `check_loss_tolerance`.
+        """
+        self.check_loss_tolerance()
+
+    def check_loss_tolerance(self) -> None:
+        """Refuse what `tolerate_loss` would refuse, and change nothing.  Not collective.
+
+        Raises:
             ConfigError: this back-end cannot do it; the message names one that can.
         """
         raise ConfigError(

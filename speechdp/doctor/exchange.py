@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
 import time
@@ -38,9 +39,10 @@ def folder_facts(comm: Communicator, folder: Path, prefix: str, token: str) -> d
         0 alone, but rank 0 looks for all); "free_bytes": -1 where it cannot be told.
     """
     own = folder / f"{prefix}{comm.rank}"
-    error = ""
+    error, is_made = "", False
     try:
         with own.open("x", encoding="utf-8") as file:
+            is_made = True
             file.write(token)
     except OSError as problem:
         error = problem.strerror or str(problem)
@@ -51,7 +53,9 @@ def folder_facts(comm: Communicator, folder: Path, prefix: str, token: str) -> d
         unseen = _unseen(paths, token)
         comm.barrier()
     finally:
-        own.unlink(missing_ok=True)
+        if is_made:
+            with contextlib.suppress(OSError):  # it says nothing that the checks have not found
+                own.unlink()
     return {"error": error, "unseen": unseen, "free_bytes": _free_bytes(folder)}
 
 

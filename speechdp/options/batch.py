@@ -65,6 +65,9 @@ class BatchOptions:
         """Fill in options not given from `recipe`, then `preset`, for `size` training ranks.
 
         The result's batch_size is 0 where --batch-frames counts.
+
+        Raises:
+            ConfigError: a global batch that cannot be shared out, or contexts of chunks that are not made.
         """
         batch_size = self.batch_size
         if batch_size is None:
@@ -74,9 +77,12 @@ class BatchOptions:
                 )
             share = self._share(recipe, size) or preset.batch_size
             batch_size = 0 if self.batch_frames else share
+        chunk_frames = preset.chunk_frames if self.chunk_frames is None else self.chunk_frames
+        if chunk_frames == 0:
+            self._refuse_contexts(preset)
         return BatchOptions(
             batch_size=batch_size,
-            chunk_frames=preset.chunk_frames if self.chunk_frames is None else self.chunk_frames,
+            chunk_frames=chunk_frames,
             left_context=preset.left_context if self.left_context is None else self.left_context,
             right_context=self.right_context,
             batch_frames=self.batch_frames,
@@ -87,6 +93,14 @@ class BatchOptions:
         """Return the options of the epoch plan; options must be resolved."""
         assert self.batch_size is not None and self.chunk_frames is not None
         return PlanOptions(self.batch_size, self.chunk_frames, seed, self.order, self.batch_frames)
+
+    def _refuse_contexts(self, preset: Preset) -> None:
+        """Refuse contexts of whole utterances, which have no neighbours; the preset's may stay, unused."""
+        for name, usual in (("left_context", preset.left_context), ("right_context", 0)):
+            value = getattr(self, name)
+            if value not in (None, 0, usual):
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} {value}: goes with --chunk-frames; leave it out, or give both")
 
     def _share(self, recipe: Recipe, size: int | None) -> int | None:
         """Return a rank's share of the global batch; None without a global batch."""

@@ -16,6 +16,7 @@ from speechdp.data.corpora.kaldi_dir import parse_path_map
 from speechdp.data.signal.features import FeatureConfig, usual_mel_bins
 from speechdp.data.signal.spectrogram import spectrogram_config
 from speechdp.errors import ConfigError
+from speechdp.options.seed import check_seed
 from speechdp.options.shown import heading, shown
 
 _MAX_HOURS = 10_000.0
@@ -248,6 +249,7 @@ class PrepareOptions:
         self._check_g2p()
         if self.shards < 1:
             raise ConfigError(f"--shards {self.shards}: must be at least 1")
+        check_seed(self.seed)
         if self.workers is not None and self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: give at least 1, or leave it out for one per core")
 

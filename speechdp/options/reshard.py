@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from speechdp.errors import ConfigError
+from speechdp.options.seed import check_seed
 from speechdp.options.shown import shown
 
 Balance = Literal["frames", "utterances"]
@@ -36,6 +37,7 @@ class ReshardOptions:
     def __post_init__(self) -> None:
         if self.shards < 1:
             raise ConfigError(f"--shards {self.shards}: must be at least 1")
+        check_seed(self.seed)
         data = self.data.resolve()
         if self.out.resolve() in (data, *data.parents):
             raise ConfigError(f"{self.out}: contains the data to be read; give another folder")

@@ -26,6 +26,7 @@ from speechdp.options.model import ModelOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.recipe import RecipeName, find_recipe
 from speechdp.options.schedule import Schedule
+from speechdp.options.seed import check_seed
 from speechdp.options.shown import heading, shown
 from speechdp.options.strategy import STRATEGY_TEXT
 from speechdp.parallel.registry import StrategyChoice
@@ -136,11 +137,11 @@ class TrainOptions:
             ("tied_states", 1),
             ("checkpoint_steps", 0),
             ("max_steps", 0),
-            ("seed", 0),
         ):
             value = getattr(self, name)
             if value not in (None, "auto") and value < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        check_seed(self.seed)
         _slow_ranks(self.slow_ranks)
         if self.batch.batch_frames and self.optimizer.base_batch is not None:
             raise ConfigError("--base-batch is in segments, --batch-frames in frames: give --learning-rate")
@@ -148,7 +149,7 @@ class TrainOptions:
         self._refuse_beside_task()
         if self.tied_states is not None and self.context == "none":
             raise ConfigError("--tied-states: goes with --context; leave it out")
-        for name in ("realign_criterion", "realign_from"):
+        for name in ("realign_epochs", "realign_criterion", "realign_from"):
             if not self.realign and getattr(self, name) not in (None, "last"):
                 raise ConfigError(f"--{name.replace('_', '-')}: goes with --realign; leave it out")
         if self.realign:
@@ -194,6 +195,7 @@ class TrainOptions:
             self,
             model=model,
             realign=0,
+            realign_epochs=None,
             realign_criterion=None,
             realign_from="last",
             context="none",
@@ -235,7 +237,7 @@ class TrainOptions:
 
     def _refuse_cuts(self, instead: str) -> None:
         """Refuse to cut utterances whose transcripts are to be learnt as a whole.  Raises ConfigError."""
-        batches = self.batches()
+        batches = self._resolve(1)[0]  # as in __post_init__: what is cut depends on no number of ranks
         if batches.chunk_frames or batches.left_context or batches.right_context:
             raise ConfigError(
                 "transcripts are learnt over whole utterances: give --chunk-frames 0 --left-context 0 "

@@ -95,8 +95,8 @@ def averaged_statistics(model: nn.Module, comm: Communicator, *, has_trained: bo
             buffer.copy_(kept)
 
 
-def load_statistics(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Restore this rank's `running_statistics` from its checkpoint."""
+def load_statistics(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
+    """Restore this rank's `running_statistics` from copies of them."""
     for name, buffer in running_statistics(model).items():
-        if name in saved:
-            buffer.copy_(saved[name])
+        if name in kept:
+            buffer.copy_(kept[name])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,8 @@ from speechdp.timing.timeline import Span, Timeline
 #: Wins over the script's strategy, as FOLDER over its folder: one script is compared unedited.
 STRATEGY = "SPEECHDP_STRATEGY"
 
+#: What `log` writes into a line itself.
+_LOGGED = ("step", "time_s", "learning_rate", "frames", "period")
 _LOWER_PRECISION = "for lower precision keep float32 parameters and compute under torch.autocast"
 
 Batch = TypeVar("Batch")
@@ -245,7 +248,8 @@ class DataParallel:
             "statistics": self.strategy.statistics(),
             "memory": peak_memory(self._device),
         }
-        return gather_timing(self.timeline, self.comm, others)
+        synchronous = self.strategy.traits.synchronous
+        return gather_timing(self.timeline, self.comm, others, synchronous=synchronous)
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -385,7 +389,7 @@ class DataParallel:
             self._stop.is_agreed |= num_asking > 0
         return int(weight)
 
-    def log(self, **values: float | int | str | Tensor | None) -> None:
+    def log(self, **values: SupportsFloat | str | None) -> None:
         """Append a line to the folder's metrics.jsonl on rank 0; the other ranks' values are not used.
 
         Not collective.  Beside `values` it holds `step`, `time_s`, `learning_rate`, the `period` in force if
@@ -395,6 +399,13 @@ class DataParallel:
         Example::
 
             run.log(valid_loss=loss, epoch=epoch)
+
+        Args:
+            values: whatever `float()` takes, such as numbers of numpy and tensors of one; texts; None.
+
+        Raises:
+            ConfigError: another value, or the name of what the line holds beside `values`.
+            RunError: training has not begun, or the line cannot be written.
         """
         if self._phase is _Phase.NEW:
             raise RunError("run.log() is called before `with run`; call it inside that block, or after it")
@@ -404,8 +415,7 @@ class DataParallel:
             facts["frames"] = self._weight_of_all
         if self.strategy.traits.synchronous and "period" in (shown := self.strategy.statistics()):
             facts["period"] = shown["period"]
-        plain = {k: v.item() if isinstance(v, Tensor) else v for k, v in values.items()}
-        self._folder.add_values({**facts, **plain})
+        self._folder.add_values({**facts, **{name: _plain(name, value) for name, value in values.items()}})
 
     def save(self, path: str | Path) -> None:
         """Write the model's state dict on rank 0, whole or not at all.
@@ -783,6 +793,23 @@ def _of_same_model() -> Iterator[None]:
         raise ConfigError(
             f"the state that was loaded is of another model or optimizer ({said}); make the model and "
             "optimizer that it was saved with, or begin in another folder"
+        ) from error
+
+
+def _plain(name: str, value: SupportsFloat | str | None) -> float | int | str | None:
+    """Return a value that a script logs as JSON has it.  Raises ConfigError."""
+    if name in _LOGGED:
+        raise ConfigError(f"run.log({name}=...): a line has a {name} of its own; choose another name")
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    try:
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last is torch's
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"run.log({name}=...): is no number that float() takes ({said}); give a number or a text"
         ) from error
 
 

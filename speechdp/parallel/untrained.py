@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from itertools import chain
 
 import torch
@@ -18,6 +18,36 @@ def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     frozen = ((name, p) for name, p in model.named_parameters() if not p.requires_grad)
     for name, tensor in chain(frozen, model.named_buffers()):
         yield name, tensor.detach()
+
+
+def untrained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return `untrained` by name, living ones, as a checkpoint holds them: complex numbers as pairs."""
+    return {
+        name: torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        for name, tensor in untrained(model)
+    }
+
+
+def load_untrained(model: nn.Module, saved: Mapping[str, Tensor], where: str) -> None:
+    """Overwrite what `untrained_tensors` gave, where it was saved.
+
+    Args:
+        saved: by name; earlier versions saved fewer.
+        where: stands before the message.
+
+    Raises:
+        RunError: the model has another shape for one.
+    """
+    for name, tensor in untrained_tensors(model).items():
+        found = saved.get(name, tensor).to(tensor)
+        if found.shape != tensor.shape:
+            raise RunError(
+                f"{where}: the checkpoint has {name} with the shape {list(found.shape)}, the model is made "
+                f"with {list(tensor.shape)}; make it as when it was saved, or begin in another folder"
+            )
+        # An expanded tensor cannot be written, and need not be where it is equal anyway.
+        if not torch.equal(found, tensor):
+            tensor.copy_(found)
 
 
 def share_untrained(model: nn.Module, comm: Communicator, *, known: Container[str]) -> None:

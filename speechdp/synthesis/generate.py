@@ -21,6 +21,7 @@ from speechdp.data.signal.spectrogram import invert_linear
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_written
 from speechdp.labels.lexicon import Lexicon
+from speechdp.options.seed import check_seed
 from speechdp.synthesis.record import Ending
 from speechdp.tasks.model_file import LoadedSynthesis
 
@@ -60,8 +61,7 @@ class GenerateOptions:
             raise ConfigError(f"--iterations {self.iterations}: must be at least 1")
         if not 0 < self.max_seconds <= 600:
             raise ConfigError(f"--max-seconds {self.max_seconds:g}: must be more than 0 and at most 600")
-        if not 0 <= self.seed < 2**32:
-            raise ConfigError(f"--seed {self.seed}: must lie in 0..4294967295")
+        check_seed(self.seed)
 
 
 @dataclass(frozen=True)

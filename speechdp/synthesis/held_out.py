@@ -115,7 +115,6 @@ def evaluate_split(
         RunError: the model gives NaN, or the disk refuses.
     """
     check_data(dataset, synthesiser.loaded)
-    clear(request.run_dir, request.split)
     with ExitStack() as stack:
         num_shards = len(dataset.shard_paths(request.split))
         shards = [stack.enter_context(dataset.open_shard(request.split, i)) for i in range(num_shards)]
@@ -128,6 +127,7 @@ def evaluate_split(
                 name = printable(shard.utterance_id(i))
                 raise ShardError(f"{shard.path}: utterance {name} has no frame or no text; leave it out")
         evaluation = _Evaluation(synthesiser, request, dataset, [shard.text(i) for shard, i in owners])
+        clear(request.run_dir, request.split)  # nothing is refused any more
         for first in range(0, len(owners), _GROUP_SIZE):
             advance(first, len(owners))
             group = owners[first : first + _GROUP_SIZE]

@@ -141,11 +141,11 @@ class AcousticTask(Task):
         return {**super().describe_data(data), "classes_sha256": classes_of(data.dataset).sha256}
 
     def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
-        """Write the model with the counts that decoding needs; another model than ours as it is."""
-        from speechdp.tasks.model_file import save_any_model, save_model  # noqa: PLC0415
+        """Write the model with the counts that decoding needs; another model than ours as any task's."""
+        from speechdp.tasks.model_file import save_model  # noqa: PLC0415
 
         if not self.decodes:
-            save_any_model(run_dir, model, facts)
+            super().save(run_dir, model, facts, counts)
             return
         assert counts is not None
         save_model(run_dir, model, counts, facts)
@@ -263,6 +263,7 @@ class FullSumTask(TranscriptTask):
     """
 
     metrics = (TRANSCRIPT_LOG_PROB, FRAME_ACCURACY, SPEECH_ACCURACY)
+    modules = TranscriptTask.modules
     transcripts: ClassVar[TranscriptOptions] = TranscriptOptions(transition_scale=FULL_SUM_SCALE)
 
     prior_scale: float = 0.3
@@ -305,8 +306,10 @@ class FullSumTask(TranscriptTask):
         if model.training:
             frame = torch.arange(logits.shape[1])
             inside = (frame < batch.lengths.unsqueeze(1)).to(logits.device)  # (B, T)
-            mean = log_posteriors.detach()[inside].exp().mean(0)  # (C,)
-            model.class_prior.lerp_(mean.to(model.class_prior.dtype), _PRIOR_UPDATE)
+            mean = log_posteriors.detach()[inside].exp().mean(0).to(model.class_prior.dtype)  # (C,)
+            # NaN, as of a pass in float16, would stay for ever.  On the device: no host waits for it.
+            mean = torch.where(mean.isfinite().all(), mean, model.class_prior)
+            model.class_prior.lerp_(mean, _PRIOR_UPDATE)
         # As multiples of the uniform prior, so that the loss begins as it would be without priors.
         prior = (model.class_prior * logits.shape[2]).clamp(min=_MIN_PRIOR_SHARE)
         scores = FULL_SUM_SCALE * (log_posteriors - self.prior_scale * prior.log())
@@ -324,6 +327,7 @@ class CtcTask(TranscriptTask):
     metrics = (TRANSCRIPT_LOG_PROB,)
     decodes = False
     counts_classes = False
+    modules = TranscriptTask.modules
     transcripts: ClassVar[TranscriptOptions] = TranscriptOptions("ctc")
 
     def make_model(self, data: TaskData) -> LstmAcousticModel:

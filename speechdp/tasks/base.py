@@ -139,7 +139,9 @@ class Task(ABC):
         batch_size: segments of a rank's batch where neither options nor a preset say.
         presets: names of models to start from, the first is the default (ours alone).
         model_options: options of `--help`'s group "model" that go with it (ours alone).
-        modules: stages that the profile can run alone; empty for a task that it cannot take apart.
+        modules: stages that the profile can run alone; empty for a task that it cannot take apart, as for a
+            class with a `loss` or `make_model` of its own that declares neither `modules` nor `stages`:
+            those of its base would time another model or loss.
     """
 
     metrics: ClassVar[tuple[Metric, ...]]
@@ -154,6 +156,16 @@ class Task(ABC):
     transcripts: ClassVar[TranscriptOptions | None] = None
     #: Its name on the command line, given where it is registered.
     name: ClassVar[str] = ""
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        """Take from a class the modules of its base, where it has another model or loss than that."""
+        super().__init_subclass__(**others)
+
+        def distance(name: str) -> int:
+            return next(number for number, base in enumerate(cls.__mro__) if name in vars(base))
+
+        if min(map(distance, ("loss", "make_model"))) < min(map(distance, ("modules", "stages"))):
+            cls.modules = ()
 
     @classmethod
     def of_preset(cls, preset: Preset, given: Mapping[str, Any]) -> Task:

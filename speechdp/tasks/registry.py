@@ -74,6 +74,11 @@ def own_task_with(model_option: str) -> str:
     return next(name for name in _OURS if model_option in task_class(name).model_options)
 
 
+def is_ours(text: str) -> bool:
+    """Tell whether `NAME` or `MODULE:CLASS`, with options behind it or without, is a task of ours."""
+    return text.partition(":")[0] in _OURS
+
+
 def task_class(text: str) -> type[Task]:
     """Return the class of `NAME` or `MODULE:CLASS`, with options behind it or without.
 

@@ -22,6 +22,7 @@ from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import lexicon_for
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.parallel.replica import Replica
+from speechdp.parallel.untrained import load_untrained, untrained_tensors
 from speechdp.tasks.base import LOSS, FrameScores, Task, TaskData, Values
 from speechdp.tasks.model_file import MODEL_NAME, ClassCounts
 from speechdp.tasks.registry import task_class, task_options
@@ -57,6 +58,8 @@ def task_contract(
     - the gradients are finite, and following them lowers the loss;
     - the scores are those of the metrics declared, sums as the loss is, and to score changes nothing;
     - a model that is read back from its file has the same scores;
+    - training that goes on in a new model, from what a checkpoint holds (parameters, buffers, optimizer), is
+      the training that was not interrupted;
     - the stages, of a task that has some, end with the loss.
 
     Losses are compared in evaluation mode, without dropout.
@@ -128,6 +131,7 @@ class _Contract:
         self._learns(model, batch)
         scores = self._scores_are_sums(model, utterances)
         self._same_after_saving(model, batch, scores, folder)
+        self._goes_on(batch)
         self._stages_end_with_the_loss(model, batch)
 
     @property
@@ -201,18 +205,37 @@ class _Contract:
     def _learns(self, model: nn.Module, batch: Batch) -> None:
         """Train by Adam, the parameters views into one vector."""
         before = self._loss(model.eval(), batch)
-        replica = Replica(model, lambda parameters: torch.optim.Adam(parameters, _LEARNING_RATE))
+        replica = _replica_of(model)
         moved = self._loss(model, batch)
         self._assert_close(moved, before, "the loss changes as the parameters are moved into one vector")
-        model.train()
+        after = self._train(replica, batch, _UPDATES)
+        assert after < before, f"{self.text}: {_UPDATES} updates lead from a loss of {before:g} to {after:g}"
+
+    def _train(self, replica: Replica, batch: Batch, updates: int) -> float:
+        """Take so many updates, always with the same dropout; return the loss then."""
+        model = replica.model.train()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(4)
-            for _ in range(_UPDATES):
+            for _ in range(updates):
                 loss = self.task.loss(model, batch)
                 loss.total.backward()  # type: ignore[no-untyped-call]
                 replica.apply_gradients(loss.num_frames)
-        after = self._loss(model.eval(), batch)
-        assert after < before, f"{self.text}: {_UPDATES} updates lead from a loss of {before:g} to {after:g}"
+        return self._loss(model.eval(), batch)
+
+    def _goes_on(self, batch: Batch) -> None:
+        """Train, and go on in the same model and in a new one that has been given its state."""
+        replica, other = _replica_of(self._model(1)), _replica_of(self._model(9))
+        self._train(replica, batch, _UPDATES // 3)
+        other.parameters.values.copy_(replica.parameters.values)
+        load_untrained(other.model, untrained_tensors(replica.model), self.text)
+        other.load_optimizer_tensors(replica.optimizer_tensors())
+        found, expected = (self._train(each, batch, _UPDATES // 3) for each in (other, replica))
+        self._assert_close(
+            found,
+            expected,
+            "training that was interrupted goes on otherwise, as what the loss depends on is neither a "
+            "parameter nor a buffer of the model; the loss",
+        )
 
     def _scores_are_sums(self, model: nn.Module, utterances: Sequence[_Utterance]) -> FrameScores:
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -296,6 +319,10 @@ class _Contract:
     def _assert_close(self, found: float, expected: float, what: str) -> None:
         most = self.tolerance * max(1.0, abs(expected))
         assert abs(found - expected) <= most, f"{self.text}: {what}: {found:g} is not {expected:g}"
+
+
+def _replica_of(model: nn.Module) -> Replica:
+    return Replica(model, lambda parameters: torch.optim.Adam(parameters, _LEARNING_RATE))
 
 
 def _batch(utterances: Sequence[_Utterance], *, spare: int = 0) -> Batch:

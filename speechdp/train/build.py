@@ -258,6 +258,7 @@ def build_trainer(
     torch.manual_seed(options.seed * 65_537 + comm.rank)
     precision = Precision(options.precision, session.device)
     pulse, task = pulse or Pulse(), options.make_task().for_data(session.dataset)
+    sources.training.beat = pulse.beat
     parts = TrainingParts(
         task=task,
         model=model,

@@ -24,6 +24,7 @@ from speechdp.models.without_weights import without_weights
 from speechdp.options.run import TrainOptions
 from speechdp.tasks.base import TaskData
 from speechdp.tasks.model_file import ClassCounts, load_model
+from speechdp.tasks.registry import is_ours
 from speechdp.train.session import Session
 
 
@@ -59,13 +60,23 @@ def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
     return model
 
 
+def outline(dataset: Dataset, options: TrainOptions) -> nn.Module:
+    """Return the model to look at what it is made of: kinds and sizes.  Raises as `make_model`.
+
+    Ours has no weights then, and takes neither time nor memory.  Another task's may be made by numbers that
+    it has just computed, which only a real device has.
+    """
+    if not is_ours(options.task):
+        return make_model(dataset, options)
+    with without_weights():
+        return make_model(dataset, options)
+
+
 def check_precision(session: Session, options: TrainOptions) -> None:
     """Refuse a number format that this rank's device cannot compute the model in.  Raises ConfigError."""
     if options.precision == "fp32":
         return
-    with without_weights():  # what it is made of is enough
-        model = make_model(session.dataset, options)
-    Precision(options.precision, session.device).check(model)
+    Precision(options.precision, session.device).check(outline(session.dataset, options))
 
 
 def task_data(dataset: Dataset, options: TrainOptions) -> TaskData:

@@ -16,10 +16,10 @@ from speechdp.comm.base import Communicator
 from speechdp.errors import RunError
 from speechdp.models.precision import Precision
 from speechdp.options.schedule import Schedule
-from speechdp.parallel.batch_statistics import load_statistics, running_statistics
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.run_files import Metrics
 from speechdp.parallel.strategy import Strategy
+from speechdp.parallel.untrained import load_untrained, untrained_tensors
 from speechdp.tasks.base import Task
 from speechdp.timing.timeline import Timeline
 from speechdp.train.evaluate import Evaluator
@@ -104,7 +104,7 @@ def collect_state(parts: TrainingParts, at: Standing) -> RankState:
         tensors["parameters"] = parts.replica.parameters.values
         for name, tensor in parts.replica.optimizer_tensors().items():
             tensors[f"optimizer.{name}"] = tensor
-    tensors |= {f"statistics.{name}": x for name, x in running_statistics(parts.model).items()}
+    tensors |= {f"untrained.{name}": x for name, x in untrained_tensors(parts.model).items()}
     values = {
         "counters": vars(at.counters),
         "strategy": strategy.values,
@@ -124,7 +124,8 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
         seed: of the run.
 
     Raises:
-        RunError: it was saved on another kind of device, whose flat vectors have another layout.
+        RunError: it was saved on another kind of device, whose flat vectors have another layout, or the model
+            has a buffer, or a frozen parameter, of another shape.
     """
     tensors = state.tensors
     if state.values["device"] != parts.device.type:
@@ -136,12 +137,12 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
     parts.timeline.resume_at(counters.time_s)
     if "parameters" in tensors:
         parts.replica.parameters.values.copy_(tensors["parameters"])
-        optimizer = {k: v for k, v in tensors.items() if k.startswith("optimizer.")}
-        parts.replica.load_optimizer_tensors({k.removeprefix("optimizer."): v for k, v in optimizer.items()})
+        parts.replica.load_optimizer_tensors(_named("optimizer.", tensors))
     if parts.strategy.traits.replicas_equal:
         _share_replica(parts.replica, parts.comm)
-    statistics = {k.removeprefix("statistics."): v for k, v in tensors.items() if k.startswith("statistics.")}
-    load_statistics(parts.model, statistics)
+    # An earlier version saved floating-point buffers only, as statistics.
+    saved = _named("statistics.", tensors) | _named("untrained.", tensors)
+    load_untrained(parts.model, saved, str(run_dir))
     if parts.replica.scaler is not None:
         parts.replica.scaler.load_state_dict(state.values["loss_scale"])
     # After what a strategy may keep in step: parameters, optimizer, loss scale.
@@ -160,6 +161,11 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
         drawn = np.random.SeedSequence([seed, counters.step, parts.comm.rank]).generate_state(1, np.uint64)
         torch.manual_seed(int(drawn[0]))
     return Standing(epoch_loss, counters, state.values["dealing"])
+
+
+def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin so, by what follows."""
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
 
 def _share_replica(replica: Replica, comm: Communicator) -> None:

@@ -7,8 +7,11 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -299,6 +302,33 @@ def test_a_run_folder_is_one_that_report_reads(tmp_path: Path) -> None:
     model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     with pytest.raises(ConfigError, match="already holds a run"):
         run_threads(1, lambda comm: Script(comm, "bmuf", options={"folder": tmp_path / "run"}).trained())
+
+
+def test_values_of_any_kind_of_number_are_logged(tmp_path: Path) -> None:
+    with Script(SerialCommunicator(), "bmuf", options={"folder": tmp_path / "run"}).run as run:
+        run.log(a=np.float32(0.5), b=np.int64(3), c=torch.tensor(2), d=Fraction(1, 4), e="text", f=None)
+    (line,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    logged = {name: value for name, value in json.loads(line).items() if len(name) == 1}
+    assert logged == {"a": 0.5, "b": 3, "c": 2, "d": 0.25, "e": "text", "f": None}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"step": 3}, r"run\.log\(step=\.\.\.\): a line has a step of its own; choose another name"),
+        ({"time_s": 3.0}, "a line has a time_s of its own"),
+        ({"frames": 3}, "a line has a frames of its own"),
+        ({"loss": torch.zeros(2)}, r"run\.log\(loss=\.\.\.\): is no number that float\(\) takes"),
+        (
+            {"loss": [1.0]},
+            r"run\.log\(loss=\.\.\.\): is no number that float\(\) takes .*; give a number or a text",
+        ),
+    ],
+)
+def test_what_cannot_be_logged_is_refused(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    script = Script(SerialCommunicator(), "bmuf", options={"folder": tmp_path / "run"})
+    with pytest.raises(ConfigError, match=message), script.run as run:
+        run.log(**values)
 
 
 def test_the_environment_wins_over_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

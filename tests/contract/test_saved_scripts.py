@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -81,6 +82,27 @@ def ask(run: DataParallel) -> None:
 @pytest.fixture(autouse=True)
 def _an_agreement_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop, "time", Clock(1.0))
+
+
+def test_what_is_logged_is_kept_before_a_checkpoint_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a crash of the machine a checkpoint would else know of lines that are no more."""
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def work(comm: Communicator) -> None:
+        script = Script(comm, "gradient_averaging", tmp_path)
+        with script.run:
+            script.step()
+            script.save()  # nothing has been logged
+            script.run.log(loss=1.0)
+            with pytest.raises(RunError, match=r"metrics\.jsonl: cannot be written"):
+                script.save()
+
+    monkeypatch.setattr("speechdp.parallel.run_files.sync", refuse)
+    run_threads(2, work)
 
 
 @pytest.mark.parametrize("strategy", ["gradient_averaging", "bmuf:period=3", "dpsgd"])

@@ -209,6 +209,22 @@ class ForgetsWhenSaved(_Small):
         return _Scaled(data.feature_dim, data.dataset.num_classes, sizes)
 
 
+class ForgetsItsTeacher(_Small):
+    """Is regularised towards what it was, which it keeps outside its model."""
+
+    def make_model(self, data: TaskData) -> Any:
+        model = super().make_model(data)
+        model.taught = [model.output.weight.detach().clone()]
+        return model
+
+    def loss(self, model: Any, batch: Batch) -> LossSum:
+        found = super().loss(model, batch)
+        distance = (model.output.weight - model.taught[0]).square().sum()
+        if model.training:
+            model.taught[0] = model.taught[0].lerp(model.output.weight.detach(), 0.1)
+        return replace(found, total=found.total + 100 * distance * found.num_frames)
+
+
 class RoundsItsOptions(_Small):
     def __post_init__(self) -> None:
         object.__setattr__(self, "cells", self.cells // 2)
@@ -228,6 +244,7 @@ class RoundsItsOptions(_Small):
         (ScoresMore, "'frame_accuracy_no_silence', 'log_prob', 'loudness'] scored"),
         (ScoresMeans, "of a batch is not the sum of the utterances'"),
         (ForgetsWhenSaved, "read back from its file, the model's log_prob"),
+        (ForgetsItsTeacher, "training that was interrupted goes on otherwise"),
         (RoundsItsOptions, "options are not read as they are written: faulty:cells=4 is"),
     ],
 )
@@ -235,6 +252,17 @@ def test_a_faulty_task_is_told(registered: None, faulty: type[_Small], words: st
     speechdp.task("faulty")(dataclass(frozen=True)(type(faulty.__name__, (faulty,), {})))
     with pytest.raises(AssertionError, match=re.escape(words)):
         task_contract("faulty")
+
+
+def test_a_loss_of_ones_own_keeps_the_contract_without_stages(registered: None) -> None:
+    @speechdp.task("doubled")
+    @dataclass(frozen=True)
+    class Doubled(AcousticTask):
+        def loss(self, model: Any, batch: Batch) -> LossSum:
+            found = super().loss(model, batch)
+            return replace(found, total=2 * found.total)
+
+    task_contract("doubled")
 
 
 def test_a_file_of_another_form_is_read_by_its_task(registered: None) -> None:

@@ -18,10 +18,15 @@ import speechdp as package
 from speechdp.cli import main
 from speechdp.cli.main import SUBCOMMANDS
 from speechdp.cli.main import run as speechdp
+from speechdp.cli.train import TrainCommand
 from speechdp.comm.startup.folder_owner import owner_of
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
+from speechdp.exit_codes import STOPPED
+from speechdp.labels.hmm import StateInventory
+from speechdp.labels.state_tying import StateTying
 from speechdp.ownership.overwrite import RUN, check_overwrite, empty
+from speechdp.process.ending import Stopped
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import REPOSITORY, job_environment
 from tests.helpers.tiny_data import TINY_MODEL, write_tiny_data
@@ -189,6 +194,55 @@ def test_a_folder_that_holds_a_run_is_not_written_to(
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*")}.keys() == before.keys()
     assert train(dataset, run, "--overwrite", "--seed", "5") == 0
     assert json.loads((run / "run.json").read_text())["seed"] == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--held-out", "eval"], "has no split 'eval', only train, dev, test"),
+        (["--alignments", "nowhere"], "nowhere: no such alignment directory"),
+        (["--initial-model", "nowhere"], "nowhere: no such folder"),
+        (["--strategy", "ad_psgd:groups=2"], "1 ranks cannot be parted into groups of that size"),
+        (["--strategy", "ad_psgd", "--tolerate-loss"], "the serial back-end cannot continue without a lost"),
+        (["--alignments", "TIED", "--realign", "1"], "has states in context already"),
+    ],
+)
+def test_a_run_is_overwritten_only_by_one_that_can_begin(
+    dataset: Dataset,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str,
+) -> None:
+    run, tied = tmp_path / "run", tmp_path / "tied"
+    tied.mkdir()
+    inventory = StateInventory.load(dataset.classes_path)
+    StateTying(inventory, "left", [], list(range(inventory.num_classes))).save(tied)
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    assert train(dataset, run, "--overwrite", *(str(tied) if o == "TIED" else o for o in options)) == 1
+    assert message in one_line(capsys)
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "run.json"]
+
+
+def test_a_run_that_has_stopped_says_how_it_goes_on(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, pause = tmp_path / "run", ("--pause-at", "1")
+    for options, resume in (
+        ((), "--resume"),
+        (("--resume",), "--resume"),  # which stands there already
+        (("--overwrite",), "--resume in place of --overwrite"),
+    ):
+        assert train(dataset, run, *pause, *options) == STOPPED
+        assert (
+            f"stopped as requested: --pause-at 1 is reached; give a later --pause-at, or none, and {resume} "
+            f"to continue: {run}"
+        ) in " ".join(capsys.readouterr().out.split())
+        command = TrainCommand(dataset.path, run, overwrite="--overwrite" in options)
+        assert command._describe_stop(Stopped()) == (
+            f"stopped as requested; the same command with {resume} continues"
+        )
 
 
 def test_overwrite_deletes_nothing_but_runs(tmp_path: Path) -> None:

@@ -142,6 +142,12 @@ def test_part_of_a_split_and_data_without_recordings(
         (["drei §", "-o", "TMP/a.wav"], "'§'"),
         (["--data", "DATA", "--split", "nix"], "no split 'nix'"),
         (["--data", "DATA", "--max-utterances", "-1"], "--max-utterances -1"),
+        (["--data", "DATA", "-o", "a.wav"], "--out goes with texts to speak, not with --data; leave it out"),
+        (["--data", "DATA", "--picture"], "--picture goes with texts to speak"),
+        (["--data", "DATA", "--overwrite"], "--overwrite goes with texts to speak"),
+        (["one", "--split", "dev"], "--split goes with --data; leave it out"),
+        (["one", "--max-utterances", "3"], "--max-utterances goes with --data"),
+        (["--data", "DATA", "--grammar", "word-loop"], "--grammar goes with --recogniser; leave it out"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -156,6 +162,23 @@ def test_mistakes_are_one_line(
     assert speechdp(["synthesize", str(run), *given]) == 1
     error = capsys.readouterr().err
     assert message in error and error.count("speechdp:") == 1 and "Traceback" not in error
+
+
+def test_a_request_that_is_refused_leaves_what_was_measured_before(
+    run: Path, data: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    am_run, am_data = recogniser(tmp_path)
+    command = ["synthesize", str(run), "--data", str(data.path), *FAST]
+    assert speechdp([*command, "--max-utterances", "1"]) == 0
+    before = {path: path.read_bytes() for path in (run / "synthesis").iterdir()}
+    assert before
+    # The recogniser has no language model: what --grammar asks for cannot be.
+    heard = ["--recogniser", str(am_run), "--recogniser-data", str(am_data), "--grammar", "ngram"]
+    assert speechdp([*command, *heard]) == 1
+    assert "the grammar ngram needs a language model" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in (run / "synthesis").iterdir()} == before
+    assert speechdp(command) == 0  # a measurement takes their place
+    assert before.keys() <= set((run / "synthesis").iterdir())
 
 
 def test_other_models_and_other_data_are_refused(

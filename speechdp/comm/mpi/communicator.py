@@ -110,9 +110,11 @@ class MpiCommunicator(Communicator):
     def gone(self) -> frozenset[int]:
         return super().gone if self._star is None else failed_ranks(self._sync)
 
-    def tolerate_loss(self) -> None:
-
+    def check_loss_tolerance(self) -> None:
         check_ulfm()
+
+    def tolerate_loss(self) -> None:
+        self.check_loss_tolerance()
         if self._star is None:
             self._star = Star(TolerantMpiPeers(checked("opening a channel", self._copy), reads_cuda=False))
 

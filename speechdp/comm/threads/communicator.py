@@ -127,7 +127,7 @@ class ThreadsCommunicator(Communicator):
         lost = self._shared.job.lost
         return frozenset(rank for rank, member in enumerate(self._shared.members) if member in lost)
 
-    def tolerate_loss(self) -> None:
+    def check_loss_tolerance(self) -> None:
         return None  # ranks that vanish are done without anyway
 
     def collect(self, number: int, exchange: _Exchange, combine: Callable[[list[Any]], Any]) -> Any:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
+from speechdp.options.seed import check_seed
 from speechdp.parallel.registry import StrategyChoice, describe, strategy_names
 from speechdp.report.kit.formatting import rank_count, strategy_label
 
@@ -89,6 +90,9 @@ class ComparePlan:
             twice = [str(item) for item in given if given.count(item) > 1]
             if twice:
                 raise ConfigError(f"--{name}: {twice[0]} is given twice")
+        if self.epochs is not None:  # a script's seeds are its own matter
+            for seed in self.seeds:
+                check_seed(seed, "--seeds")
         if FRAMES not in self.modes or set(self.modes) - set(MODES):
             raise ConfigError("--modes: write frames, or frames,time (times are taken from the frames runs)")
 

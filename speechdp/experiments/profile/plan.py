@@ -160,8 +160,12 @@ def check_options(options: TrainOptions) -> None:
 
 
 def batch_of_rank(options: TrainOptions) -> int:
-    """Return segments, or utterances, a rank and step; 0 where --batch-frames counts."""
-    return options.batches().batch_size or 0
+    """Return segments, or utterances, a rank and step; 0 where --batch-frames counts.
+
+    Args:
+        options: without a batch over all ranks, so that any number of ranks gives the same.
+    """
+    return options.resolve(1).batch.batch_size or 0
 
 
 def _options_of(kind: str, ranks: int, options: TrainOptions) -> TrainOptions:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,6 +95,32 @@ def test_a_folder_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.
     assert [f["error"] for f in facts] == ["", "No such file or directory"]
     assert facts[0]["unseen"] == []  # it could not be written, which is told already
     assert facts[1]["unseen"] == [0]
+
+
+def test_a_file_of_somebody_else_stays(tmp_path: Path) -> None:
+    theirs = tmp_path / ".x-0"
+    theirs.write_text("theirs")
+    (facts,) = together(1, lambda comm: exchange.folder_facts(comm, tmp_path, ".x-", "t"))
+    assert facts["error"] == "File exists" and theirs.read_text() == "theirs"
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_refuses_to_write_and_to_remove_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    (facts,) = together(1, lambda comm: exchange.folder_facts(comm, tmp_path, ".x-", "t"))
+    assert facts["error"] == os.strerror(number)
+
+
+def test_a_path_below_a_file_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (facts,) = together(1, lambda comm: exchange.folder_facts(comm, tmp_path / "file", ".x-", "t"))
+    assert facts["error"] == "Not a directory"
 
 
 def test_clocks_of_one_machine_agree() -> None:

@@ -114,6 +114,7 @@ def test_one_rank_is_trained_once_a_seed_and_strategies_alternate() -> None:
         ({"strategies": (StrategyChoice("a"), StrategyChoice("a"))}, "--strategies: a is given twice"),
         ({"ranks": (2, 2)}, "--ranks: 2 is given twice"),
         ({"seeds": (1, 1)}, "--seeds: 1 is given twice"),
+        ({"seeds": (1, 2**32)}, "--seeds 4294967296: must lie in 0"),
         ({"modes": ("time",)}, "--modes: write frames, or frames,time"),
         ({"modes": ("frames", "x")}, "--modes: write frames, or frames,time"),
     ],
@@ -123,6 +124,10 @@ def test_a_plan_that_makes_no_sense_is_refused(changes: dict[str, object], messa
     given = {"strategies": one, "ranks": (1, 2), "seeds": (1,), "modes": ("frames",), "epochs": 3}
     with pytest.raises(ConfigError, match=message):
         ComparePlan(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def test_seeds_of_a_script_may_be_any() -> None:
+    assert ComparePlan((StrategyChoice("a"),), (2,), (2**40,), ("frames",), None).seeds == (2**40,)
 
 
 def test_folders_are_plain_names_of_their_own() -> None:

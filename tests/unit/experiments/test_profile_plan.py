@@ -9,7 +9,7 @@ import pytest
 from speechdp import remedies
 from speechdp.errors import ConfigError
 from speechdp.experiments.profile.notes import about_cores, notes_on
-from speechdp.experiments.profile.plan import PlannedJob, ProfilePlan
+from speechdp.experiments.profile.plan import PlannedJob, ProfilePlan, batch_of_rank
 from speechdp.options.model import ModelOptions
 from speechdp.options.run import TrainOptions
 from tests.helpers.options import options_with
@@ -51,6 +51,17 @@ def test_frames_instead_of_segments() -> None:
     jobs = named(ProfilePlan((1, 2), strong=True).jobs(options_with(batch_frames=600)))
     assert jobs["strong-2"].options.batch.batch_frames == 300 and jobs["weak-2"].entry.batch_size == 0
     assert "blocking-2" not in jobs  # it has batches of equal numbers
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"recipe": "adpsgd-asr", "batch_size": 16}, {"base_batch": 16, "base_learning_rate": 0.01}],
+)
+def test_learning_rates_that_follow_the_batch_of_all_ranks(given: dict[str, Any]) -> None:
+    options = options_with(**given)
+    jobs = named(ProfilePlan((1, 2), strong=True).jobs(options))
+    assert batch_of_rank(options) == jobs["weak-2"].entry.batch_size == 16
+    assert jobs["strong-2"].entry.batch_size == 8
 
 
 def test_the_exchange_comes_after_backward_to_be_told_apart() -> None:

@@ -67,7 +67,8 @@ def test_learning_rates_suit_their_optimizers() -> None:
         ({"realign_epochs": 0}, "--realign-epochs 0: must be at least 1"),
         ({"max_steps": -1}, "--max-steps -1"),
         ({"checkpoint_steps": -5}, "--checkpoint-steps -5"),
-        ({"seed": -1}, "--seed -1"),
+        ({"seed": -1}, r"--seed -1: must lie in 0\.\.4294967295"),
+        ({"seed": 2**32}, r"--seed 4294967296: must lie in 0\.\.4294967295"),
         ({"batch_size": 0}, "--batch-size 0"),
         ({"left_context": -1}, "--left-context -1: must not be negative"),
         ({"right_context": -1}, "--right-context -1: must not be negative"),
@@ -76,11 +77,36 @@ def test_learning_rates_suit_their_optimizers() -> None:
         ({"momentum": 1.0}, r"--momentum 1.0: must lie in \[0, 1\)"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1: must not be negative"),
         ({"max_gradient_norm": float("nan")}, "--max-gradient-norm nan"),
+        ({"realign_epochs": 3}, "--realign-epochs: goes with --realign; leave it out"),
+        ({"left_context": 40}, "--left-context 40: goes with --chunk-frames; leave it out, or give both"),
+        ({"right_context": 10}, "--right-context 10: goes with --chunk-frames; leave it out, or give both"),
+        ({"preset": "kaldi-4x800", "chunk_frames": 0, "left_context": 30}, "--left-context 30: goes with"),
     ],
 )
 def test_impossible_options_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         options_with(**values)
+
+
+def test_contexts_of_a_preset_may_stay_where_nothing_is_cut() -> None:
+    options = options_with(preset="kaldi-4x800", chunk_frames=0)
+    assert options.resolve(2).resolve(2) == options.resolve(2)
+    assert options_with(chunk_frames=20, left_context=40, right_context=10).batches().right_context == 10
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"criterion": "full-sum", "global_batch": 32},
+        {"criterion": "full-sum", "recipe": "adpsgd-asr"},
+        {"criterion": "ctc", "base_batch": 16, "base_learning_rate": 0.01},
+        {"realign": 1, "realign_criterion": "full-sum", "global_batch": 32},
+    ],
+)
+def test_transcripts_go_with_a_batch_over_all_ranks(given: dict[str, Any]) -> None:
+    assert options_with(**given).resolve(2).batch.chunk_frames == 0
+    with pytest.raises(ConfigError, match="transcripts are learnt over whole utterances"):
+        options_with(**given, chunk_frames=20)
 
 
 def test_the_fingerprint_tells_any_two_runs_apart_and_survives_json() -> None:
@@ -90,7 +116,8 @@ def test_the_fingerprint_tells_any_two_runs_apart_and_survives_json() -> None:
         TrainOptions(strategy=StrategyChoice("model_averaging:period=4")),
         TrainOptions(ModelOptions(cells=8)),
         TrainOptions(optimizer=OptimizerOptions(weight_decay=0.1)),
-        TrainOptions(batch=BatchOptions(right_context=2)),
+        TrainOptions(batch=BatchOptions(chunk_frames=20)),
+        TrainOptions(batch=BatchOptions(chunk_frames=20, right_context=2)),
         TrainOptions(alignments=Path("run/alignments/1")),
     ]
     assert len({o.fingerprint() for o in [options, *others]}) == 1 + len(others)

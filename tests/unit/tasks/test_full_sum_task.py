@@ -160,6 +160,22 @@ def test_priors_follow_the_posteriors_in_training_only(dataset: Dataset) -> None
     assert silence(0.3) < 0.9 * silence(0.0)  # what is said to be frequent counts for less
 
 
+def test_a_pass_that_is_no_number_leaves_the_priors_as_they_are(dataset: Dataset) -> None:
+    task = FullSumTask(SIZES)
+    model, batch = made(dataset, task).train(), batch_of(dataset, [30, 25])
+    task.loss(model, batch)
+    before = model.class_prior.clone()
+    weights = model.output.weight.detach().clone()
+    with torch.no_grad():
+        model.output.weight.fill_(float("nan"))
+    task.loss(model, batch)
+    assert torch.equal(model.class_prior, before)
+    with torch.no_grad():
+        model.output.weight.copy_(weights)
+    task.loss(model, batch)
+    assert not torch.equal(model.class_prior, before) and bool(model.class_prior.isfinite().all())
+
+
 def test_stages_come_to_the_loss(dataset: Dataset) -> None:
     task = FullSumTask(SIZES)
     model, batch = made(dataset, task), batch_of(dataset, [30, 25])

@@ -18,26 +18,31 @@ import torch
 from torch import nn
 
 import speechdp
+from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.batch import Batch
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.inputs import InputOptions
 from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.profile.plan import ProfilePlan
 from speechdp.models.lstm_am import LstmConfig
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.process.ending import Stopped
 from speechdp.report.runs.folders import read_run
 from speechdp.report.sweep.report import write_report
-from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.acoustic import AcousticTask, CtcTask, FullSumTask
 from speechdp.tasks.base import FrameScores, LossSum, Task, TaskData
 from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB
 from speechdp.tasks.model_file import load_model
 from speechdp.tasks.registry import TASKS, task_class, task_options
+from speechdp.tasks.synthesis import SynthesisTask
 from speechdp.train.models import check_task, make_model
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
+from tests.helpers.finished_run import evaluations, model_tensors
 from tests.helpers.mpi import REPOSITORY
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 from tests.helpers.tiny_speech import write_tiny_speech
@@ -279,6 +284,71 @@ def test_an_own_task_is_trained_judged_saved_and_reported(dataset: Dataset, tmp_
         load_model(run_dir, CPU)
 
 
+@dataclasses.dataclass(frozen=True)
+class Teaching(Task):
+    """Has a teacher that follows the model, counts its steps, and looks at numbers as its model is made."""
+
+    metrics = (dataclasses.replace(LOG_PROB, key="likeness"),)
+
+    def make_model(self, data: TaskData) -> nn.Module:
+        window = torch.hann_window(8).numpy()
+        scale = float(torch.linspace(0.5, 1.0, 3)[-1]) / torch.ones(2).sum().item()
+        model = nn.Module()
+        model.input = nn.Linear(data.feature_dim, 4)
+        model.output = nn.Sequential(nn.Dropout(0.2), nn.Linear(4, 4))
+        model.teacher = nn.Linear(data.feature_dim, 4).requires_grad_(False)
+        nn.init.constant_(model.input.bias, scale * float(window.max()))
+        model.register_buffer("steps", torch.tensor(0))
+        model.register_buffer("turn", torch.ones(4, dtype=torch.complex64), persistent=False)
+        return model
+
+    def _differences(self, model: Any, batch: Batch) -> torch.Tensor:
+        taught = model.teacher(batch.features) * model.turn.real / (1 + 0.01 * model.steps)
+        inside = torch.arange(batch.features.shape[1]) < batch.lengths.unsqueeze(1)
+        return (model.output(model.input(batch.features)) - taught).square().mean(2)[inside]
+
+    def loss(self, model: Any, batch: Batch) -> LossSum:
+        if model.training:
+            with torch.no_grad():
+                model.teacher.weight.lerp_(model.input.weight, 0.1)
+                model.steps += 1
+                model.turn *= 0.99 + 0.1j
+        return LossSum(self._differences(model, batch).sum(), batch.num_frames)
+
+    def score(self, model: Any, batch: Batch) -> FrameScores:
+        return FrameScores({"likeness": -self._differences(model, batch).sum().item()}, batch.num_frames)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_that_is_made_by_numbers_just_computed_is_trained(
+    dataset: Dataset, tmp_path: Path, precision: Any
+) -> None:
+    speechdp.task("teaching")(Teaching)
+    options = TrainOptions(task="teaching", epochs=1, precision=precision)
+    train_run(Session(dataset, SerialCommunicator(), CPU), options, tmp_path)
+    trained = make_model(dataset, options)
+    settings = json.loads((tmp_path / "run.json").read_text())
+    assert settings["num_parameters"] == sum(p.numel() for p in trained.parameters())
+    assert safetensors.torch.load_file(tmp_path / "model.safetensors")["model.steps"] > 0
+
+
+def test_what_a_model_has_beside_its_parameters_goes_on_too(dataset: Dataset, tmp_path: Path) -> None:
+    speechdp.task("teaching")(Teaching)
+    options = TrainOptions(batch=BatchOptions(batch_size=4), task="teaching", epochs=2)
+
+    def train(name: str, *, pause_at: int = 0, resume: bool = False) -> None:
+        session = Session(dataset, SerialCommunicator(), CPU, pause_at=pause_at)
+        train_run(session, options, tmp_path / name, resume=resume)
+
+    train("at once")
+    with pytest.raises(Stopped):
+        train("paused", pause_at=4)
+    train("paused", resume=True)
+    expected, found = model_tensors(tmp_path / "at once"), model_tensors(tmp_path / "paused")
+    assert found["model.steps"] == 12 and all(torch.equal(found[name], x) for name, x in expected.items())
+    assert evaluations(tmp_path / "paused")[1:] == evaluations(tmp_path / "at once")
+
+
 def test_data_of_another_kind_are_refused(tmp_path: Path) -> None:
     speech = write_tiny_speech(tmp_path / "data", TinySizes(4, 2, 2))
     options = TrainOptions(task=OWN)
@@ -305,8 +375,12 @@ def test_a_network_of_its_own_is_not_said_to_be_decoded(dataset: Dataset, tmp_pa
     )
     speechdp.task("alone")(own)
     model = make_model(dataset, TrainOptions(task="alone"))
-    own().save(tmp_path, model, {"task": "alone"}, None)
+    own(smoothing=0.5).save(tmp_path, model, {}, None)
     assert "model.weight" in safetensors.torch.load_file(tmp_path / "model.safetensors")
+    with safetensors.safe_open(str(tmp_path / "model.safetensors"), framework="pt") as file:
+        assert json.loads(file.metadata()["speechdp"])["options"] == "smoothing=0.5"
+    with pytest.raises(RunError, match="is a model of --task alone; load it with safetensors"):
+        load_model(tmp_path, CPU)
 
 
 def test_options_beside_inherited_presets_are_refused_with_what_to_declare() -> None:
@@ -326,6 +400,52 @@ def test_another_criterion_is_not_put_in_the_place_of_a_task_from_outside() -> N
         ConfigError, match="--criterion ctc: --task own_loss has a loss of its own; leave it out"
     ):
         TrainOptions(ModelOptions(criterion="ctc"), task="own_loss").make_task()
+
+
+class OwnLossMixin:
+    """Weighs the loss of another task."""
+
+    def loss(self, model: Any, batch: Batch) -> LossSum:
+        found: LossSum = super().loss(model, batch)  # type: ignore[misc]
+        return LossSum(2 * found.total, found.num_frames)
+
+
+class Weighed(OwnLossMixin, AcousticTask):
+    """Has a loss of its own."""
+
+
+class Staged(Weighed):
+    """Says how its model is taken apart."""
+
+    modules = ("encoder", "output")
+
+
+class Unchanged(AcousticTask):
+    """Has the model and the loss of ours."""
+
+
+@pytest.mark.parametrize(
+    ("cls", "modules"),
+    [
+        (Unchanged, ("encoder", "output")),
+        (FullSumTask, ("encoder", "output")),
+        (CtcTask, ("encoder", "output")),
+        (SynthesisTask, ("encoder", "decoder", "postproc")),
+        (OwnNet, ()),
+        (Weighed, ()),
+        (Staged, ("encoder", "output")),
+    ],
+)
+def test_a_class_with_another_model_or_loss_has_no_modules_of_its_base(
+    cls: type[Task], modules: tuple[str, ...]
+) -> None:
+    assert cls.modules == modules
+
+
+def test_a_profile_refuses_a_task_without_modules() -> None:
+    speechdp.task("weighed")(dataclasses.dataclass(frozen=True)(Weighed))
+    with pytest.raises(ConfigError, match="--task weighed: declares no modules that profile could time"):
+        ProfilePlan((1,)).jobs(TrainOptions(task="weighed"))
 
 
 def test_data_and_task_that_do_not_fit_are_told_with_a_remedy(dataset: Dataset) -> None:

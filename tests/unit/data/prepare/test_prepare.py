@@ -102,6 +102,14 @@ def test_a_failing_process_says_what_is_wrong(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
 
 
+@pytest.mark.parametrize("seed", [-1, 2**32])
+@pytest.mark.parametrize("given", [{"task": "synthesis"}, {"synthetic": 0.1}, {}])
+def test_a_seed_that_not_every_generator_takes_is_refused(seed: int, given: dict[str, object]) -> None:
+    paths = (Path("data"),) if "synthetic" in given else (Path("corpus"), Path("data"))
+    with pytest.raises(ConfigError, match=rf"--seed {seed}: must lie in 0\.\.4294967295"):
+        PrepareOptions(paths, seed=seed, **given)  # type: ignore[arg-type]
+
+
 def test_another_seed_deals_other_shards(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
     first, second = (_prepare(source, tmp_path / str(seed), seed=seed, shards=2) for seed in (1, 2))

@@ -139,6 +139,7 @@ def test_progress_reaches_the_number_of_utterances(dataset: Dataset, tmp_path: P
     [
         ({"num_shards": 8}, "dev has 7 utterances, too few for --shards 8; .*--split train"),
         ({"num_shards": 0}, "--shards 0: must be at least 1"),
+        ({"seed": -1}, "--seed -1: must lie in 0"),
         ({"out": "data"}, "contains the data to be read"),
         ({"out": "."}, "contains the data to be read"),
     ],
@@ -146,12 +147,10 @@ def test_progress_reaches_the_number_of_utterances(dataset: Dataset, tmp_path: P
 def test_what_cannot_be_done_is_one_line(
     dataset: Dataset, tmp_path: Path, change: dict[str, object], message: str
 ) -> None:
-    values = {"num_shards": 2, "out": "new"} | change
+    values = {"num_shards": 2, "out": "new", "seed": 1} | change
+    shards, seed = (int(str(values[name])) for name in ("num_shards", "seed"))
     with pytest.raises(ConfigError, match=message):
-        reshard(
-            ReshardOptions(dataset.path, tmp_path / str(values["out"]), int(str(values["num_shards"]))),
-            no_progress,
-        )
+        reshard(ReshardOptions(dataset.path, tmp_path / str(values["out"]), shards, seed=seed), no_progress)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,10 +70,48 @@ def test_nan_is_refused() -> None:
 
 
 def test_more_mel_bins_than_the_spectrum_holds_are_refused_not_fatal() -> None:
-    with pytest.raises(ConfigError, match="200 mel bins are too many for 8000 Hz"):
+    message = "200 mel bins are too many for 8000 Hz and a window of 25 ms; give .*, or --num-mel-bins 95"
+    with pytest.raises(ConfigError, match=message):
         compute_features(tone(0.2), 8000, FeatureConfig(num_mel_bins=200))
     for num_mel_bins in (23, 40, 64, 80):
         check_mel_bins(16000, FeatureConfig(num_mel_bins=num_mel_bins))
+
+
+@pytest.mark.parametrize("frame_length_ms", [4.0, 10.0, 25.0])
+def test_the_number_of_mel_bins_proposed_is_the_most_that_fit(frame_length_ms: float) -> None:
+    def config(num_mel_bins: int) -> FeatureConfig:
+        return FeatureConfig(num_mel_bins=num_mel_bins, frame_length_ms=frame_length_ms)
+
+    with pytest.raises(
+        ConfigError, match=r"give a longer --frame-length-ms, or --num-mel-bins \d+$"
+    ) as caught:
+        check_mel_bins(8000, config(10**9))
+    proposed = int(str(caught.value).rpartition(" ")[2])
+    check_mel_bins(8000, config(proposed))
+    with pytest.raises(ConfigError, match=f"or --num-mel-bins {proposed}$"):
+        check_mel_bins(8000, config(proposed + 1))
+
+
+def test_where_no_number_of_mel_bins_fits_a_longer_window_is_proposed() -> None:
+    with pytest.raises(ConfigError, match=r"a window of 0\.5 ms; give a longer --frame-length-ms$"):
+        check_mel_bins(8000, FeatureConfig(frame_length_ms=0.5))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"frame_shift_ms": 0.01}, "--frame-shift-ms 0.01: is less than 1 sample at 8000 Hz; give more"),
+        ({"frame_length_ms": 0.01}, "--frame-length-ms 0.01: is less than 2 samples at 8000 Hz; give more"),
+        ({"frame_shift_ms": float("nan")}, "--frame-shift-ms nan: must be a number above 0"),
+        ({"frame_shift_ms": 0.0}, "--frame-shift-ms 0: must be a number above 0"),
+        ({"frame_length_ms": float("nan")}, "--frame-length-ms nan: must be a number above 0"),
+        ({"frame_length_ms": float("inf")}, "--frame-length-ms inf: must be a number above 0"),
+        ({"num_mel_bins": 2}, "--num-mel-bins 2: must be at least 3"),
+    ],
+)
+def test_frames_that_cannot_be_are_refused_with_the_option(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_mel_bins(8000, FeatureConfig(**values))
 
 
 @pytest.mark.parametrize(
