@@ -56,6 +56,8 @@ class Traits:
         replicas_equal: all replicas hold the same parameters and optimizer state after every step.
         period: how often it exchanges, as its option is written: `16`, `600kf`, `2.5s`; None: it has none.
         between_nodes: the longer period of averages between nodes, likewise; None: there are none apart.
+        has_outer_step: an optimizer of its own steps once a period, so that with another period it is another
+            optimizer, and may learn better with fewer exchanges.
         exchanges_every_step: there is an exchange at every step or nearly so; back-ends may trade latency
             for idle cost.
         needs_peers: messages between two ranks are needed: `attach` opens a channel, `peers`, or refuses
@@ -76,6 +78,7 @@ class Traits:
     replicas_equal: bool = False
     period: str | None = None
     between_nodes: str | None = None
+    has_outer_step: bool = False
     exchanges_every_step: bool = True
     needs_peers: bool = False
     partners_follow_size: bool = False

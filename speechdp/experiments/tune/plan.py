@@ -60,12 +60,14 @@ class Setting:
 
     @property
     def family(self) -> tuple[str, int]:
-        """What settings share that differ in nothing but the period (or the compression).
+        """What settings share that differ in nothing but how much they exchange: period or compression.
 
-        Periods in steps, frames and seconds cannot be compared.
+        Periods in steps, frames and seconds cannot be compared, nor periods of an outer step, which may learn
+        better the longer they are.
         """
         name, _, rest = self.strategy.text.partition(":")
-        others = [word for word in rest.split(",") if word and word.partition("=")[0] not in _LOOSER]
+        looser = ("compression",) if self.strategy.parsed.traits.has_outer_step else ("period", "compression")
+        others = [word for word in rest.split(",") if word and word.partition("=")[0] not in looser]
         unit = [self._period.unit.value] if self._period is not None else []
         return ":".join([name, *others, *unit]), self.batch_size
 
@@ -82,9 +84,6 @@ class Setting:
             return None if period is None else Period.parse(str(period))
         except ConfigError:  # of a user's own kind
             return None
-
-
-_LOOSER = ("period", "compression")
 
 
 def settings_of(strategies: Sequence[StrategyChoice], periods: Sequence[int]) -> tuple[Setting, ...]:

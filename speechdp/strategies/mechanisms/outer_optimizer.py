@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
+from speechdp.parallel.strategy import Traits
 from speechdp.strategies.mechanisms.nodes import NodewiseStrategy
 from speechdp.timing.timeline import Span
 
@@ -25,6 +26,10 @@ class OuterStrategy(NodewiseStrategy):
     does, the weighted mean of the replicas: an outer step with a window cut short would add the
     velocity of whole windows to it.
     """
+
+    @property
+    def traits(self) -> Traits:
+        return replace(super().traits, has_outer_step=True)
 
     def set_up(self) -> None:
         #: Where all ranks went on from after the last exchange.

@@ -121,6 +121,19 @@ def test_a_longer_period_must_be_faster_and_so_must_compression() -> None:
     assert ruled_out(found) == {"gradient_averaging:compression=fp16", "model_averaging:period=64"}
 
 
+@pytest.mark.parametrize("name", ["bmuf", "slowmo:beta=0.4", "diloco"])
+def test_a_longer_period_of_an_outer_step_need_not_be_faster(name: str) -> None:
+    period = ":period=" if ":" not in name else ",period="
+    texts = (
+        "gradient_averaging",
+        f"{name}{period}4",
+        f"{name}{period}16",
+        f"{name}{period}4,compression=int8",
+    )
+    found = {setting(text): Interval(100, 90, 110) for text in texts}
+    assert ruled_out(found) == {texts[3]}
+
+
 def test_periods_in_other_units_are_not_compared() -> None:
     texts = (
         "gradient_averaging",
