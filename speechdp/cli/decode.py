@@ -69,7 +69,7 @@ class DecodeCommand:
         from speechdp.comm.device import choose_device  # noqa: PLC0415
         from speechdp.comm.startup.world import check_world  # noqa: PLC0415
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
-        from speechdp.decode.recognise import check_split, decode_split  # noqa: PLC0415
+        from speechdp.decode.recognise import decode_split, opened_split  # noqa: PLC0415
         from speechdp.decode.tuning import tune  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
 
@@ -79,7 +79,8 @@ class DecodeCommand:
         trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank))
         options, tuning = self._decoding_options(self._with_earlier_weights(dataset, comm)), None
         if self.tune_on is not None:
-            check_split(trained, dataset, self.split, self.run_dir, options, comm)
+            with opened_split(trained, dataset, self.split, self.run_dir, options, comm):
+                pass  # can be decoded: known before hours of tuning
             tuned = tune(trained, dataset, self.tune_on, options, comm, say=_tell)
             options, tuning = tuned.options, tuned.record
             if comm.rank == 0:

@@ -10,18 +10,13 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
-from speechdp.options.run import TrainOptions
+from speechdp.options.run import FLAT_NOTICE, TrainOptions
 from speechdp.options.shown import heading, shown
 from speechdp.ownership.overwrite import RUN, FolderKind, check_kind, check_overwrite, empty
 
 if TYPE_CHECKING:
     from speechdp.process.ending import Stopped
     from speechdp.train.session import Session
-
-_FLAT_NOTICE = (
-    "the targets in DATA only spread each transcript evenly over its frames, and are trained on as they are; "
-    "--flat-start or --realign 1 aligns them first, which lowers word errors"
-)
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class TrainCommand:
                     session.reporter.notice(stays)
                 session.comm.barrier()
                 if session.dataset.alignment == FLAT and self.options.trusts_alignment:
-                    session.reporter.notice(_FLAT_NOTICE)
+                    session.reporter.notice(FLAT_NOTICE)
                 train_with_realignment(
                     session, self.options, self.run_dir, resume=self.resume, pause_at=self.pause_at
                 )

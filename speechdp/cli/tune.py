@@ -72,12 +72,10 @@ class TuneOptions:
 
     def whole_seeds(self) -> tuple[int, ...]:
         """Return the seeds.  Raises ConfigError: one is none, or is given twice."""
-        from speechdp.experiments.compare.plan import whole_numbers  # noqa: PLC0415
+        from speechdp.experiments.compare.plan import refuse_twice, whole_numbers  # noqa: PLC0415
 
         seeds = whole_numbers("seeds", self.seeds, least=0)
-        if len(set(seeds)) < len(seeds):
-            twice = next(seed for seed in seeds if seeds.count(seed) > 1)
-            raise ConfigError(f"--seeds: {twice} is given twice")
+        refuse_twice("seeds", seeds)
         return seeds
 
     def tried(self, hostfile: Path | None, ranks: int) -> tuple[Setting, ...]:

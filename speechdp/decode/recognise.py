@@ -445,23 +445,26 @@ def recogniser_for(
     return Recogniser(trained, lexicon, inventory, options, transcripts, language_model)
 
 
-def check_split(
+@contextmanager
+def opened_split(
     trained: TrainedModel,
     dataset: Dataset,
     split: str,
     run_dir: Path,
     options: DecodingOptions,
     comm: Communicator,
-) -> None:
-    """Refuse what `decode_split` would, as far as that is known before hours of work.  Collective.
+) -> Iterator[tuple[SpokenSplit, str]]:
+    """Open a split to be decoded, and say how the files of its decoding are called.  Collective.
+
+    What `decode_split` would refuse is refused, as far as that is known before the work.
 
     Raises:
         ConfigError, ShardError, RunError: as `decode_split`.
     """
     check_decodable(trained, dataset, options)
-    _agreed_name(trained, dataset, split, run_dir, comm)
-    with SpokenSplit.open(dataset, split, comm):
-        pass
+    name = _agreed_name(trained, dataset, split, run_dir, comm)
+    with SpokenSplit.open(dataset, split, comm) as reader:
+        yield reader, name
 
 
 def decode_split(
@@ -499,10 +502,8 @@ def decode_split(
         ShardError: a shard is damaged.
         RunError: the model gives NaN, or the results cannot be written.
     """
-    check_decodable(trained, dataset, options)
-    name = _agreed_name(trained, dataset, split, run_dir, comm)
-    path = run_dir / "hypotheses" / f"{name}.txt"
-    with SpokenSplit.open(dataset, split, comm) as reader:
+    with opened_split(trained, dataset, split, run_dir, options, comm) as (reader, name):
+        path = run_dir / "hypotheses" / f"{name}.txt"
         began = time.process_time()
         recogniser = recogniser_for(trained, dataset, options, reader.transcripts)
         step_s = shift_s(dataset.sampling_rate, dataset.features)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from speechdp.errors import ConfigError
@@ -86,10 +87,7 @@ class ComparePlan:
         if not self.strategies:
             raise ConfigError("--strategies: name at least one, e.g. gradient_averaging,bmuf:period=16")
         for name in ("strategies", "ranks", "seeds", "modes"):
-            given = getattr(self, name)
-            twice = [str(item) for item in given if given.count(item) > 1]
-            if twice:
-                raise ConfigError(f"--{name}: {twice[0]} is given twice")
+            refuse_twice(name, getattr(self, name))
         if self.epochs is not None:  # a script's seeds are its own matter
             for seed in self.seeds:
                 check_seed(seed, "--seeds")
@@ -156,6 +154,13 @@ def checked_strategies(text: str, *, others: bool = False) -> tuple[StrategyChoi
     if twice:
         raise ConfigError(f"--strategies: {' and '.join(twice)} are the same")
     return strategies
+
+
+def refuse_twice(option: str, given: Sequence[object]) -> None:
+    """Refuse a list with an entry that is in it twice.  Raises ConfigError."""
+    twice = [str(item) for item in given if given.count(item) > 1]
+    if twice:
+        raise ConfigError(f"--{option}: {twice[0]} is given twice")
 
 
 def whole_numbers(option: str, text: str, least: int) -> tuple[int, ...]:

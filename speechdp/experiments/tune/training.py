@@ -29,16 +29,11 @@ from speechdp.experiments.race.record import (
 )
 from speechdp.experiments.tune.jobs import RacedSettings, TunedJobs, steps_of_turn
 from speechdp.experiments.tune.plan import Setting
-from speechdp.options.run import TrainOptions
+from speechdp.options.run import FLAT_NOTICE, TrainOptions
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.report.kit import formatting
 from speechdp.report.runs.raced import LEAST_ROUNDS
-
-_FLAT_NOTICE = (
-    "the targets in DATA only spread each transcript evenly over its frames, and all settings train on them "
-    "as they are; --flat-start or --realign 1 aligns them first, which lowers word errors"
-)
 
 
 class TunedTraining(OwnTraining, TunedJobs):
@@ -57,7 +52,7 @@ class TunedTraining(OwnTraining, TunedJobs):
     def begin(self) -> None:
         """See TunedJobs; say, once for all runs, what `train` says of targets that are no alignment."""
         if self._request.options.trusts_alignment and Dataset.open(self._request.data).alignment == FLAT:
-            self._say(_FLAT_NOTICE)
+            self._say(FLAT_NOTICE)
         super().begin()
 
     def hold_race(
