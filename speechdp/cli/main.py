@@ -79,7 +79,7 @@ SUBCOMMANDS = {
         "TuneCommand",
         script_class_name="TuneScriptCommand",
         summary="find the strategy, averaging period, back-end and batch that learn fastest",
-        internal=("job", "racing"),
+        internal=("job", "racing", "parts"),
         refused={
             "strategy": "use --strategies",
             "backend": "use --backends",

@@ -157,9 +157,11 @@ class TuneCommand:
     threads: Annotated[int | None, shown("N", "cores / ranks, at least 1")] = None
     """CPU threads of each rank."""
     job: tyro.conf.Suppress[str] = ""
-    """Race that this process is a rank of; given by `tune` to the ranks it starts."""
+    """What this process is a rank of: the race, or runs in a folder of OUT; `tune` tells its ranks."""
     racing: tyro.conf.Suppress[str] = ""
-    """Settings of that race."""
+    """Settings of the race."""
+    parts: tyro.conf.Suppress[str] = ""
+    """Parts of runs to train."""
 
     def run(self) -> int:
         """Search and report, or be a rank of the race; return the exit code."""
@@ -177,27 +179,48 @@ class TuneCommand:
     def _be_a_rank(self) -> int:
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415
 
-        race = [self.racing, self.search.ranks, self.race, self.race_steps]
-        others = {"OUT folder": self.out_dir, "--job": self.job, "race": race}
-        return train_over_ranks(SessionRequest(self.data, self._raced, self.job, others), self._on_rank)
+        job = [self.racing, self.search.ranks, self.race, self.race_steps, self.parts]
+        others = {"OUT folder": self.out_dir, "--job": self.job, "the job": job}
+        request = SessionRequest(self.data, self._shared, self.job, others)
+        return train_over_ranks(request, self._train_parts if self.parts else self._hold_race)
 
     @property
-    def _raced(self) -> TrainOptions:
-        """What the settings of the race share on its ranks, which have one back-end and one seed."""
+    def _shared(self) -> TrainOptions:
+        """What the settings of a job share on its ranks, which have one back-end and one seed."""
         return dataclasses.replace(
             self.options, backend=cast(Any, self.backends), seed=int(self.search.seeds)
         )
 
-    def _on_rank(self, session: Session) -> int:
+    def _train_parts(self, session: Session) -> int:
+        from speechdp.cli.support.console import make_console  # noqa: PLC0415
+        from speechdp.experiments.tune.parts import Parts, train_parts  # noqa: PLC0415
+        from speechdp.process.ending import Stopped  # noqa: PLC0415
+        from speechdp.train.progress import ConsoleReporter, SilentReporter  # noqa: PLC0415
+
+        console = make_console() if session.comm.rank == 0 else None
+        try:
+            train_parts(
+                session,
+                self._shared,
+                Parts.of(self.parts),
+                self.out_dir / self.job,
+                lambda name: SilentReporter() if console is None else ConsoleReporter(console, name),
+            )
+        except Stopped:
+            session.reporter.notice("stopped as requested; the same search goes on from here")
+            return exit_codes.STOPPED
+        return 0
+
+    def _hold_race(self, session: Session) -> int:
         from speechdp.experiments.race.run import hold_race  # noqa: PLC0415
         from speechdp.experiments.tune.training import race_of, settings_in  # noqa: PLC0415
         from speechdp.process.ending import Stopped  # noqa: PLC0415
 
         ranks = session.comm.size
-        plan = race_of(self._compared(ranks), settings_in(self.racing), ranks, self._raced)
+        plan = race_of(self._compared(ranks), settings_in(self.racing), ranks, self._shared)
         try:
             remedy = "a setting that fails by itself is left out"
-            hold_race(session, self._raced, plan, self.out_dir, remedy)
+            hold_race(session, self._shared, plan, self.out_dir, remedy)
         except Stopped:
             session.reporter.notice("stopped as requested; the race is held from its beginning again")
             return exit_codes.STOPPED

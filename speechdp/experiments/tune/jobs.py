@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from speechdp.errors import ConfigError
 from speechdp.experiments.compare.plan import readable_name
 from speechdp.experiments.race.plan import turn_steps
 from speechdp.experiments.race.record import RaceRecord
-from speechdp.experiments.tune.plan import Setting
+from speechdp.experiments.tune.plan import Besides, Setting
 from speechdp.experiments.tune.record import RUNS
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice
@@ -38,11 +37,11 @@ class Measurement:
 
     Attributes:
         runs: with their steps and exchanges.
-        start_s: what a job takes besides its steps, the shortest; None: none had to be started.
+        besides: what they took besides their steps; None: none had to be started.
     """
 
     runs: tuple[MeasuredRun, ...]
-    start_s: float | None
+    besides: Besides | None
 
     def predict(self, ranks: int, settings: Sequence[Setting]) -> dict[Setting, Interval]:
         """Return the frames/s of those settings that can be predicted from these runs."""
@@ -74,6 +73,30 @@ class Scored:
     points: tuple[tuple[int, float], ...]
     is_over: bool
     has_diverged: bool = False
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A setting's run, to be trained up to a step."""
+
+    setting: Setting
+    seed: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a job that trained several runs has taken.
+
+    Attributes:
+        took_s: by the stretches that it has trained, in order: with their evaluations and checkpoints.
+        start_s: what it took besides them.
+        message: what went wrong with the next one; "": nothing did.
+    """
+
+    took_s: tuple[float, ...]
+    start_s: float
+    message: str = ""
 
 
 @dataclass(frozen=True)
@@ -115,6 +138,9 @@ class TunedJobs(ABC):
         metric: what a script's runs are judged by, as `read_run` has it; "": what they log last.
     """
 
+    #: A start of the ranks can train several runs.
+    shares_starts = False
+
     def __init__(self, out: Path, metric: str = "") -> None:
         self._out, self._metric = out.absolute(), metric
 
@@ -142,10 +168,18 @@ class TunedJobs(ABC):
         """Return the command line that trains with a setting."""
 
     @abstractmethod
-    def _train_some(self, run_dir: Path, strategy: StrategyChoice, backend: str, steps: int) -> str | None:
-        """Train so many steps of the first seed, and nothing else; return None, or what went wrong.
+    def _train_some(
+        self, strategies: Mapping[Path, StrategyChoice], backend: str, steps: int
+    ) -> Besides | str:
+        """Train so many steps of the first seed with some strategies, and nothing else.
 
         What an earlier start has left is deleted: it would not be among the steps that are timed.
+
+        Args:
+            strategies: by the folders of their runs, at least one.
+
+        Returns:
+            What that took besides the steps, the least; or what went wrong.
         """
 
     @abstractmethod
@@ -158,22 +192,20 @@ class TunedJobs(ABC):
         Args:
             knows_start: it is known what a job takes besides its steps; else one is run again to know it.
         """
-        runs, starts = [], []
-        for text in MEASURED_STRATEGIES:
-            run_dir = self._measured_dir(backend, text)
-            tells_start = not knows_start and text == MEASURED_STRATEGIES[-1]
-            begun_s, is_done = time.monotonic(), is_timed(run_dir) and not tells_start
-            if not is_done:
-                message = self._train_some(run_dir, StrategyChoice(text), backend, MEASURE_STEPS)
-                if message is not None:
-                    return message
-            try:
-                runs.append(measured_run(read_run(run_dir), may_have_paused=True))
-            except ConfigError as error:
-                return str(error)
-            if not is_done:
-                starts.append(_start_s(run_dir, time.monotonic() - begun_s))
-        return Measurement(tuple(runs), min(starts, default=None))
+        folders = {self._measured_dir(backend, text): text for text in MEASURED_STRATEGIES}
+        due = {
+            run_dir: StrategyChoice(text)
+            for run_dir, text in folders.items()
+            if not is_timed(run_dir) or (not knows_start and text == MEASURED_STRATEGIES[-1])
+        }
+        besides = self._train_some(due, backend, MEASURE_STEPS) if due else None
+        if isinstance(besides, str):
+            return besides
+        try:
+            runs = [measured_run(read_run(run_dir), may_have_paused=True) for run_dir in folders]
+        except ConfigError as error:
+            return str(error)
+        return Measurement(tuple(runs), besides)
 
     def _measured_dir(self, backend: str, strategy: str) -> Path:
         return self._out / MEASURED / f"{backend}-{strategy.partition(':')[0]}"
@@ -185,6 +217,21 @@ class TunedJobs(ABC):
             timing = read_run(self._measured_dir(backend, text)).timing
             found += [r.wall_s / r.steps for r in timing.ranks if r.steps] if timing is not None else []
         return max(found, default=0.0)
+
+    def train_together(
+        self,
+        stretches: Sequence[Stretch],
+        backend: str,
+        longest_s: float,
+        on_trained: Callable[[int], None],
+    ) -> Trained:
+        """Train runs one after another within one start, as far as that goes; where `shares_starts`.
+
+        Args:
+            longest_s: after which no other begins; 0: all are trained.
+            on_trained: told how many are trained, as soon as that is more, perhaps by another thread.
+        """
+        raise NotImplementedError
 
     def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
         """Train a setting's run up to a step, or to its end before; return its scores, or what went wrong.
@@ -245,11 +292,11 @@ def up_to(points: Sequence[tuple[int, float]], step: int) -> tuple[tuple[int, fl
     return tuple(points[:passed])
 
 
-def _start_s(run_dir: Path, wall_s: float) -> float:
-    """Return what a job took besides its steps.
+def besides_steps_s(run_dir: Path, wall_s: float) -> float:
+    """Return what a run took besides its steps.
 
     Args:
-        wall_s: the whole job.
+        wall_s: all that it took.
     """
     timing = read_run(run_dir).timing
     trained = 0.0 if timing is None else max((rank.wall_s for rank in timing.ranks), default=0.0)

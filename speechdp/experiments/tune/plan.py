@@ -161,6 +161,26 @@ def batches_of(own: int, given: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Besides:
+    """What training costs besides its steps, s.
+
+    Attributes:
+        job_s: a start of the ranks, which may train several runs.
+        run_s: a run, each time that it begins or goes on: building it, evaluations, checkpoints.
+    """
+
+    job_s: float
+    run_s: float
+
+    def cost_s(self, jobs: int, runs: int) -> float:
+        """Return what so many starts and runs cost."""
+        return jobs * self.job_s + runs * self.run_s
+
+
+NOTHING = Besides(0.0, 0.0)
+
+
+@dataclass(frozen=True)
 class Rungs:
     """Successive halving: in each rung settings train for the same time, and half of them go on.
 
@@ -176,18 +196,15 @@ class Rungs:
     seeds: int
     done_s: tuple[float, ...] = ()
 
-    def cost_s(self, start_s: float) -> float:
-        """Return what all runs take.
-
-        Args:
-            start_s: what a run takes besides training, each time it is started.
-        """
+    def cost_s(self, besides: Besides) -> float:
+        """Return what all runs take: a rung is a job, and so are the last settings with every other seed."""
         before, total = self.done_s[-1] if self.done_s else 0.0, 0.0
         for count, until in zip(self.counts, self.seconds, strict=True):
-            total += count * (until - before + start_s)
+            total += count * (until - before) + besides.cost_s(1, count)
             before = until
-        starts_s = min(SEED_STOPS, len(self.done_s) + len(self.counts)) * start_s
-        return total + (self.seeds - 1) * self.counts[-1] * (self.seconds[-1] + starts_s)
+        stops = min(SEED_STOPS, len(self.done_s) + len(self.counts))
+        of_a_seed = self.counts[-1] * self.seconds[-1] + besides.cost_s(1, self.counts[-1] * stops)
+        return total + (self.seeds - 1) * of_a_seed
 
 
 def halvings(count: int, last: int = LAST) -> tuple[int, ...]:
@@ -202,7 +219,7 @@ def plan_rungs(
     counts: Sequence[int],
     seeds: int,
     budget_s: float,
-    start_s: float,
+    besides: Besides,
     longest_s: float,
     done_s: Sequence[float] = (),
 ) -> Rungs:
@@ -212,7 +229,7 @@ def plan_rungs(
         counts: settings in each rung.
         seeds: in the last.
         budget_s: for all of it.
-        start_s: as in `Rungs.cost_s`.
+        besides: as in `Rungs.cost_s`.
         longest_s: a whole training of the slowest setting; none trains longer.
         done_s: as in `Rungs`.
 
@@ -221,15 +238,15 @@ def plan_rungs(
     """
     unit = Rungs(tuple(counts), tuple(2.0**k for k in range(len(counts))), seeds)
     after = replace(unit, done_s=tuple(done_s))
-    starts_s = after.cost_s(start_s) - after.cost_s(0.0)
+    starts_s = after.cost_s(besides) - after.cost_s(NOTHING)
     trained_s = counts[0] * done_s[-1] if done_s else 0.0
-    first = max(budget_s - starts_s + trained_s, 0.0) / unit.cost_s(0.0)
+    first = max(budget_s - starts_s + trained_s, 0.0) / unit.cost_s(NOTHING)
     first = min(first, longest_s / unit.seconds[-1])
     return replace(after, seconds=tuple(first * share for share in unit.seconds))
 
 
 def next_rung(
-    left: int, seeds: int, budget_s: float, start_s: float, longest_s: float, done_s: Sequence[float]
+    left: int, seeds: int, budget_s: float, besides: Besides, longest_s: float, done_s: Sequence[float]
 ) -> tuple[int, float] | None:
     """Return how many settings go on after some rungs, and until when they train; None: none can any more.
 
@@ -238,11 +255,11 @@ def next_rung(
 
     Args:
         left: settings that can be trained, of those of the last rung.
-        seeds, budget_s, start_s, longest_s, done_s: as in `plan_rungs`.
+        seeds, budget_s, besides, longest_s, done_s: as in `plan_rungs`.
     """
     counts, before_s = halvings(left)[1:] or (left,), done_s[-1]
     for ahead, runs in ((counts, seeds), (counts[-1:], seeds), (counts[-1:], 1)):
-        end_s = plan_rungs(ahead, runs, budget_s, start_s, math.inf, done_s).seconds[0]
+        end_s = plan_rungs(ahead, runs, budget_s, besides, math.inf, done_s).seconds[0]
         if end_s >= _LONGER * before_s:
             planned_s = before_s * 2 ** (1 + len(counts) - len(ahead))
             return ahead[0], max(min(end_s, planned_s, longest_s), before_s)

@@ -8,6 +8,7 @@ from typing import Any
 
 from speechdp.experiments.checked import checked_fields
 from speechdp.experiments.record import reading, refuse_others, write_record_file
+from speechdp.experiments.tune.plan import Besides
 from speechdp.json_input import parse_json
 from speechdp.report.runs.records import check_beside, finite
 
@@ -80,13 +81,21 @@ class BackendRecord:
     Attributes:
         speed: predicted frames/s, geometric mean over the settings; None: nothing could be predicted.
         why: it was ruled out; "": it was chosen, or is not judged yet.
-        start_s: what a job takes besides its steps, as measured; None: not known.
+        start_s: what a start of the ranks takes, as measured; None: not known.
+        run_s: what a run takes besides its steps and a start, as measured.
     """
 
     name: str
     speed: float | None = None
     why: str = ""
     start_s: float | None = None
+    run_s: float = 0.0
+
+    @property
+    def besides(self) -> Besides:
+        """What was measured.  Raises AssertionError where nothing was."""
+        assert self.start_s is not None
+        return Besides(self.start_s, self.run_s)
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,8 @@ class TuneRecord:
         settings: what the search shares with no other: data, options, ranks.
         stage: that is under way, of STAGES.
         spent_s: by all commands so far.
-        start_s: what a job takes besides its steps: as measured, then as in the last rung.
+        start_s: what a start of the ranks takes: as measured, then as in the last rung.
+        run_s: what a run takes besides its steps and a start: likewise.
         backends: in the order of preference.
         tried: in the order of being tried.
         rungs: done or under way.
@@ -111,6 +121,7 @@ class TuneRecord:
     stage: str = MEASURE
     spent_s: float = 0.0
     start_s: float = 0.0
+    run_s: float = 0.0
     completed: bool = False
     backends: tuple[BackendRecord, ...] = ()
     tried: tuple[SettingRecord, ...] = ()
@@ -119,6 +130,11 @@ class TuneRecord:
     chosen: str = ""
     untold: tuple[str, ...] = ()
     command: str = ""
+
+    @property
+    def besides(self) -> Besides:
+        """What jobs and runs take besides their steps."""
+        return Besides(self.start_s, self.run_s)
 
     @property
     def backend(self) -> str:

@@ -16,11 +16,12 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.compare.training import LOGS
 from speechdp.experiments.jobs import JobStopped
 from speechdp.experiments.race.plan import RaceOptions
-from speechdp.experiments.tune.jobs import MEASURED, Measurement, RacedSettings, TunedJobs
+from speechdp.experiments.tune.jobs import MEASURED, Measurement, RacedSettings, Stretch, TunedJobs
 from speechdp.experiments.tune.plan import (
     LAST,
     LEAST_STEPS,
     SEED_STOPS,
+    Besides,
     Curve,
     Finish,
     Rungs,
@@ -146,6 +147,37 @@ class _Leg:
     end_s: float
 
 
+@dataclass(frozen=True)
+class _Try:
+    """What a job has made of a part of a run.
+
+    Attributes:
+        took_s: with evaluations and checkpoints, without the start; None: not known.
+        message: what went wrong; "": nothing.
+        is_due: it is still to be trained, by a job of its own.
+    """
+
+    leg: _Leg
+    took_s: float | None = None
+    message: str = ""
+    is_due: bool = False
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """What is said of a job while it trains.
+
+    Attributes:
+        legs: of the rung.
+        told: those whose scores were said.
+        ahead: that the job trains, in order.
+    """
+
+    legs: Sequence[_Leg]
+    told: set[_Leg]
+    ahead: Sequence[_Leg]
+
+
 class Tuner:
     """Makes a search.
 
@@ -163,7 +195,8 @@ class Tuner:
         self._backend = ""  # that an earlier command chose
         #: Rungs of an earlier command: as long as they were, and recorded until this one has come so far.
         self._earlier: tuple[RungRecord, ...] = ()
-        #: What the jobs of the rung under way took besides training, s.
+        #: What the starts and the runs of the rung under way took besides training, s.
+        self._starts_s: list[float] = []
         self._besides_s: list[float] = []
 
     def run(self) -> TuneRecord:
@@ -246,17 +279,18 @@ class Tuner:
         """Measure every back-end, or the one that was chosen before; return what those that work show."""
         starts = {one.name: one.start_s for one in self._record.backends}
         if not self._backend:
-            backends = (BackendRecord(name, start_s=starts.get(name)) for name in self._request.backends)
-            self._keep(stage=MEASURE, backends=tuple(backends))
+            before = {one.name: one for one in self._record.backends}
+            backends = (before.get(name, BackendRecord(name)) for name in self._request.backends)
+            self._keep(stage=MEASURE, backends=tuple(replace(one, speed=None, why="") for one in backends))
         found: dict[str, Measurement] = {}
         for name in [self._backend] if self._backend else self._request.backends:
             self._say(f"measure: computing, data and exchanges with back-end {name}")
             result = self._training.measure(name, knows_start=starts.get(name) is not None)
             if isinstance(result, Measurement):
                 found[name] = result
-                if result.start_s is not None:
-                    self._keep_backend(name, start_s=result.start_s)
-                    self._keep(start_s=result.start_s)
+                if result.besides is not None:
+                    self._keep_backend(name, start_s=result.besides.job_s, run_s=result.besides.run_s)
+                    self._keep_besides(result.besides)
                 continue
             if self._backend:
                 raise RunError(
@@ -301,11 +335,10 @@ class Tuner:
         names = {one.name for one in records}
         rungs = tuple(itertools.takewhile(lambda rung: names.issuperset(rung.settings), self._record.rungs))
         kept = self._record.chosen in names
-        # A rung of an earlier command has told it better.
-        start_s = self._record.start_s if self._backend else self._measured_start_s(backend)
+        if not self._backend:  # else a rung of an earlier command may have told it better
+            self._keep_besides(self._measured(backend))
         self._keep(
             stage=PREDICT,
-            start_s=start_s,
             tried=tuple(records),
             rungs=rungs,
             target=None,
@@ -316,10 +349,12 @@ class Tuner:
         self._say_ruled_out(PREDICT, len(reasons))
         return backend
 
-    def _measured_start_s(self, backend: str) -> float:
-        start_s = next(one.start_s for one in self._record.backends if one.name == backend)
-        assert start_s is not None  # it was measured
-        return start_s
+    def _measured(self, backend: str) -> Besides:
+        """Return what jobs and runs take besides their steps, as it was measured."""
+        return next(one.besides for one in self._record.backends if one.name == backend)
+
+    def _keep_besides(self, besides: Besides) -> None:
+        self._keep(start_s=besides.job_s, run_s=besides.run_s)
 
     def _choose_backend(self, speeds: Mapping[str, Mapping[Setting, Interval]]) -> str:
         """Return the first back-end, unless another is surely faster."""
@@ -358,7 +393,8 @@ class Tuner:
         racing = [self._settings[name] for name in self._record.left]
         self._say(f"race: {counted(len(racing), 'setting')} in turn")
         longest_s = _RACE_SHARE * self._request.budget_s
-        race = self._training.hold_race(racing, backend, longest_s, self._measured_start_s(backend))
+        start_s = self._measured(backend).cost_s(1, 1)
+        race = self._training.hold_race(racing, backend, longest_s, start_s)
         if isinstance(race, str):
             raise RunError(
                 f"{self._request.out}: the race of the settings failed: {race}; the same command tries again"
@@ -445,8 +481,8 @@ class Tuner:
     def _first_rung_s(self, race: RacedSettings) -> float:
         """Return how long settings train in the first rung.  Raises ConfigError: the budget is too small."""
         counts, seeds = halvings(len(self._record.left)), len(self._request.seeds)
-        start_s, whole_s = self._record.start_s, self._whole_s(race)
-        rungs = plan_rungs(counts, seeds, self._left_s, start_s, whole_s)
+        besides, whole_s = self._record.besides, self._whole_s(race)
+        rungs = plan_rungs(counts, seeds, self._left_s, besides, whole_s)
         least_s = max(LEAST_STEPS / self._steps_per_s(name) for name in self._record.left)
         if rungs.seconds[0] < least_s and rungs.seconds[-1] < whole_s:
             needed = Rungs(counts, tuple(least_s * 2**k for k in range(len(counts))), seeds)
@@ -454,7 +490,7 @@ class Tuner:
                 f"--budget: {formatting.seconds(self._spent_s)} of "
                 f"{formatting.seconds(self._request.budget_s)} are used, and the rest trains each of "
                 f"{counted(counts[0], 'setting')} for fewer than {LEAST_STEPS} steps; give "
-                f"{self._enough_s(needed.cost_s(start_s)):.0f}s at least (what was measured is kept)"
+                f"{self._enough_s(needed.cost_s(besides)):.0f}s at least (what was measured is kept)"
             )
         return rungs.seconds[0]
 
@@ -470,7 +506,7 @@ class Tuner:
             left,
             len(self._request.seeds),
             self._left_s,
-            self._record.start_s,
+            self._record.besides,
             self._whole_s(race),
             [rung.seconds for rung in done],
         )
@@ -500,7 +536,8 @@ class Tuner:
         self._keep_rungs(*done, rung)
         number = counted(len(rung.settings), "setting")
         self._say(f"halving: {number} until {formatting.seconds(end_s)} of training")
-        begin_s, self._besides_s = done[-1].seconds if done else 0.0, []
+        begin_s = done[-1].seconds if done else 0.0
+        self._starts_s, self._besides_s = [], []
         legs = [_Leg(name, self._request.seeds[0], begin_s, end_s) for name in rung.settings]
         curves = self._train_legs(backend, legs, may_end=bool(done))
         seen_s = self._first_seen_s(curves or {}, end_s)
@@ -516,7 +553,7 @@ class Tuner:
         for name in curves:
             self._record = self._record.with_setting(name, rungs=self._record.of(name).rungs + 1)
         if len(done) >= len(self._earlier):  # nobody knows how far interrupted runs had come
-            self._learn_start()
+            self._learn_besides()
         return replace(rung, scores={name: curve.at(rung.seconds) for name, curve in curves.items()})
 
     def _first_seen_s(self, curves: Mapping[str, Curve], end_s: float) -> float:
@@ -534,31 +571,42 @@ class Tuner:
             may_end: give up, and return None, as soon as not all are expected to end within the budget.
         """
         due = {leg for leg in legs if not self._has_trained(leg)}
+        tries: dict[_Leg, _Try] = {}
         curves: dict[str, Curve] = {}
         failed: dict[str, str] = {}
+        told: set[_Leg] = set()
         is_over = False
-        for number, leg in enumerate(legs, start=1):
-            ahead = [one for one in legs[number - 1 :] if one in due and one.name not in failed]
-            is_over = may_end and not self._fits(ahead)
-            if is_over:
-                break
+        for number, leg in enumerate(legs):
             if leg.name in failed:
                 continue
-            curve = self._curve(backend, leg, needs_job=leg in due)
-            is_first = leg.seed == self._request.seeds[0]
-            what = f"[{number}/{len(legs)}] {leg.name}{'' if is_first else f', seed {leg.seed}'}"
+            if leg in due and leg not in tries:
+                ahead = [one for one in legs[number:] if one in due and one.name not in failed]
+                is_over = may_end and not self._fits(ahead)
+                if is_over:
+                    break
+                shown = _Shown(legs, told, ahead)
+                tries |= {one.leg: one for one in self._try(backend, ahead, shown, may_end=may_end)}
+            curve = self._curve(backend, leg, tries.get(leg))
             if isinstance(curve, str):
-                failed[leg.name] = f"{'it' if is_first else f'seed {leg.seed}'} failed: {curve}"
+                of_seed = "it" if leg.seed == self._request.seeds[0] else f"seed {leg.seed}"
+                failed[leg.name] = f"{of_seed} failed: {curve}"
                 curves.pop(leg.name, None)
-                self._say(f"halving: {what} failed: {curve}")
+                self._say(f"halving: {self._place(leg, legs)} failed: {curve}")
                 continue
             curves[leg.name] = curve
             self._keep()
-            if leg in due:
-                self._say(f"halving: {what}: {curve.at(leg.end_s):.4g}")
+            if leg in due and leg not in told:
+                self._say_score(leg, legs, curve)
         if failed:
             self._rule_out(HALVING, failed)
         return None if is_over else curves
+
+    def _place(self, leg: _Leg, legs: Sequence[_Leg]) -> str:
+        seed = "" if leg.seed == self._request.seeds[0] else f", seed {leg.seed}"
+        return f"[{legs.index(leg) + 1}/{len(legs)}] {leg.name}{seed}"
+
+    def _say_score(self, leg: _Leg, legs: Sequence[_Leg], curve: Curve) -> None:
+        self._say(f"halving: {self._place(leg, legs)}: {curve.at(leg.end_s):.4g}")
 
     def _step(self, leg: _Leg) -> int:
         return max(1, round(leg.end_s * self._steps_per_s(leg.name)))
@@ -567,34 +615,89 @@ class Tuner:
         return self._training.has_trained_to(self._settings[leg.name], leg.seed, self._step(leg))
 
     def _fits(self, legs: Sequence[_Leg]) -> bool:
-        """Return whether jobs are expected to end within the budget."""
-        cost_s = sum(leg.end_s - leg.begin_s + self._record.start_s for leg in legs)
-        return not legs or self._spent_s + cost_s <= (1 + _LATE) * self._request.budget_s
+        """Return whether parts of runs are expected to be trained within the budget."""
+        return not legs or self._cost_s(legs) <= self._time_s
 
-    def _learn_start(self) -> None:
-        """Take for the start of a job all that those of a rung took besides training, evaluations say."""
-        if self._besides_s:
-            self._keep(start_s=max(0.0, sum(self._besides_s) / len(self._besides_s)))
+    @property
+    def _time_s(self) -> float:
+        return (1 + _LATE) * self._request.budget_s - self._spent_s
 
-    def _curve(self, backend: str, leg: _Leg, *, needs_job: bool) -> Curve | str:
-        """Train a run for a time at its raced speed; return its scores over that time, or what went wrong."""
-        setting, rate, step = self._settings[leg.name], self._steps_per_s(leg.name), self._step(leg)
-        folder = self._training.run_dir(setting, leg.seed)
+    def _cost_s(self, legs: Sequence[_Leg]) -> float:
+        """Return what training parts of runs takes."""
+        jobs = 1 if self._training.shares_starts else len(legs)
+        trained_s = sum(leg.end_s - leg.begin_s for leg in legs)
+        return trained_s + self._record.besides.cost_s(jobs, len(legs))
+
+    def _try(self, backend: str, legs: Sequence[_Leg], shown: _Shown, *, may_end: bool) -> list[_Try]:
+        """Train parts of runs within one start, if there can be one; return those that it came to.
+
+        Args:
+            legs: at least one.
+            shown: to whoever watches.
+            may_end: begin none that would end too late.
+        """
+        if not self._training.shares_starts:
+            return [_Try(legs[0], is_due=True)]
+        for leg in legs:
+            self._keep_folder(leg)
+        last_s = self._cost_s(legs[-1:]) - self._record.start_s
+        trained = self._training.train_together(
+            [Stretch(self._settings[leg.name], leg.seed, self._step(leg)) for leg in legs],
+            backend,
+            max(self._time_s - last_s, 1.0) if may_end else 0.0,
+            lambda done: self._show(shown, done),
+        )
+        tries = [_Try(leg, took_s) for leg, took_s in zip(legs, trained.took_s, strict=False)]
+        if len(tries) < len(legs) and (trained.message or not tries):
+            return [*tries, _Try(legs[len(tries)], message=trained.message or "it was not trained")]
+        self._starts_s.append(trained.start_s)
+        return tries
+
+    def _show(self, shown: _Shown, done: int) -> None:
+        """Say the scores of the parts that a job has trained by now."""
+        for leg in shown.ahead[:done]:
+            if leg not in shown.told and self._has_trained(leg):
+                curve = self._scored(self._record.backend, leg)
+                if isinstance(curve, Curve):  # else it is told when the job has ended
+                    shown.told.add(leg)
+                    self._say_score(leg, shown.legs, curve)
+
+    def _learn_besides(self) -> None:
+        """Take for what jobs and runs take besides training what those of a rung took."""
+        now = self._record.besides
+        job_s, run_s = _mean(self._starts_s, now.job_s), _mean(self._besides_s, now.run_s)
+        self._keep_besides(Besides(job_s, max(0.0, run_s)))
+
+    def _keep_folder(self, leg: _Leg) -> None:
+        folder = self._training.run_dir(self._settings[leg.name], leg.seed)
         runs = {**self._record.of(leg.name).runs, str(leg.seed): folder.name}
         self._record = self._record.with_setting(leg.name, runs=runs)
+
+    def _curve(self, backend: str, leg: _Leg, tried: _Try | None) -> Curve | str:
+        """Train a run for a time at its raced speed; return its scores over that time, or what went wrong.
+
+        Args:
+            tried: what a job that trained several has made of it; None: it was trained before.
+        """
+        self._keep_folder(leg)
+        took_s = None if tried is None else tried.took_s
         begun_s = time.monotonic()
-        found = self._training.train_to(setting, backend, leg.seed, step)
-        took_s = time.monotonic() - begun_s
-        if isinstance(found, str):  # a rank may have been lost: that is no fault of the setting
-            self._say(f"halving: {leg.name} failed and is tried once more: {found}")
-            needs_job = False  # what it took tells nothing
-            found = self._training.train_to(setting, backend, leg.seed, step)
-        if isinstance(found, str):
-            return found
-        curve = Curve(tuple((at / rate, score) for at, score in found.points))
-        if needs_job:  # it has trained to its first evaluation at least
+        curve = tried.message if tried is not None and tried.message else self._scored(backend, leg)
+        if tried is not None and tried.is_due:
+            took_s = time.monotonic() - begun_s
+        if isinstance(curve, str):  # a rank may have been lost: that is no fault of the setting
+            self._say(f"halving: {leg.name} failed and is tried once more: {curve}")
+            took_s = None  # what it took tells nothing
+            curve = self._scored(backend, leg)
+        if took_s is not None and not isinstance(curve, str):  # it has come to its first evaluation at least
             self._besides_s.append(took_s - (max(leg.end_s, curve.points[0][0]) - leg.begin_s))
         return curve
+
+    def _scored(self, backend: str, leg: _Leg) -> Curve | str:
+        """Train a run by itself, unless it is trained; return its scores over time, or what went wrong."""
+        rate = self._steps_per_s(leg.name)
+        found = self._training.train_to(self._settings[leg.name], backend, leg.seed, self._step(leg))
+        return found if isinstance(found, str) else Curve(tuple((at / rate, s) for at, s in found.points))
 
     def _finish(self, backend: str) -> None:
         """Train the last settings with the other seeds, as far as the budget goes, and choose.
@@ -624,6 +727,10 @@ class Tuner:
             self._record = self._record.with_setting(name, times_s=end.times_s, scores=end.scores, why=why)
         self._record = replace(self._record, target=target)
         self._choose(names, untold(names, ends))
+
+
+def _mean(values: Sequence[float], default: float) -> float:
+    return sum(values) / len(values) if values else default
 
 
 def _by_score(rung: RungRecord) -> list[str]:

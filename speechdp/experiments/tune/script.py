@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,8 +17,14 @@ from speechdp.experiments.compare.training import log_of
 from speechdp.experiments.jobs import JobStarter
 from speechdp.experiments.race.plan import order_of_rounds
 from speechdp.experiments.race.record import FOLDER
-from speechdp.experiments.tune.jobs import RacedSettings, TunedJobs, is_timed, steps_of_turn
-from speechdp.experiments.tune.plan import Setting
+from speechdp.experiments.tune.jobs import (
+    RacedSettings,
+    TunedJobs,
+    besides_steps_s,
+    is_timed,
+    steps_of_turn,
+)
+from speechdp.experiments.tune.plan import Besides, Setting
 from speechdp.experiments.tune.run import TuneRequest
 from speechdp.ownership.overwrite import RUN, empty
 from speechdp.parallel.data_parallel import STRATEGY
@@ -107,9 +114,9 @@ class TunedScript(TunedJobs):
     def _take_turn(self, folder: Path, setting: Setting, backend: str, steps: int) -> _Turn | str:
         """Train some steps, unless that is done; return their speed, or what went wrong."""
         if not is_timed(folder):
-            message = self._train_some(folder, setting.strategy, backend, steps)
-            if message is not None:
-                return message
+            besides = self._train_some({folder: setting.strategy}, backend, steps)
+            if isinstance(besides, str):
+                return besides
         timing = read_run(folder).timing
         ranks = [] if timing is None else [rank for rank in timing.ranks if rank.frames and rank.wall_s]
         if not ranks:
@@ -118,7 +125,19 @@ class TunedScript(TunedJobs):
         slowest_s, most_steps = max(rank.wall_s for rank in ranks), max(rank.steps for rank in ranks)
         return _Turn(frames / slowest_s, frames / most_steps)
 
-    def _train_some(self, run_dir: Path, strategy: StrategyChoice, backend: str, steps: int) -> str | None:
+    def _train_some(
+        self, strategies: Mapping[Path, StrategyChoice], backend: str, steps: int
+    ) -> Besides | str:
+        took_s = []
+        for run_dir, strategy in strategies.items():
+            begun_s = time.monotonic()
+            message = self._train_one(run_dir, strategy, backend, steps)
+            if message is not None:
+                return message
+            took_s.append(besides_steps_s(run_dir, time.monotonic() - begun_s))
+        return Besides(0.0, min(took_s))  # every run is a start of its own
+
+    def _train_one(self, run_dir: Path, strategy: StrategyChoice, backend: str, steps: int) -> str | None:
         if RunDirectory(run_dir).is_begun:
             with owner_of(run_dir, "tune", self._say) as owner:
                 empty(owner, RUN)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from speechdp.data.shards.dataset import FLAT, Dataset
-from speechdp.errors import RunError
+from speechdp.errors import RunError, SpeechDPError
 from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.compare.own_training import CompareRequest, OwnTraining
 from speechdp.experiments.compare.plan import SEQUENTIAL
@@ -27,22 +30,37 @@ from speechdp.experiments.race.record import (
     forget_failure,
     is_of,
 )
-from speechdp.experiments.tune.jobs import RacedSettings, TunedJobs, steps_of_turn
-from speechdp.experiments.tune.plan import Setting
+from speechdp.experiments.tune.jobs import (
+    MEASURED,
+    RacedSettings,
+    Stretch,
+    Trained,
+    TunedJobs,
+    besides_steps_s,
+    steps_of_turn,
+)
+from speechdp.experiments.tune.parts import Part, Parts, forget_took, read_took, with_setting
+from speechdp.experiments.tune.plan import Besides, Setting
+from speechdp.experiments.tune.record import RUNS
 from speechdp.options.run import FLAT_NOTICE, TrainOptions
 from speechdp.parallel.registry import StrategyChoice
-from speechdp.parallel.run_files import RunDirectory
 from speechdp.report.kit import formatting
 from speechdp.report.runs.raced import LEAST_ROUNDS
 
+#: Seconds between two looks at what a job has done.
+_LOOK_S = 0.5
+_NOTHING_LEFT = "the job ended well but left no record (is OUT a shared folder?)"
+
 
 class TunedTraining(OwnTraining, TunedJobs):
-    """Trains settings of a search with `speechdp`, as a comparison does.
+    """Trains settings of a search with `speechdp`, as a comparison does, but several in one start.
 
     Args:
         request: with the ranks of the search and one strategy, which does not count.
         say: takes a line of progress.
     """
+
+    shares_starts = True
 
     def __init__(self, request: CompareRequest, starter: JobStarter, say: Callable[[str], None]) -> None:
         OwnTraining.__init__(self, request, starter, say)
@@ -95,34 +113,97 @@ class TunedTraining(OwnTraining, TunedJobs):
                 f"race: the shortest takes {formatting.seconds(expected_s)}, more than a quarter of the "
                 "budget; fewer --strategies or --periods shorten it"
             )
-        words = ["tune", str(self._request.data.absolute()), str(out), "--job=race"]
-        words += [f"--racing={racing_text(given)}", f"--race={length.rounds}"]
-        words += [f"--race-steps={length.least_steps}", f"--ranks={self._ranks}"]
-        words += [f"--backends={options.backend}", f"--seeds={options.seed}"]
-        own = TrainOptions()
-        words += train_arguments(
-            dataclasses.replace(options, strategy=own.strategy, backend=own.backend, seed=own.seed)
-        )
+        words = [f"--racing={racing_text(given)}", f"--race={length.rounds}"]
+        words += [f"--race-steps={length.least_steps}"]
         noted = failure_path(out, self._ranks)
         forget_failure(noted)
-        message = self._starter.run(self._ranks + options.loading.feeders, words, log_of(out / "race"))
+        message = self._start("race", options, words, log_of(out / "race"))
         race = _race_in(out, self._ranks)
         if race is not None and is_of(race, self._race_plan(length, options, given)):
             return race
         failure = find_failure(noted)
         if failure is not None and any(one.name == failure.name for one in settings):
             return failure
-        return message or "the job ended well but left no record (is OUT a shared folder?)"
+        return message or _NOTHING_LEFT
 
     def _race_plan(
         self, length: RaceOptions, options: TrainOptions, given: Mapping[Setting, str]
     ) -> RacePlan:
         return race_of(dataclasses.replace(self._request, race=length), given, self._ranks, options)
 
-    def _train_some(self, run_dir: Path, strategy: StrategyChoice, backend: str, steps: int) -> str | None:
-        options = self._options(Setting(strategy), backend, self.seeds[0])
-        options = dataclasses.replace(options, max_steps=steps)
-        return self._train(run_dir, options, self._ranks, anew=RunDirectory(run_dir).is_begun)
+    def _start(self, job: str, options: TrainOptions, own_words: Sequence[str], log: Path) -> str | None:
+        """Start ranks of the search for a job of its own; return None, or what went wrong.
+
+        Args:
+            options: that its runs share, with a back-end and a seed.
+            own_words: of the job.
+        """
+        words = ["tune", str(self._request.data.absolute()), str(self._out), f"--job={job}", *own_words]
+        words += [f"--ranks={self._ranks}", f"--backends={options.backend}", f"--seeds={options.seed}"]
+        own = TrainOptions()
+        words += train_arguments(
+            dataclasses.replace(options, strategy=own.strategy, backend=own.backend, seed=own.seed)
+        )
+        return self._starter.run(self._ranks + options.loading.feeders, words, log)
+
+    def _train_some(
+        self, strategies: Mapping[Path, StrategyChoice], backend: str, steps: int
+    ) -> Besides | str:
+        parts = [
+            Part(run_dir.name, strategy.text, seed=self.seeds[0], max_steps=steps)
+            for run_dir, strategy in strategies.items()
+        ]
+        log = log_of(self._out / MEASURED / backend)
+        found = self._train_parts(MEASURED, parts, backend, log)
+        if len(found.took_s) < len(parts):
+            return found.message or _NOTHING_LEFT
+        took_s = [besides_steps_s(*one) for one in zip(strategies, found.took_s, strict=True)]
+        return Besides(found.start_s, min(took_s))
+
+    def train_together(
+        self,
+        stretches: Sequence[Stretch],
+        backend: str,
+        longest_s: float,
+        on_trained: Callable[[int], None],
+    ) -> Trained:
+        """See TunedJobs."""
+        parts = [
+            Part(
+                self.run_dir(one.setting, one.seed).name,
+                one.setting.strategy.text,
+                one.setting.batch_size,
+                one.seed,
+                pause_at=one.step,
+            )
+            for one in stretches
+        ]
+        log = log_of(self._out / RUNS / "rungs")
+        return self._train_parts(RUNS, parts, backend, log, longest_s, on_trained)
+
+    def _train_parts(
+        self,
+        job: str,
+        parts: Sequence[Part],
+        backend: str,
+        log: Path,
+        longest_s: float = 0.0,
+        on_trained: Callable[[int], None] | None = None,
+    ) -> Trained:
+        """Train parts of runs within one start.
+
+        Args:
+            job: whose folder in OUT has the runs.
+            longest_s, on_trained: as in `train_together`.
+        """
+        root, begun_s = self._out / job, time.monotonic()
+        options = self._options(Setting(SEQUENTIAL), backend, self.seeds[0])
+        text = Parts(tuple(parts), round(longest_s, 1)).text
+        forget_took(root)
+        with _Watch(root, on_trained):
+            message = self._start(job, options, [f"--parts={text}"], log)
+        took_s = tuple(read_took(root))
+        return Trained(took_s, max(0.0, time.monotonic() - begun_s - sum(took_s)), message or "")
 
     def _train_on(self, run_dir: Path, setting: Setting, backend: str, seed: int, step: int) -> str | None:
         return self._train(run_dir, self._options(setting, backend, seed), self._ranks, pause_at=step)
@@ -156,12 +237,39 @@ class TunedTraining(OwnTraining, TunedJobs):
         return options.on_alignments(self._alignments)
 
 
-def with_setting(options: TrainOptions, setting: Setting) -> TrainOptions:
-    """Return options of a training with a setting's strategy and batch."""
-    if setting.batch_size:
-        batch = dataclasses.replace(options.batch, batch_size=setting.batch_size)
-        options = dataclasses.replace(options, batch=batch)
-    return dataclasses.replace(options, strategy=setting.strategy)
+class _Watch:
+    """Tells, while the block runs and as it is left, how many parts of a job are done.
+
+    Args:
+        root: folder of its runs.
+        on_trained: told that, by a thread of its own; None: nobody.
+    """
+
+    def __init__(self, root: Path, on_trained: Callable[[int], None] | None) -> None:
+        self._root, self._on_trained = root, on_trained
+        self._over, self._told = threading.Event(), 0
+        self._thread = threading.Thread(target=self._run, name="parts of a job", daemon=True)
+
+    def __enter__(self) -> None:
+        if self._on_trained is not None:
+            self._thread.start()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._on_trained is not None:
+            self._over.set()
+            self._thread.join()
+            self._look()
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            with suppress(SpeechDPError):  # whoever leaves the block is told
+                self._look()
+
+    def _look(self) -> None:
+        done = len(read_took(self._root))
+        if done > self._told and self._on_trained is not None:
+            self._on_trained(done)
+            self._told = done
 
 
 def race_of(

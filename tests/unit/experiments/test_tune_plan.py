@@ -17,6 +17,7 @@ from speechdp.experiments.compare.plan import checked_strategies
 from speechdp.experiments.tune.jobs import steps_of_turn
 from speechdp.experiments.tune.plan import (
     STRATEGIES,
+    Besides,
     Curve,
     Finish,
     Setting,
@@ -184,34 +185,45 @@ def test_halving_ends_with_two(count: int) -> None:
     assert all(after == max(2, math.ceil(before / 2)) for before, after in itertools.pairwise(counts))
 
 
-@given(st.integers(2, 40), st.integers(1, 3), st.floats(500, 5_000), st.floats(0, 2))
-def test_rungs_cost_the_budget(count: int, seeds: int, budget_s: float, start_s: float) -> None:
-    rungs = plan_rungs(halvings(count), seeds, budget_s, start_s, longest_s=math.inf)
-    assert rungs.cost_s(start_s) == pytest.approx(budget_s)
+#: What a run takes besides training, where each is a start of its own.
+A_SECOND = Besides(0.0, 1.0)
+BESIDES = st.builds(Besides, st.floats(0, 2), st.floats(0, 2))
+
+
+@given(st.integers(2, 40), st.integers(1, 3), st.floats(500, 5_000), BESIDES)
+def test_rungs_cost_the_budget(count: int, seeds: int, budget_s: float, besides: Besides) -> None:
+    rungs = plan_rungs(halvings(count), seeds, budget_s, besides, longest_s=math.inf)
+    assert rungs.cost_s(besides) == pytest.approx(budget_s)
     assert all(after == pytest.approx(2 * before) for before, after in itertools.pairwise(rungs.seconds))
 
 
 def test_the_cost_of_rungs_by_hand() -> None:
     """Four settings for 10 s, two for 10 s more, a second seed of both for 20 s in two goes; 1 s a start."""
-    rungs = plan_rungs((4, 2), 2, 40 + 20 + 40 + (4 + 2 + 2 * 2) * 1.0, 1.0, longest_s=100)
+    rungs = plan_rungs((4, 2), 2, 40 + 20 + 40 + (4 + 2 + 2 * 2) * 1.0, A_SECOND, longest_s=100)
+    assert rungs.seconds == (pytest.approx(10), pytest.approx(20))
+
+
+def test_the_cost_of_rungs_whose_runs_share_a_start_by_hand() -> None:
+    """As above, in three starts of 7 s: two rungs, and the second seed of the last two."""
+    rungs = plan_rungs((4, 2), 2, 40 + 20 + 40 + (4 + 2 + 2 * 2) * 1.0 + 3 * 7.0, Besides(7.0, 1.0), 100)
     assert rungs.seconds == (pytest.approx(10), pytest.approx(20))
 
 
 def test_the_cost_of_rungs_to_go_counts_the_starts_of_all_seed_stops_and_no_training_twice() -> None:
     """Two settings from 10 s on to 20 s, and a second seed of both for 20 s in two goes; 1 s a start."""
     budget_s = 2 * 10 + 40 + (2 + 2 * 2) * 1.0
-    rungs = plan_rungs((2,), 2, budget_s, 1.0, math.inf, (10.0,))
-    assert rungs.seconds == (pytest.approx(20),) and rungs.cost_s(1.0) == pytest.approx(budget_s)
+    rungs = plan_rungs((2,), 2, budget_s, A_SECOND, math.inf, (10.0,))
+    assert rungs.seconds == (pytest.approx(20),) and rungs.cost_s(A_SECOND) == pytest.approx(budget_s)
 
 
-@given(st.integers(3, 40), st.integers(1, 3), st.floats(500, 5_000), st.floats(0, 2))
+@given(st.integers(3, 40), st.integers(1, 3), st.floats(500, 5_000), BESIDES)
 def test_what_is_left_after_the_first_rung_pays_for_the_others(
-    count: int, seeds: int, budget_s: float, start_s: float
+    count: int, seeds: int, budget_s: float, besides: Besides
 ) -> None:
     counts = halvings(count)
-    first_s = plan_rungs(counts, seeds, budget_s, start_s, math.inf).seconds[0]
-    left_s = budget_s - count * (first_s + start_s)
-    rungs = plan_rungs(counts[1:], seeds, left_s, start_s, math.inf, (first_s,))
+    first_s = plan_rungs(counts, seeds, budget_s, besides, math.inf).seconds[0]
+    left_s = budget_s - count * first_s - besides.cost_s(1, count)
+    rungs = plan_rungs(counts[1:], seeds, left_s, besides, math.inf, (first_s,))
     assert rungs.seconds[0] == pytest.approx(2 * first_s)
 
 
@@ -230,23 +242,23 @@ def test_what_is_left_after_the_first_rung_pays_for_the_others(
 def test_rungs_are_left_out_where_they_would_not_train_longer(
     left_s: float, ahead: tuple[int, float] | None
 ) -> None:
-    found = next_rung(8, 2, left_s, 1.0, math.inf, [10.0])
+    found = next_rung(8, 2, left_s, A_SECOND, math.inf, [10.0])
     assert (found is None) == (ahead is None)
     if found is not None and ahead is not None:
         assert found == (ahead[0], pytest.approx(ahead[1]))
 
 
 def test_runs_that_are_whole_train_no_longer() -> None:
-    assert next_rung(4, 1, 1_000, 1.0, 15.0, [10.0]) == (2, 15.0)
-    assert next_rung(4, 1, 1_000, 1.0, 5.0, [10.0]) == (2, 10.0)  # the slow one is left behind
+    assert next_rung(4, 1, 1_000, A_SECOND, 15.0, [10.0]) == (2, 15.0)
+    assert next_rung(4, 1, 1_000, A_SECOND, 5.0, [10.0]) == (2, 10.0)  # the slow one is left behind
 
 
 def test_no_setting_trains_longer_than_a_whole_training() -> None:
-    assert plan_rungs((4, 2), 2, 1e6, 1.0, longest_s=30).seconds == (15, 30)
+    assert plan_rungs((4, 2), 2, 1e6, A_SECOND, longest_s=30).seconds == (15, 30)
 
 
 def test_starting_may_use_a_budget_up() -> None:
-    assert plan_rungs((4, 2), 2, 60, 10.0, 100).seconds == (0, 0)
+    assert plan_rungs((4, 2), 2, 60, Besides(0.0, 10.0), 100).seconds == (0, 0)
 
 
 def test_the_time_to_a_target_is_interpolated() -> None:

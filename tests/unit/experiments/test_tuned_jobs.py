@@ -26,7 +26,9 @@ from speechdp.experiments.race.record import (
     write_failure,
     write_race,
 )
-from speechdp.experiments.tune.jobs import MEASURED_STRATEGIES, Measurement, RacedSettings
+from speechdp.experiments.record import write_record_file
+from speechdp.experiments.tune.jobs import MEASURED_STRATEGIES, Measurement, RacedSettings, Stretch
+from speechdp.experiments.tune.parts import TOOK, Part, Parts
 from speechdp.experiments.tune.plan import Setting
 from speechdp.experiments.tune.run import TunedTarget, TuneRequest
 from speechdp.experiments.tune.script import TunedScript
@@ -58,14 +60,18 @@ class Ranks:
 
     def run(self, num_ranks: int, words: Sequence[str], log: Path, *, may_pause: bool = False) -> str | None:
         self.started.append(list(words))
-        if words[0] == "train":
-            run_dir = Path(words[2])
-            shutil.rmtree(run_dir, ignore_errors=True)
-            MadeUpSteps(["node-a"] * num_ranks, f"{run_dir.name.partition('-')[2]}").write(
-                run_dir.parent, run_dir.name
-            )
-            return None
-        return self._race({k: v for k, _, v in (word.partition("=") for word in words)})
+        told = {k: v for k, _, v in (word.partition("=") for word in words)}
+        if told["--job"] == "race":
+            return self._race(told)
+        root, took_s = Path(words[2]) / told["--job"], []
+        for part in Parts.of(told["--parts"]).parts:
+            if part.strategy in self.failing:
+                return f"rank 1 on node-a: {self.failing[part.strategy]}"
+            shutil.rmtree(root / part.folder, ignore_errors=True)
+            MadeUpSteps(["node-a"] * num_ranks, part.strategy).write(root, part.folder)
+            took_s.append(1000.0)
+            write_record_file(root / TOOK, "parts", {"took_s": took_s})
+        return None
 
     def _race(self, told: Mapping[str, str]) -> str | None:
         given = settings_in(told["--racing"])
@@ -96,8 +102,10 @@ def training_of(ranks: Ranks, said: list[str] | None = None) -> TunedTraining:
     return TunedTraining(ranks.request, ranks, [].append if said is None else said.append)  # type: ignore[arg-type]
 
 
-def flags(words: Sequence[str]) -> set[str]:
-    return {"--resume", "--overwrite"} & {*words}
+def trained_in(words: Sequence[str]) -> list[str]:
+    """Return the folders of the runs that a job trains."""
+    (text,) = (word.removeprefix("--parts=") for word in words if word.startswith("--parts="))
+    return [part.folder for part in Parts.of(text).parts]
 
 
 def test_a_measuring_run_that_was_cut_short_is_started_over(tmp_path: Path) -> None:
@@ -105,16 +113,37 @@ def test_a_measuring_run_that_was_cut_short_is_started_over(tmp_path: Path) -> N
     cut = MadeUpSteps(["node-a"] * 2).write(tmp_path / "measure", "mpi-gradient_averaging", completed=False)
     (cut / "timing.json").unlink()
     found = training_of(ranks).measure("mpi", knows_start=False)
-    assert isinstance(found, Measurement) and found.start_s is not None
-    assert [flags(words) for words in ranks.started] == [{"--resume"}, {"--overwrite"}]
+    assert isinstance(found, Measurement) and found.besides is not None and found.besides.run_s > 900.0
+    (words,) = ranks.started  # both in one start
+    assert trained_in(words) == ["mpi-model_averaging", "mpi-gradient_averaging"]
     # What is timed is left as it is, unless nobody knows what a start takes.
     ranks.started.clear()
     found = training_of(ranks).measure("mpi", knows_start=True)
-    assert isinstance(found, Measurement) and found.start_s is None and not ranks.started
+    assert isinstance(found, Measurement) and found.besides is None and not ranks.started
     found = training_of(ranks).measure("mpi", knows_start=False)
-    assert isinstance(found, Measurement) and found.start_s is not None
+    assert isinstance(found, Measurement) and found.besides is not None
     (words,) = ranks.started
-    assert flags(words) == {"--overwrite"} and words[2].endswith(f"mpi-{MEASURED_STRATEGIES[-1]}")
+    assert trained_in(words) == [f"mpi-{MEASURED_STRATEGIES[-1]}"]
+
+
+def test_a_job_tells_what_it_has_trained_and_what_failed(tmp_path: Path) -> None:
+    ranks, seen = Ranks(request_in(tmp_path), failing={RARER: "the loss is nan"}), list[int]()
+    stretches = [Stretch(one, 1, 40) for one in SETTINGS]
+    found = training_of(ranks).train_together(stretches, "mpi", 0.0, seen.append)
+    assert found.took_s == (1000.0, 1000.0) and found.message == "rank 1 on node-a: the loss is nan"
+    assert seen[-1] == 2 and seen == sorted(set(seen))
+    # Of the next job nothing is known before it has begun.
+    ranks.failing = {GRADIENTS: "the loss is nan"}
+    again = training_of(ranks).train_together(stretches, "mpi", 0.0, seen.append)
+    assert again.took_s == () and again.message and seen[-1] == 2
+
+
+def test_parts_go_to_the_ranks_in_one_word() -> None:
+    parts = [Part("a-seed2", GRADIENTS, 8, 2, pause_at=40), Part("mpi-b", 'own:name="x y"', max_steps=48)]
+    job = Parts(tuple(parts), 30.5)
+    assert Parts.of(job.text) == job
+    options = parts[0].options(options_with(batch_size=4))
+    assert (options.seed, options.batch.batch_size, options.max_steps) == (2, 8, 0)
 
 
 class ScriptRanks:

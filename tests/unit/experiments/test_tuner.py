@@ -19,8 +19,8 @@ from speechdp.experiments.jobs import JobStopped
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
 from speechdp.experiments.race.record import RaceRecord, Turn
 from speechdp.experiments.tune import run as tune_run
-from speechdp.experiments.tune.jobs import Measurement, RacedSettings, Scored, up_to
-from speechdp.experiments.tune.plan import Setting
+from speechdp.experiments.tune.jobs import Measurement, RacedSettings, Scored, Stretch, Trained, up_to
+from speechdp.experiments.tune.plan import Besides, Setting
 from speechdp.experiments.tune.record import TuneRecord, read_tune
 from speechdp.experiments.tune.run import TunedTarget, Tuner, TuneRequest
 from speechdp.experiments.tune.training import fitting_race
@@ -63,8 +63,10 @@ class Jobs:
         stops_after: jobs of training after which a signal comes; -1: it comes as back-ends are measured.
         breaks: how many jobs of a strategy end by a lost rank.
         factors: how fast back-ends are; one that is missing does not work.
-        starts: what a job takes with a back-end besides its steps, where that is not 0.5 s.
+        starts: what a run takes with a back-end besides its steps, where that is not 0.5 s.
     """
+
+    shares_starts = False  # as with a script
 
     out: Path
     fails: tuple[str, ...] = ()
@@ -85,7 +87,8 @@ class Jobs:
         if backend not in self.factors:
             return "is not installed"
         self.measured.append((backend, knows_start))
-        return MadeUp((), None if knows_start else self.starts.get(backend, 0.5), self.factors[backend])
+        besides = Besides(0.0, self.starts.get(backend, 0.5))
+        return MadeUp((), None if knows_start else besides, self.factors[backend])
 
     def hold_race(
         self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
@@ -169,6 +172,49 @@ class Timed(Jobs):
         assert isinstance(found, Scored)
         kept = tuple(point for point in found.points if point[0] >= first)
         return Scored(kept, found.is_over)
+
+
+@dataclass
+class Together(Jobs):
+    """Jobs that train several runs in one start.
+
+    Attributes:
+        jobs: how many each was asked to train, and for how long it may begin others.
+        capped: a job begins no other after so many runs.
+    """
+
+    shares_starts = True
+    jobs: list[tuple[int, float]] = field(default_factory=list)
+    capped: int = 1_000
+    alone: list[str] = field(default_factory=list)
+
+    def train_together(
+        self,
+        stretches: Sequence[Stretch],
+        backend: str,
+        longest_s: float,
+        on_trained: Callable[[int], None],
+    ) -> Trained:
+        self.jobs.append((len(stretches), longest_s))
+        took_s: list[float] = []
+        for one in stretches[: self.capped]:
+            before = [at for name, seed, at in self.trained if (name, seed) == (one.setting.name, one.seed)]
+            found = super().train_to(one.setting, backend, one.seed, one.step)
+            if isinstance(found, str):
+                return Trained(tuple(took_s), 3.0, found)
+            rate = SPEEDS[one.setting.strategy.text] / FRAMES_A_STEP / 1.045  # as raced, in the mean
+            took_s.append(2.0 + (one.step - max(before, default=0)) / rate)
+            on_trained(len(took_s))
+        return Trained(tuple(took_s), 3.0)
+
+    def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
+        is_read = self.has_trained_to(setting, seed, step)
+        found = super().train_to(setting, backend, seed, step)
+        if is_read:
+            self.trained.pop()
+        else:
+            self.alone.append(setting.name)
+        return found
 
 
 def timed_search(
@@ -313,8 +359,8 @@ def test_what_a_start_takes_is_that_of_the_back_end_chosen(tmp_path: Path) -> No
         with pytest.raises(JobStopped):
             search(tmp_path, jobs, backends=("mpi", "torch"))
         record = read_tune(tmp_path)
-        assert record.backend == "mpi" and record.start_s == 2.0
-        assert {one.name: one.start_s for one in record.backends} == starts
+        assert record.backend == "mpi" and record.besides == Besides(0.0, 2.0)
+        assert {one.name: one.run_s for one in record.backends} == starts
     assert jobs.measured == [("mpi", False), ("torch", False), ("mpi", True)]
 
 
@@ -337,7 +383,7 @@ def test_what_a_rung_has_shown_of_starts_is_known_to_the_next_command_too(
     for _ in range(2):
         with pytest.raises(JobStopped):
             timed_search(monkeypatch, jobs)
-        known.add(read_tune(tmp_path).start_s)
+        known.add(read_tune(tmp_path).run_s)
     assert len(known) == 1 and known.pop() > 5.0
     assert race_starts == [0.5, 0.5]  # as measured, or the next command would hold another race
 
@@ -352,7 +398,7 @@ def test_an_earlier_versions_search_is_measured_again_for_what_a_start_takes(tmp
     jobs.starts = {"mpi": 3.0}
     with pytest.raises(JobStopped):
         search(tmp_path, jobs)
-    assert read_tune(tmp_path).start_s == 3.0
+    assert read_tune(tmp_path).run_s == 3.0
     assert jobs.measured == [("mpi", False), ("mpi", False)]
 
 
@@ -374,6 +420,53 @@ def test_a_job_that_is_lost_once_is_tried_again(tmp_path: Path) -> None:
     assert (
         record.chosen == SHORT and f"halving: {SHORT} failed and is tried once more: rank 1 was lost" in told
     )
+
+
+def test_a_rung_is_one_start(tmp_path: Path) -> None:
+    told: list[str] = []
+    jobs = Together(tmp_path)
+    record = search(tmp_path, jobs, say=told.append)
+    expected = search(tmp_path / "each", Jobs(tmp_path / "each"))
+    assert record.chosen == expected.chosen and record.completed
+    assert [one.settings for one in record.rungs] == [one.settings for one in expected.rungs]
+    assert [count for count, _ in jobs.jobs] == [3, 2, 4]  # two rungs, and two stops of the other seed
+    assert jobs.jobs[0][1] == 0.0 and all(longest_s > 1.0 for _, longest_s in jobs.jobs[1:])
+    assert not jobs.alone
+    scores = [line for line in told if line.startswith("halving: [")]
+    assert len(scores) == len(set(scores)) == 9  # each said once
+    assert record.start_s == 3.0 and record.run_s == pytest.approx(2.0, abs=0.5)
+
+
+def test_a_run_that_fails_in_a_job_of_several_is_tried_alone_and_the_others_go_on_together(
+    tmp_path: Path,
+) -> None:
+    told: list[str] = []
+    jobs = Together(tmp_path, breaks={SHORT: 1})
+    record = search(tmp_path, jobs, say=told.append)
+    assert record.chosen == SHORT and jobs.alone == [SHORT]  # of the first rung
+    assert [count for count, _ in jobs.jobs][:2] == [3, 1]
+    assert f"halving: {SHORT} failed and is tried once more: rank 1 was lost" in told
+    failing = Together(tmp_path / "fails", fails=(SHORT,))
+    record = search(tmp_path / "fails", failing)
+    assert record.of(SHORT).why == "it failed: the loss is nan" and record.chosen == LONG
+    assert failing.alone == [SHORT]  # though in vain
+
+
+def test_a_job_that_would_take_too_long_ends_early_and_the_search_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Capped(Together):
+        def train_together(self, *given: Any) -> Trained:
+            if self.jobs:  # the machine has become slow
+                self.capped, clock.now_s = 1, 1e4
+            return super().train_together(*given)
+
+    clock = SimpleNamespace(now_s=0.0)
+    monkeypatch.setattr(tune_run, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    jobs, told = Capped(tmp_path), list[str]()
+    record = search(tmp_path, jobs, say=told.append)
+    assert [count for count, _ in jobs.jobs] == [3, 2] and len(record.rungs) == 1 and record.completed
+    assert "halving: the budget is used up, so settings are judged by what they have trained" in told
 
 
 def test_a_search_that_is_over_says_so(tmp_path: Path) -> None:
@@ -402,7 +495,7 @@ def test_a_budget_is_kept_although_jobs_take_longer_than_was_measured(
     assert "halving: the budget does not pay for all rungs, so the best 2 go on at once" in told
     assert len(record.of(record.chosen).times_s) == 2
     assert 250.0 < record.spent_s <= 305.0
-    assert record.backends[0].start_s == 6.5 and 7.5 < record.start_s < 12.0
+    assert record.backends[0].run_s == 6.5 and 7.5 < record.run_s < 12.0
 
 
 @pytest.mark.parametrize(

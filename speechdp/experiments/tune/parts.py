@@ -1,0 +1,154 @@
+"""Parts of the runs of a search, trained one after another within one start of the ranks.
+
+A start takes seconds (imports, MPI, opening the data), a part of a run in an early rung often less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from speechdp.experiments.checked import checked_fields
+from speechdp.experiments.record import write_record_file
+from speechdp.experiments.tune.plan import Setting
+from speechdp.json_input import parse_json
+from speechdp.options.run import TrainOptions
+from speechdp.ownership.overwrite import RUN, empty
+from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.run_files import RunDirectory
+from speechdp.process.ending import Paused
+from speechdp.report.runs.records import finite
+from speechdp.train.ownership import owned
+from speechdp.train.progress import Reporter
+from speechdp.train.realign import train_or_go_on
+from speechdp.train.session import Session
+
+#: What the parts of a job have taken, beside their runs.
+TOOK = "took.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some steps of a run.
+
+    Attributes:
+        folder: name of the run's.
+        strategy, batch_size: as in Setting.
+        pause_at: step at which it is evaluated and pauses; 0: it ends after `max_steps`.
+        max_steps: that it trains from its beginning, and what an earlier start has left is deleted; 0: it
+            trains as long as its epochs last.
+    """
+
+    folder: str
+    strategy: str
+    batch_size: int = 0
+    seed: int = 0
+    pause_at: int = 0
+    max_steps: int = 0
+
+    def options(self, shared: TrainOptions) -> TrainOptions:
+        """Return the options of its run.
+
+        Args:
+            shared: what all runs of the search share.
+        """
+        setting = Setting(StrategyChoice(self.strategy), self.batch_size)
+        return dataclasses.replace(with_setting(shared, setting), seed=self.seed, max_steps=self.max_steps)
+
+
+def with_setting(options: TrainOptions, setting: Setting) -> TrainOptions:
+    """Return options of a training with a setting's strategy and batch."""
+    if setting.batch_size:
+        batch = dataclasses.replace(options.batch, batch_size=setting.batch_size)
+        options = dataclasses.replace(options, batch=batch)
+    return dataclasses.replace(options, strategy=setting.strategy)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a job trains.
+
+    Attributes:
+        parts: in order.
+        longest_s: after which no other begins; 0: all are trained.
+    """
+
+    parts: tuple[Part, ...]
+    longest_s: float = 0.0
+
+    @property
+    def text(self) -> str:
+        """All of it in one word for the ranks."""
+        return json.dumps({"longest_s": self.longest_s, "parts": [vars(part) for part in self.parts]})
+
+    @classmethod
+    def of(cls, text: str) -> Parts:
+        """Return what `text` was of."""
+        found = json.loads(text)
+        return cls(tuple(Part(**checked_fields(Part, one)) for one in found["parts"]), found["longest_s"])
+
+
+def train_parts(
+    session: Session,
+    shared: TrainOptions,
+    job: Parts,
+    root: Path,
+    reporter_for: Callable[[str], Reporter],
+) -> None:
+    """Train parts of runs in order, and record what each has taken in ROOT/took.json.  Collective.
+
+    Args:
+        shared: by all runs.
+        root: folder of the runs.
+        reporter_for: makes the reporter of a run from its name.
+
+    Raises:
+        as `train_run`.
+    """
+    took_s: list[float] = []
+    begin_s = time.monotonic()
+    _note(session, root, took_s)
+    for part in job.parts:
+        part_s = time.monotonic()
+        if session.comm.broadcast_object(0 < job.longest_s < part_s - begin_s):
+            return
+        _train(dataclasses.replace(session, reporter=reporter_for(part.folder)), shared, part, root)
+        took_s.append(time.monotonic() - part_s)
+        _note(session, root, took_s)
+
+
+def _train(session: Session, shared: TrainOptions, part: Part, root: Path) -> None:
+    run_dir, anew = root / part.folder, part.max_steps > 0
+    with owned(session, run_dir, "tune") as owner:
+        if anew and owner is not None and RunDirectory(run_dir).is_begun:
+            empty(owner, RUN)
+        session.comm.barrier()
+        try:
+            train_or_go_on(
+                dataclasses.replace(session, pause_at=part.pause_at), part.options(shared), run_dir
+            )
+        except Paused:
+            return
+
+
+def _note(session: Session, root: Path, took_s: Sequence[float]) -> None:
+    if session.comm.rank == 0:
+        write_record_file(root / TOOK, "parts", {"took_s": [round(one, 3) for one in took_s]})
+
+
+def forget_took(root: Path) -> None:
+    """Delete what an earlier job has noted."""
+    (root / TOOK).unlink(missing_ok=True)
+
+
+def read_took(root: Path) -> list[float]:
+    """Return how long the parts of the last job took, as far as they are done; s, by their order."""
+    try:
+        found = [finite(one) for one in parse_json((root / TOOK).read_text(encoding="utf-8"))["took_s"]]
+    except (OSError, ValueError, TypeError, KeyError):  # it has not begun
+        return []
+    return [one for one in found if one is not None]
