@@ -141,6 +141,8 @@ _HEADINGS = {
 
 #: Subcommands that take another one after `--`.
 _WITH_COMMAND = ("launch", "submit")
+#: Options whose value is options for another program.
+_QUOTED = ("--launch-args", "--mpi-args", "--scheduler-args")
 #: What a shell reports for a program ended by SIGPIPE: the reader of its output has gone.
 _BROKEN_PIPE = 141
 
@@ -240,7 +242,7 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     _refuse_empty(given)
     # Only the module that is needed: `speechdp --help` must not wait for torch.
     module = importlib.import_module(f"speechdp.cli.{command.module}")
-    internal, shown = _take_internal(command, given)
+    internal, shown = _take_internal(command, _with_quoted_options(given))
     refused = {} if of_script else command.refused
     _refuse_others(name, refused, given)
     try:
@@ -285,6 +287,19 @@ def _take_internal(command: Subcommand, arguments: Sequence[str]) -> tuple[dict[
         else:
             others.append(word)
     return internal, others
+
+
+def _with_quoted_options(arguments: Sequence[str]) -> list[str]:
+    """Return the words with options for another program as one word with their name.
+
+    `--mpi-args "--mca a b"` is what anybody writes; tyro takes a value that begins with - for an option.
+    """
+    found = list(arguments)
+    end = found.index("--") if "--" in found else len(found)
+    for place in reversed(range(end - 1)):
+        if found[place].replace("_", "-") in _QUOTED:
+            found[place : place + 2] = [f"{found[place]}={found[place + 1]}"]
+    return found
 
 
 def check_forwarded(arguments: Sequence[str]) -> Any:

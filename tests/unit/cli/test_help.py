@@ -161,6 +161,27 @@ def test_none_and_its_default_are_still_taken() -> None:
     assert command.options.epochs is None and command.options.model.bidirectional is True
 
 
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["compare", "DATA", "OUT", "--launch-args", "--interface eth0"], "--interface eth0"),
+        (["compare", "DATA", "OUT", "--launch_args", "--launcher=horovodrun"], "--launcher=horovodrun"),
+        (["compare", "DATA", "OUT", "--launch-args=--verbose"], "--verbose"),
+        (["compare", "DATA", "--launch-args", "", "OUT"], ""),
+    ],
+)
+def test_options_for_another_program_may_be_a_word_of_their_own(words: list[str], given: str) -> None:
+    command = parse(words[0], words[1:])
+    assert command.launch_args == given and str(command.out_dir) == "OUT"
+
+
+def test_what_follows_two_dashes_is_not_ours_to_join() -> None:
+    command = parse("launch", ["-np", "2", "--mpi-args", "--mca a b", "--", "own.py", "--mpi-args", "-x y"])
+    assert command.mpi_args == "--mca a b" and command.command[-2:] == ("--mpi-args", "-x y")
+    with pytest.raises(SystemExit):
+        parse("launch", ["-np", "2", "--mpi-args"])
+
+
 def test_a_folder_with_a_default_is_optional_in_the_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     assert help_of("profile", monkeypatch)[0].endswith("[OPTIONS] DATA [OUT]")
 
