@@ -107,7 +107,7 @@ class ExtensionPoint(Generic[_T]):
         if name not in self.registered and name in self._entry_points():
             self._load(self._entry_points()[name])
         if name not in self.registered:
-            raise ConfigError(f"unknown {self.kind} {name!r}; there are: {', '.join(self.names())}")
+            raise ConfigError(self._unknown(name))
         return self.registered[name]
 
     def named(self, text: str) -> tuple[type[_T], str]:
@@ -127,7 +127,12 @@ class ExtensionPoint(Generic[_T]):
                 return found, rest
         if class_name and all(part.isidentifier() for part in class_name.split(".")):
             return self._imported(name, class_name), behind
+        if name not in self.names():
+            raise ConfigError(f"{self._unknown(name)}; or write MODULE:CLASS for one of your own")
         return self.find(name), rest
+
+    def _unknown(self, name: str) -> str:
+        return f"unknown {self.kind} {name!r}; there are: {', '.join(self.names())}"
 
     def _imported(self, module: str, class_name: str) -> type[_T]:
         where = f"--{self.kind} {module}:{class_name}"
