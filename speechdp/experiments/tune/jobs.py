@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -138,9 +139,6 @@ class TunedJobs(ABC):
         metric: what a script's runs are judged by, as `read_run` has it; "": what they log last.
     """
 
-    #: A start of the ranks can train several runs.
-    shares_starts = False
-
     def __init__(self, out: Path, metric: str = "") -> None:
         self._out, self._metric = out.absolute(), metric
 
@@ -225,25 +223,35 @@ class TunedJobs(ABC):
         longest_s: float,
         on_trained: Callable[[int], None],
     ) -> Trained:
-        """Train runs one after another within one start, as far as that goes; where `shares_starts`.
+        """Train runs one after another within one start, as far as that goes; here only the first.
 
         Args:
+            stretches: not trained yet, at least one.
             longest_s: after which no other begins; 0: all are trained.
             on_trained: told how many are trained, as soon as that is more, perhaps by another thread.
         """
-        raise NotImplementedError
+        begun_s, one = time.monotonic(), stretches[0]
+        message = self._train_on(
+            self.run_dir(one.setting, one.seed), one.setting, backend, one.seed, one.step
+        )
+        took_s = time.monotonic() - begun_s
+        return Trained((took_s,), 0.0) if message is None else Trained((), 0.0, message)
 
     def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
-        """Train a setting's run up to a step, or to its end before; return its scores, or what went wrong.
+        """Train a setting's run by itself up to a step, or to its end before; return its scores.
 
-        It is evaluated there or soon after.  A run that has come so far is not touched.
+        It is evaluated there or soon after.  A run that has come so far is not touched.  Returns what went
+        wrong, where something did.
         """
-        run_dir = self.run_dir(setting, seed)
         if not self.has_trained_to(setting, seed, step):
-            message = self._train_on(run_dir, setting, backend, seed, step)
+            message = self._train_on(self.run_dir(setting, seed), setting, backend, seed, step)
             if message is not None:
                 return message
-        found = self._scored(run_dir)
+        return self.scored(setting, seed, step)
+
+    def scored(self, setting: Setting, seed: int, step: int) -> Scored | str:
+        """Return the scores of a setting's run up to a step, or why there are none."""
+        found = self._scored(self.run_dir(setting, seed))
         points = up_to(found.points, step)
         if found.has_diverged and not any(at >= step for at, _ in points):
             return "its held-out value is not finite"

@@ -6,21 +6,26 @@ A start takes seconds (imports, MPI, opening the data), a part of a run in an ea
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from speechdp.errors import RunError
+from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.checked import checked_fields
 from speechdp.experiments.record import write_record_file
 from speechdp.experiments.tune.plan import Setting
+from speechdp.files import cannot_be_written
 from speechdp.json_input import parse_json
 from speechdp.options.run import TrainOptions
 from speechdp.ownership.overwrite import RUN, empty
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.run_files import RunDirectory
-from speechdp.process.ending import Paused
+from speechdp.process.ending import Paused, Stopped
 from speechdp.report.runs.records import finite
 from speechdp.train.ownership import owned
 from speechdp.train.progress import Reporter
@@ -38,9 +43,9 @@ class Part:
     Attributes:
         folder: name of the run's.
         strategy, batch_size: as in Setting.
-        pause_at: step at which it is evaluated and pauses; 0: it ends after `max_steps`.
-        max_steps: that it trains from its beginning, and what an earlier start has left is deleted; 0: it
-            trains as long as its epochs last.
+        pause_at: step at which it is evaluated and pauses; 0: it trains to its end.
+        max_steps: after which it ends; 0: it trains as long as its epochs last.
+        anew: what an earlier start has left is deleted; else it goes on from there.
     """
 
     folder: str
@@ -49,6 +54,7 @@ class Part:
     seed: int = 0
     pause_at: int = 0
     max_steps: int = 0
+    anew: bool = False
 
     def options(self, shared: TrainOptions) -> TrainOptions:
         """Return the options of its run.
@@ -111,42 +117,53 @@ def train_parts(
     """
     took_s: list[float] = []
     begin_s = time.monotonic()
-    _note(session, root, took_s)
     for part in job.parts:
         part_s = time.monotonic()
-        if session.comm.broadcast_object(0 < job.longest_s < part_s - begin_s):
+        is_late = 0 < job.longest_s < part_s - begin_s
+        told = session.comm.allgather_object([is_late, session.is_asked_to_stop()])
+        if any(is_asked for _, is_asked in told):
+            raise Stopped
+        if told[0][0]:
             return
         _train(dataclasses.replace(session, reporter=reporter_for(part.folder)), shared, part, root)
+        # The model, the optimizer and their tensors are in cycles; the next run needs their memory.
+        gc.collect()
         took_s.append(time.monotonic() - part_s)
-        _note(session, root, took_s)
+        if session.comm.rank == 0:
+            write_record_file(root / TOOK, "parts", {"took_s": [round(one, 3) for one in took_s]})
 
 
 def _train(session: Session, shared: TrainOptions, part: Part, root: Path) -> None:
-    run_dir, anew = root / part.folder, part.max_steps > 0
+    """Train a part; its run.json names the command that trains its run by itself.  Collective."""
+    run_dir, options = root / part.folder, part.options(shared)
+    command = ["speechdp", "train", str(session.dataset.path), str(run_dir), *train_arguments(options)]
+    facts = {**session.facts, "command": command}
     with owned(session, run_dir, "tune") as owner:
-        if anew and owner is not None and RunDirectory(run_dir).is_begun:
+        if part.anew and owner is not None and RunDirectory(run_dir).is_begun:
             empty(owner, RUN)
         session.comm.barrier()
-        try:
-            train_or_go_on(
-                dataclasses.replace(session, pause_at=part.pause_at), part.options(shared), run_dir
-            )
-        except Paused:
-            return
-
-
-def _note(session: Session, root: Path, took_s: Sequence[float]) -> None:
-    if session.comm.rank == 0:
-        write_record_file(root / TOOK, "parts", {"took_s": [round(one, 3) for one in took_s]})
+        with suppress(Paused):
+            own = dataclasses.replace(session, facts=facts, pause_at=part.pause_at)
+            train_or_go_on(own, options, run_dir)
 
 
 def forget_took(root: Path) -> None:
-    """Delete what an earlier job has noted."""
-    (root / TOOK).unlink(missing_ok=True)
+    """Delete what an earlier job has noted.  Raises RunError where that fails."""
+    path = root / TOOK
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(cannot_be_written(path, error)) from error
 
 
-def read_took(root: Path) -> list[float]:
-    """Return how long the parts of the last job took, as far as they are done; s, by their order."""
+def read_took(root: Path, *, is_over: bool = False) -> list[float]:
+    """Return how long the parts of the last job took, as far as they are done; s, by their order.
+
+    Args:
+        is_over: the job has ended, and what is there has to be seen.
+    """
+    if is_over and root.is_dir():
+        list(root.iterdir())  # NFS may have kept in mind that there was no such file, or an older one
     try:
         found = [finite(one) for one in parse_json((root / TOOK).read_text(encoding="utf-8"))["took_s"]]
     except (OSError, ValueError, TypeError, KeyError):  # it has not begun

@@ -165,16 +165,16 @@ class Besides:
     """What training costs besides its steps, s.
 
     Attributes:
-        job_s: a start of the ranks, which may train several runs.
+        start_s: a start of the ranks that trains several runs; 0 where every run is a start of its own.
         run_s: a run, each time that it begins or goes on: building it, evaluations, checkpoints.
     """
 
-    job_s: float
+    start_s: float
     run_s: float
 
-    def cost_s(self, jobs: int, runs: int) -> float:
-        """Return what so many starts and runs cost."""
-        return jobs * self.job_s + runs * self.run_s
+    def cost_s(self, runs: int) -> float:
+        """Return what so many runs cost in one start."""
+        return self.start_s + runs * self.run_s
 
 
 NOTHING = Besides(0.0, 0.0)
@@ -200,10 +200,10 @@ class Rungs:
         """Return what all runs take: a rung is a job, and so are the last settings with every other seed."""
         before, total = self.done_s[-1] if self.done_s else 0.0, 0.0
         for count, until in zip(self.counts, self.seconds, strict=True):
-            total += count * (until - before) + besides.cost_s(1, count)
+            total += count * (until - before) + besides.cost_s(count)
             before = until
         stops = min(SEED_STOPS, len(self.done_s) + len(self.counts))
-        of_a_seed = self.counts[-1] * self.seconds[-1] + besides.cost_s(1, self.counts[-1] * stops)
+        of_a_seed = self.counts[-1] * self.seconds[-1] + besides.cost_s(self.counts[-1] * stops)
         return total + (self.seeds - 1) * of_a_seed
 
 

@@ -82,19 +82,20 @@ class BackendRecord:
         speed: predicted frames/s, geometric mean over the settings; None: nothing could be predicted.
         why: it was ruled out; "": it was chosen, or is not judged yet.
         start_s: what a start of the ranks takes, as measured; None: not known.
-        run_s: what a run takes besides its steps and a start, as measured.
+        run_s: what a run takes besides its steps and a start, as measured; None: not known.
     """
 
     name: str
     speed: float | None = None
     why: str = ""
     start_s: float | None = None
-    run_s: float = 0.0
+    run_s: float | None = None
 
     @property
-    def besides(self) -> Besides:
-        """What was measured.  Raises AssertionError where nothing was."""
-        assert self.start_s is not None
+    def besides(self) -> Besides | None:
+        """What was measured; None: not all was (an earlier version knew no `run_s`)."""
+        if self.start_s is None or self.run_s is None:
+            return None
         return Besides(self.start_s, self.run_s)
 
 

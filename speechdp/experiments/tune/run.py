@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.compare.training import LOGS
 from speechdp.experiments.jobs import JobStopped
 from speechdp.experiments.race.plan import RaceOptions
-from speechdp.experiments.tune.jobs import MEASURED, Measurement, RacedSettings, Stretch, TunedJobs
+from speechdp.experiments.tune.jobs import (
+    MEASURED,
+    Measurement,
+    RacedSettings,
+    Scored,
+    Stretch,
+    TunedJobs,
+)
 from speechdp.experiments.tune.plan import (
     LAST,
     LEAST_STEPS,
@@ -147,37 +155,6 @@ class _Leg:
     end_s: float
 
 
-@dataclass(frozen=True)
-class _Try:
-    """What a job has made of a part of a run.
-
-    Attributes:
-        took_s: with evaluations and checkpoints, without the start; None: not known.
-        message: what went wrong; "": nothing.
-        is_due: it is still to be trained, by a job of its own.
-    """
-
-    leg: _Leg
-    took_s: float | None = None
-    message: str = ""
-    is_due: bool = False
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """What is said of a job while it trains.
-
-    Attributes:
-        legs: of the rung.
-        told: those whose scores were said.
-        ahead: that the job trains, in order.
-    """
-
-    legs: Sequence[_Leg]
-    told: set[_Leg]
-    ahead: Sequence[_Leg]
-
-
 class Tuner:
     """Makes a search.
 
@@ -277,7 +254,7 @@ class Tuner:
 
     def _measure(self) -> dict[str, Measurement]:
         """Measure every back-end, or the one that was chosen before; return what those that work show."""
-        starts = {one.name: one.start_s for one in self._record.backends}
+        known = {one.name for one in self._record.backends if one.besides is not None}
         if not self._backend:
             before = {one.name: one for one in self._record.backends}
             backends = (before.get(name, BackendRecord(name)) for name in self._request.backends)
@@ -285,11 +262,11 @@ class Tuner:
         found: dict[str, Measurement] = {}
         for name in [self._backend] if self._backend else self._request.backends:
             self._say(f"measure: computing, data and exchanges with back-end {name}")
-            result = self._training.measure(name, knows_start=starts.get(name) is not None)
+            result = self._training.measure(name, knows_start=name in known)
             if isinstance(result, Measurement):
                 found[name] = result
                 if result.besides is not None:
-                    self._keep_backend(name, start_s=result.besides.job_s, run_s=result.besides.run_s)
+                    self._keep_backend(name, start_s=result.besides.start_s, run_s=result.besides.run_s)
                     self._keep_besides(result.besides)
                 continue
             if self._backend:
@@ -351,10 +328,12 @@ class Tuner:
 
     def _measured(self, backend: str) -> Besides:
         """Return what jobs and runs take besides their steps, as it was measured."""
-        return next(one.besides for one in self._record.backends if one.name == backend)
+        besides = next(one.besides for one in self._record.backends if one.name == backend)
+        assert besides is not None  # it was measured
+        return besides
 
     def _keep_besides(self, besides: Besides) -> None:
-        self._keep(start_s=besides.job_s, run_s=besides.run_s)
+        self._keep(start_s=besides.start_s, run_s=besides.run_s)
 
     def _choose_backend(self, speeds: Mapping[str, Mapping[Setting, Interval]]) -> str:
         """Return the first back-end, unless another is surely faster."""
@@ -393,7 +372,7 @@ class Tuner:
         racing = [self._settings[name] for name in self._record.left]
         self._say(f"race: {counted(len(racing), 'setting')} in turn")
         longest_s = _RACE_SHARE * self._request.budget_s
-        start_s = self._measured(backend).cost_s(1, 1)
+        start_s = self._measured(backend).cost_s(1)
         race = self._training.hold_race(racing, backend, longest_s, start_s)
         if isinstance(race, str):
             raise RunError(
@@ -571,7 +550,7 @@ class Tuner:
             may_end: give up, and return None, as soon as not all are expected to end within the budget.
         """
         due = {leg for leg in legs if not self._has_trained(leg)}
-        tries: dict[_Leg, _Try] = {}
+        tries: dict[_Leg, float | str] = {}  # what those that a job came to have taken, or what went wrong
         curves: dict[str, Curve] = {}
         failed: dict[str, str] = {}
         told: set[_Leg] = set()
@@ -584,8 +563,7 @@ class Tuner:
                 is_over = may_end and not self._fits(ahead)
                 if is_over:
                     break
-                shown = _Shown(legs, told, ahead)
-                tries |= {one.leg: one for one in self._try(backend, ahead, shown, may_end=may_end)}
+                tries |= self._try(backend, ahead, partial(self._show, legs, told, ahead), may_end=may_end)
             curve = self._curve(backend, leg, tries.get(leg))
             if isinstance(curve, str):
                 of_seed = "it" if leg.seed == self._request.seeds[0] else f"seed {leg.seed}"
@@ -623,80 +601,87 @@ class Tuner:
         return (1 + _LATE) * self._request.budget_s - self._spent_s
 
     def _cost_s(self, legs: Sequence[_Leg]) -> float:
-        """Return what training parts of runs takes."""
-        jobs = 1 if self._training.shares_starts else len(legs)
-        trained_s = sum(leg.end_s - leg.begin_s for leg in legs)
-        return trained_s + self._record.besides.cost_s(jobs, len(legs))
+        """Return what training parts of runs in one start takes."""
+        return sum(leg.end_s - leg.begin_s for leg in legs) + self._record.besides.cost_s(len(legs))
 
-    def _try(self, backend: str, legs: Sequence[_Leg], shown: _Shown, *, may_end: bool) -> list[_Try]:
-        """Train parts of runs within one start, if there can be one; return those that it came to.
+    def _try(
+        self, backend: str, legs: Sequence[_Leg], on_trained: Callable[[int], None], *, may_end: bool
+    ) -> dict[_Leg, float | str]:
+        """Train parts of runs within one start, as far as that goes.
 
         Args:
             legs: at least one.
-            shown: to whoever watches.
+            on_trained: as in `train_together`.
             may_end: begin none that would end too late.
+
+        Returns:
+            What those that it came to have taken, s, or what went wrong with the last of them.
         """
-        if not self._training.shares_starts:
-            return [_Try(legs[0], is_due=True)]
         for leg in legs:
             self._keep_folder(leg)
-        last_s = self._cost_s(legs[-1:]) - self._record.start_s
-        trained = self._training.train_together(
-            [Stretch(self._settings[leg.name], leg.seed, self._step(leg)) for leg in legs],
-            backend,
-            max(self._time_s - last_s, 1.0) if may_end else 0.0,
-            lambda done: self._show(shown, done),
-        )
-        tries = [_Try(leg, took_s) for leg, took_s in zip(legs, trained.took_s, strict=False)]
+        self._keep()
+        longest_s = max(self._time_s - self._cost_s(legs[-1:]), 1.0) if may_end else 0.0
+        stretches = [Stretch(self._settings[leg.name], leg.seed, self._step(leg)) for leg in legs]
+        trained = self._training.train_together(stretches, backend, longest_s, on_trained)
+        tries: dict[_Leg, float | str] = dict(zip(legs, trained.took_s, strict=False))
         if len(tries) < len(legs) and (trained.message or not tries):
-            return [*tries, _Try(legs[len(tries)], message=trained.message or "it was not trained")]
-        self._starts_s.append(trained.start_s)
+            tries[legs[len(tries)]] = trained.message or "it was not trained"
+        else:
+            self._starts_s.append(trained.start_s)
         return tries
 
-    def _show(self, shown: _Shown, done: int) -> None:
-        """Say the scores of the parts that a job has trained by now."""
-        for leg in shown.ahead[:done]:
-            if leg not in shown.told and self._has_trained(leg):
-                curve = self._scored(self._record.backend, leg)
-                if isinstance(curve, Curve):  # else it is told when the job has ended
-                    shown.told.add(leg)
-                    self._say_score(leg, shown.legs, curve)
+    def _show(self, legs: Sequence[_Leg], told: set[_Leg], ahead: Sequence[_Leg], done: int) -> None:
+        """Say the scores of the parts that a job has trained by now, while it goes on.
+
+        Args:
+            legs: of the rung.
+            told: those whose scores were said.
+            ahead: that the job trains, in order.
+            done: how many it has trained.
+        """
+        for leg in ahead[:done]:
+            curve = self._scored(leg) if leg not in told else ""
+            if isinstance(curve, Curve):  # else it is told when the job has ended
+                told.add(leg)
+                self._keep()
+                self._say_score(leg, legs, curve)
 
     def _learn_besides(self) -> None:
         """Take for what jobs and runs take besides training what those of a rung took."""
         now = self._record.besides
-        job_s, run_s = _mean(self._starts_s, now.job_s), _mean(self._besides_s, now.run_s)
-        self._keep_besides(Besides(job_s, max(0.0, run_s)))
+        start_s, run_s = _mean(self._starts_s, now.start_s), _mean(self._besides_s, now.run_s)
+        self._keep_besides(Besides(start_s, max(0.0, run_s)))
 
     def _keep_folder(self, leg: _Leg) -> None:
         folder = self._training.run_dir(self._settings[leg.name], leg.seed)
         runs = {**self._record.of(leg.name).runs, str(leg.seed): folder.name}
         self._record = self._record.with_setting(leg.name, runs=runs)
 
-    def _curve(self, backend: str, leg: _Leg, tried: _Try | None) -> Curve | str:
-        """Train a run for a time at its raced speed; return its scores over that time, or what went wrong.
+    def _curve(self, backend: str, leg: _Leg, tried: float | str | None) -> Curve | str:
+        """Return the scores of a run over its time at its raced speed, or what went wrong.
 
         Args:
-            tried: what a job that trained several has made of it; None: it was trained before.
+            tried: what a job took for it, or what went wrong there, so that it is trained once more, by
+                itself; None: it was trained before.
         """
         self._keep_folder(leg)
-        took_s = None if tried is None else tried.took_s
-        begun_s = time.monotonic()
-        curve = tried.message if tried is not None and tried.message else self._scored(backend, leg)
-        if tried is not None and tried.is_due:
-            took_s = time.monotonic() - begun_s
+        curve = tried if isinstance(tried, str) else self._scored(leg)
         if isinstance(curve, str):  # a rank may have been lost: that is no fault of the setting
             self._say(f"halving: {leg.name} failed and is tried once more: {curve}")
-            took_s = None  # what it took tells nothing
-            curve = self._scored(backend, leg)
-        if took_s is not None and not isinstance(curve, str):  # it has come to its first evaluation at least
-            self._besides_s.append(took_s - (max(leg.end_s, curve.points[0][0]) - leg.begin_s))
+            step = self._step(leg)
+            return self._curve_of(
+                leg, self._training.train_to(self._settings[leg.name], backend, leg.seed, step)
+            )
+        if isinstance(tried, float):  # it has come to its first evaluation at least
+            self._besides_s.append(tried - (max(leg.end_s, curve.points[0][0]) - leg.begin_s))
         return curve
 
-    def _scored(self, backend: str, leg: _Leg) -> Curve | str:
-        """Train a run by itself, unless it is trained; return its scores over time, or what went wrong."""
+    def _scored(self, leg: _Leg) -> Curve | str:
+        """Return the scores that a run has, or why it has none."""
+        return self._curve_of(leg, self._training.scored(self._settings[leg.name], leg.seed, self._step(leg)))
+
+    def _curve_of(self, leg: _Leg, found: Scored | str) -> Curve | str:
         rate = self._steps_per_s(leg.name)
-        found = self._training.train_to(self._settings[leg.name], backend, leg.seed, self._step(leg))
         return found if isinstance(found, str) else Curve(tuple((at / rate, s) for at, s in found.points))
 
     def _finish(self, backend: str) -> None:

@@ -37,6 +37,7 @@ from speechdp.experiments.tune.jobs import (
     Trained,
     TunedJobs,
     besides_steps_s,
+    is_timed,
     steps_of_turn,
 )
 from speechdp.experiments.tune.parts import Part, Parts, forget_took, read_took, with_setting
@@ -59,8 +60,6 @@ class TunedTraining(OwnTraining, TunedJobs):
         request: with the ranks of the search and one strategy, which does not count.
         say: takes a line of progress.
     """
-
-    shares_starts = True
 
     def __init__(self, request: CompareRequest, starter: JobStarter, say: Callable[[str], None]) -> None:
         OwnTraining.__init__(self, request, starter, say)
@@ -150,15 +149,15 @@ class TunedTraining(OwnTraining, TunedJobs):
         self, strategies: Mapping[Path, StrategyChoice], backend: str, steps: int
     ) -> Besides | str:
         parts = [
-            Part(run_dir.name, strategy.text, seed=self.seeds[0], max_steps=steps)
+            Part(run_dir.name, strategy.text, seed=self.seeds[0], max_steps=steps, anew=True)
             for run_dir, strategy in strategies.items()
         ]
         log = log_of(self._out / MEASURED / backend)
         found = self._train_parts(MEASURED, parts, backend, log)
-        if len(found.took_s) < len(parts):
+        if found.message or not all(map(is_timed, strategies)):
             return found.message or _NOTHING_LEFT
-        took_s = [besides_steps_s(*one) for one in zip(strategies, found.took_s, strict=True)]
-        return Besides(found.start_s, min(took_s))
+        took_s = [besides_steps_s(*one) for one in zip(strategies, found.took_s, strict=False)]
+        return Besides(found.start_s, min(took_s, default=0.0))
 
     def train_together(
         self,
@@ -202,7 +201,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         forget_took(root)
         with _Watch(root, on_trained):
             message = self._start(job, options, [f"--parts={text}"], log)
-        took_s = tuple(read_took(root))
+        took_s = tuple(read_took(root, is_over=True))
         return Trained(took_s, max(0.0, time.monotonic() - begun_s - sum(took_s)), message or "")
 
     def _train_on(self, run_dir: Path, setting: Setting, backend: str, seed: int, step: int) -> str | None:

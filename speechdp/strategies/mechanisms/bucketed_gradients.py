@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -76,10 +78,9 @@ class BucketedGradients(Strategy):
         self._packed: list[tuple[Tensor, Tensor]] = []
         self._start_round()
         if self.overlap:
+            own = weakref.ref(self)  # autograd would keep the strategy alive, and that the model, for good
             for index, parameter in enumerate(self.replica.model_parameters):
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    lambda _, i=index: self._on_gradient(i)
-                )
+                parameter.register_post_accumulate_grad_hook(partial(_tell, own, index))  # type: ignore[no-untyped-call]
 
     def before_backward(self, frames: int) -> None:
         super().before_backward(frames)
@@ -195,3 +196,10 @@ class BucketedGradients(Strategy):
         if self._passes > 0:
             self.replica.frames = state["frames"]
             self.replica.gradients.values.copy_(state["gradients"])
+
+
+def _tell(own: weakref.ref[BucketedGradients], tensor_index: int, _: Tensor) -> None:
+    """Tell a strategy, if it is still there, that the gradient of one of its tensors has come."""
+    strategy = own()
+    if strategy is not None:
+        strategy._on_gradient(tensor_index)

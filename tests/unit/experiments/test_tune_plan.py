@@ -222,7 +222,7 @@ def test_what_is_left_after_the_first_rung_pays_for_the_others(
 ) -> None:
     counts = halvings(count)
     first_s = plan_rungs(counts, seeds, budget_s, besides, math.inf).seconds[0]
-    left_s = budget_s - count * first_s - besides.cost_s(1, count)
+    left_s = budget_s - count * first_s - besides.cost_s(count)
     rungs = plan_rungs(counts[1:], seeds, left_s, besides, math.inf, (first_s,))
     assert rungs.seconds[0] == pytest.approx(2 * first_s)
 

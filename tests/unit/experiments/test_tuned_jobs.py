@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from speechdp.experiments.race.record import (
     write_race,
 )
 from speechdp.experiments.record import write_record_file
+from speechdp.experiments.tune import training
 from speechdp.experiments.tune.jobs import MEASURED_STRATEGIES, Measurement, RacedSettings, Stretch
 from speechdp.experiments.tune.parts import TOOK, Part, Parts
 from speechdp.experiments.tune.plan import Setting
@@ -51,11 +53,13 @@ class Ranks:
         request: of the search.
         failing: settings that end the race, and the message of each; "": of a rank that was lost.
         started: words of every job.
+        waits_for: somebody who is told of a part before the next one begins.
     """
 
     request: CompareRequest
     failing: dict[str, str] = dataclasses.field(default_factory=dict)
     started: list[list[str]] = dataclasses.field(default_factory=list)
+    waits_for: threading.Event | None = None
     launch_options: tuple[str, ...] = ()
 
     def run(self, num_ranks: int, words: Sequence[str], log: Path, *, may_pause: bool = False) -> str | None:
@@ -67,6 +71,8 @@ class Ranks:
         for part in Parts.of(told["--parts"]).parts:
             if part.strategy in self.failing:
                 return f"rank 1 on node-a: {self.failing[part.strategy]}"
+            if self.waits_for is not None and took_s:
+                assert self.waits_for.wait(30), "nobody was told of the part before, while the job went on"
             shutil.rmtree(root / part.folder, ignore_errors=True)
             MadeUpSteps(["node-a"] * num_ranks, part.strategy).write(root, part.folder)
             took_s.append(1000.0)
@@ -126,10 +132,19 @@ def test_a_measuring_run_that_was_cut_short_is_started_over(tmp_path: Path) -> N
     assert trained_in(words) == [f"mpi-{MEASURED_STRATEGIES[-1]}"]
 
 
-def test_a_job_tells_what_it_has_trained_and_what_failed(tmp_path: Path) -> None:
+def test_a_job_tells_what_it_has_trained_and_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks, seen = Ranks(request_in(tmp_path), failing={RARER: "the loss is nan"}), list[int]()
-    stretches = [Stretch(one, 1, 40) for one in SETTINGS]
-    found = training_of(ranks).train_together(stretches, "mpi", 0.0, seen.append)
+    stretches, told = [Stretch(one, 1, 40) for one in SETTINGS], threading.Event()
+    monkeypatch.setattr(training, "_LOOK_S", 0.01)
+    ranks.waits_for = told
+
+    def see(done: int) -> None:
+        seen.append(done)
+        told.set()
+
+    found = training_of(ranks).train_together(stretches, "mpi", 0.0, see)
     assert found.took_s == (1000.0, 1000.0) and found.message == "rank 1 on node-a: the loss is nan"
     assert seen[-1] == 2 and seen == sorted(set(seen))
     # Of the next job nothing is known before it has begun.

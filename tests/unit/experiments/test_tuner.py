@@ -54,6 +54,11 @@ class MadeUp(Measurement):
         return {one: Interval(speed, 0.98 * speed, 1.02 * speed) for one, speed in found.items()}
 
 
+def _rate(setting: Setting) -> float:
+    """Steps/s of a setting."""
+    return SPEEDS[setting.strategy.text] / FRAMES_A_STEP
+
+
 @dataclass
 class Jobs:
     """In place of `TunedTraining`: what would be started is listed, what would be trained is computed.
@@ -65,8 +70,6 @@ class Jobs:
         factors: how fast back-ends are; one that is missing does not work.
         starts: what a run takes with a back-end besides its steps, where that is not 0.5 s.
     """
-
-    shares_starts = False  # as with a script
 
     out: Path
     fails: tuple[str, ...] = ()
@@ -109,6 +112,11 @@ class Jobs:
         return EPOCH_STEPS
 
     def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
+        if self.has_trained_to(setting, seed, step):
+            return self.scored(setting, seed, step)
+        return self._train(setting, seed, step) or self.scored(setting, seed, step)
+
+    def _train(self, setting: Setting, seed: int, step: int) -> str | None:
         if self.stops_after is not None and len(self.trained) >= self.stops_after:
             raise JobStopped
         if setting.strategy.text in self.fails:
@@ -117,7 +125,28 @@ class Jobs:
             self.breaks[setting.strategy.text] -= 1
             return "rank 1 was lost"
         self.trained.append((setting.name, seed, step))
-        rate = SPEEDS[setting.strategy.text] / FRAMES_A_STEP
+        return None
+
+    def train_together(
+        self,
+        stretches: Sequence[Stretch],
+        backend: str,
+        longest_s: float,
+        on_trained: Callable[[int], None],
+    ) -> Trained:
+        """As with a script: one run."""
+        one, begun_s = stretches[0], tune_run.time.monotonic()
+        message = self._train(one.setting, one.seed, one.step)
+        took_s = tune_run.time.monotonic() - begun_s
+        return Trained((), 0.0, message) if message else Trained((took_s,), 0.0)
+
+    def stands(self, setting: Setting, seed: int) -> int:
+        """Return how many steps a run has trained."""
+        ends = [at for name, of, at in self.trained if (name, of) == (setting.name, seed)]
+        return max(ends, default=0)
+
+    def scored(self, setting: Setting, seed: int, step: int) -> Scored | str:
+        rate = _rate(setting)
         worth = WORTH[setting.strategy.text] * (1.0 if seed == 1 else 1.01)
         steps = sorted({max(1, step * share // 4) for share in (1, 2, 3, 4)})
         return Scored(tuple((at, -1 / (1 + worth * at / rate)) for at in steps), is_over=False)
@@ -158,17 +187,14 @@ class Timed(Jobs):
         self.now_s += self.race_s
         return super().hold_race(settings, backend, longest_s, start_s)
 
-    def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
+    def _train(self, setting: Setting, seed: int, step: int) -> str | None:
+        end = max(step, self.first_step.get(setting.name, 0))
+        self.now_s += self.start_s + self.factor * (end - self.stands(setting, seed)) / _rate(setting)
+        return super()._train(setting, seed, end)
+
+    def scored(self, setting: Setting, seed: int, step: int) -> Scored | str:
         first = self.first_step.get(setting.name, 0)
-        stands = [at for name, of, at in self.trained if (name, of) == (setting.name, seed)]
-        if max(stands, default=0) < step:
-            rate = SPEEDS[setting.strategy.text] / FRAMES_A_STEP
-            end = max(step, first)
-            self.now_s += self.start_s + self.factor * (end - max(stands, default=0)) / rate
-            found = super().train_to(setting, backend, seed, end)
-        else:
-            found = super().train_to(setting, backend, seed, step)
-            self.trained.pop()
+        found = super().scored(setting, seed, max(step, first))
         assert isinstance(found, Scored)
         kept = tuple(point for point in found.points if point[0] >= first)
         return Scored(kept, found.is_over)
@@ -183,7 +209,6 @@ class Together(Jobs):
         capped: a job begins no other after so many runs.
     """
 
-    shares_starts = True
     jobs: list[tuple[int, float]] = field(default_factory=list)
     capped: int = 1_000
     alone: list[str] = field(default_factory=list)
@@ -198,23 +223,19 @@ class Together(Jobs):
         self.jobs.append((len(stretches), longest_s))
         took_s: list[float] = []
         for one in stretches[: self.capped]:
-            before = [at for name, seed, at in self.trained if (name, seed) == (one.setting.name, one.seed)]
-            found = super().train_to(one.setting, backend, one.seed, one.step)
-            if isinstance(found, str):
-                return Trained(tuple(took_s), 3.0, found)
-            rate = SPEEDS[one.setting.strategy.text] / FRAMES_A_STEP / 1.045  # as raced, in the mean
-            took_s.append(2.0 + (one.step - max(before, default=0)) / rate)
+            before = self.stands(one.setting, one.seed)
+            message = self._train(one.setting, one.seed, one.step)
+            if message is not None:
+                return Trained(tuple(took_s), 3.0, message)
+            raced = _rate(one.setting) / 1.045  # in the mean
+            took_s.append(2.0 + (one.step - before) / raced)
             on_trained(len(took_s))
         return Trained(tuple(took_s), 3.0)
 
     def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
-        is_read = self.has_trained_to(setting, seed, step)
-        found = super().train_to(setting, backend, seed, step)
-        if is_read:
-            self.trained.pop()
-        else:
+        if not self.has_trained_to(setting, seed, step):
             self.alone.append(setting.name)
-        return found
+        return super().train_to(setting, backend, seed, step)
 
 
 def timed_search(
@@ -374,10 +395,10 @@ def test_what_a_rung_has_shown_of_starts_is_known_to_the_next_command_too(
             race_starts.append(given[-1])
             return super().hold_race(*given)
 
-        def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
-            if len(self.trained) == 3 and not self.has_trained_to(setting, seed, step):
+        def _train(self, *given: Any) -> str | None:
+            if len(self.trained) == 3:
                 raise JobStopped
-            return super().train_to(setting, backend, seed, step)
+            return super()._train(*given)
 
     jobs, known = StoppedAfterARung(tmp_path, start_s=9.0), set()
     for _ in range(2):
@@ -388,12 +409,16 @@ def test_what_a_rung_has_shown_of_starts_is_known_to_the_next_command_too(
     assert race_starts == [0.5, 0.5]  # as measured, or the next command would hold another race
 
 
-def test_an_earlier_versions_search_is_measured_again_for_what_a_start_takes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", [("start_s", "run_s"), ("run_s",)])
+def test_an_earlier_versions_search_is_measured_again_for_what_a_start_takes(
+    tmp_path: Path, missing: tuple[str, ...]
+) -> None:
     jobs = Jobs(tmp_path, stops_after=0)
     with pytest.raises(JobStopped):
         search(tmp_path, jobs)
     content = json.loads((tmp_path / "tune.json").read_text())
-    del content["backends"][0]["start_s"]
+    for forgotten in missing:
+        del content["backends"][0][forgotten]
     (tmp_path / "tune.json").write_text(json.dumps({**content, "start_s": 0.0}))
     jobs.starts = {"mpi": 3.0}
     with pytest.raises(JobStopped):
@@ -430,7 +455,10 @@ def test_a_rung_is_one_start(tmp_path: Path) -> None:
     assert record.chosen == expected.chosen and record.completed
     assert [one.settings for one in record.rungs] == [one.settings for one in expected.rungs]
     assert [count for count, _ in jobs.jobs] == [3, 2, 4]  # two rungs, and two stops of the other seed
-    assert jobs.jobs[0][1] == 0.0 and all(longest_s > 1.0 for _, longest_s in jobs.jobs[1:])
+    # The first rung ends in any case; a later one begins its last run in time for that to end.
+    assert jobs.jobs[0][1] == 0.0
+    last_s = record.rungs[1].seconds - record.rungs[0].seconds + 3.0 + 2.0
+    assert jobs.jobs[1][1] == pytest.approx(1.01 * 500.0 - last_s, abs=2.0)
     assert not jobs.alone
     scores = [line for line in told if line.startswith("halving: [")]
     assert len(scores) == len(set(scores)) == 9  # each said once
@@ -467,6 +495,32 @@ def test_a_job_that_would_take_too_long_ends_early_and_the_search_with_it(
     record = search(tmp_path, jobs, say=told.append)
     assert [count for count, _ in jobs.jobs] == [3, 2] and len(record.rungs) == 1 and record.completed
     assert "halving: the budget is used up, so settings are judged by what they have trained" in told
+
+
+def test_a_job_that_leaves_nothing_is_no_fault_of_the_other_settings(tmp_path: Path) -> None:
+    class Empty(Together):
+        def train_together(self, *given: Any) -> Trained:
+            if not self.jobs:
+                self.jobs.append((0, 0.0))
+                return Trained((), 3.0)
+            return super().train_together(*given)
+
+    told: list[str] = []
+    jobs = Empty(tmp_path)
+    record = search(tmp_path, jobs, say=told.append)
+    assert record.chosen == SHORT and jobs.alone == [GRADIENTS]
+    assert f"halving: {GRADIENTS} failed and is tried once more: it was not trained" in told
+
+
+def test_a_search_that_is_stopped_in_a_job_of_several_goes_on(tmp_path: Path) -> None:
+    jobs = Together(tmp_path, stops_after=2)
+    with pytest.raises(JobStopped):
+        search(tmp_path, jobs)
+    stopped = read_tune(tmp_path)
+    assert len(stopped.rungs) == 1 and all(stopped.of(name).runs for name in (GRADIENTS, SHORT, LONG))
+    jobs.stops_after = None
+    record = search(tmp_path, jobs)
+    assert record.chosen == SHORT and [count for count, _ in jobs.jobs] == [3, 1, 2, 4]
 
 
 def test_a_search_that_is_over_says_so(tmp_path: Path) -> None:
@@ -519,9 +573,9 @@ def test_a_rung_is_given_up_where_its_jobs_would_not_end_in_time(
     class SlowLater(Timed):
         """The machine grows slow after the first rung."""
 
-        def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
+        def _train(self, *given: Any) -> str | None:
             self.start_s = 6.5 if len(self.trained) < 8 else 60.0
-            return super().train_to(setting, backend, seed, step)
+            return super()._train(*given)
 
     jobs = SlowLater(tmp_path, starts={"mpi": 6.5}, race_s=20.0)
     record, told = timed_search(monkeypatch, jobs, texts=(GRADIENTS, SHORT, LONG, *MORE), budget_s=260.0)
