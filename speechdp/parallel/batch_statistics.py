@@ -86,17 +86,17 @@ def averaged_statistics(model: nn.Module, comm: Communicator, *, has_trained: bo
     Statistics that are no numbers do not come back: they would stay so for ever.
     """
     own = {name: buffer.clone() for name, buffer in running_statistics(model).items()}
-    average_statistics(model, comm, has_trained=has_trained)
-    yield
-    for name, buffer in running_statistics(model).items():
-        kept = own.get(name)
-        # A table that the block has made longer stays so.
-        if kept is not None and kept.shape == buffer.shape and bool(kept.isfinite().all()):
-            buffer.copy_(kept)
+    try:
+        average_statistics(model, comm, has_trained=has_trained)
+        yield
+    finally:
+        load_buffers(model, {name: kept for name, kept in own.items() if bool(kept.isfinite().all())})
 
 
-def load_statistics(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
-    """Restore this rank's `running_statistics` from copies of them."""
-    for name, buffer in running_statistics(model).items():
-        if name in kept:
-            buffer.copy_(kept[name])
+def load_buffers(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
+    """Restore a model's buffers from copies of some of them; a table that has become longer stays so."""
+    for name, buffer in model.named_buffers():
+        copy = kept.get(name)
+        # One that is expanded from fewer numbers cannot be written to, and nothing has changed it.
+        if copy is not None and copy.shape == buffer.shape and not torch.equal(copy, buffer):
+            buffer.copy_(copy)

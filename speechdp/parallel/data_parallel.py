@@ -109,7 +109,8 @@ class DataParallel:
         self._phase = _Phase.NEW
         self._is_in_step = False
         #: The error that has left a step before its end; None: all steps are whole.
-        self._left_by: str | None = None
+        #: The block that an error has left, and the error.
+        self._left_by: tuple[str, str] | None = None
         self._total_weight = torch.zeros(1, dtype=torch.float64)  # of all ranks, in the step under way
         self._weighing: Work | None = None
         self._loaded: dict[str, Any] | None = None
@@ -286,8 +287,9 @@ class DataParallel:
         """Yield a loader's batches, as often as the rank with most of them has one.  Collective.
 
         A rank that has run out gets its last batch again: steps in which it only joins, with weight 0, no
-        gradients, and its running statistics as they were.  So all ranks pass through the loop equally often,
-        and may evaluate or save in it.
+        gradients, and its buffers (running statistics) as they were.  So all ranks pass through the loop
+        equally often, and may evaluate or save in it.  Take one batch a step: of several in one step the last
+        decides whether this rank only joins.
 
         Without lengths (`len(loader)`) the ranks tell each other at each batch who has one, with a message
         that travels during the step before; asynchronous strategies need lengths.
@@ -359,22 +361,33 @@ class DataParallel:
         modes = {module: module.training for module in self.model.modules()}
         self._replica.bind_parameters()
         self.strategy.pause()
-        with self.timeline.event(Span.EVAL):
-            self._weight_of_all = self._sum_of_weights(evaluates=True)
-            trained = self._weight_here > 0
-            with (
-                self.strategy.evaluation_parameters(),
-                averaged_statistics(self.model, self.comm, has_trained=trained),
-            ):
-                self.model.eval()
-                try:
-                    yield
-                finally:
-                    self._replica.bind_parameters()
-                    for module, mode in modes.items():
-                        module.training = mode
-        self._weight_of_all = None
+        try:
+            with self.timeline.event(Span.EVAL):
+                self._weight_of_all = self._sum_of_weights(evaluates=True)
+                trained = self._weight_here > 0
+                with (
+                    self.strategy.evaluation_parameters(),
+                    averaged_statistics(self.model, self.comm, has_trained=trained),
+                ):
+                    self.model.eval()
+                    try:
+                        yield
+                    finally:
+                        self._replica.bind_parameters()
+                        for module, mode in modes.items():
+                            module.training = mode
+        except BaseException as error:
+            # The other ranks may still evaluate: this one cannot go on with them.
+            self._note_left("`with run.evaluating()`", error)
+            raise
+        finally:
+            self._weight_of_all = None
         self.strategy.resume()
+
+    def _note_left(self, block: str, error: BaseException) -> None:
+        """Note by which error a block was left, after which this rank is not where the others are."""
+        said = " ".join(str(error).split())[:200]
+        self._left_by = (block, f"{type(error).__name__}{said and ': '}{said}")
 
     def _sum_of_weights(self, *, evaluates: bool = False) -> int:
         """Return what all ranks have trained on so far; agree on whether to stop.  Collective."""
@@ -511,7 +524,7 @@ class DataParallel:
         with _of_same_model():
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(_copied(state["optimizer"]))
-        if self._scaler is not None and state["scaler"] is not None:
+        if self._scaler is not None and state["scaler"]:  # of one that was not enabled it is empty
             self._scaler.load_state_dict(state["scaler"])
         self.steps, self._weight_here = state["steps"], state["weight_here"]
         self._weight_per_rank = state["weight_per_rank"]
@@ -613,12 +626,13 @@ class DataParallel:
         self._check_whole()
 
     def _check_whole(self) -> None:
-        """Refuse to go on after a step whose gradients have been computed in part, and exchanged in part."""
+        """Refuse to go on after a step or an evaluation that was done, and exchanged, in part."""
         if self._left_by is not None:
+            block, error = self._left_by
             others = ", and the other ranks wait for its exchange" if self.comm.size > 1 else ""
             raise RunError(
-                f"a step was left by {self._left_by}; its gradients are incomplete{others}: let an error in "
-                "`with run.step()` end the run, and begin again from a checkpoint"
+                f"{block} was left by {error}; it was done in part{others}: let an error there end the run, "
+                "and begin again from a checkpoint"
             )
 
 
@@ -662,6 +676,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
             )
         self._is_complete = last
         if not self._joins_only:
+            self._run._replica.bind_gradients()  # optimizer.zero_grad() may have let go of them
             self._step.backward(loss, last=last)
         if not last:
             self._begin_forward()
@@ -679,8 +694,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
             raise
         finally:
             if error is not None:
-                said = " ".join(str(error).split())[:200]
-                self._run._left_by = f"{type(error).__name__}{said and ': '}{said}"
+                self._run._note_left("`with run.step()`", error)
 
     def _end(self) -> None:
         if not self._is_complete and self.weight > 0:
@@ -688,7 +702,14 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
                 "the step ends without its last backward pass; call step.backward(loss), not "
                 "loss.backward(), the last time in a step without last=False; or say run.step(weight=0)"
             )
+        if self.weight > 0 and not self._run._replica.holds_gradients():
+            raise RunError(
+                "gradients were replaced inside the step, after its backward pass: call "
+                "optimizer.zero_grad() nowhere, the step clears them"
+            )
         self._run._end_step(self._step)
+        if self._joins_only:
+            self._run._joiner.take_back()
 
     def _begin_forward(self) -> None:
         self._forward = self._run.timeline.span(Span.FORWARD)

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.errors import ConfigError
-from speechdp.parallel.batch_statistics import load_statistics, running_statistics
+from speechdp.parallel.batch_statistics import load_buffers
 from speechdp.parallel.strategy import Strategy
 from speechdp.timing.timeline import Span, Timeline
 
@@ -34,6 +34,7 @@ class BatchJoiner:
         self._model, self._comm, self._timeline = model, comm, timeline
         self.joins_only = False
         self._has_run_out = False
+        self._kept: dict[str, Tensor] = {}  # buffers as they were before the batch that does not count
         self._under_way: Work | None = None
 
     def join(self, loader: Iterable[Batch], strategy: Strategy) -> Iterator[Batch]:
@@ -94,16 +95,20 @@ class BatchJoiner:
         return found
 
     def _shown(self, batch: list[Batch], *, joins_only: bool) -> Iterator[Batch]:
-        """Yield a batch; afterwards take back what a batch that does not count has left in the model."""
+        """Yield a batch; note before one that does not count what it must leave in the model as it is."""
         if not batch:
             raise ConfigError(f"rank {self._comm.rank} has fewer batches than its loader's length says: none")
-        kept = {k: v.clone() for k, v in running_statistics(self._model).items()} if joins_only else {}
+        self._kept = {k: v.clone() for k, v in self._model.named_buffers()} if joins_only else {}
         self.joins_only = joins_only
         try:
             yield batch[0]
         finally:
             self.joins_only = False
-            load_statistics(self._model, kept)
+            self.take_back()
+
+    def take_back(self) -> None:
+        """Take back what a batch that does not count has left in the model, before it is seen or saved."""
+        load_buffers(self._model, self._kept)
 
 
 def _length(loader: Iterable[Any]) -> int | None:

@@ -109,6 +109,11 @@ class Replica:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 
+    def holds_gradients(self) -> bool:
+        """Return whether gradients are where they are exchanged from, or nowhere yet."""
+        pairs = zip(self.model_parameters, self.gradients.views, strict=True)
+        return all(parameter.grad is gradient for parameter, gradient in pairs)
+
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """Torch's optimizer."""
@@ -187,6 +192,10 @@ class Replica:
         learning_rate: float,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
+        if left_out := self.update_rule.left_out():  # they must not count where the norm is clipped
+            views = self.gradients.views_of(gradients)
+            for index in left_out:
+                views[index].zero_()
         gradients.mul_(self._gradient_scale(gradients, frames))
         self.update_rule.move(parameters, gradients, learning_rate, scaler)
 

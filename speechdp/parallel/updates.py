@@ -15,6 +15,9 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.parallel.flat_buffer import FlatBuffer
 from speechdp.parallel.uncompiled import made_without_compiler, step_without_compiler
 
+#: Where torch keeps what is called before and after an optimizer's step.
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
 
 class Update(ABC):
     """An optimizer over a replica's parameters, wherever they stand.
@@ -67,6 +70,21 @@ class Update(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Forget all state: momentum, moments, step counts."""
+
+    def left_out(self) -> Sequence[int]:
+        """Return the places in the layout of parameters that no update moves."""
+        return ()
+
+    def check_hooks(self, strategy: str) -> None:
+        """Refuse hooks on the optimizer's step, where what it moves is not what they may have in mind.
+
+        Args:
+            strategy: names in the message who lets it move other parameters than the model's.
+
+        Raises:
+            ConfigError: the optimizer has some.
+        """
+        return None
 
     def check_rates(self, strategy: str) -> None:
         """Refuse learning rates that `move` cannot tell from the first group's: it is 0, others are not.
@@ -203,6 +221,11 @@ class ParameterwiseUpdate(Update):
             raise ConfigError("the optimizer moves no parameter of the model; make it of model.parameters()")
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError("LBFGS needs the loss several times a step; use SGD, AdamW or the like")
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise ConfigError(
+                "SparseAdam needs sparse gradients, and ranks exchange whole ones; use Adam, and leave "
+                "sparse=True out of the model's nn.Embedding"
+            )
 
     def _moved(self) -> list[tuple[nn.Parameter, int]]:
         """Return the parameters that the optimizer moves, with their places in the layout."""
@@ -222,6 +245,19 @@ class ParameterwiseUpdate(Update):
 
     def _own_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def left_out(self) -> Sequence[int]:
+        moved = {i for _, i in self._moved()}
+        return [i for i in range(len(self._parameters)) if i not in moved]
+
+    def check_hooks(self, strategy: str) -> None:
+        before, after = (vars(self.optimizer)[name] for name in _HOOKS)
+        if len(before) > 1 or after:  # one is ours
+            raise ConfigError(
+                f"{strategy}: the optimizer has step hooks, which would see the model, while the parameters "
+                "that it moves are the server's; remove them, or give another strategy "
+                "(parameter_server:mode=sync has room for them)"
+            )
 
     def check_rates(self, strategy: str) -> None:
         rates = self._own_rates()
@@ -289,6 +325,10 @@ class ParameterwiseUpdate(Update):
             copies[i] = nn.Parameter(values[i])
             copies[i].grad = grads[i]
         other = copy.copy(self.optimizer)
+        # Torch copies but state and groups; a class of the user's may need attributes of its own.  Without
+        # hooks, and without a `step` that a scheduler has bound to the user's optimizer.
+        others = vars(self.optimizer).items()
+        vars(other).update({k: v for k, v in others if k not in vars(other) and k != "step"})
         state: defaultdict[Any, Any] = defaultdict(dict)
         state.update({copies[i]: self.optimizer.state[p] for p, i in self._moved()})
         other.state = state

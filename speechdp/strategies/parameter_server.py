@@ -139,6 +139,7 @@ class ParameterServer(Strategy):
             return
         # The first group's rate alone is sent, and stands for all on the server.
         replica.update_rule.check_rates(self.name)
+        replica.update_rule.check_hooks(self.name)
         with self.timeline.span(Span.COMM):
             replica.hand_over_gradients(
                 lambda: self._link.give(

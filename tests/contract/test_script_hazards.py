@@ -81,7 +81,7 @@ def test_a_step_of_no_weight_leaves_the_model_alone_also_where_a_gpu_has_the_cou
 
 @pytest.mark.parametrize(("size", "others"), [(1, ""), (2, ", and the other ranks wait for its exchange")])
 def test_a_step_that_an_error_has_left_ends_the_run(size: int, others: str, tmp_path: Path) -> None:
-    words = f"a step was left by ValueError: out of memory; its gradients are incomplete{others}: let an"
+    words = f"`with run.step()` was left by ValueError: out of memory; it was done in part{others}: let an"
 
     def check(comm: Communicator) -> None:
         script = Script(comm, "gradient_averaging", options={"folder": tmp_path})
@@ -103,7 +103,8 @@ def test_a_step_that_an_error_has_left_ends_the_run(size: int, others: str, tmp_
 
 def test_a_step_that_lacks_its_last_pass_is_one_that_an_error_has_left() -> None:
     script = Script(SerialCommunicator(), "gradient_averaging")
-    with refused("a step was left by RunError: the step ends without its last backward pass"), script.run:
+    words = "`with run.step()` was left by RunError: the step ends without its last backward pass"
+    with refused(words), script.run:
         script.train(0, 1)
         with refused("the step ends without"), script.run.step(weight=2):
             pass

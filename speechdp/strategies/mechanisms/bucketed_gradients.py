@@ -80,7 +80,10 @@ class BucketedGradients(Strategy):
         if self.overlap:
             own = weakref.ref(self)  # autograd would keep the strategy alive, and that the model, for good
             for index, parameter in enumerate(self.replica.model_parameters):
+                needs_gradient = parameter.requires_grad
+                parameter.requires_grad_(True)  # one that is frozen by now may be trained later
                 parameter.register_post_accumulate_grad_hook(partial(_tell, own, index))  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(needs_gradient)
 
     def before_backward(self, frames: int) -> None:
         super().before_backward(frames)
@@ -156,7 +159,8 @@ class BucketedGradients(Strategy):
             for work in self._works:
                 work.wait()
             for piece, packed in self._packed:
-                torch.mul(packed, 2.0 ** self._compression_exponent(), out=piece)
+                # In the piece's own format: the sum may be larger than half precision holds.
+                torch.mul(packed.to(piece.dtype), 2.0 ** self._compression_exponent(), out=piece)
         with self.timeline.span(Span.UPDATE):
             self.apply(self._frames_of_all())
         self._works.clear()

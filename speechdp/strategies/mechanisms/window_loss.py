@@ -29,8 +29,7 @@ class WindowLoss:
 
     def add(self, total: Tensor, frames: int) -> None:
         """Add a loss summed over `frames` frames."""
-        if self.frames == 0:
-            self._sums = self._sums.to(total.device)
+        self._sums = self._sums.to(total.device)  # where they are, but for the first and after a resume
         count: Tensor | int = frames
         if self._skips_overflows:
             total, count = finite_loss(total, frames)

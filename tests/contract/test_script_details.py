@@ -1,0 +1,259 @@
+"""Rarer things that scripts do with gradients, optimizers, buffers and batches: as in torch, or refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from speechdp import DataParallel
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.errors import ConfigError
+from speechdp.strategies.mechanisms.window_loss import WindowLoss
+from speechdp.testing import assert_bitwise_equal_over_ranks, assert_close
+from tests.contract.test_script_hazards import filled, refused
+from tests.helpers.own_script import NUM_STEPS, Script, batches_of, make_batch, plain, values
+
+
+def linear(inputs: int = 4, outputs: int = 1) -> nn.Module:
+    return filled(nn.Linear(inputs, outputs)).float()
+
+
+def sgd(model: nn.Module, rate: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), rate)
+
+
+@pytest.mark.parametrize("compression", ["none", "bf16", "fp16"])
+def test_a_compressed_sum_may_be_larger_than_half_precision_holds(compression: str) -> None:
+    """Of 40,000 examples on each rank, whose mean gradient is -1 for the weight and for the bias."""
+
+    def check(comm: Communicator) -> None:
+        model = linear()
+        before = values(model).clone()
+        strategy = f"gradient_averaging:compression={compression}"
+        run = DataParallel(model, sgd(model, 0.25), comm, strategy)
+        with run, run.step(weight=40_000) as step:
+            step.backward(-model(torch.ones(40_000, 4)).sum())
+        assert torch.allclose(values(model) - before, torch.full_like(before, 0.25), rtol=1e-2)
+
+    run_threads(2, check)
+
+
+def test_losses_of_a_window_go_on_where_the_model_is_after_a_resume() -> None:
+    """A checkpoint's sums are on the host, those of a model on a GPU are not: here another device."""
+    before, after = WindowLoss(), WindowLoss()
+    before.add(torch.tensor(3.0), 2)
+    after.load_state_dict(before.state_dict())
+    after.add(torch.ones((), device="meta"), 2)
+    assert after._sums.device.type == "meta" and after.frames == 4
+
+
+@pytest.mark.parametrize("poison", [0.0, math.nan, math.inf])
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=1"])
+def test_parameters_that_no_group_has_do_not_count_where_the_norm_is_clipped(
+    strategy: str, poison: float
+) -> None:
+    """Without the second layer's gradients the norm is 2 (of four ones), clipped to 1."""
+    model = nn.ModuleList([linear(3, 1), linear(3, 1)])
+    before = values(model[0]).clone()
+    run = DataParallel(model, sgd(model[0]), SerialCommunicator(), strategy, max_gradient_norm=1.0)
+    with run, run.step(weight=1) as step:
+        ones = torch.ones(1, 3)
+        step.backward(-model[0](ones).sum() + (1000.0 + poison) * model[1](ones).sum())
+    assert torch.allclose(values(model[0]) - before, torch.full_like(before, 0.5), rtol=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=2", "delayed_averaging"])
+def test_zero_grad_at_the_beginning_of_a_step_loses_nothing(strategy: str) -> None:
+    def check(comm: Communicator) -> None:
+        def trained(*, zeroes: bool) -> Tensor:
+            script = Script(comm, strategy)
+            with script.run:
+                for number in range(NUM_STEPS):
+                    x, y = make_batch(comm.rank, number)
+                    with script.run.step(weight=len(x)) as step:
+                        if zeroes:
+                            script.optimizer.zero_grad()
+                        step.backward(script.loss(script.model, (x, y)))
+                    script.scheduler.step()
+            return values(script.model)
+
+        assert torch.equal(trained(zeroes=True), trained(zeroes=False))
+        assert_bitwise_equal_over_ranks(comm, trained(zeroes=True), strategy)
+
+    run_threads(2, check)
+
+
+def test_zero_grad_after_the_backward_pass_is_refused() -> None:
+    script = Script(SerialCommunicator(), "gradient_averaging")
+    x, y = make_batch(0, 0)
+    words = "call optimizer.zero_grad() nowhere, the step clears them"
+    with refused(words), script.run, script.run.step(weight=len(x)) as step:
+        step.backward(script.loss(script.model, (x, y)))
+        script.optimizer.zero_grad()
+
+
+def _clamped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.clamp_(-1e-6, 1e-6)
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_step_hooks_are_refused_where_a_server_moves_its_own_parameters(register: str) -> None:
+    def check(comm: Communicator) -> None:
+        model = linear()
+        optimizer = sgd(model)
+        getattr(optimizer, register)(_clamped)
+        run = DataParallel(model, optimizer, comm, "parameter_server")
+        words = "parameter_server: the optimizer has step hooks, which would see the model"
+        if comm.rank == 0:
+            with refused(words, ConfigError), run, run.step(weight=1) as step:
+                step.backward(model(torch.ones(1, 4)).sum())
+
+    run_threads(1, check)
+
+
+class Boosted(torch.optim.SGD):
+    """With an attribute of its own, as a class of a user's may have."""
+
+    def __init__(self, parameters: Any, boost: float) -> None:
+        super().__init__(parameters, 0.1, momentum=0.9)
+        self.boost = boost
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(self.boost)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", "model_averaging:period=2,momentum=average"])
+def test_an_optimizer_may_have_attributes_of_its_own(strategy: str) -> None:
+    def check(comm: Communicator) -> None:
+        model = linear()
+        before = values(model).clone()
+        run = DataParallel(model, Boosted(model.parameters(), 2.0), comm, strategy)
+        with run:
+            for _ in range(2):
+                with run.step(weight=1) as step:
+                    step.backward(model(torch.ones(1, 4)).sum())
+        assert values(model).isfinite().all() and not torch.equal(values(model), before)
+
+    run_threads(2, check)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_batch_that_does_not_count_leaves_no_trace_where_the_loop_saves_and_evaluates(
+    momentum: float | None,
+) -> None:
+    """Rank 1 has two batches, rank 0 four."""
+
+    def check(comm: Communicator) -> None:
+        model = nn.Sequential(nn.BatchNorm1d(2, momentum=momentum), nn.Linear(2, 1))
+        norm = model[0]
+        assert isinstance(norm, nn.BatchNorm1d) and norm.running_mean is not None
+        run = DataParallel(model, sgd(model, 0.0), comm, "gradient_averaging")
+        loader = [torch.full((3, 2), float(n + 1)) for n in range(4 - 2 * comm.rank)]
+        own: list[Tensor] = []
+        with run:
+            for x in run.batches(loader):
+                with run.step(weight=len(x)) as step:
+                    step.backward(model(x).sum())
+                state = run.state_dict()["model"]
+                own.append(state["0.running_mean"].clone())
+                assert int(state["0.num_batches_tracked"]) == min(len(own), len(loader))
+        assert len(own) == 4
+        if comm.rank == 1:
+            assert torch.equal(own[1], own[2]) and torch.equal(own[1], own[3])
+
+    run_threads(2, check)
+
+
+def test_an_error_that_leaves_an_evaluation_is_named_and_the_statistics_are_the_ranks_own() -> None:
+    script = Script(SerialCommunicator(), "gradient_averaging")
+    words = "`with run.evaluating()` was left by ValueError: no file; it was done in part"
+    with refused(words), script.run:
+        script.train(0, 1)
+        before = {name: buffer.clone() for name, buffer in script.model.named_buffers()}
+        with pytest.raises(ValueError, match="no file"), script.run.evaluating():
+            for buffer in script.model.buffers():
+                buffer.zero_()
+            raise ValueError("no file")
+        after = {name: b for name, b in script.model.named_buffers() if b.is_floating_point()}
+        assert after and all(torch.equal(before[name], buffer) for name, buffer in after.items())
+        with refused(words):
+            script.run.step()
+
+
+def test_sparse_adam_is_refused_with_what_to_use() -> None:
+    model = nn.Embedding(5, 2, sparse=True)
+    with refused("SparseAdam needs sparse gradients, and ranks exchange whole ones; use Adam", ConfigError):
+        DataParallel(model, torch.optim.SparseAdam(model.parameters()), SerialCommunicator())
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=2,begin=3", "ad_psgd"])
+def test_a_layer_may_be_frozen_before_training_and_trained_later(strategy: str) -> None:
+    def check(comm: Communicator) -> None:
+        model = nn.Sequential(linear(4, 4), linear(4, 1))
+        run = DataParallel(model, sgd(model, 0.1), comm, strategy)
+        model[0].requires_grad_(False)
+        before = values(model[0]).clone()
+        with run:
+            for number in range(4):
+                if number == 2:
+                    assert torch.equal(values(model[0]), before)
+                    model[0].requires_grad_(True)
+                with run.step(weight=1) as step:
+                    step.backward(model(torch.ones(1, 4)).sum())
+        assert not torch.equal(values(model[0]), before)
+
+    run_threads(2, check)
+
+
+def test_a_mask_that_is_expanded_from_fewer_numbers_is_left_alone() -> None:
+    def check(comm: Communicator) -> None:
+        model = linear()
+        model.register_buffer("mask", torch.ones(1, 5).expand(3, 5))
+        run = DataParallel(model, sgd(model), comm, "gradient_averaging")
+        with run:
+            for x in run.batches([torch.ones(1, 4)] * (2 - comm.rank)):
+                with run.step(weight=1) as step:
+                    step.backward(model(x).sum())
+            with run.evaluating():
+                pass
+
+    run_threads(2, check)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_scaler_may_be_turned_on_or_off_between_two_starts(first: bool, tmp_path: Path) -> None:
+    def train(*, enabled: bool, resumes: bool) -> None:
+        model = linear()
+        scaler = torch.amp.GradScaler("cpu", enabled=enabled)
+        run = DataParallel(model, sgd(model), SerialCommunicator(), folder=tmp_path, scaler=scaler)
+        assert (run.load_checkpoint() is not None) == resumes
+        with run:
+            with run.step(weight=1) as step:
+                step.backward(model(torch.ones(1, 4)).sum())
+            run.save_checkpoint()
+            raise KeyboardInterrupt
+
+    for enabled, resumes in ((first, False), (not first, True)):
+        with pytest.raises(KeyboardInterrupt):
+            train(enabled=enabled, resumes=resumes)
+
+
+def test_gradients_set_to_none_between_steps_are_still_found() -> None:
+    script = Script(SerialCommunicator(), "gradient_averaging")
+    with script.run:
+        for number in range(NUM_STEPS):
+            script.model.zero_grad(set_to_none=True)
+            script.step(make_batch(0, number))
+    assert_close(values(script.model), plain(batches_of(1)), "zero_grad")
