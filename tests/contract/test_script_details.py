@@ -208,7 +208,8 @@ def test_a_layer_may_be_frozen_before_training_and_trained_later(strategy: str) 
         with run:
             for number in range(4):
                 if number == 2:
-                    assert torch.equal(values(model[0]), before)
+                    # A rank at its own pace may have the layer's average with one that trains it already.
+                    assert strategy == "ad_psgd" or torch.equal(values(model[0]), before)
                     model[0].requires_grad_(True)
                 with run.step(weight=1) as step:
                     step.backward(model(torch.ones(1, 4)).sum())
