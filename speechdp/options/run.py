@@ -174,7 +174,9 @@ class TrainOptions:
             self._refuse_parts(task.name)
         elif self.aligns and not task.decodes:
             raise ConfigError(
-                f"{self.aligning[0]}: not with --task {task.name}, whose models cannot align; leave it out"
+                f"{self.aligning[0]}: not with --task {task.name}, whose models cannot align; leave it out, "
+                "or align by a run of --task acoustic with --flat-start, and give its targets: "
+                "--alignments RUN/alignments/0"
             )
         if self.initial_model is not None and not self.make_task().decodes:
             raise ConfigError("--initial-model: only for acoustic models that can be decoded; leave it out")

@@ -116,7 +116,11 @@ def check_alignments(directory: Path | None) -> None:
         ShardError: there is no such directory.
     """
     if directory is not None and not directory.is_dir():
-        raise ShardError(f"{directory}: no such alignment directory; make it with train --realign")
+        made = sorted(path.parent.name for path in directory.parent.glob("*/completed.json"))
+        there = f", and {directory.parent} has {', '.join(made)}" if made else ""
+        raise ShardError(
+            f"{directory}: no such alignment directory{there}; make it with train --flat-start or --realign"
+        )
 
 
 def open_targets(path: Path, shard: Shard) -> TargetsFile:

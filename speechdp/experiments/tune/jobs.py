@@ -24,6 +24,8 @@ from speechdp.simulation.measured import MeasuredRun, measured_run
 from speechdp.simulation.predict import Interval, is_too_long, predict
 from speechdp.simulation.simulate import Request, scenario_of
 
+#: What stands for the folder of a run in the command that is shown: the user may have a RUN.
+NEW_RUN = "NEW_RUN"
 #: Folder of the measuring runs.
 MEASURED = "measure"
 #: Steps of a measuring run.

@@ -18,6 +18,7 @@ from speechdp.experiments.jobs import JobStarter
 from speechdp.experiments.race.plan import order_of_rounds
 from speechdp.experiments.race.record import FOLDER
 from speechdp.experiments.tune.jobs import (
+    NEW_RUN,
     RacedSettings,
     TunedJobs,
     besides_steps_s,
@@ -175,7 +176,7 @@ class TunedScript(TunedJobs):
     def command(self, setting: Setting, backend: str) -> str:
         """See TunedJobs."""
         script = replace(self._script, backend=backend)
-        told = script.environment(setting.strategy, self._ranks, self._seeds[0], Path("RUN"))
+        told = script.environment(setting.strategy, self._ranks, self._seeds[0], Path(NEW_RUN))
         shown = [f"{name}={shlex.quote(told[name])}" for name in (STRATEGY, BACKEND, SEED)]
         launch = ["speechdp", "launch", *self._starter.launch_options]
         launch += ["-np", str(script.processes(self._ranks)), "--", "python", *script.words(self._seeds[0])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shlex
 import threading
 import time
@@ -13,8 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
+from speechdp.counting import counted
 from speechdp.data.shards.dataset import FLAT, Dataset
-from speechdp.errors import RunError, SpeechDPError
+from speechdp.errors import ConfigError, RunError, SpeechDPError
 from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.compare.own_training import CompareRequest, OwnTraining
 from speechdp.experiments.compare.plan import SEQUENTIAL
@@ -32,6 +34,7 @@ from speechdp.experiments.race.record import (
 )
 from speechdp.experiments.tune.jobs import (
     MEASURED,
+    NEW_RUN,
     RacedSettings,
     Stretch,
     Trained,
@@ -48,6 +51,8 @@ from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.kit import formatting
 from speechdp.report.runs.raced import LEAST_ROUNDS
 
+#: A race that takes so many times the time for it is not begun.
+_MOST_LONGER = 2.0
 #: Seconds between two looks at what a job has done.
 _LOOK_S = 0.5
 _NOTHING_LEFT = "the job ended well but left no record (is OUT a shared folder?)"
@@ -107,6 +112,13 @@ class TunedTraining(OwnTraining, TunedJobs):
         settings = [one for one, why in given.items() if not why]
         length = fitting_race(self._request.race, settings, step_s, longest_s)
         expected_s = race_s(length, settings, step_s)
+        if expected_s > _MOST_LONGER * longest_s:
+            raise ConfigError(
+                f"--budget: the shortest race of {counted(len(settings), 'setting')} takes about "
+                f"{formatting.seconds(expected_s)}, more than half of the budget; give "
+                f"{math.ceil(4 * expected_s)}s at least, or fewer --strategies or --periods (what was "
+                "measured is kept)"
+            )
         if expected_s > longest_s:
             self._say(
                 f"race: the shortest takes {formatting.seconds(expected_s)}, more than a quarter of the "
@@ -228,7 +240,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         )
         processes = self._ranks + options.loading.feeders
         launch = ["speechdp", "launch", *self._starter.launch_options, "-np", str(processes), "--"]
-        return shlex.join([*launch, "train", str(self._request.data), "RUN", *train_arguments(options)])
+        return shlex.join([*launch, "train", str(self._request.data), NEW_RUN, *train_arguments(options)])
 
     def _options(self, setting: Setting, backend: str, seed: int) -> TrainOptions:
         options = with_setting(self._request.options, setting)

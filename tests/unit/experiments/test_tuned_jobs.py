@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from speechdp.data.shards.dataset import FLAT, Dataset
+from speechdp.errors import ConfigError
 from speechdp.experiments.compare.own_training import CompareRequest
 from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL, ComparePlan
 from speechdp.experiments.compare.script_training import UserScript
@@ -208,6 +210,22 @@ def test_a_race_is_held_again_without_a_setting_that_fails(tmp_path: Path) -> No
     # The record says so: a search that goes on does not try it again.
     again = training_of(ranks).hold_race(SETTINGS, "mpi", 60.0, 1.0)
     assert again == raced and len(ranks.started) == 2
+
+
+def test_a_race_that_would_use_the_budget_up_is_refused_with_what_is_needed(tmp_path: Path) -> None:
+    said: list[str] = []
+    ranks = Ranks(request_in(tmp_path))
+    jobs = training_of(ranks, said)
+    assert isinstance(jobs.measure("mpi", knows_start=False), Measurement)
+    ranks.started.clear()
+    with pytest.raises(
+        ConfigError, match=r"^--budget: the shortest race of 3 settings takes about .*; give "
+    ) as e:
+        jobs.hold_race(SETTINGS, "mpi", 0.001, 1.0)
+    assert not ranks.started and not said
+    (wanted,) = re.findall(r"give (\d+)s at least", str(e.value))
+    assert isinstance(jobs.hold_race(SETTINGS, "mpi", int(wanted) / 4, 1.0), RacedSettings)
+    assert not said
 
 
 def test_a_race_of_which_one_setting_is_left_is_none(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ def test_targets_of_another_alignment_take_the_place_of_the_shards(dataset: Data
 
 def test_missing_and_damaged_alignments_are_named(tmp_path: Path) -> None:
     dataset = write_tiny_data(tmp_path / "data")
-    with pytest.raises(ShardError, match=r"no such alignment directory; make it with train --realign"):
+    with pytest.raises(ShardError, match=r"no such alignment directory; make it with train --flat-start"):
         SplitReader(dataset, "train", tmp_path / "1")
     align_anew(dataset, tmp_path / "1", 7)
     path = tmp_path / "1" / dataset.shard_paths("train")[0].name
