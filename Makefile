@@ -10,7 +10,8 @@ setup:
 # would refuse to start even local ranks.
 # Without GPUs: ranks of a test, often more than those there are, compute on the CPU; test-gpu has the tests of GPUs.
 # Files side by side, two more than there are cores, since tests that start jobs wait for much; the longest first.
-PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 OMPI_MCA_plm=isolated $(PYTHON) -m pytest
+# Where bytecode is not kept (PYTHONDONTWRITEBYTECODE), every process compiles all of speechdp anew: a second of a core.
+PYTEST := PYTHONDONTWRITEBYTECODE= CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 OMPI_MCA_plm=isolated $(PYTHON) -m pytest
 WORKERS ?= $(shell expr $$(nproc) + 2)
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 ON_THIS_MACHINE := tests/faults tests/e2e tests/parallel tests/contract tests/unit

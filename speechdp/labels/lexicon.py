@@ -84,18 +84,20 @@ class Lexicon:
     def spelling_of(self, word: str) -> str | None:
         """Return how the lexicon spells a word; None: it lacks the word.
 
-        As it is, else in another case, with other signs for apostrophe and hyphen, or accents apart.
+        As it is, else in lower case, in another case, with other signs for apostrophe and hyphen, or accents
+        apart.
         """
         return word if word in self else self._by_lower_case.get(_folded(word))
 
     @cached_property
     def _by_lower_case(self) -> dict[str, str]:
-        return {_folded(word): word for word in reversed(self.recognised_words)}
+        """The spelling of each word in lower case: itself where the lexicon has it so, else the first."""
+        first = {_folded(word): word for word in reversed(self.recognised_words)}
+        return {lower: lower if lower in self else word for lower, word in first.items()}
 
     def in_lower_case(self) -> Lexicon:
         """Spell all words in lower case, each with the pronunciations of `spelling_of`."""
-        spelt = {lower: lower if lower in self else word for lower, word in self._by_lower_case.items()}
-        return Lexicon({lower: self.pronunciations[word] for lower, word in spelt.items()})
+        return Lexicon({lower: self.pronunciations[word] for lower, word in self._by_lower_case.items()})
 
     def pronounceable(self, words: Iterable[str]) -> list[str]:
         """Put <unk> for words that are not in the lexicon; leave them out where it has no <unk>."""
@@ -118,8 +120,8 @@ class Lexicon:
 
         CMUdict's form is read, too: `word(2)` is another variant of `word`, and comments are none.
         In a lexiconp.txt each word is followed by the probability of the variant, and the most probable
-        variant becomes the preferred one.  Entries such as `<SIL>`, `<UNK>` and `!SIL` stand for silence and
-        unknown words and are skipped, but for what `with_unknown` adds.
+        variant becomes the preferred one.  Entries such as `<SIL>`, `<UNK>`, `!SIL` and `SIL SIL` stand for
+        silence and unknown words and are skipped, but for what `with_unknown` adds.
 
         Raises:
             ConfigError: the file cannot be read, holds no word, or a line is malformed (file:line).
@@ -169,6 +171,8 @@ class Lexicon:
                     f"{where}{phones[0]!r} after the word {word!r} is no phone; "
                     "give lexicon.txt or lexiconp.txt"
                 )
+            if [word.upper(), *(phone.upper() for phone in phones)] == [SILENCE, SILENCE]:
+                continue  # silence is in every graph already, and must not be recognised as a word
             variants = found.setdefault(word, {})
             variants[tuple(phones)] = max(variants.get(tuple(phones), 0.0), probability or 0.0)
         if not has_probabilities:
@@ -347,7 +351,7 @@ def refuse_unknown(words: Sequence[str], remedy: str) -> None:
     """Refuse words without a pronunciation, if any, by ONE message: the first 20 and the remedy."""
     if not words:
         return
-    marks = [word for word in words if is_mark(word)]
+    marks = [word for word in words if is_mark(word) or word.upper() == SILENCE]
     if marks:
         remedy = f"{marks[0]} is a mark of no word: take such out of the transcripts; {remedy}"
     shown = " ".join(itertools.islice(words, _MAX_LISTED))

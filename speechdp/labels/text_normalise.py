@@ -22,13 +22,26 @@ _TENS = ("zero", "ten", "twenty", "thirty", "forty", "fifty", "sixty", "seventy"
 _MAX_NUMBER = 999_999
 _MAX_DIGITS = len(str(_MAX_NUMBER))
 _SHOWN_DIGITS = 12
-_NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?", re.ASCII)
+_LETTERS = r"[^\W\d_]"
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
+#: A number, and letters right behind it: "3rd", "1990's", "'80s"; those of names such as "b2b" are others.
+_NUMBER = re.compile(rf"(?<!{_LETTERS})'?(?P<counted>{_DIGITS})(?P<letters>'?{_LETTERS}+)|{_DIGITS}")
+_ORDINAL = ("st", "nd", "rd", "th")
+_IRREGULAR_ORDINALS = {
+    "one": "first",
+    "two": "second",
+    "three": "third",
+    "five": "fifth",
+    "eight": "eighth",
+    "nine": "ninth",
+    "twelve": "twelfth",
+}
 _SIGNS = str.maketrans(
     {
         **dict.fromkeys("\u2018\u2019\u02bc", "'"),
         **dict.fromkeys('\u201c\u201d\u00ab\u00bb"()[]', " "),
         **dict.fromkeys("-\u2010\u2011", " "),
-        **dict.fromkeys(":;\u2013\u2014", ","),
+        **dict.fromkeys(":;\u2013\u2014", ", "),  # the blank keeps "1:100" from being read as "1,100"
     }
 )
 #: A hyphen or minus sign before a number, where no word or number stands before it: "-5" is not "well-known".
@@ -67,9 +80,15 @@ def plain_transcript(text: str) -> str:
     return " ".join(filter(None, (word if plain and is_mark(word) else plain for word, plain in words)))
 
 
-def without_punctuation(text: str) -> str:
-    """Return a text in lower case, without punctuation, with single spaces: "!SIL" -> "sil", "--" -> ""."""
-    apart = _BETWEEN_LETTERS.sub(" ", unicodedata.normalize("NFC", text).lower())
+def without_punctuation(text: str, *, keeps_case: bool = False) -> str:
+    """Return a text without punctuation and with single spaces: "!SIL" -> "sil", "--" -> "".
+
+    Args:
+        text: any.
+        keeps_case: else it is brought to lower case.
+    """
+    composed = unicodedata.normalize("NFC", text)
+    apart = _BETWEEN_LETTERS.sub(" ", composed if keeps_case else composed.lower())
     words = apart.translate(_OF_TRANSCRIPTS).split()
     return " ".join(word for word in words if word.strip(_IN_WORDS))
 
@@ -78,15 +97,16 @@ def normalise(text: str) -> str:
     """Return a text in lower case, with numbers in words and single spaces: "3 5 7" -> "three five seven".
 
     Brackets and quotation marks are dropped, hyphens part words (before a number that begins a word they are
-    "minus"), colons and dashes become commas.  Characters that mean nothing here stay, for the inventory to
-    refuse by name.
+    "minus"), colons and dashes become commas; ordinals and decades are spoken ("3rd", "1990s"), other letters
+    behind a number are a word of their own ("7am").  Characters that mean nothing here stay, for the
+    inventory to refuse by name.
 
     Raises:
         ConfigError: a number above 999,999.
     """
     lower = unicodedata.normalize("NFKC", text).lower()
     plain = _MINUS.sub("minus ", lower).translate(_SIGNS)
-    words = _NUMBER.sub(lambda match: f" {_spoken(match.group())} ", plain)
+    words = _NUMBER.sub(lambda match: f" {_in_words(match)} ", plain)
     return _SPACE_BEFORE_SIGN.sub(r"\1", " ".join(words.split()))
 
 
@@ -112,6 +132,36 @@ def number_in_words(number: int) -> str:
             return f"{number_in_words(number // unit)} {name}{more}"
     ones = f" {_ONES[number % 10]}" if number % 10 else ""
     return f"{_TENS[number // 10]}{ones}"
+
+
+def _in_words(match: re.Match[str]) -> str:
+    """Return the words of a number and of the letters behind it.  Raises ConfigError."""
+    digits, letters = match["counted"], match["letters"]
+    if digits is None:
+        return _spoken(match.group())
+    if "." not in digits and letters in _ORDINAL:
+        return _ordinal(_spoken(digits))
+    if "." not in digits and letters.removeprefix("'") == "s" and digits[-1] == "0":
+        return _decade(digits.replace(",", ""))
+    # One abbreviation must not stop the preparation of hundreds of hours.
+    return f"{_spoken(digits)}{'' if letters.startswith("'") else ' '}{letters}"
+
+
+def _ordinal(words: str) -> str:
+    """Return the ordinal of a number in words: "twenty one" -> "twenty first"."""
+    before, blank, last = words.rpartition(" ")
+    regular = last[:-1] + "ieth" if last.endswith("y") else last + "th"
+    return f"{before}{blank}{_IRREGULAR_ORDINALS.get(last, regular)}"
+
+
+def _decade(digits: str) -> str:
+    """Return the words of a decade, years from 1100 on as they are said: "1990" -> "nineteen nineties"."""
+    century, year = digits[:-2], digits[-2:]
+    if len(digits) == len("1990") and century[0] != "0" and (century[1] != "0" or year != "00"):
+        words = f"{_spoken(century)} {'hundred' if year == '00' else _spoken(year)}"
+    else:
+        words = _spoken(digits)
+    return words[:-1] + "ies" if words.endswith("y") else words + "s"
 
 
 def _spoken(digits: str) -> str:

@@ -122,9 +122,11 @@ class FilesOptions:
     """For corpora whose files are elsewhere, or incomplete."""
 
     path_map: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], shown("OLD=NEW", "none")] = ()
-    """Replace the beginning OLD of paths in wav.scp and feats.scp by NEW.  May be repeated."""
+    """Replace the beginning OLD of paths in wav.scp and feats.scp by NEW.  May be repeated.
+    Of Kaldi data directories only."""
     allow_pipes: bool = False
-    """Run the commands in wav.scp and feats.scp that end with "|", without a shell."""
+    """Run the commands in wav.scp and feats.scp that end with "|", without a shell.
+    Of Kaldi data directories only."""
     skip_incomplete: bool = False
     """Leave out utterances without audio, transcript or speaker, and report how many."""
 
@@ -169,8 +171,8 @@ class PrepareOptions:
         str | None,
         shown(
             "RULE",
-            "the corpus' own split; by index if --pattern has {index}; else speakers:dev=0.1,test=0.1, or "
-            "random:dev=0.05,test=0.05 with fewer than 3 speakers",
+            "the corpus' own split; by index if --pattern has {index} and a tenth or more is train so; else "
+            "speakers:dev=0.1,test=0.1, or random:dev=0.05,test=0.05 with fewer than 3 speakers",
         ),
     ] = None
     """How to divide the corpus into train, dev and test.
@@ -246,6 +248,8 @@ class PrepareOptions:
             )
         if self.like is not None:
             self._check_like()
+        if self.features != "mfcc" and self.num_ceps != FeatureConfig.num_ceps:
+            raise ConfigError("--num-ceps goes with --features mfcc; add it or leave --num-ceps out")
         self._check_g2p()
         if self.shards < 1:
             raise ConfigError(f"--shards {self.shards}: must be at least 1")
@@ -312,6 +316,16 @@ class PrepareOptions:
             raise ConfigError(
                 "--feats uses Kaldi's features, --store audio computes them from audio; leave one of them out"
             )
+        computed = {
+            f"--features {self.features}": self.features != "log_mel",
+            "--num-mel-bins": self.num_mel_bins is not None,
+            "--num-ceps": self.num_ceps != FeatureConfig.num_ceps,
+        }
+        for option, is_given in computed.items():
+            if is_given and kaldi.feats:
+                raise ConfigError(
+                    f"{option} does not go with --feats, which takes Kaldi's; leave one of them out"
+                )
         if kaldi.cmvn == "kaldi" and not kaldi.feats:
             raise ConfigError("--cmvn kaldi is for Kaldi's features: add --feats, or leave --cmvn out")
 

@@ -34,7 +34,7 @@ _FSDD_NAME = re.compile(r"[0-9]_[A-Za-z][^_]*_[0-9]+")
 
 
 def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRules = PLAIN_RULES) -> Corpus:
-    """Find the audio below a folder and its transcripts, in lower case and without punctuation.
+    """Find the audio below a folder and its transcripts, which keep their case and punctuation.
 
     Transcripts are, in this order: labels in the file names if a pattern is given; a Kaldi-form file
     `text` (and `utt2spk`) in the folder; `*.trans.txt` files as LibriSpeech has them; a .txt file beside
@@ -145,7 +145,7 @@ def _labelled(utterance_id: str, file: Path, fields: dict[str, str]) -> CorpusUt
     return CorpusUtterance(
         utterance_id=utterance_id,
         speaker=_no_space(fields.get("speaker", UNKNOWN_SPEAKER)),
-        text=plain_transcript(text),
+        text=text if plain_transcript(text) else "",
         audio=file,
         index=int(fields["index"]) if "index" in fields else None,
     )
@@ -212,12 +212,12 @@ def _with_transcripts(
 ) -> Corpus:
     ids = recording_names(source, files)
     by_id = {ids[file]: file for file in files}
-    normalised = {utterance: plain_transcript(text) for utterance, text in texts.items()}
+    spoken = {utterance: text if plain_transcript(text) else "" for utterance, text in texts.items()}
     lost = sorted(texts.keys() - by_id.keys())
     missing = sorted(by_id.keys() - texts.keys()) if rules.needs_text else []
     notices: tuple[str, ...] = ()
     if rules.skip_incomplete:
-        empty = [u for u in sorted(by_id) if rules.needs_text and normalised.get(u) == ""]
+        empty = [u for u in sorted(by_id) if rules.needs_text and spoken.get(u) == ""]
         without = {*missing, *empty}
         by_id = {u: file for u, file in by_id.items() if u not in without}
         notices = left_out(
@@ -239,7 +239,7 @@ def _with_transcripts(
         )
     folders = {} if by_id.keys() <= speakers.keys() else _speakers_of_folders(source, files)
     utterances = (
-        CorpusUtterance(u, speakers.get(u) or folders[file.parent], normalised.get(u, ""), file)
+        CorpusUtterance(u, speakers.get(u) or folders[file.parent], spoken.get(u, ""), file)
         for u, file in by_id.items()
     )
     return Corpus.of(source, utterances, may_lack_text=not rules.needs_text, notices=notices)

@@ -79,7 +79,7 @@ class Corpus:
             if not (utterance.words or may_lack_text):
                 raise ConfigError(
                     f"{source}: utterance {utterance.utterance_id} ({utterance.audio}) has an empty "
-                    "transcript; write one or leave the utterance out"
+                    "transcript; write one, or leave such utterances out with --skip-incomplete"
                 )
             if utterance.split is None and divided:
                 raise ConfigError(
@@ -129,7 +129,8 @@ class Corpus:
             if needs_text and before.words and not after.words:
                 raise ConfigError(
                     f"{self.source}: utterance {before.utterance_id} ({before.audio}) has an empty "
-                    "transcript: nothing but punctuation; write one or leave the utterance out"
+                    "transcript: nothing but punctuation; write one, or leave such utterances out with "
+                    "--skip-incomplete"
                 )
         return replace(self, utterances=respelt)
 

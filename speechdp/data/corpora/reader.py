@@ -14,10 +14,17 @@ from typing import ClassVar, SupportsIndex, TypeVar
 
 from speechdp.data.corpora.audio_folder import read_audio_folder
 from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, Corpus, CorpusUtterance
-from speechdp.data.corpora.kaldi_dir import PLAIN_RULES, ReadingRules, is_kaldi_dir, read_kaldi_dir
+from speechdp.data.corpora.kaldi_dir import (
+    PLAIN_RULES,
+    ReadingRules,
+    is_kaldi_dir,
+    left_out,
+    read_kaldi_dir,
+)
 from speechdp.data.signal.audio import AudioPart
 from speechdp.errors import ConfigError
 from speechdp.extensions import ExtensionPoint, code_of, read_options
+from speechdp.labels.text_normalise import plain_transcript
 
 
 class CorpusReader(ABC):
@@ -87,7 +94,7 @@ def read_corpus(
         reader: `folder`, `kaldi`, or `NAME` or `MODULE:CLASS` from outside, with `:option=value,...` behind
             it; None: a Kaldi data directory or a folder of audio, whichever it is.
         pattern: of labels in file names, for a folder of audio.
-        rules: how files are read; of a reader from outside, only whether transcripts are needed.
+        rules: how files are read; of a reader from outside, only what becomes of empty transcripts.
 
     Raises:
         ConfigError: there is no such reader, it fails, or what it reads is no corpus.
@@ -107,17 +114,22 @@ def read_corpus(
         return read_audio_folder(source, pattern, rules)
     if name == "kaldi":
         return read_kaldi_dir(source, rules)
-    return _read_from_outside(source, text, may_lack_text=not rules.needs_text)
+    return _read_from_outside(source, text, rules)
 
 
-def _read_from_outside(source: Path, text: str, *, may_lack_text: bool) -> Corpus:
+def _read_from_outside(source: Path, text: str, rules: ReadingRules) -> Corpus:
     """Read a corpus by a class that others have written."""
     cls, options = CORPORA.named(text)
     values = read_options(cls.name, cls, options, kind="corpus")
     with code_of(cls, f"corpus {cls.name}", f"mend the reader, or what it reads in {source}"):
         utterances = list(cls(**values).read(source))
-    checked = (_checked(cls.name, source, each) for each in utterances)
-    return Corpus.of(source, checked, may_lack_text=may_lack_text)
+    checked = [_checked(cls.name, source, each) for each in utterances]
+    empty: list[str] = []
+    if rules.skip_incomplete and rules.needs_text:
+        empty = [u.utterance_id for u in checked if not plain_transcript(u.text)]
+        checked = [u for u in checked if plain_transcript(u.text)]
+    notices = left_out({"have an empty transcript": empty})
+    return Corpus.of(source, checked, may_lack_text=not rules.needs_text, notices=notices)
 
 
 #: What the fields of an utterance may be, and what to give instead of anything else.

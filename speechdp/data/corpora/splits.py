@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -22,14 +23,17 @@ BY_CORPUS = "corpus"
 SPEAKERS_DEFAULT = "speakers:dev=0.1,test=0.1"
 #: Fewer cannot fill train, dev and test.
 _FEWEST_SPEAKERS = 3
+#: The share of a corpus that the split by takes must leave for training to be what nobody has to ask for.
+_LEAST_TRAINED = 0.1
 _FORMS = (
     "speakers:dev=0.1,test=0.1 or random:dev=0.05,test=0.05 or index:test=0-4,dev=5-9 or "
     "speaker:test=NAME,dev=NAME"
 )
 
-#: What Kaldi's scripts put before, or behind, names of utterances and speakers that they change and add.
+#: What Kaldi's scripts put before, or behind, names of utterances and speakers that they change and add:
+#: several of them where one script changes what another has added.
 _CHANGED = re.compile(
-    r"(?:(?:[svp][pv]\d+\.\d+|rvb\d+|rev\d+)[-_])?(?P<name>.+?)(?:-(?:reverb|noise|music|babble))?"
+    r"(?:(?:[svp][pv]\d+\.\d+|rvb\d+|rev\d+)[-_])*(?P<name>.+?)(?:-(?:reverb|noise|music|babble))*"
 )
 
 _Item = TypeVar("_Item")
@@ -85,19 +89,23 @@ class RandomSplit(SplitRule):
         return tuple(name for name, fraction in self.parts.items() if fraction > 0)
 
     def split_of(self, utterance: CorpusUtterance) -> str:
-        name = original_name(utterance.utterance_id)
-        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
-        place = int.from_bytes(digest[:8], "big") / 2.0**64  # uniform in [0, 1)
+        place = self.place_of(utterance)
         for name, fraction in self.parts.items():
             if place < fraction:
                 return name
             place -= fraction
         return "train"
 
+    def place_of(self, utterance: CorpusUtterance) -> float:
+        """Return where in [0, 1) an utterance lies, uniformly; copies lie where their original does."""
+        name = original_name(utterance.utterance_id)
+        digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
+        return int.from_bytes(digest[:8], "big") / 2.0**64
+
 
 @dataclass(frozen=True)
 class SpeakerSplit(SplitRule):
-    """By speaker; `parts` holds the speakers of each split."""
+    """By speaker; `parts` holds the speakers of each split, whose copies go with them."""
 
     parts: dict[str, tuple[str, ...]]
 
@@ -106,12 +114,16 @@ class SpeakerSplit(SplitRule):
         return tuple(self.parts)
 
     def split_of(self, utterance: CorpusUtterance) -> str:
-        return self._split_of_speaker.get(utterance.speaker, "train")
+        named, of_original = self._split_of_speaker
+        name = utterance.speaker
+        return named.get(name) or of_original.get(original_name(name), "train")
 
     @cached_property
-    def _split_of_speaker(self) -> dict[str, str]:
-        of_first = reversed(self.parts.items())  # a speaker who is named twice is in the first
-        return {speaker: name for name, speakers in of_first for speaker in speakers}
+    def _split_of_speaker(self) -> tuple[dict[str, str], dict[str, str]]:
+        """The split of each speaker by name, and by the name of the original."""
+        of_first = list(reversed(self.parts.items()))  # a speaker who is named twice is in the first
+        named = {speaker: name for name, speakers in of_first for speaker in speakers}
+        return named, {original_name(speaker): name for speaker, name in named.items()}
 
 
 @dataclass(frozen=True)
@@ -144,9 +156,12 @@ class SpeakerShares:
             parts.pop("test", None)
         counts = {name: max(1, round(share * len(speakers))) for name, share in parts.items()}
         if sum(counts.values()) >= len(speakers):
+            # Beside a held-out speaker, who is tested, only a random dev part of the others can be had.
+            can_be_apart = held_out_speaker is None and len(speakers) > 1
+            remedy = rule_apart(speakers) if can_be_apart else RANDOM_DEFAULT
             raise ConfigError(
                 f"{corpus.source}: --split {self.spec} needs {sum(counts.values()) + 1} speakers, it has "
-                f"{len(speakers)}; choose --split {RANDOM_DEFAULT}"
+                f"{len(speakers)}; choose --split {remedy}"
             )
         order = iter(
             sorted(speakers, key=lambda name: hashlib.sha256(f"{self.seed} {name}".encode()).digest())
@@ -213,6 +228,13 @@ def original_name(name: str) -> str:
     return name if match is None else match["name"]
 
 
+def rule_apart(speakers: Collection[str]) -> str:
+    """Return a --split that keeps two speakers or more apart; two are too few for dev, test and train."""
+    if len(speakers) >= _FEWEST_SPEAKERS:
+        return SPEAKERS_DEFAULT
+    return f"speaker:test={min(set(speakers) - {UNKNOWN_SPEAKER})}"
+
+
 def parse_split(spec: str, seed: int) -> SplitRule | SpeakerShares:
     """Read a --split.  Raises ConfigError on what is not one of the forms."""
     kind, _, rest = spec.partition(":")
@@ -241,8 +263,8 @@ def choose_rule(
 ) -> SplitRule:
     """Return the rule the options ask for.
 
-    Without one: the corpus' own, by index where it counts its takes, by speaker where there are three or
-    more, else at random.
+    Without one: the corpus' own, by index where it counts its takes and has enough of them for training, by
+    speaker where there are three or more, else at random.
 
     Args:
         corpus: what is divided.
@@ -266,7 +288,7 @@ def choose_rule(
         wanted.append(held_out_speaker)
         spec = f"held-out-speaker={held_out_speaker};{rule.spec}"
         rule = HeldOutSpeaker(spec, held_out_speaker, rule)
-    unknown = sorted(set(wanted) - set(corpus.speakers))
+    unknown = sorted(set(wanted) - {*corpus.speakers, *map(original_name, corpus.speakers)})
     if unknown:
         known = ", ".join(corpus.speakers[:20])
         raise ConfigError(f"{corpus.source}: has no speaker {unknown[0]!r}; its speakers are {known}")
@@ -274,11 +296,23 @@ def choose_rule(
 
 
 def _default(corpus: Corpus, *, by_speaker: bool) -> str:
-    if corpus.has_index:
+    if corpus.has_index and _suits_takes(corpus):
         return INDEX_DEFAULT
     num_speakers = len(set(map(original_name, corpus.speakers)))
     knows_speakers = UNKNOWN_SPEAKER not in corpus.speakers and num_speakers >= _FEWEST_SPEAKERS
     return SPEAKERS_DEFAULT if by_speaker and knows_speakers else RANDOM_DEFAULT
+
+
+def _suits_takes(corpus: Corpus) -> bool:
+    """Tell whether the usual split by takes trains on any share worth the name.
+
+    Speech Commands counts its takes, too, but hardly anybody repeats a word ten times: next to nothing would
+    train.
+    """
+    rule = parse_split(INDEX_DEFAULT, seed=0)
+    assert isinstance(rule, IndexSplit)
+    num_train = sum(rule.split_of(utterance) == "train" for utterance in corpus.utterances)
+    return num_train >= _LEAST_TRAINED * len(corpus.utterances)
 
 
 def split_corpus(
@@ -300,7 +334,7 @@ def split_corpus(
         splits[rule.split_of(utterance)].append(utterance)
     for name in (*(["train"] if needs_train else []), *rule.named):
         if not splits[name]:
-            remedy = "choose another --split, e.g. random:dev=0.2,test=0.2"
+            remedy = _remedy(corpus, rule, name)
             if may_be_like:
                 remedy += ", or add --like RUN to test a trained model"
             raise ConfigError(
@@ -308,6 +342,21 @@ def split_corpus(
                 f"(of {len(corpus.utterances)}); {remedy}"
             )
     return {name: utterances for name, utterances in splits.items() if utterances}
+
+
+def _remedy(corpus: Corpus, rule: SplitRule, empty: str) -> str:
+    """Return what fills a split that `rule` has left empty."""
+    drawn = rule.base if isinstance(rule, HeldOutSpeaker) else rule
+    if not isinstance(drawn, RandomSplit):
+        return "choose another --split, e.g. random:dev=0.2,test=0.2"
+    wanted = "smaller" if empty == "train" else "larger"
+    if isinstance(rule, HeldOutSpeaker):
+        return f"give dev a {wanted} share of the others, or choose another --seed"
+    places = sorted({drawn.place_of(utterance) for utterance in corpus.utterances})
+    share = (math.floor(100 * places[0]) + 1) / 100  # two decimals, enough for the first of them
+    if share > places[-1]:
+        return "it has too few utterances to be divided: add some"
+    return f"give {wanted} shares, or test alone: --split random:test={share:g}"
 
 
 def speakers_on_both_sides(splits: Mapping[str, Sequence[CorpusUtterance]]) -> list[str]:

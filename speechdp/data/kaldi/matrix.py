@@ -117,18 +117,24 @@ def read_matrix(place: MatrixPlace, utterance: str) -> npt.NDArray[Any]:
     """Read a (T, D) matrix: float64 where it was written so, else float32.
 
     What the header says is held against the file's size before anything is read, so a damaged one costs
-    no memory.
+    no memory.  Of a binary matrix only the rows that are meant are read: utterances may be cut out of the
+    features of an hour.
+
+    Args:
+        place: where it stands, and which rows are meant.
+        utterance: whose it is, for messages.
 
     Raises:
         ConfigError: truncated, damaged, another kind of data, or fewer rows than are asked for; names
             file, utterance and byte.
     """
     with KaldiStream(place.path, place.offset_bytes, utterance) as stream:
-        matrix = _binary_matrix(stream) if stream.is_binary() else _text_matrix(stream)
-        if place.rows is None:
-            return matrix
-        first, num = _rows_in(place, place.rows, len(matrix), utterance)
-        return matrix[first : first + num]
+        if stream.is_binary():
+            header = _header(stream)
+            return _binary_matrix(stream, header, _rows_in(place, header.rows, utterance))
+        matrix = _text_matrix(stream)
+        rows = _rows_in(place, len(matrix), utterance)
+        return matrix[rows.start : rows.stop]
 
 
 def num_rows(place: MatrixPlace, utterance: str) -> int:
@@ -139,26 +145,24 @@ def num_rows(place: MatrixPlace, utterance: str) -> int:
     """
     with KaldiStream(place.path, place.offset_bytes, utterance) as stream:
         rows = _header(stream).rows if stream.is_binary() else len(_text_matrix(stream))
-    return rows if place.rows is None else _rows_in(place, place.rows, rows, utterance)[1]
+    return len(_rows_in(place, rows, utterance))
 
 
-def _rows_in(place: MatrixPlace, wanted: tuple[int, int], rows: int, utterance: str) -> tuple[int, int]:
-    """Return the first row that is meant and the number of rows, as Kaldi takes a range that ends too late.
-
-    Args:
-        wanted: first and last row.
-        rows: of the matrix.
+def _rows_in(place: MatrixPlace, rows: int, utterance: str) -> range:
+    """Return which of a matrix's `rows` a place means, as Kaldi takes a range that ends too late.
 
     Raises:
         ConfigError: it begins after the end, or ends later than Kaldi bears.
     """
-    first, last = wanted
+    if place.rows is None:
+        return range(rows)
+    first, last = place.rows
     if not (first <= last < rows + _MOST_ROWS_TOO_FAR and first < rows):
         raise ConfigError(
             f"{place.path}: utterance {utterance}: rows {first} to {last} are wanted of {rows}; mend the "
             "range in feats.scp"
         )
-    return first, min(last, rows - 1) - first + 1
+    return range(first, min(last, rows - 1) + 1)
 
 
 def write_matrix(file: BinaryIO, key: str, matrix: npt.NDArray[np.float32]) -> int:
@@ -179,6 +183,11 @@ class _Header:
     low: float = 0.0  # of a compressed matrix: its least value, and its largest less that
     span: float = 0.0
 
+    @property
+    def what(self) -> str:
+        """What messages call it."""
+        return f"a matrix of {self.rows} x {self.columns}"
+
 
 def _header(stream: KaldiStream) -> _Header:
     kind = stream.word()
@@ -194,25 +203,27 @@ def _header(stream: KaldiStream) -> _Header:
     return header
 
 
-def _binary_matrix(stream: KaldiStream) -> npt.NDArray[Any]:
-    header = _header(stream)
-    shape = (header.rows, header.columns)
+def _binary_matrix(stream: KaldiStream, header: _Header, rows: range) -> npt.NDArray[Any]:
+    """Read some rows of the matrix that begins behind its header."""
     if header.kind in _DTYPES:
-        return _values(stream, header, _DTYPES[header.kind]).reshape(shape)
+        return _rows(stream, header, _DTYPES[header.kind], rows)
     if header.kind == "CM":
-        return _uncompressed_by_columns(stream, header)
+        return _uncompressed_by_columns(stream, header, rows)
     dtype, most = ("<u2", 65535.0) if header.kind == "CM2" else ("<u1", 255.0)
-    steps = _values(stream, header, dtype).reshape(shape).astype(np.float32)
+    steps = _rows(stream, header, dtype, rows).astype(np.float32)
     return np.float32(header.low) + steps * np.float32(header.span / most)
 
 
-def _values(stream: KaldiStream, header: _Header, dtype: str) -> npt.NDArray[Any]:
-    num_bytes = header.rows * header.columns * np.dtype(dtype).itemsize
-    what = f"a matrix of {header.rows} x {header.columns}"
-    return np.frombuffer(stream.take(num_bytes, what), dtype=dtype)
+def _rows(stream: KaldiStream, header: _Header, dtype: str, rows: range) -> npt.NDArray[Any]:
+    """Read some rows of a matrix that stands row after row."""
+    row_bytes = header.columns * np.dtype(dtype).itemsize
+    stream.expect(header.rows * row_bytes, header.what)
+    stream.skip(rows.start * row_bytes, header.what)
+    values = np.frombuffer(stream.take(len(rows) * row_bytes, header.what), dtype=dtype)
+    return values.reshape(len(rows), header.columns)
 
 
-def _uncompressed_by_columns(stream: KaldiStream, header: _Header) -> npt.NDArray[np.float32]:
+def _uncompressed_by_columns(stream: KaldiStream, header: _Header, rows: range) -> npt.NDArray[np.float32]:
     """Read Kaldi's speech-feature compression: four 16-bit percentiles a column, then a byte a value.
 
     Bytes up to 64, 192 and 255 lie, evenly, between the percentiles 0, 25, 75 and 100
@@ -221,12 +232,15 @@ def _uncompressed_by_columns(stream: KaldiStream, header: _Header) -> npt.NDArra
     heads = np.frombuffer(stream.take(8 * header.columns, "the columns' percentiles"), dtype="<u2")
     edges = np.float32(header.low) + heads.astype(np.float32) * np.float32(header.span / 65535.0)
     edges = edges.reshape(-1, 4)  # (D, 4)
-    steps = _values(stream, header, "<u1").reshape(header.columns, header.rows)  # column after column
-    matrix = np.empty((header.rows, header.columns), dtype=np.float32)
+    stream.expect(header.rows * header.columns, header.what)
+    matrix = np.empty((len(rows), header.columns), dtype=np.float32)
     knots, codes = np.array([0, 64, 192, 255]), np.arange(256)
-    for column in range(header.columns):
+    for column in range(header.columns):  # they stand one after the other
+        stream.skip(rows.start, header.what)
+        steps = np.frombuffer(stream.take(len(rows), header.what), dtype="<u1")
+        stream.skip(header.rows - rows.stop, header.what)
         table = np.interp(codes, knots, edges[column]).astype(np.float32)  # (256,)
-        matrix[:, column] = table[steps[column]]
+        matrix[:, column] = table[steps]
     return matrix
 
 

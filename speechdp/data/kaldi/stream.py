@@ -78,10 +78,27 @@ class KaldiStream:
         except (OSError, EOFError, zlib.error) as error:
             raise self.failure(f"the file is truncated or damaged ({error})") from error
 
-    def take(self, num: int, what: str) -> bytes:
-        """Read exactly `num` bytes of `what`.  Raises ConfigError if the file has fewer."""
+    def expect(self, num: int, what: str) -> None:
+        """Refuse a file that ends before `num` more bytes, so far as its size shows.  Raises ConfigError."""
         if num < 0 or (self._size is not None and num > self._size - self.position):
             raise self.failure(f"{what} should have {num} bytes, and the file ends before")
+
+    def skip(self, num: int, what: str) -> None:
+        """Pass over `num` bytes of `what`.  Raises ConfigError if the file has fewer."""
+        self.expect(num, what)
+        if self._size is None:  # what is packed can only be read
+            while num:
+                num -= len(self.take(min(num, _PIECE_BYTES), what))
+            return
+        try:
+            self._stream.seek(num, os.SEEK_CUR)
+        except OSError as error:
+            raise self.failure(f"the file is truncated or damaged ({error})") from error
+        self.position += num
+
+    def take(self, num: int, what: str) -> bytes:
+        """Read exactly `num` bytes of `what`.  Raises ConfigError if the file has fewer."""
+        self.expect(num, what)
         pieces: list[bytes] = []
         missing = num
         while missing:

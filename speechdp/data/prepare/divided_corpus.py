@@ -10,6 +10,8 @@ from speechdp.data.corpora.splits import (
     OneSplit,
     SplitRule,
     choose_rule,
+    original_name,
+    rule_apart,
     speakers_on_both_sides,
     split_corpus,
 )
@@ -108,9 +110,10 @@ def warn_of_speakers(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[s
     names = speakers_on_both_sides(splits)
     if not names:
         return ()
+    everyone = {original_name(u.speaker) for utterances in splits.values() for u in utterances}
     return (
         f"warning: {len(names)} speakers are both in train and held out, first {names[0]}; results do not "
-        "hold for new speakers (--split speakers:dev=0.1,test=0.1 keeps speakers apart)",
+        f"hold for new speakers (--split {rule_apart(everyone)} keeps speakers apart)",
     )
 
 

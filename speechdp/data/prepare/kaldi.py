@@ -63,6 +63,11 @@ def read_kaldi(options: PrepareOptions, scratch: Path, progress: Progress) -> Co
         manifest, splits, notices = _align(listed, options, pdfs, progress)
     else:
         manifest = manifest_like(open_like(options.like), options.store)
+        if options.from_kaldi.feats and manifest.features.kind != "kaldi":
+            raise ConfigError(
+                f"--feats: the model of --like {options.like} was trained on features computed from audio; "
+                "leave --feats out"
+            )
         listed = _Listed.read(folder, rules, manifest.features, feats=manifest.features.kind == "kaldi")
         utterances = count_frames(listed.utterances, manifest, progress)
         if not utterances:

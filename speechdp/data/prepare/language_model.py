@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speechdp.data.corpora.corpus import CorpusUtterance
+from speechdp.data.corpora.splits import RANDOM_DEFAULT, original_name
 from speechdp.data.shards.dataset import LM_RECORD_NAME, Dataset
 from speechdp.data.shards.layout import printable
 from speechdp.decode.language_model import GrammarFst, LanguageModel, read_respelled, save_language_model
 from speechdp.errors import ConfigError
 from speechdp.files import record_cannot_be_read, write_text_atomically
 from speechdp.json_input import parse_json
-from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.lexicon import UNKNOWN_WORD, Lexicon
 from speechdp.language.kneser_ney import estimate
 from speechdp.language.ngram import NgramModel, TextFit
 from speechdp.options.prepare import LanguageModelOptions
@@ -23,6 +25,19 @@ _FORMAT, _VERSION = "speechdp-language-model", 1
 
 #: The words of each utterance of each split.
 Texts = Mapping[str, Sequence[Sequence[str]]]
+
+
+def texts_of(splits: Mapping[str, Sequence[CorpusUtterance]]) -> Texts:
+    """Return the words of the transcripts of each split; those of train once, however many copies there are.
+
+    An utterance without a transcript has no text: an empty one would be a sentence that ends where it begins.
+    """
+    texts = {name: [u.words for u in utterances if u.words] for name, utterances in splits.items()}
+    if "train" in splits:
+        # A sentence that augmentation repeats at other speeds is no more probable for that.
+        said = dict.fromkeys((original_name(u.utterance_id), u.words) for u in splits["train"] if u.words)
+        texts["train"] = [words for _, words in said]
+    return texts
 
 
 @dataclass(frozen=True)
@@ -55,7 +70,13 @@ def prepare_language_model(
         ConfigError: the user's cannot be read, or has no word of the lexicon; there are no training texts.
     """
     if options.lm_order is not None:
-        train = (lexicon.pronounceable(words) for words in texts.get("train", ()))
+        if "train" not in texts:
+            raise ConfigError(
+                f"--lm-order {options.lm_order}: there is no train split, on whose transcripts the language "
+                f"model is estimated; make one, e.g. by --split {RANDOM_DEFAULT}, or take one over by --lm"
+            )
+        # Words that are not in the lexicon part their neighbours as <unk>, which is never recognised.
+        train = ([word if word in lexicon else UNKNOWN_WORD for word in words] for words in texts["train"])
         model: LanguageModel = estimate(train, options.lm_order, lexicon.recognised_words)
         return _measured(model, {"source": "train", "left_out": 0, "without_entry": 0}, texts)
     if options.lm is None:
@@ -100,12 +121,17 @@ def _sizes(model: NgramModel) -> dict[str, Any]:
 
 
 def _fit(model: LanguageModel, texts: Iterable[Sequence[str]]) -> dict[str, Any]:
-    """Return the figures of one split; a G.fst may have several paths for a text, so it has no perplexity."""
+    """Return the figures of one split; the perplexity only where words are known.
+
+    A G.fst may have several paths for a text, so it has no perplexity.
+    """
     if isinstance(model, GrammarFst):
         words = [word for text in texts for word in text]
         return {"words": len(words), "unknown": sum(word not in model.words for word in words)}
     fit: TextFit = model.fit(texts)
-    return {"words": fit.words, "unknown": fit.unknown, "perplexity": round(fit.perplexity, 3)}
+    counts = {"words": fit.words, "unknown": fit.unknown}
+    # Of ends of sentences alone it would say nothing.
+    return {**counts, "perplexity": round(fit.perplexity, 3)} if fit.words > fit.unknown else counts
 
 
 def describe_language_model(dataset: Dataset) -> list[str]:
@@ -141,6 +167,8 @@ def _model_line(values: Mapping[str, Any]) -> str:
 
 
 def _split_line(name: str, fit: Mapping[str, Any]) -> str:
-    share = fit["unknown"] / fit["words"] if fit["words"] else 0.0
+    if not fit["words"]:
+        return f"  {printable(name)}: no transcripts"
+    share = fit["unknown"] / fit["words"]
     perplexity = f", perplexity {fit['perplexity']:.1f} without these" if "perplexity" in fit else ""
     return f"  {printable(name)}: {100 * share:.1f} % of {fit['words']:,} words unknown (OOV){perplexity}"

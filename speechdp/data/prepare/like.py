@@ -18,6 +18,7 @@ from speechdp.data.prepare.language_model import (
     Texts,
     prepare_language_model,
     take_over_language_model,
+    texts_of,
 )
 from speechdp.data.prepare.reading import read_whole_corpus
 from speechdp.data.prepare.recognition import FlatShard, frames_of, lengths_of, read_samples, stored_utterance
@@ -98,8 +99,7 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
     def shard(part: tuple[CorpusUtterance, ...]) -> ShardContent:
         return FlatShard.of(part, lexicon, inventory) if is_aligned else UnalignedShard(part)
 
-    texts = {name: [u.words for u in utterances] for name, utterances in divided.splits.items()}
-    model, lacking = _language_model(options, like, lexicon, texts)
+    model, lacking = _language_model(options, like, lexicon, texts_of(divided.splits))
 
     def save(directory: Path) -> None:
         lexicon.save(directory / "lexicon.txt")

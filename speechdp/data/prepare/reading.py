@@ -12,6 +12,7 @@ from speechdp.data.corpora.pipes import PipeRunner
 from speechdp.data.corpora.reader import read_corpus, reader_of
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.signal.audio import file_of
+from speechdp.errors import ConfigError
 from speechdp.options.prepare import PrepareOptions
 
 
@@ -34,14 +35,27 @@ def read_whole_corpus(
     """Read SOURCE.
 
     Raises:
-        ConfigError: it cannot be used, or names audio files that do not exist or are empty.
+        ConfigError: it cannot be used, or names audio files that do not exist or are empty; options for the
+            tables of a Kaldi data directory, which it is not.
     """
     rules = reading_rules(options, scratch, progress, needs_text=needs_text)
     source = options.paths[0]
+    is_kaldi = reader_of(source, options.corpus) == "kaldi"
+    if source.exists() and not is_kaldi:
+        _refuse_options_of_tables(options, source)
     corpus = read_corpus(source, options.corpus, options.pattern, rules)
     notices = () if rules.pipes is None else rules.pipes.notices
     corpus = dataclasses.replace(corpus, notices=corpus.notices + notices)
-    return _with_audio(corpus, rules, is_kaldi=reader_of(source, options.corpus) == "kaldi")
+    return _with_audio(corpus, rules, is_kaldi=is_kaldi)
+
+
+def _refuse_options_of_tables(options: PrepareOptions, source: Path) -> None:
+    given = {"--path-map": options.files.path_map, "--allow-pipes": options.files.allow_pipes}
+    for option, value in given.items():
+        if value:
+            raise ConfigError(
+                f"{source}: is not read as a Kaldi data directory, whose tables {option} is for; leave it out"
+            )
 
 
 def _with_audio(corpus: Corpus, rules: ReadingRules, *, is_kaldi: bool) -> Corpus:

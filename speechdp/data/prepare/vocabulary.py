@@ -27,6 +27,7 @@ from speechdp.options.prepare import GRAPHEMES, PrepareOptions
 Splits = Mapping[str, Sequence[CorpusUtterance]]
 
 _MAX_NAMED = 5
+_AROUND_WORDS = ',;:!?()[]"\u201c\u201d\u201e\u00ab\u00bb\u2026'
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,14 @@ def plainly_spelt(corpus: Corpus, given: Lexicon | None, *, needs_text: bool = T
 
 def _plain_spelling(word: str, lexicon: Lexicon) -> str:
     """Return the words that stand for one of a transcript: several where a dash joins them, or none."""
-    plain = without_punctuation(word)
+    plain = without_punctuation(word, keeps_case=True)
     if plain and is_mark(word) and word not in lexicon:
         return word
-    whole = lexicon.spelling_of(word) or lexicon.spelling_of(plain)
-    if whole is not None:
-        return whole
-    return " ".join(lexicon.spelling_of(part) or part for part in plain.split())
+    # Signs around it are taken off before its own: "(U.S.)," is U.S., which may be another word than "us".
+    for form in (word, word.strip(_AROUND_WORDS), plain):
+        if (spelling := lexicon.spelling_of(form)) is not None:
+            return spelling
+    return " ".join(lexicon.spelling_of(part) or part.lower() for part in plain.split())
 
 
 def choose_vocabulary(splits: Splits, options: PrepareOptions, given: Lexicon | None) -> Vocabulary:

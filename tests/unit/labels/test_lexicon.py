@@ -171,6 +171,24 @@ def test_words_are_found_in_another_case() -> None:
     ]
 
 
+def test_words_in_capitals_do_not_hide_those_in_lower_case() -> None:
+    lexicon = Lexicon({"IT": (("AY", "T", "IY"),), "it": (("IH", "T"),), "US": (("Y", "UW"),)})
+    spelt = {word: lexicon.spelling_of(word) for word in ("It", "it", "IT", "us", "Us")}
+    assert spelt == {"It": "it", "it": "it", "IT": "IT", "us": "US", "Us": "US"}
+
+
+@pytest.mark.parametrize("line", ["SIL SIL", "SIL sil", "sil SIL", "Sil 1.0 sil"])
+def test_silence_is_no_word(line: str) -> None:
+    probability = "0.5 " * line.count("1.0")
+    text = f"{line}\none {probability}W AH N\nsilly {probability}S IH L\nSIL {probability}S IH L\n"
+    lexicon = Lexicon.parse(text, "lexicon.txt")
+    assert lexicon.pronunciations == {
+        "one": (("W", "AH", "N"),), "silly": (("S", "IH", "L"),), "SIL": (("S", "IH", "L"),)
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="pronunciation: sil; sil is a mark of no word: take such out of"):
+        refuse_unknown(["sil"], "add them to lexicon.txt")
+
+
 def test_words_that_are_not_in_the_lexicon_become_unk_where_it_has_it(tmp_path: Path) -> None:
     lexicon = Lexicon({"one": (("A",),)})
     assert lexicon.pronounceable(["one", "two", "one"]) == ["one", "one"]

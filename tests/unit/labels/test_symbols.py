@@ -27,6 +27,16 @@ _LEXICON = Lexicon({"NO": (("N", "OW"),), "one": (("W", "AH", "N"), ("W", "AA", 
         ("b2b", "b two b"),
         ("-5 or (\u22123), 7-8, well-4 - 2", "minus five or minus three, seven eight, well four two"),
         ("\uff13 \u00e9t\u00e9", "three \u00e9t\u00e9"),
+        ("100\u2013200", "one hundred, two hundred"),
+        ("1:100; 10:30;200", "one, one hundred, ten, thirty, two hundred"),
+        ("5\u2014500 yes\u2014no", "five, five hundred yes, no"),
+        ("1,2345", "one, two thousand three hundred forty five"),
+        ("12,345 people", "twelve thousand three hundred forty five people"),
+        ("1914\u20131918", "one thousand nine hundred fourteen, one thousand nine hundred eighteen"),
+        ("1st 2ND 3rd-hand 5th 12th!", "first second third hand fifth twelfth!"),
+        ("20th 21st 30th 1,000th", "twentieth twenty first thirtieth one thousandth"),
+        ("the 1990s, 1910's, 1900s", "the nineteen nineties, nineteen tens, nineteen hundreds"),
+        ("10s, \u201880s and 2000s", "tens, eighties and two thousands"),
     ],
 )
 def test_texts_are_normalised(text: str, expected: str) -> None:
@@ -58,6 +68,23 @@ def test_large_numbers_are_refused() -> None:
         normalise("1" * 5000)
     assert len(str(raised.value)) < 120
     assert normalise("0" * 5000).split() == ["zero"] * 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("5km", "five km"),
+        ("7am", "seven am"),
+        ("1995s", "one thousand nine hundred ninety five s"),
+        ("3.5x", "three point five x"),
+        ("2's", "two's"),
+        ("1.5th", "one point five th"),
+        ("12\u00e9", "twelve \u00e9"),
+        ("100\u2013200km", "one hundred, two hundred km"),
+    ],
+)
+def test_other_letters_behind_a_number_are_a_word_of_their_own(text: str, words: str) -> None:
+    assert normalise(f"so {text}, please") == f"so {words}, please"
 
 
 def test_characters() -> None:

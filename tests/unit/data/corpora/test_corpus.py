@@ -173,7 +173,7 @@ def test_another_pattern_with_folders(tmp_path: Path) -> None:
         write_tone(tmp_path / word / "ann_nohash_0.wav")
     corpus = read_audio_folder(tmp_path, "{word}/{speaker}_nohash_{index}")
     assert [(u.utterance_id, u.text, u.speaker) for u in corpus.utterances] == [
-        ("Yes-ann_nohash_0", "yes", "ann"),
+        ("Yes-ann_nohash_0", "Yes", "ann"),
         ("no-ann_nohash_0", "no", "ann"),
     ]
 
@@ -197,7 +197,7 @@ def test_a_text_file_in_the_folder(tmp_path: Path) -> None:
         write_tone(tmp_path / "carol" / f"{name}.wav")
     (tmp_path / "text").write_text("a Hello, World!\nb yes\n")
     corpus = read_audio_folder(tmp_path)
-    assert [(u.text, u.speaker) for u in corpus.utterances] == [("hello world", "carol"), ("yes", "carol")]
+    assert [(u.text, u.speaker) for u in corpus.utterances] == [("Hello, World!", "carol"), ("yes", "carol")]
     (tmp_path / "utt2spk").write_text("a dave\nb eve\n")
     assert read_audio_folder(tmp_path).speakers == ("dave", "eve")
 
@@ -227,9 +227,9 @@ def test_transcripts_as_librispeech_has_them(tmp_path: Path) -> None:
     (tmp_path / "99" / "7" / "99-7.trans.txt").write_text("99-7-0000 STOP\n")
     corpus = read_audio_folder(tmp_path)
     assert [(u.utterance_id, u.speaker, u.text) for u in corpus.utterances] == [
-        ("84-1-0000", "84", "go up"),
-        ("84-1-0001", "84", "go down"),
-        ("99-7-0000", "99", "stop"),
+        ("84-1-0000", "84", "GO UP"),
+        ("84-1-0001", "84", "GO DOWN"),
+        ("99-7-0000", "99", "STOP"),
     ]
 
 
@@ -238,7 +238,7 @@ def test_a_text_beside_each_audio_file(tmp_path: Path) -> None:
     write_tone(tmp_path / "bob" / "1.wav").with_suffix(".txt").write_text("no\n")
     corpus = read_audio_folder(tmp_path)
     assert [(u.utterance_id, u.speaker, u.text) for u in corpus.utterances] == [
-        ("ann-1", "ann", "yes"),
+        ("ann-1", "ann", "Yes."),
         ("bob-1", "bob", "no"),
     ]
     write_tone(tmp_path / "bob" / "2.wav")

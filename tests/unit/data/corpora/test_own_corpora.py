@@ -16,6 +16,7 @@ import pytest
 import speechdp
 from speechdp.cli.main import run as run_speechdp
 from speechdp.data.corpora.corpus import CorpusUtterance
+from speechdp.data.corpora.kaldi_dir import ReadingRules
 from speechdp.data.corpora.reader import CORPORA, CorpusReader, read_corpus
 from speechdp.data.corpora.splits import choose_rule, split_corpus
 from speechdp.data.shards.dataset import Dataset
@@ -266,6 +267,28 @@ def test_ours_can_be_named(tmp_path: Path) -> None:
     assert read_corpus(source, "kaldi") == read_corpus(source, None)
     with pytest.raises(ConfigError, match="choose another"):
         speechdp.corpus("kaldi")(Careless)
+
+
+@pytest.mark.parametrize("option", [["--path-map", "/a=/b"], ["--allow-pipes"]])
+@pytest.mark.parametrize("reader", [TABLE, "folder"])
+def test_options_of_kaldis_tables_are_refused_elsewhere(
+    tmp_path: Path, reader: str, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["prepare", str(table(tmp_path)), str(tmp_path / "data"), "--corpus", reader, *option]
+    assert run_speechdp(arguments) == 1
+    error = capsys.readouterr().err
+    assert f"{tmp_path}: is not read as a Kaldi data directory, whose tables {option[0]} is for;" in error
+
+
+def test_empty_transcripts_of_a_reader_are_left_out_if_asked(tmp_path: Path) -> None:
+    source = table(tmp_path, text="...")
+    corpus = read_corpus(source, TABLE, rules=ReadingRules(skip_incomplete=True))
+    assert [u.utterance_id for u in corpus.utterances] == ["u0", "u2", "u3", "u4"]
+    assert corpus.notices == ("left out: 1 utterances that have an empty transcript, first u1",)
+    assert (
+        len(read_corpus(source, TABLE, rules=ReadingRules(skip_incomplete=True, needs_text=False)).utterances)
+        == 5
+    )
 
 
 def test_maps_are_not_advised_where_paths_are_not_mapped(

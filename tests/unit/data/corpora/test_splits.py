@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from speechdp.data.corpora.splits import (
     speakers_on_both_sides,
     split_corpus,
 )
+from speechdp.data.prepare.divided_corpus import warn_of_speakers
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import fsdd_dir
 
@@ -178,12 +180,43 @@ def test_a_held_out_speaker_is_the_test_part_and_no_other() -> None:
     assert speakers["test"] == {"spk3"} and len(speakers["dev"]) == 2 and len(speakers["train"]) == 8
 
 
-def test_too_few_speakers_are_refused_with_the_remedy() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"--split speakers:dev=0\.1,test=0\.1 needs 3 speakers, it has 2; choose --split random",
-    ):
-        choose_rule(_spoken(2), "speakers:dev=0.1,test=0.1", None, 1)
+@pytest.mark.parametrize(
+    ("num_speakers", "held_out", "counts", "remedy"),
+    [
+        (2, None, "3 speakers, it has 2", "speaker:test=spk0"),
+        (1, None, "3 speakers, it has 1", RANDOM_DEFAULT),
+        (2, "spk0", "2 speakers, it has 1", RANDOM_DEFAULT),
+    ],
+)
+def test_too_few_speakers_are_refused_with_a_remedy_that_helps(
+    num_speakers: int, held_out: str | None, counts: str, remedy: str
+) -> None:
+    corpus = _spoken(num_speakers)
+    with pytest.raises(ConfigError) as caught:
+        choose_rule(corpus, SPEAKERS_DEFAULT, held_out, 1)
+    assert f"--split {SPEAKERS_DEFAULT} needs {counts}; choose --split {remedy}" in str(caught.value)
+    choose_rule(corpus, remedy, held_out, 1)
+
+
+def test_shares_that_are_too_large_for_the_speakers_lead_to_usual_ones() -> None:
+    with pytest.raises(ConfigError, match=f"choose --split {SPEAKERS_DEFAULT}"):
+        choose_rule(_spoken(3), "speakers:dev=0.5,test=0.45", None, 1)
+
+
+def test_takes_divide_a_corpus_only_where_some_are_left_to_train_on() -> None:
+    def counted(most: int) -> Corpus:
+        return Corpus.of(
+            Path("corpus"),
+            (
+                CorpusUtterance(f"{speaker}-{take}", f"spk{speaker}", "one", Path("a.wav"), take)
+                for speaker in range(20)
+                for take in range(most if speaker == 0 else 5)
+            ),
+        )
+
+    # As in Speech Commands: who says a word ten times is rare.
+    assert choose_rule(counted(12), None, None, 1).spec == SPEAKERS_DEFAULT
+    assert choose_rule(counted(50), None, None, 1).spec == "index:test=0-4,dev=5-9"
 
 
 def test_utterances_are_divided_at_random_where_speakers_are_not_known_or_too_few() -> None:
@@ -204,8 +237,29 @@ def test_speakers_on_both_sides_are_found() -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("speakers", "remedy"), [(("bob", "ann"), "speaker:test=ann"), (("c", "b", "a"), SPEAKERS_DEFAULT)]
+)
+def test_the_warning_of_speakers_on_both_sides_names_a_split_that_helps(
+    speakers: tuple[str, ...], remedy: str
+) -> None:
+    corpus = Corpus.of(
+        Path("corpus"),
+        (
+            CorpusUtterance(f"{copy}{speaker}-{take}", f"{copy}{speaker}", "one", Path("a.wav"))
+            for speaker in speakers
+            for take in range(30)
+            for copy in ("", "sp0.9-")
+        ),
+    )
+    splits = split_corpus(corpus, choose_rule(corpus, "random:test=0.5", None, 1))
+    (warning,) = warn_of_speakers(splits)
+    assert f"{len(speakers)} speakers are both" in warning and f"(--split {remedy} keeps" in warning
+    assert warn_of_speakers(split_corpus(corpus, choose_rule(corpus, remedy, None, 1))) == ()
+
+
 def test_copies_of_a_speaker_or_an_utterance_stay_with_the_original() -> None:
-    copies = ("{}", "sp0.9-{}", "sp1.1-{}", "{}-noise")
+    copies = ("{}", "sp0.9-{}", "sp1.1-{}", "{}-noise", "rev1-sp0.9-{}", "sp1.1-{}-reverb-babble")
     corpus = Corpus.of(
         Path("corpus"),
         (
@@ -233,6 +287,19 @@ def test_copies_of_a_speaker_or_an_utterance_stay_with_the_original() -> None:
     assert speakers_on_both_sides(apart) == ["spk0"]
 
 
+def test_copies_of_a_speaker_who_is_named_go_along() -> None:
+    names = ("ann", "sp0.9-ann", "rev1-sp0.9-ann", "sp1.1-bob", "eve", "sp0.9-eve")
+    corpus = Corpus.of(
+        Path("corpus"), (CorpusUtterance(f"{name}-1", name, "one", Path("a.wav")) for name in names)
+    )
+    for spec in ("speaker:test=ann,dev=bob", "speaker:test=sp0.9-ann,dev=sp1.1-bob"):
+        speakers = _speakers(corpus, spec)
+        assert speakers["test"] == {"ann", "sp0.9-ann", "rev1-sp0.9-ann"}
+        assert speakers["dev"] == {"sp1.1-bob"} and speakers["train"] == {"eve", "sp0.9-eve"}
+    asked_for = _speakers(corpus, "speaker:test=ann,dev=sp0.9-ann")
+    assert (asked_for["test"], asked_for["dev"]) == ({"ann", "rev1-sp0.9-ann"}, {"sp0.9-ann"})
+
+
 def test_unknown_speakers_are_refused() -> None:
     for spec, speaker in (("speaker:test=eve", None), (None, "eve")):
         with pytest.raises(ConfigError, match="no speaker 'eve'; its speakers are spk0, spk1, spk2, spk3"):
@@ -249,6 +316,26 @@ def test_empty_splits_are_refused() -> None:
         _split(_corpus(), "index:test=90-99")
     with pytest.raises(ConfigError, match="falls into train"):
         _split(_corpus(), "index:test=0-90")
+
+
+@pytest.mark.parametrize("spec", [RANDOM_DEFAULT, "random:dev=0.2,test=0.2", "random:dev=0.5,test=0.49"])
+def test_a_random_split_of_few_utterances_leads_to_one_that_works(spec: str) -> None:
+    remedies = []
+    for corpus in (_corpus(num, indexed=False) for num in (2, 3, 4, 5)):
+        try:
+            _split(corpus, spec)
+        except ConfigError as error:
+            found = re.search(r"or test alone: --split (random:test=[0-9.]+)$", str(error))
+            assert found is not None, error
+            remedies.append(found[1])
+            assert set(_split(corpus, found[1])) == {"train", "test"}
+    assert remedies
+    with pytest.raises(ConfigError, match="it has too few utterances to be divided: add some"):
+        _speakers(_spoken(1), "random:test=0.5")
+    with pytest.raises(
+        ConfigError, match=r"falls into dev .* give dev a larger share of the others, or choose"
+    ):
+        _speakers(_spoken(2), "random:dev=0.01", "spk1")
 
 
 def test_a_split_may_be_left_out() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import struct
 import tracemalloc
 from pathlib import Path
@@ -88,6 +89,31 @@ def test_rows_are_chosen_as_kaldi_chooses_them(tmp_path: Path) -> None:
                 ConfigError, match=rf"rows {rows[0]} to {rows[1]} are wanted of 7; mend the range"
             ):
                 read(wrong, "utt0")
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["float", "double", "kSpeechFeature", "kTwoByteAuto", "kOneByteAuto"])
+def test_rows_alone_are_bitwise_those_of_the_whole(tmp_path: Path, kind: str, packed: bool) -> None:
+    place = read_scp(write_feats(tmp_path, FEATURES, kind=kind))["utt2"]
+    if packed:
+        content = place.path.read_bytes()[place.offset_bytes :]
+        place = MatrixPlace(tmp_path / "utt2.gz", 0)
+        place.path.write_bytes(gzip.compress(content))
+    whole = read_matrix(place, "utt2")
+    for first, last in ((0, 29), (0, 0), (29, 29), (3, 17), (25, 31)):
+        rows = read_matrix(MatrixPlace(place.path, place.offset_bytes, (first, last)), "utt2")
+        assert rows.dtype == whole.dtype and rows.tobytes() == whole[first : last + 1].tobytes()
+
+
+@pytest.mark.parametrize("kind", ["float", "double", "kSpeechFeature", "kTwoByteAuto", "kOneByteAuto"])
+def test_rows_cost_no_more_memory_than_they_need(tmp_path: Path, kind: str) -> None:
+    place = read_scp(write_feats(tmp_path, some_features((40_000,)), kind=kind))["utt0"]
+    part = MatrixPlace(place.path, place.offset_bytes, (30_000, 30_099))
+    read_matrix(part, "utt0")
+    tracemalloc.start()
+    rows = read_matrix(part, "utt0")
+    assert len(rows) == 100 and tracemalloc.get_traced_memory()[1] < 2**18
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -497,6 +498,22 @@ def test_audio_is_not_kept_for_a_model_of_kaldis_features(options: PrepareOption
         ConfigError, match=r"--store audio: the model of --like was trained on Kaldi's features"
     ):
         prepare(dataclasses.replace(other, store="audio"), no_progress)
+
+
+def test_kaldis_features_are_not_taken_for_a_model_of_computed_ones(
+    options: PrepareOptions, tmp_path: Path
+) -> None:
+    like = prepared(options).dataset
+    file = like.path / "data.json"
+    values = json.loads(file.read_text())
+    values["features"] |= {"kind": "log_mel", "num_mel_bins": 5}
+    del values["features"]["kaldi_dim"]
+    file.write_text(json.dumps(values))
+    kaldi = KaldiOptions(kaldi=kaldi_of(options)[0], feats=True)
+    with pytest.raises(
+        ConfigError, match=r"--feats: the model of --like .* computed from audio; leave --feats out"
+    ):
+        prepare(PrepareOptions((tmp_path / "test",), from_kaldi=kaldi, like=like.path), no_progress)
 
 
 def test_audio_files_of_no_byte_can_be_left_out(tmp_path: Path) -> None:

@@ -318,6 +318,43 @@ def test_the_language_model_goes_along_and_may_be_another(tmp_path: Path) -> Non
     )
 
 
+def test_utterances_without_transcript_are_no_texts_of_a_language_model(
+    trained: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = kaldi_folder(tmp_path / "new", 4)
+    (source / "text").write_text("utt0 one two\nutt1 -\nutt2 one two\n")
+    arpa = tmp_path / "G.arpa"
+    arpa.write_text("\\data\\\nngram 1=4\n\n\\1-grams:\n-0.1 one\n-0.2 two\n-2.0 </s>\n-99 <s>\n\n\\end\\\n")
+    options = LanguageModelOptions(lm=arpa)
+    dataset = like(source, trained.path, for_language_model=options).dataset
+    (test,) = json.loads((dataset.path / "lm.json").read_text())["splits"].values()
+    assert test == {"words": 4, "unknown": 0, "perplexity": pytest.approx(10 ** (2.3 / 3), abs=1e-3)}
+    (source / "text").write_text("utt0 -\nutt1 shoe\n")
+    like(source, trained.path, for_language_model=options, overwrite=True)
+    assert json.loads((dataset.path / "lm.json").read_text())["splits"]["test"] == {"words": 1, "unknown": 1}
+    (source / "text").unlink()
+    like(source, trained.path, for_language_model=options, overwrite=True)
+    assert speechdp(["inspect", str(dataset.path)]) == 0
+    out = capsys.readouterr().out
+    assert "  test: no transcripts\n" in out and "perplexity" not in out
+
+
+def test_a_language_model_is_estimated_on_the_train_split_there_is(trained: Dataset, tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path / "new", 5)
+    (source / "text").write_text("utt0 one shoe two\nutt1 one\nutt2 two one\n")
+    options = LanguageModelOptions(lm_order=2)
+    with pytest.raises(
+        ConfigError, match=r"--lm-order 2: there is no train split, .* e\.g\. by --split random:"
+    ):
+        like(source, trained.path, for_language_model=options)
+    dataset = like(source, trained.path, for_language_model=options, split="speaker:test=spk1").dataset
+    model = language_model_in(dataset.path)
+    assert isinstance(model, NgramModel) and ("two", "one") in model.log10_probs
+    assert ("one", "two") not in model.log10_probs  # there is a word between them, if an unknown one
+    # An utterance without transcript is no sentence.
+    assert ("<s>", "</s>") not in model.log10_probs
+
+
 @pytest.mark.parametrize(
     ("options", "for_model", "fits"),
     [({}, False, True), ({}, True, False), ({"task": "synthesis"}, False, False)],

@@ -263,6 +263,19 @@ def test_a_damaged_shard_ends_inspect_with_one_line(
         (["one", "--synthetic", "1", "--split", "random:test=0.1"], "--split does not go with --synthetic"),
         (["one", "--synthetic", "0"], "must be more than 0 hours"),
         (["in", "out", "--shards", "0"], "--shards 0"),
+        (["in", "out", "--num-ceps", "20"], "--num-ceps goes with --features mfcc; add it or leave"),
+        (
+            ["d", "--kaldi", "k", "--ali", "a", "--feats", "--features", "mfcc"],
+            "--features mfcc does not go with",
+        ),
+        (
+            ["d", "--kaldi", "k", "--ali", "a", "--feats", "--num-mel-bins", "23"],
+            "--num-mel-bins does not go with",
+        ),
+        (
+            ["d", "--kaldi", "k", "--ali", "a", "--feats", "--num-ceps", "20"],
+            "--num-ceps does not go with --feats",
+        ),
     ],
 )
 def test_command_lines_that_are_refused(

@@ -197,6 +197,21 @@ def test_unknown_words_are_refused_or_guessed(tmp_path: Path, monkeypatch: pytes
         _prepare(source, tmp_path / "other", **given)
 
 
+def test_texts_are_the_same_for_kaldi_directories_and_folders(tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path / "in", 3)
+    (source / "text").write_text("utt0 It is 3.5 miles, Mr. Smith!\nutt1 No: 3:20?\nutt2 Two\n")
+    kaldi = _prepare(source, tmp_path / "kaldi", split="speaker:test=spk1")
+    (source / "wav.scp").unlink()
+    folder = _prepare(source, tmp_path / "folder", split="speaker:test=spk1")
+    texts = [
+        {name: shard.text(u) for part in ("train", "test") for name, (shard, u) in _read(data, part).items()}
+        for data in (kaldi, folder)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0]["utt0"] == "it is three point five miles, mr. smith!"
+    assert texts[0]["utt1"] == "no, three, twenty?"
+
+
 _REST = ("ZERO", "THREE", "FOUR", "FIVE", "SIX", "SEVEN", "EIGHT", "NINE")
 
 

@@ -76,20 +76,25 @@ def test_all_of_a_given_lexicon_is_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_case_and_punctuation_are_the_same_for_kaldi_directories_and_folders(tmp_path: Path) -> None:
-    (tmp_path / "lexicon.txt").write_text("One A\nTWO B\nit's C\no.k. D\n")
-    texts = ("ONE -- two!", "It\u2019s - O.K.", "\u201cTwo\u201d . one")
+    (tmp_path / "lexicon.txt").write_text(
+        "One A\nTWO B\nit's C\no.k. D\nU.S. Y\nUS E S\nus A S\nIT I\nit T\n"
+    )
+    texts = ("ONE -- two! US, (U.S.)? us.", "It\u2019s - O.K. US It IT", "\u201cTwo\u201d . one us U.S.")
     source = corpus(tmp_path / "in", *texts)
     kaldi = make(source, tmp_path / "kaldi", lexicon=tmp_path / "lexicon.txt").dataset
     (source / "wav.scp").unlink()
     folder = make(source, tmp_path / "folder", lexicon=tmp_path / "lexicon.txt").dataset
     for split in ("train", "test"):
         mine, other = (targets_of(dataset, split) for dataset in (kaldi, folder))
-        assert mine.keys() == other.keys()
+        assert {name: text for name, (text, _) in mine.items()} == {
+            name: text for name, (text, _) in other.items()
+        }
+        for name, (_, targets) in mine.items():
+            np.testing.assert_array_equal(targets, other[name][1])
     texts_of = {
         name: text for split in ("train", "test") for name, (text, _) in targets_of(kaldi, split).items()
     }
-    assert texts_of == {"utt0": "One TWO", "utt1": "it's o.k.", "utt2": "TWO One"}
-    assert targets_of(folder, "train")["utt2"][0] == "TWO One"
+    assert texts_of == {"utt0": "One TWO US U.S. us", "utt1": "it's o.k. US it IT", "utt2": "TWO One us U.S."}
 
 
 @pytest.mark.parametrize("choice", [None, "lexicon.txt"])
@@ -252,6 +257,22 @@ def test_language_model_of_train_only(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "data" / "lm.json").write_text("{}")
     assert main.run(["inspect", paths[1]]) != 0
     assert "lm.json: cannot be read (" in capsys.readouterr().err
+
+
+def test_copies_of_an_utterance_are_one_text_of_the_language_model(tmp_path: Path) -> None:
+    (tmp_path / "lexicon.txt").write_text("one A\ntwo B\n")
+    source = corpus(tmp_path / "in", "one two", "two", "two", "one one", "two two")
+    for name in ("wav.scp", "text", "utt2spk"):
+        lines = dict(line.split(maxsplit=1) for line in (source / name).read_text().splitlines())
+        lines |= {f"{copy}-utt2": lines["utt2"] for copy in ("sp0.9", "sp1.1", "rev1-sp0.9")}
+        (source / name).write_text("".join(f"{key} {value}\n" for key, value in lines.items()))
+    options = LanguageModelOptions(lm_order=2)
+    model = language_model_in(
+        make(source, tmp_path / "data", options, lexicon=tmp_path / "lexicon.txt").dataset.path
+    )
+    expected = estimate([["one", "two"], ["two"], ["two", "two"]], 2, ["one", "two"])
+    assert isinstance(model, NgramModel)
+    assert model.log10_probs == pytest.approx(dict(expected.log10_probs), abs=1e-6)
 
 
 @pytest.mark.parametrize("has_unknown", [False, True])
