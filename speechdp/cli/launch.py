@@ -51,9 +51,10 @@ from speechdp.launching.outcome import (
     verdict,
 )
 from speechdp.launching.programs import find_horovodrun, find_open_mpi
-from speechdp.launching.requeue import is_ended_unsaved, is_to_go_on, requeue
+from speechdp.launching.requeue import is_ended_unsaved, is_to_go_on, requeue, why_not_requeued
 from speechdp.launching.restarts import RESUME_VARIABLE, RestartPolicy, Restarts, find_reachable
-from speechdp.launching.submit import check_command
+from speechdp.launching.subcommands import check_ranks
+from speechdp.launching.submit import check_command, check_pause
 from speechdp.launching.supervise import JobEnd, StopPolicy, SupervisorStop, noted_signals, run_job
 from speechdp.options.shown import shown
 from speechdp.ownership.claimant import START_VARIABLE
@@ -61,6 +62,8 @@ from speechdp.process.output import STDERR, is_read, losses_noted_in
 
 #: So long a GPU may need to free the memory of a killed rank, s.
 _RESTART_DELAY_S = 1.0
+#: Default of --grace-s.
+_GRACE_S = 30.0
 #: Of which a machine with a GPU has at least one: NVIDIA's, AMD's, and Windows' for Linux.
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 
@@ -110,7 +113,7 @@ class LaunchCommand:
     requeue: bool = False
     """Return a batch job to the queue after a signal has stopped it and it has saved, to continue later.
     A Python script has saved if it ended with exit code 75 (run.should_stop, docs/api.md)."""
-    grace_s: Annotated[float, shown("SECONDS")] = 30.0
+    grace_s: Annotated[float, shown("SECONDS")] = _GRACE_S
     """Time for the ranks to save and exit after SIGTERM or SIGINT; after a second signal they end at once."""
     dry_run: bool = False
     """Print the launcher's command line and environment variables instead of running it."""
@@ -149,7 +152,9 @@ class _JobPlace:
 def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool = False) -> int:
     """Check hosts and command, start `program` on the ranks, and return the job's exit code."""
     command = options.command
-    if options.requeue and not is_script:
+    if options.requeue and is_script:
+        check_pause(command, is_script=True)
+    elif options.requeue:
         command = check_command(command, requeue=True)
     # Where a script writes what is not known.
     target = None if is_script else find_target(command)
@@ -165,20 +170,19 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         restarts = Restarts(
             policy, place.hostfile, place.num_ranks, target, starter.reachable, is_script=is_script
         )
+        _warn_of_short_grace(options, place.hostfile.allocate(place.num_ranks))
         if options.dry_run:
             _print_command(*starter.prepare(restarts.begin(), command))
             return 0
         end, result = _run_until_done(starter, restarts, command, request)
     if place.allocation is None:
         return result.exit_code
-    if is_to_go_on(end, result.exit_code, is_script=is_script):
+    # What has no such target is a script or, as decode does, saves nothing before its end.
+    if is_to_go_on(end, result.exit_code, begins_anew=target is None):
         return _give_back(place.allocation, target, is_script) if options.requeue else result.exit_code
-    if options.requeue and is_script and is_ended_unsaved(end, result.exit_code):
-        _say(
-            f"job {place.allocation.job_id} is not requeued: the script did not save in time when it was "
-            "asked to stop; let it save where run.should_stop is true, which it asks after each step "
-            "(docs/api.md), or raise --signal-s"
-        )
+    if options.requeue and target is None and is_ended_unsaved(end, result.exit_code):
+        why = why_not_requeued(command, is_script=is_script)
+        _say(f"job {place.allocation.job_id} is not requeued: {why}")
     ended_by_user = end.stop_signal is not None and result.exit_code == exit_codes.STOPPED
     if ended_by_user and place.allocation.scheduler == "lsf":
         return 128 + (end.stop_signal or 0)  # LSF would start a job again that ends with 75
@@ -208,6 +212,8 @@ def check_options(
             "--launcher srun works inside a Slurm job only; leave it out, or start with sbatch or salloc"
         )
     policy = RestartPolicy(options.max_restarts, options.min_ranks)
+    if not is_script:
+        check_ranks(options.command, num_ranks)
     target = None if is_script else find_target(options.command)
     policy.check(num_ranks, target, is_script=is_script)
     return policy
@@ -274,9 +280,8 @@ def _judge(end: JobEnd, restarts: Restarts) -> Verdict:
 
 def _restart_delay_s(hosts: Sequence[Host]) -> float:
     """Return how long GPUs may still hold the memory of ranks that are gone; 0 where there surely is none."""
-    all_here = all(is_this_machine(host.name) for host in hosts)
     has_gpu = any(device.exists() for device in _GPU_DEVICES)
-    return 0.0 if all_here and not has_gpu else _RESTART_DELAY_S
+    return 0.0 if _are_here(hosts) and not has_gpu else _RESTART_DELAY_S
 
 
 class _Starter:
@@ -300,7 +305,7 @@ class _Starter:
         """
         self._starts += 1
         argv, environment = self.prepare(hosts, arguments, reason)
-        end = run_job(argv, environment, _stop_policy(self._options), request=self._request)
+        end = run_job(argv, environment, _stop_policy(self._options, hosts), request=self._request)
         return replace(end, faults=located(end.faults, hosts))
 
     def prepare(
@@ -385,15 +390,34 @@ def _find_place(options: LaunchCommand) -> _JobPlace:
     return _JobPlace(hostfile, num_ranks, allocation)
 
 
-def _stop_policy(options: LaunchCommand) -> StopPolicy:
+def _stop_policy(options: LaunchCommand, hosts: Sequence[Host]) -> StopPolicy:
     # horovodrun with gloo starts the ranks itself and understands no SIGUSR1.
-    gloo = options.launcher == "horovodrun" and options.controller == "gloo"
+    gloo = _is_over_gloo(options)
     return StopPolicy(
         first_signal=signal.SIGTERM if gloo else signal.SIGUSR1,
+        ranks_have="HOROVOD_RANK" if gloo and _are_here(hosts) else "",
         grace_s=options.grace_s,
         terminate_after_fault=gloo or options.launcher == "srun",
         tolerates_loss=has_option(options.command, "--tolerate-loss"),
     )
+
+
+def _warn_of_short_grace(options: LaunchCommand, hosts: Sequence[Host]) -> None:
+    """Say that ranks of other hosts do not have the time to save that was asked for."""
+    asked = options.requeue or options.grace_s != _GRACE_S
+    if asked and _is_over_gloo(options) and not _are_here(hosts):
+        _say(
+            "warning: horovodrun over Gloo kills ranks on other hosts 5 s after it is asked to end, whatever "
+            "--grace-s says; where saving takes longer, leave out --controller gloo, or use --launcher mpirun"
+        )
+
+
+def _is_over_gloo(options: LaunchCommand) -> bool:
+    return options.launcher == "horovodrun" and options.controller == "gloo"
+
+
+def _are_here(hosts: Sequence[Host]) -> bool:
+    return all(is_this_machine(host.name) for host in hosts)
 
 
 def _ranks_on(hosts: Sequence[Host]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -94,7 +94,8 @@ class SubmitCommand:
         scheduler = self._scheduler()
         job = _batch_job(self)
         options = split_words("--scheduler-args", self.scheduler_args)
-        _check_launch(scheduler, job, may_get_others=bool(options))
+        launch = _check_launch(scheduler, job, may_get_others=bool(options))
+        job = replace(job, outlives_node=_outlives_node(launch, job.resources))
         submission = plan_submission(scheduler, job.placement.name, job.folder, options)
         script = render(scheduler, job)
         if self.dry_run:
@@ -159,8 +160,8 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
     )
 
 
-def _check_launch(scheduler: Scheduler, job: BatchJob, *, may_get_others: bool) -> None:
-    """Refuse now what `speechdp launch` would refuse in the job, after hours in a queue.
+def _check_launch(scheduler: Scheduler, job: BatchJob, *, may_get_others: bool) -> LaunchCommand:
+    """Refuse now what `speechdp launch` would refuse in the job, after hours in a queue; return its options.
 
     Args:
         may_get_others: options of the scheduler's own may ask for other hosts than the script does.
@@ -180,6 +181,17 @@ def _check_launch(scheduler: Scheduler, job: BatchJob, *, may_get_others: bool) 
     elif launch.num_ranks is None:
         num_ranks = max(num_ranks, launch.min_ranks or 1)
     check_options(launch, num_ranks, scheduler, is_script=is_script(job.command))
+    return launch
+
+
+def _outlives_node(launch: LaunchCommand, resources: Resources) -> bool:
+    """Tell whether a job that has lost a node can be restarted on those that are left.
+
+    Where it can not, the batch system had better end it, and start it again with other nodes.
+    """
+    num_ranks = launch.num_ranks or resources.nodes * resources.ranks_per_node
+    least = num_ranks if launch.min_ranks is None else launch.min_ranks
+    return launch.max_restarts > 0 and least <= (resources.nodes - 1) * resources.ranks_per_node
 
 
 def _look_for_data(command: tuple[str, ...]) -> None:

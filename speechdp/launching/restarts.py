@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from speechdp.launching.faults import Fault, first_cause, short_name
 from speechdp.launching.forwarded_options import has_option, plain_option
 from speechdp.launching.hostfile import Host, Hostfile, is_this_machine
 from speechdp.launching.outcome import Target, last_checkpoint
+from speechdp.launching.processes import descendants, kill
 from speechdp.launching.supervise import JobEnd
 
 #: `1` tells a user's script that it is started again: a run in its folder that is unfinished, or of an
@@ -36,6 +36,8 @@ _NEVER_AGAIN = (
 #: A host on which ranks died so often is left out where the others have room for ranks enough.
 _FAILURES_OF_A_BAD_HOST = 2
 _PROBE_S = 15.0
+#: Time for a launcher that is asked to end to do so, s.
+_PROBE_END_S = 2.0
 _PROBES_AT_ONCE = 32
 _POLL_S = 0.1
 
@@ -207,9 +209,9 @@ def find_reachable(
     for start in range(0, len(others), _PROBES_AT_ONCE):
         with ExitStack() as stack:
             running: dict[str, subprocess.Popen[bytes]] = {}
+            stack.callback(_end_probes, running)
             for host in others[start : start + _PROBES_AT_ONCE]:
-                running[host.name] = child = _start_probe(probe(host), environment)
-                stack.callback(_end_probe, child)
+                running[host.name] = _start_probe(probe(host), environment)
             deadline = time.monotonic() + _PROBE_S
             while any(child.poll() is None for child in running.values()):
                 if time.monotonic() > deadline or stopped():
@@ -230,9 +232,20 @@ def _start_probe(argv: list[str], environment: Mapping[str, str]) -> subprocess.
     )
 
 
-def _end_probe(child: subprocess.Popen[bytes]) -> None:
-    if child.poll() is None:
-        os.killpg(child.pid, signal.SIGKILL)
+def _end_probes(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
+    """End the probes that have not ended, with all they have started: mpirun's ssh has a group of its own."""
+    waiting = [child for child in running.values() if child.poll() is None]
+    below = [pid for child in waiting for pid in descendants(child.pid)]  # of nobody once mpirun has ended
+    for child in waiting:
+        child.terminate()  # mpirun then deletes the folder of its session
+    deadline = time.monotonic() + _PROBE_END_S
+    for child in waiting:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(max(0.0, deadline - time.monotonic()))
+    for pid in below:
+        kill(pid, signal.SIGKILL)
+    for child in waiting:
+        child.kill()
         child.wait()
 
 

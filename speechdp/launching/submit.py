@@ -10,12 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.files import atomic_path
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.batch_script import JOB_ID_IN_OUTPUT, BatchJob, output_file, quote
 from speechdp.launching.command import check_script, is_script
+from speechdp.launching.forwarded_options import has_option
 from speechdp.launching.outcome import find_target
+from speechdp.launching.subcommands import STARTS_JOBS
 
 _SUFFIX: dict[Scheduler, str] = {"slurm": "sbatch", "lsf": "bsub", "pbs": "qsub", "sge": "qsub"}
 _PROGRAM: dict[Scheduler, tuple[str, ...]] = {
@@ -38,8 +41,10 @@ _JOB_ID: dict[Scheduler, re.Pattern[str]] = {
 _REPLACED_IN_FOLDER: dict[Scheduler, str] = {"slurm": "%\\", "sge": "$"}
 _SUBMIT_TIMEOUT_S = 120
 _RESUME = ("--resume", "--no-resume")
-#: Commands that start ranks themselves.
-_STARTS_JOBS = ("compare", "tune", "profile")
+#: Where a script is told at which step to stop (parallel/stop.py).
+_PAUSE_VARIABLE = "SPEECHDP_PAUSE_AT"
+#: Commands whose --overwrite deletes the run that a job started again would go on with.
+_DELETES_RUN = ("train", "sweep")
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,8 @@ def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
 
     Raises:
         ConfigError: nothing to run, a nested launch, a speechdp command as a script, folders that cannot be
-            told, or --overwrite in a job that would delete its own checkpoints when it is started again.
+            told, --overwrite in a job that would delete its own checkpoints when it is started again, or a
+            step to pause at in one that would then be requeued.
     """
     if not command:
         raise ConfigError(
@@ -132,16 +138,21 @@ def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
             f"write the subcommand itself after --, not {command[0]}: the script calls speechdp launch "
             "(its options go into --launch-args)"
         )
-    if command[0] in _STARTS_JOBS:
+    if command[0] in STARTS_JOBS:
         raise ConfigError(
             f"{command[0]} starts its own jobs, and the script would start it over ranks; give it with "
             "--hostfile in a job script of your own, or in the shell of an interactive job (docs/clusters.md)"
         )
     if is_script(command):
         check_script(command)
+        if requeue:
+            check_pause(command, is_script=True)
         return tuple(command)
     find_target(command)
-    if "--overwrite" in command and (requeue or command[0] == "train"):
+    if requeue:
+        check_pause(command, is_script=False)
+    deletes_run = command[0] in _DELETES_RUN and has_option(command, "--overwrite")
+    if deletes_run and (requeue or command[0] == "train"):
         raise ConfigError(
             "--overwrite in a batch job would delete the run each time the job is started; remove the folder "
             "before you submit, or take another"
@@ -149,6 +160,29 @@ def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
     if command[0] == "train" and not any(word in command for word in _RESUME):
         return (*command, "--resume")
     return tuple(command)
+
+
+def check_pause(command: Sequence[str], *, is_script: bool) -> None:
+    """Refuse a step to pause at in a job that is requeued: it would be for ever, and pause there again.
+
+    Args:
+        command: what every rank runs.
+        is_script: a user's script does, which is told by the environment.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    given, remedy = "", "leave it out"
+    if is_script:
+        step = os.environ.get(_PAUSE_VARIABLE)
+        given, remedy = f"{_PAUSE_VARIABLE}={step}" if step else "", "unset it"
+    elif has_option(command, "--pause-at"):
+        given = "--pause-at"
+    if given:
+        raise ConfigError(
+            f"{given} ends the job with exit code {exit_codes.STOPPED}, for which it would be requeued again "
+            f"and again; {remedy}, or give --no-requeue"
+        )
 
 
 def check_output_folder(job: BatchJob) -> None:

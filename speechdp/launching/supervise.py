@@ -22,6 +22,7 @@ from speechdp.launching.processes import (
     descendants,
     kill,
     kill_descendants,
+    outermost_with,
     program_name,
 )
 from speechdp.launching.shown_output import ShownOutput
@@ -47,6 +48,8 @@ class StopPolicy:
         first_signal: what the launcher gets at once. mpirun hands SIGUSR1 on to all ranks, who save a
             checkpoint and leave; SIGTERM it would answer by killing them. horovodrun --gloo knows only
             SIGTERM, which it hands on, killing what is left 5 s later.
+        ranks_have: a variable in the environment of the ranks, where all are on this machine and their
+            launcher gives them no time: they get SIGUSR1 themselves, and it nothing; "": it gets its signal.
         grace_s: time the ranks have to leave by themselves; then SIGTERM.
         kill_after_s: time after that until everything left is killed.
         fault_grace_s: time a launcher has to end by itself once it is known that a rank or host has failed:
@@ -58,6 +61,7 @@ class StopPolicy:
     """
 
     first_signal: signal.Signals = signal.SIGUSR1
+    ranks_have: str = ""
     grace_s: float = 30.0
     kill_after_s: float = 5.0
     fault_grace_s: float = 5.0
@@ -185,7 +189,7 @@ def _wait(
 ) -> int:
     """Wait for the child; step through first signal, SIGTERM and SIGKILL once a stop is requested or due."""
     stages: list[Callable[[], None]] = [
-        lambda: _signal_launcher(child, policy.first_signal),
+        lambda: _ask_to_stop(child, policy),
         lambda: _signal_launcher(child, signal.SIGTERM),
         lambda: kill_descendants(child.pid, keep=frozenset()),
     ]
@@ -223,6 +227,15 @@ def _stages_due(request: SupervisorStop, policy: StopPolicy, fault_since: float 
 
 def _passed(time_s: float, deadlines_s: tuple[float, ...]) -> int:
     return sum(time_s >= deadline_s for deadline_s in deadlines_s)
+
+
+def _ask_to_stop(child: subprocess.Popen[bytes], policy: StopPolicy) -> None:
+    """Let the ranks save and leave."""
+    ranks = outermost_with(child.pid, policy.ranks_have) if policy.ranks_have else []
+    for pid in ranks:
+        kill(pid, signal.SIGUSR1)
+    if not ranks:  # none has started yet, or their launcher tells them
+        _signal_launcher(child, policy.first_signal)
 
 
 def _signal_launcher(child: subprocess.Popen[bytes], signum: signal.Signals) -> None:

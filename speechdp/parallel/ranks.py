@@ -14,7 +14,7 @@ from speechdp.comm.device import choose_device, exchange_device
 from speechdp.comm.startup.create import create_communicator
 from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.start_guard import StartGuard
-from speechdp.comm.startup.world import check_world
+from speechdp.comm.startup.world import check_devices, check_world
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
 from speechdp.launching.cores import share_cores
@@ -64,6 +64,7 @@ def run_ranks(main: Callable[[Communicator], T], *, backend: str = "auto", devic
 
     def run(comm: Communicator) -> int:
         comm.device = choose_device(device, comm.local_rank)
+        check_devices(comm, comm.device)
         try:
             results[comm.rank] = main(comm)
         except StoppedUnsaved as stop:

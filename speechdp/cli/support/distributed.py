@@ -23,7 +23,7 @@ from speechdp.comm.startup.create import choose_backend, create_communicator, cr
 from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.feeder_roles import Roles
 from speechdp.comm.startup.start_guard import StartGuard
-from speechdp.comm.startup.world import check_sum, check_world, versions
+from speechdp.comm.startup.world import check_devices, check_sum, check_world, versions
 from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.launching.cores import share_cores
@@ -153,6 +153,7 @@ def _session(
     keep_freed_memory(os.environ)  # where steps are taken it is given back; feeders take none
     options = request.options
     device = choose_device(options.device, comm.local_rank)
+    check_devices(comm, device)
     reporter: Reporter = SilentReporter()
     if comm.rank == 0:
         reporter = ConsoleReporter(make_console(), request.label)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.device import exchange_device
-from speechdp.comm.environment import FEW_CYCLE_MS, expect_rare_exchanges
+from speechdp.comm.environment import FEW_CYCLE_MS, expect_rare_exchanges, host_name
 from speechdp.comm.startup.create import create_communicator
 from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.start_guard import StartGuard
+from speechdp.launching.cores import share_cores
 from speechdp.options.faults import FaultOptions
 
 
@@ -22,6 +23,8 @@ def over_ranks(backend: str, device: str, function: Callable[[Communicator], int
     start = StartGuard(FaultOptions().hang_timeout)
 
     def run(comm: Communicator) -> int | None:
+        if comm.size > 1:
+            share_cores(comm.allgather_object(host_name()), host_name())
         start.over()
         return function(comm)
 

@@ -25,12 +25,13 @@ def gloo_is_better(mpi: Communicator) -> bool:
     """Return whether Gloo should carry Horovod.  Collective.
 
     The user's HOROVOD_CONTROLLER or HOROVOD_CPU_OPERATIONS decides; else Gloo, unless the ranks are on
-    several hosts joined by InfiniBand, which only MPI uses.
+    several hosts joined by InfiniBand that MPI uses, which Gloo cannot.
     """
     if mpi.size == 1:
         return False
+    uses_infiniband = network.has_infiniband() and not environment.mpi_is_held_to_tcp()
     everyone = mpi.allgather_object(
-        [environment.horovod_controller(), environment.host_name(), network.has_infiniband()]
+        [environment.horovod_controller(), environment.host_name(), uses_infiniband]
     )
     chosen = everyone[0][0]
     if chosen is not None:

@@ -7,6 +7,7 @@ timer shows the stack and ends the process a little later.
 from __future__ import annotations
 
 import faulthandler
+import math
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -21,6 +22,9 @@ T = TypeVar("T")
 _LEAST_S = 300.0
 #: How much later than the thread the interpreter's timer comes, s.
 _BACKSTOP_S = 5.0
+#: Fraction of the time that the timer is given, s: by it launching/launcher_output.py knows the
+#: timer's `Timeout (0:05:05.015625)!` from what a script prints that uses faulthandler as well.
+_TIMER_MARK_S = 1 / 64
 
 
 class StartGuard:
@@ -56,7 +60,8 @@ class StartGuard:
     def __enter__(self) -> StartGuard:
         if self._timeout_s > 0:
             self._timer.start()
-            faulthandler.dump_traceback_later(self._timeout_s + _BACKSTOP_S, exit=True)
+            whole_s = math.ceil(self._timeout_s + _BACKSTOP_S)
+            faulthandler.dump_traceback_later(whole_s + _TIMER_MARK_S, exit=True)
         return self
 
     def __exit__(

@@ -17,6 +17,7 @@ import torch
 from speechdp import __version__, remedies
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
+from speechdp.comm.device import refuse_mixed_kinds
 from speechdp.errors import CommunicationError
 
 _SAME_INSTALLATION = "install the same version on every node"
@@ -120,6 +121,19 @@ def check_sum(comm: Communicator) -> None:
             f"the {comm.backend} back-end sums wrongly on rank {comm.rank} ({environment.host_name()}): "
             f"{x.tolist()} instead of {expected}; choose another back-end"
         )
+
+
+def check_devices(comm: Communicator, device: torch.device) -> None:
+    """Refuse ranks of which some compute on GPUs and others on the CPU.  Collective.
+
+    Args:
+        comm: the ranks that train.
+        device: that this rank computes on.
+
+    Raises:
+        CommunicationError: as refuse_mixed_kinds does.
+    """
+    refuse_mixed_kinds(comm.allgather_object([environment.host_name(), device.type]))
 
 
 def versions() -> dict[str, str]:

@@ -124,14 +124,14 @@ class TorchCommunicator(TorchGroup):
         part: communicator over MPI of the ranks to be joined, where these are not all of the job.
 
     Raises:
-        CommunicationError: the ranks cannot meet.
+        CommunicationError: the ranks cannot meet, or would compute on GPUs and on the CPU.
         ConfigError: there are more ranks on this host than its GPUs are for.
     """
 
     def __init__(self, device: torch.device, part: Communicator | None = None) -> None:
         on_gpu = device.type == "cuda"
         # NCCL connects two ranks only when they first exchange something, gloo where it is told so.
-        meeting = meet(part, connects_later=on_gpu or environment.gloo_connects_later())
+        meeting = meet(part, device, connects_later=on_gpu or environment.gloo_connects_later())
         super().__init__(meeting, None, range(meeting.size), "speechdp")
         self._num_splits = 0
         if device.type == "cuda" and device.index is None:

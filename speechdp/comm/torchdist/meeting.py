@@ -8,6 +8,7 @@ processes of the same user only and which is gone with rank 0.
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import secrets
 import socket
@@ -17,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from speechdp.comm import doors, environment, network
 from speechdp.comm.base import Communicator
+from speechdp.comm.device import refuse_mixed_kinds
 from speechdp.errors import CommunicationError
 
 T = TypeVar("T")
@@ -59,22 +62,25 @@ class Rendezvous:
             doors.shut(self.listener)
 
 
-def meet(part: Communicator | None, *, connects_later: bool) -> Rendezvous:
+def meet(part: Communicator | None, device: torch.device, *, connects_later: bool) -> Rendezvous:
     """Meet the other ranks.  Collective.
 
     Args:
         part: communicator over MPI of the ranks to be joined, where these are not all of the job.
+        device: where this rank's tensors live: NCCL would wait in vain for ranks without a GPU.
         connects_later: as of Meeting.
 
     Raises:
-        CommunicationError: they cannot be reached.
+        CommunicationError: they cannot be reached, or some have GPUs and others not.
     """
     if part is None and environment.torchrun_rendezvous() is not None:
-        return _meet_by_torchrun(connects_later)
+        return _meet_by_torchrun(device, connects_later)
     from speechdp.comm.mpi.communicator import MpiCommunicator  # noqa: PLC0415  initialises MPI
 
     mpi = MpiCommunicator() if part is None else part
-    hosts: list[str] = mpi.allgather_object(environment.host_name())
+    places: list[tuple[str, str]] = mpi.allgather_object([environment.host_name(), device.type])
+    refuse_mixed_kinds(places)
+    hosts = [host for host, _ in places]
     interface = network.interface_between(mpi.rank, hosts)
     environment.prefer_gloo_interface(interface.name)
     store = _share_file(mpi) if len(set(hosts)) == 1 else None
@@ -86,16 +92,23 @@ def meet(part: Communicator | None, *, connects_later: bool) -> Rendezvous:
     return Rendezvous(mpi.rank, mpi.size, mpi.local_rank, store, True, connects_later, listener)
 
 
-def _meet_by_torchrun(connects_later: bool) -> Rendezvous:
+def _meet_by_torchrun(device: torch.device, connects_later: bool) -> Rendezvous:
     launch = environment.announced()
     rendezvous = environment.torchrun_rendezvous()
     assert launch is not None and rendezvous is not None
     # torchrun's agent already serves the store at this address.
     store = _store(*rendezvous, launch.size)
+    store.set(_place_key(launch.rank), json.dumps([environment.host_name(), device.type]))
+    refuse_mixed_kinds([json.loads(store.get(_place_key(rank))) for rank in range(launch.size)])
     local_rank = environment.torchrun_local_rank()
     return Rendezvous(
         launch.rank, launch.size, local_rank, store, over_mpi=False, connects_later=connects_later
     )
+
+
+def _place_key(rank: int) -> str:
+    """Return under which key a rank tells the others its host and kind of device."""
+    return f"speechdp/place-{rank}"
 
 
 def _share_file(mpi: Communicator) -> Any | None:

@@ -112,11 +112,11 @@ def find_answer(search: Search) -> Answer:
         headline = f"{formatting.capital(_label(best))}: all other settings are ruled out by their speed."
         return Answer(headline, (f"It trains at {formatting.count(speed)} {terms.amount}/s.",))
     if not best.times_s:
-        speed = f"{formatting.count(best.frames_per_s)} {terms.amount}/s"
+        shown = f"{formatting.count(best.frames_per_s)} {terms.amount}/s"
         cautions = ["The search is not over: the same command goes on with it."]
         if not best.rungs:
             cautions.insert(0, "It was chosen by its speed alone: how well settings learn was not seen yet.")
-        headline = f"{'Best' if best.rungs else 'Fastest'} so far: {_label(best)}, at {speed}."
+        headline = f"{'Best' if best.rungs else 'Fastest'} so far: {_label(best)}, at {shown}."
         return Answer(headline, (), tuple(cautions))
     end = Finish(best.times_s, best.scores)
     assert record.target is not None

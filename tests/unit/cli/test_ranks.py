@@ -1,15 +1,20 @@
-"""Commands that use a trained model over ranks: what they set before the ranks start."""
+"""Commands over ranks: what is set before the ranks start, and refused once they have."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from speechdp.cli.support import ranks
+from speechdp.cli.support import distributed, ranks
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.errors import CommunicationError
+from speechdp.options.run import TrainOptions
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "20"), ("3", "3")])
@@ -28,3 +33,46 @@ def test_horovod_looks_for_work_rarely_unless_the_user_says_otherwise(
     monkeypatch.setattr(ranks, "create_communicator", create)
     assert ranks.over_ranks("serial", "cpu", lambda comm: comm.rank) == 0
     assert seen == [expected]
+
+
+def test_a_training_over_gpus_and_cpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `--device auto` gives it where one host has no GPU, or no driver for it."""
+    nothing: Any = None
+    request = distributed.SessionRequest(Path("D"), TrainOptions(), "run")
+    kinds = {0: torch.device("cpu"), 1: torch.device("cuda", 0)}
+    monkeypatch.setattr(distributed, "choose_device", lambda _name, local_rank: kinds[local_rank])
+    monkeypatch.setattr(distributed, "keep_freed_memory", lambda _environ: None)
+
+    def begin(comm: Communicator) -> str:
+        comm.local_rank = comm.rank
+        with pytest.raises(CommunicationError) as caught:
+            distributed._session(comm, request, nothing, nothing)
+        return str(caught.value)
+
+    for said in run_threads(2, begin):
+        assert said.startswith("rank 1 on ") and " and rank 0 on " in said
+
+
+def test_ranks_of_a_host_share_its_cores_where_nobody_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a training do; each alone would take all of them."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)
+    shared: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", shared.append)
+    monkeypatch.setattr("speechdp.launching.cores.available_cores", lambda: 8)
+
+    class OneOfTwo(SerialCommunicator):
+        def allgather_object(self, value: Any) -> list[Any]:
+            return [value, value]
+
+        def leave(self, exit_code: int) -> None:
+            """Stay."""
+
+    def create(_backend: str, _device: torch.device) -> Communicator:
+        comm = OneOfTwo()
+        comm.size = 2
+        return comm
+
+    monkeypatch.setattr(ranks, "create_communicator", create)
+    assert ranks.over_ranks("mpi", "cpu", lambda comm: comm.rank) == 0
+    assert shared == [4]

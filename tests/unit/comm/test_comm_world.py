@@ -11,13 +11,19 @@ import torch
 
 from speechdp import exit_codes
 from speechdp.comm.base import Communicator
-from speechdp.comm.environment import Launch, announced, host_name, started_unconnected
+from speechdp.comm.environment import (
+    Launch,
+    announced,
+    host_name,
+    started_unconnected,
+    torchrun_rendezvous,
+)
 from speechdp.comm.network import interface_between, interface_of
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.startup import create
 from speechdp.comm.startup.create import choose_backend
 from speechdp.comm.startup.failure import guard
-from speechdp.comm.startup.world import check_world
+from speechdp.comm.startup.world import check_devices, check_world
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, ConfigError, ShardError
 
@@ -81,6 +87,16 @@ def test_auto_falls_back_to_mpi_and_says_why(monkeypatch: pytest.MonkeyPatch) ->
 def test_auto_takes_torch_under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     announce(monkeypatch, TORCHRUN)
     assert choose_backend("auto").name == "torch"
+
+
+def test_what_a_pod_has_in_its_environment_does_not_stand_before_mpirun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """PyTorchJob of Kubernetes sets torchrun's variables in every container, also where mpirun is used."""
+    announce(monkeypatch, TORCHRUN)
+    assert torchrun_rendezvous() == ("a", 1)
+    announce(monkeypatch, MPIRUN)
+    assert torchrun_rendezvous() is None
 
 
 def test_ranks_that_share_a_gpu_do_not_exchange_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +173,26 @@ def test_a_difference_names_ranks_hosts_values_and_remedy(
     for message in run_threads(4, work):
         assert message.startswith(expected)
         assert "\n" not in message
+
+
+@pytest.mark.parametrize("kinds", ["cpu cpu cuda cuda", "cuda cuda cpu cuda"])
+def test_ranks_that_would_compute_on_gpus_and_on_the_cpu_are_refused(kinds: str) -> None:
+    """Their flat vectors have other layouts: sums over them would be of other parameters."""
+    named = kinds.split()
+    on_gpu, on_cpu = named.index("cuda"), named.index("cpu")
+
+    def work(comm: Communicator) -> str:
+        with pytest.raises(CommunicationError) as caught:
+            check_devices(comm, torch.device(named[comm.rank]))
+        return str(caught.value)
+
+    host = host_name()
+    expected = f"rank {on_gpu} on {host} would compute on a GPU and rank {on_cpu} on {host} on the CPU, "
+    for message in run_threads(4, work):
+        assert message.startswith(expected)
+        assert "check the driver on " + host in message and 'device="cpu"' in message and "\n" not in message
+    run_threads(2, lambda comm: check_devices(comm, torch.device("cuda")))
+    check_devices(SerialCommunicator(), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("environ", "said"), [(SRUN, "srun started 8"), (MPIRUN, "mpirun started 4")])

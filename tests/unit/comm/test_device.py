@@ -52,7 +52,7 @@ def test_nccl_is_begun_on_the_gpu_that_the_rank_computes_on(
         meeting = SimpleNamespace(
             rank=local_rank, size=4, local_rank=local_rank, store=None, connecting=contextlib.nullcontext
         )
-        monkeypatch.setattr(torchdist, "meet", lambda part, connects_later: meeting)
+        monkeypatch.setattr(torchdist, "meet", lambda part, device, connects_later: meeting)
         torchdist.TorchCommunicator(torch.device("cuda"))
 
     monkeypatch.setattr(torchdist.dist, "init_process_group", init)

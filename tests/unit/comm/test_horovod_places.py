@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import urllib.error
 import urllib.request
 
@@ -10,8 +11,11 @@ import pytest
 
 pytest.importorskip("horovod", reason="Horovod is not installed; launch/setup builds it")
 
-from speechdp.comm.horovod.gloo import GlooMeeting, _Place, _places
+from speechdp.comm import environment, network
+from speechdp.comm.base import Communicator
+from speechdp.comm.horovod.gloo import GlooMeeting, _Place, _places, gloo_is_better
 from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads.communicator import run_threads
 
 
 def test_two_hosts_filled_one_after_the_other() -> None:
@@ -25,6 +29,34 @@ def test_hosts_in_turn() -> None:
         _Place(1, 2, 0, 2),
         _Place(1, 2, 1, 2),
     ]
+
+
+@pytest.mark.parametrize(
+    ("adapters", "pml", "over_gloo"),
+    [
+        (["ib", "ib"], "", False),
+        (["ib", "ib"], "ucx", False),
+        (["ib", "ib"], "ob1", True),  # as `speechdp launch` has it: MPI takes TCP as well
+        (["ib", ""], "", True),
+        (["", ""], "", True),
+    ],
+)
+def test_gloo_is_left_for_an_infiniband_that_mpi_uses(
+    adapters: list[str], pml: str, over_gloo: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS", "OMPI_MCA_pml"):
+        monkeypatch.delenv(name, raising=False)
+    if pml:
+        monkeypatch.setenv("OMPI_MCA_pml", pml)
+    here = threading.local()
+    monkeypatch.setattr(environment, "host_name", lambda: f"n{here.rank}")
+    monkeypatch.setattr(network, "has_infiniband", lambda: bool(adapters[here.rank]))
+
+    def choose(comm: Communicator) -> bool:
+        here.rank = comm.rank
+        return gloo_is_better(comm)
+
+    assert run_threads(2, choose) == [over_gloo] * 2
 
 
 def test_only_who_knows_the_secret_reads_and_writes_where_ranks_meet(

@@ -13,6 +13,7 @@ from speechdp.comm import environment
 from speechdp.comm.environment import host_name
 from speechdp.comm.startup import start_guard
 from speechdp.comm.startup.start_guard import StartGuard
+from speechdp.launching.launcher_output import LauncherOutput
 from tests.helpers.mpi import REPOSITORY, job_environment
 
 DEADLINE_S = 60.0
@@ -114,3 +115,6 @@ def test_while_no_python_thread_can_run_the_stack_is_shown() -> None:
     )
     assert ended.returncode == exit_codes.FAILED, ended.stderr
     assert "in waiting_for_all_ranks" in ended.stderr
+    output = LauncherOutput()
+    output.feed(ended.stderr.encode())
+    assert [fault.kind for fault in output.faults] == ["start hung"]

@@ -83,6 +83,47 @@ def test_open_mpi_5_goes_on_after_a_loss_only_if_the_command_can() -> None:
         assert "--with-ft" not in mpirun_command(job, mpi, {})
 
 
+@pytest.mark.parametrize("option", ["--mca", "-mca", "--gmca"])
+def test_mpirun_is_not_told_twice_what_the_user_tells_it(option: str) -> None:
+    """It would end with "MCA parameter has been listed multiple times"."""
+    given = (
+        option,
+        "btl",
+        "^openib",
+        "--mca",
+        "oob_tcp_keepalive_time",
+        "9",
+        "--mca",
+        "mpi_ft_detector",
+        "1",
+    )
+    job = LaunchJob(CLUSTER, PROGRAM, ("train", "D", "R", "--tolerate-loss"), extra_options=given)
+    argv = mpirun_command(job, MPI4, {})
+    assert argv.count("btl") == argv.count("oob_tcp_keepalive_time") == 1
+    assert settings(argv)["pml"] == "ob1" and settings(argv)["oob_tcp_keepalive_intvl"] == "2"
+    assert mpirun_command(job, MPI5, {}).count("mpi_ft_detector") == 1
+    horovodrun = horovodrun_command(
+        LaunchJob(CLUSTER, PROGRAM, (), extra_options=given[3:]), ("h",), "mpi", MPI4
+    )
+    assert " ".join(horovodrun).count("oob_tcp_keepalive_time") == 1
+
+
+def test_what_the_environment_says_is_not_overruled() -> None:
+    """mpirun takes its options before OMPI_MCA_NAME, Open MPI 5's daemons theirs before PRTE_MCA_NAME."""
+    job = LaunchJob(CLUSTER, PROGRAM, (), interface="eth0")
+    environment = {"OMPI_MCA_pml": "ucx", "OMPI_MCA_oob_tcp_if_include": "ib0"}
+    assert settings(mpirun_command(job, MPI4, environment)).keys().isdisjoint({"pml", "oob_tcp_if_include"})
+    of_daemons = mpirun_command(job, MPI5, {"PRTE_MCA_oob_tcp_if_include": "ib0"})
+    assert "oob_tcp_if_include" not in settings(of_daemons, "--prtemca")
+
+
+@pytest.mark.parametrize("name", ["pml", "btl", "btl_tcp_if_include"])
+def test_what_horovodrun_tells_mpirun_itself_is_refused(name: str) -> None:
+    job = LaunchJob(CLUSTER, PROGRAM, (), extra_options=("-mca", name, "x"))
+    with pytest.raises(ConfigError, match=f"^--mpi-args: horovodrun gives mpirun {name} .*--launcher mpirun"):
+        horovodrun_command(job, ("h",), "mpi", MPI4)
+
+
 def test_the_systems_mpirun_gets_no_prefix() -> None:
     assert "--prefix" not in mpirun_command(LaunchJob(LOCAL, PROGRAM, ()), SYSTEM_MPI, {})
 
@@ -135,8 +176,13 @@ def test_a_job_on_this_machine_needs_no_ssh() -> None:
 
 
 def test_ranks_share_the_cores_of_the_fullest_host() -> None:
-    assert share_of_cores((Host("localhost", 3), Host("b", 1)), None, 8) == 2
+    assert share_of_cores((Host("localhost", 3), Host("127.0.0.1", 1)), None, 8) == 2
     assert share_of_cores((Host("localhost", 9),), None, 2) == 1
+    # The nodes of a batch job are alike, where it does not say what they have.
+    pbs = Allocation("pbs", "7", Hostfile("S", CLUSTER))
+    assert share_of_cores((Host("localhost", 3), Host("b", 4)), pbs, 8) == 2
+    # Another host may have fewer cores, or more.
+    assert share_of_cores((Host("localhost", 3), Host("b", 1)), None, 8) is None
     # What the hosts have is not known here: each rank looks at its own.
     assert share_of_cores((Host("n1", 3), Host("n2", 1)), None, 8) is None
 

@@ -86,7 +86,7 @@ def read(text: str, piece: int | None = None) -> tuple[str, list[Fault]]:
         (NOT_REACHED, Fault("not reached")),
         (NO_PROGRAM, Fault("no program", host="n2")),
         (NO_FOLDER, Fault("no folder", detail="/proc/ompi.n1.0 (No such file or directory)")),
-        ("Timeout (0:05:05)!\n", Fault("start hung", exit_code=124)),
+        ("Timeout (0:05:05.015625)!\n", Fault("start hung", exit_code=124)),
         (HOROVODRUN, Fault("killed", 1, signal=9)),
         ("srun: error: n2: task 1: Killed\n", Fault("killed", 1, "n2", signal=9)),
         ("srun: error: n2: tasks 1-2: Exited with exit code 70\n", Fault("exited", 1, "n2", exit_code=70)),
@@ -104,6 +104,7 @@ def test_a_known_text_is_a_fault_and_not_shown(text: str, fault: Fault, piece: i
     "text",
     [
         "",
+        "Timeout (0:01:00)!\nThread 0x00007f (most recent call first):\n",  # a script's own, now and then
         "no line break",
         "warning: something\n\x1b[31mred\x1b[0m\n",
         RULE + "There are not enough slots available in the system\n" + RULE + "next\n",

@@ -44,10 +44,10 @@ def test_which_commands_go_on(stop_signal: signal.Signals | None, exit_code: int
         (signal.SIGUSR1, 0, False),
     ],
 )
-def test_a_script_goes_on_only_if_it_has_saved(
+def test_what_would_begin_anew_goes_on_only_if_it_has_saved(
     stop_signal: signal.Signals | None, exit_code: int, expected: bool
 ) -> None:
-    assert is_to_go_on(JobEnd(exit_code, stop_signal), exit_code, is_script=True) == expected
+    assert is_to_go_on(JobEnd(exit_code, stop_signal), exit_code, begins_anew=True) == expected
 
 
 @pytest.fixture
@@ -65,6 +65,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 SCRIPT = ("python", "own.py")
 TRAIN = ("train", "D", "R")
+DECODE = ("decode", "R", "D")
 NOT_REQUEUED = "job 7 is not requeued: the script did not save in time when it was asked to stop; "
 
 
@@ -82,6 +83,8 @@ NOT_REQUEUED = "job 7 is not requeued: the script did not save in time when it w
         (SCRIPT, 138, signal.SIGUSR1, NOT_REQUEUED),
         (TRAIN, STOPPED, signal.SIGUSR1, "job 7 is given back to slurm, to go on from its checkpoint"),
         (TRAIN, 138, signal.SIGUSR1, "job 7 is given back to slurm, to be started again"),
+        # It saves nothing on the way: it would begin anew at each time limit, for ever.
+        (DECODE, 138, signal.SIGUSR1, "job 7 is not requeued: decode saves nothing on the way"),
     ],
 )
 def test_what_becomes_of_a_job_at_its_time_limit_is_told(
@@ -122,3 +125,22 @@ def test_a_refused_requeue_names_how_to_go_on(
     monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: end)
     assert run(["launch", "--requeue", "--", *command]) == FAILED
     assert capsys.readouterr().err.rstrip().endswith(remedy)
+
+
+def test_a_job_that_pauses_is_not_requeued_for_ever(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It leaves with 75 at its step, as one that the batch system has stopped does."""
+    end = JobEnd(STOPPED, None)
+    monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: end)
+    for words in (["--pause-at", "100"], ["--pause_at=100"]):
+        assert run(["launch", "--requeue", "--", *TRAIN, *words]) == FAILED
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith("speechdp: --pause-at ends the job with exit code 75, ")
+        assert run(["launch", "--", *TRAIN, *words]) == STOPPED
+    monkeypatch.setenv("SPEECHDP_PAUSE_AT", "100")
+    assert run(["launch", "--requeue", "--", *SCRIPT]) == FAILED
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("speechdp: SPEECHDP_PAUSE_AT=100 ends the job with exit code 75, ")
+    assert run(["launch", "--", *SCRIPT]) == STOPPED
+    assert not (folder / "ordered").exists()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -172,6 +175,50 @@ def test_a_stop_ends_the_waiting_for_hosts() -> None:
         return [sys.executable, "-c", "import time; time.sleep(60)"]
 
     assert find_reachable(HOSTS, probe, {}, stopped=lambda: True) == []
+
+
+#: As mpirun: has a folder until it is asked to end, and starts ssh, here a `sleep`, in a group of its own.
+_PROBE = """
+import os, pathlib, signal, subprocess, sys
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir()
+signal.signal(signal.SIGTERM, lambda *_: (folder.rmdir(), os._exit(1)))
+ssh = subprocess.Popen(["sleep", "600"], preexec_fn=os.setpgrp)
+folder.with_suffix(".new").write_text(str(ssh.pid))
+folder.with_suffix(".new").rename(folder.with_suffix(".ssh"))
+signal.pause()
+"""
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_host_that_does_not_answer_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the login that hangs nor the folder of mpirun's session."""
+    for name in ("_PROBE_S", "_PROBE_END_S"):
+        monkeypatch.setattr(f"speechdp.launching.restarts.{name}", 300.0)  # this machine may be slow
+    told = [tmp_path / f"{host.name}.ssh" for host in HOSTS]
+
+    def probe(host: Host) -> list[str]:
+        return [sys.executable, "-c", _PROBE, str(tmp_path / host.name)]
+
+    assert find_reachable(HOSTS, probe, os.environ, stopped=lambda: all(file.exists() for file in told)) == []
+    logins = [int(file.read_text()) for file in told]
+    try:
+        deadline = time.monotonic() + 60.0
+        while any(map(_is_running, logins)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(_is_running, logins))
+        assert sorted(tmp_path.iterdir()) == told
+    finally:
+        for pid in filter(_is_running, logins):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_a_script_is_started_again_as_it_is_whatever_it_failed_with() -> None:

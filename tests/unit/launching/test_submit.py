@@ -12,8 +12,10 @@ from speechdp.cli.main import run
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.submit import check_command, detect_scheduler, plan_submission, submit, write_script
+from speechdp.parallel.stop import PAUSE
 
 RESOURCES = ["--nodes", "2", "--ranks-per-node", "4", "--time", "8:00:00"]
+SCRIPT = ("python", "own.py")
 ANSWERS = {
     "slurm": ("sbatch", "4711;cluster1"),
     "lsf": ("bsub", "Job <4711> is submitted to queue <normal>."),
@@ -177,6 +179,9 @@ def test_no_scheduler_and_a_doubtful_one(work: Path, tmp_path: Path) -> None:
         (["train", "--seed", "1", "D", "R"], "folders right after the subcommand"),
         (["train", "D", "R", "--overwrite"], "--overwrite in a batch job would delete"),
         (["train", "D", ""], "the argument after 'D' is empty"),
+        (["train", "D", "R", "--pause-at", "100"], "--pause-at ends the job with exit code 75"),
+        (["prepare", "C", "D"], "prepare uses no ranks: 8 copies of it would disturb one another; give it w"),
+        (["posteriors", "R", "D", "-o", "o"], "posteriors uses no ranks: 8 copies"),
         (["python", "-m", "speechdp", "train", "D", "R"], "after --: ... -- train DATA RUN"),
     ],
 )
@@ -208,6 +213,26 @@ def test_options_that_launch_takes_are_submitted(work: Path, capsys: pytest.Capt
     for options in ("--launcher srun --min-ranks 8", "-np 3 --min-ranks 3", "--hostfile F --min-ranks 20"):
         assert run(["submit", *RESOURCES, f"--launch-args={options}", *command]) == 0
         assert f" --max-restarts 1 {options} -- train D R" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "outlives_node"),
+    [
+        (["--max-restarts", "1", "--launch-args=--min-ranks 4"], True),
+        (["--max-restarts", "1", "--launch-args=-np 4"], True),  # a node is spare
+        (["--launch-args=--max-restarts 2 --min-ranks 1"], True),
+        # It could not be started again on one node: Slurm is to end it, and to start it on others.
+        (["--max-restarts", "1"], False),
+        (["--max-restarts", "1", "--launch-args=--min-ranks 5"], False),
+        (["--launch-args=-np 4"], False),
+    ],
+)
+def test_slurm_leaves_a_job_that_goes_on_without_a_node(
+    options: list[str], outlives_node: bool, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--scheduler", "slurm", "--dry-run", *options, "--", "train", "D", "R"]
+    assert run(["submit", *RESOURCES, *command]) == 0
+    assert ("#SBATCH --no-kill\n" in capsys.readouterr().out) == outlives_node
 
 
 def test_only_what_can_go_on_is_submitted_with_restarts(
@@ -293,8 +318,21 @@ def test_train_goes_on_when_it_is_started_again() -> None:
             ConfigError, match=f"^{command} starts its own jobs, and the script would start it"
         ):
             check_command([command, "D", "O"], requeue=False)
-    with pytest.raises(ConfigError, match="remove the folder"):
-        check_command(["sweep", "D", "O", "--overwrite"], requeue=True)
+    for option in ("--overwrite", "--overwrite=True"):
+        with pytest.raises(ConfigError, match="remove the folder"):
+            check_command(["sweep", "D", "O", option], requeue=True)
+    # A file that is written once more is none that anything goes on from.
+    posteriors = ("posteriors", "R", "D", "-o", "o.ark", "--overwrite")
+    assert check_command(posteriors, requeue=True) == posteriors
+
+
+def test_a_script_that_pauses_is_not_submitted_to_be_requeued(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(PAUSE, "evaluation:100")
+    words = [*RESOURCES, "--scheduler", "slurm", "--dry-run"]
+    assert f"{PAUSE}=evaluation:100 ends the job with exit" in failure([*words, "--", *SCRIPT], capsys)
+    assert run(["submit", *words, "--no-requeue", "--", *SCRIPT]) == 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from speechdp.cli import launch
+from speechdp.cli.main import run
 from speechdp.launching.faults import Fault
 from speechdp.launching.hostfile import Host, Hostfile
 from speechdp.launching.outcome import Target
@@ -145,6 +146,61 @@ def test_what_no_rank_can_go_on_after_ends_the_job_all_the_same(line: str, fault
     tolerant = StopPolicy(fault_grace_s=0.5, tolerates_loss=True)
     end = run_job([sys.executable, "-c", program], os.environ, tolerant)
     assert end == JobEnd(128 + signal.SIGKILL, None, (fault,), signal.SIGKILL)
+
+
+#: As `horovodrun --gloo`: starts a rank by a shell; asked to end by SIGTERM it leaves the rank no time.
+_HOROVODRUN = """
+import os, signal, subprocess, sys
+rank = subprocess.Popen(["sh", "-c", f"env HOROVOD_RANK=0 {sys.executable} -c '{sys.argv[1]}'; exit $?"])
+signal.signal(signal.SIGTERM, lambda *_: (rank.kill(), os._exit(1)))
+sys.exit(rank.wait())
+"""
+#: Saves, and then leaves, when it is asked; starts a process that is no rank, though it has the variable.
+_SAVING_RANK = """
+import os, signal, subprocess, sys, time
+other = subprocess.Popen(["sleep", "600"])
+def save(*_):
+    time.sleep(0.5)
+    alive = other.poll() is None
+    other.kill()
+    os._exit(75 if alive else 1)
+signal.signal(signal.SIGUSR1, save)
+os.kill(int(os.environ["SUPERVISOR"]), signal.SIGTERM)
+time.sleep(600)
+"""
+
+
+def test_ranks_of_horovodrun_on_this_machine_have_the_time_they_are_given(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    asked = f"StopPolicy(signal.SIGTERM, grace_s={DEADLINE_S}, ranks_have='HOROVOD_RANK')"
+    program = f"""
+import os, signal, sys
+from speechdp.launching.supervise import StopPolicy, run_job
+environ = {{**os.environ, "SUPERVISOR": str(os.getpid())}}
+end = run_job([sys.executable, "-c", {_HOROVODRUN!r}, {_SAVING_RANK!r}], environ, {asked})
+with open({str(told)!r}, "w") as file:
+    print(end.exit_code, end.stop_signal, file=file)
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=DEADLINE_S, check=True)
+    assert told.read_text() == f"75 {int(signal.SIGTERM)}\n"
+
+
+def test_ranks_on_several_hosts_are_told_that_horovodrun_gives_them_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "find_horovodrun", lambda *_: Path("/v/bin/horovodrun"))
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("localhost slots=1\nnode-7.invalid slots=1\n")
+    begin = ["launch", "--launcher", "horovodrun", "--hostfile", str(hostfile), "--dry-run"]
+    for options, is_warned in (
+        (["--controller", "gloo", "--grace-s", "60"], True),
+        (["--controller", "gloo"], False),  # nobody has asked for another time
+        (["--controller", "gloo", "--grace-s", "60", "-np", "1"], False),  # on this machine
+        (["--controller", "mpi", "--grace-s", "60"], False),
+    ):
+        assert run([*begin, *options, "--", "train", "D", "R"]) == 0
+        said = capsys.readouterr().err
+        assert ("warning: horovodrun over Gloo kills ranks" in said) == is_warned, said
 
 
 class KilledRank:

@@ -79,7 +79,7 @@ def parser(scheduler: Scheduler) -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     options = {
         "slurm": "job-name nodes ntasks-per-node cpus-per-task gres time partition account output open-mode "
-        "signal requeue! no-requeue!",
+        "signal requeue! no-requeue! no-kill!",
         "lsf": "J n R+ gpu W q P o wa wt Q r! rn!",
         "pbs": "N S l+ q A j o r",
         "sge": "N S cwd! pe2 l+ notify! q P j o r",

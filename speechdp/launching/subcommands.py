@@ -1,0 +1,34 @@
+"""Which subcommands may be started on ranks: those that divide their work among them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from speechdp.errors import ConfigError
+
+_OVER_RANKS = ("train", "sweep", "decode")
+#: Commands that start ranks themselves.
+STARTS_JOBS = ("compare", "tune", "profile")
+#: By it their ranks are told, in one word with its value, what they are ranks of.
+_JOB_OPTION = "--job="
+
+
+def check_ranks(command: Sequence[str], num_ranks: int) -> None:
+    """Refuse to start a subcommand on ranks of which it would know nothing.
+
+    Args:
+        command: subcommand and its arguments, no script.
+        num_ranks: that are to be started.
+
+    Raises:
+        ConfigError: the ranks would all do the same and write the same files, or each start ranks.
+    """
+    name = command[0]
+    if name in STARTS_JOBS:
+        if not any(word.startswith(_JOB_OPTION) for word in command):
+            raise ConfigError(f"{name} starts its own jobs: give the command without launch")
+    elif name not in _OVER_RANKS and num_ranks > 1:
+        raise ConfigError(
+            f"{name} uses no ranks: {num_ranks} copies of it would disturb one another; give it without "
+            "launch, or with -np 1 (in a batch job: --nodes 1 --ranks-per-node 1)"
+        )

@@ -1,0 +1,95 @@
+"""launch/setup and launch/quickstart, copied beside stand-ins of what they call: nothing is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(stat.S_IRWXU)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Return a folder with the scripts of launch/ and setup.py."""
+    (tmp_path / "launch").mkdir()
+    for name in ("setup.py", "launch/setup", "launch/quickstart", "launch/common.sh", "launch/build_horovod"):
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    return tmp_path
+
+
+def run_script(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", *words],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "SPEECHDP_CACHE": str(folder / "cache"), **environ},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("python", "serves"), [("exit 0", True), ("exit 1", False), (None, False)])
+def test_an_environment_whose_python_is_gone_is_made_anew(
+    checkout: Path, python: str | None, serves: bool
+) -> None:
+    stamp = (
+        '. launch/common.sh; echo "$(cat setup.py launch/{setup,common.sh,build_horovod} | cksum) '
+        '$ROOT $TORCH_SPEC horovod=yes dev=no" >.venv/speechdp-setup.stamp'
+    )
+    if python is None:
+        (checkout / ".venv/bin").mkdir(parents=True)
+        (checkout / ".venv/bin/python").symlink_to(checkout / "gone")
+    else:
+        write_program(checkout / ".venv/bin/python", python)
+    run_script(checkout, "-c", stamp).check_returncode()
+    write_program(checkout / "python", 'case "$*" in *--clear*) echo is made anew >&2; exit 1 ;; esac')
+    done = run_script(checkout, "launch/setup", PYTHON=str(checkout / "python"))
+    assert ("setup: .venv is up to date" in done.stdout) == serves, done.stdout + done.stderr
+    assert ("is made anew" in done.stderr) == (not serves)
+    assert done.returncode == (0 if serves else 1)
+
+
+#: Prepares and begins a sweep, unless it is given an option that it refuses.
+SPEECHDP = """
+echo "$@" >>calls
+case "$*" in
+    *mistaken*) exit 1 ;;
+    *" prepare "*) mkdir -p quickstart-words/data && touch quickstart-words/data/data.json ;;
+    *" launch "*) mkdir -p quickstart-words/sweep && echo '{}' >quickstart-words/sweep/sweep.json; exit 3 ;;
+    -c*) exit 1 ;;
+esac
+"""
+
+
+def test_quickstart_takes_the_mended_command_after_one_that_failed(checkout: Path) -> None:
+    (checkout / "words").mkdir()
+    write_program(checkout / "launch/setup", "exit 0")
+    write_program(checkout / ".venv/bin/python", SPEECHDP)
+    command = ("launch/quickstart", "--corpus", "words")
+
+    def start(*more: str) -> subprocess.CompletedProcess[str]:
+        return run_script(checkout, *command, *more)
+
+    assert start("--pattern", "mistaken").returncode == 1  # nothing is prepared
+    assert start("--", "--mistaken").returncode == 1  # it is, and the sweep is refused
+    assert (checkout / "quickstart-words/data/data.json").exists()
+    # Prepared data have their options, the sweep that has not begun has none.
+    refused = start("--pattern", "{word}")
+    assert refused.returncode == 1
+    assert "quickstart: " in refused.stderr and "was prepared with other options" in refused.stderr
+    assert start().returncode == 3
+    assert start("--", "--seed", "2").returncode == 1
+    assert "was begun with other options" in start("--ranks", "3").stderr
+    assert start().returncode == 3

@@ -1,0 +1,42 @@
+"""Which subcommands may be started on several ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from speechdp.cli.main import SUBCOMMANDS, run
+from speechdp.errors import ConfigError
+from speechdp.launching.subcommands import check_ranks
+
+#: Those that divide their work over ranks.
+OVER_RANKS = ("train", "sweep", "decode")
+#: Those that start ranks by themselves.
+STARTS_JOBS = ("compare", "tune", "profile")
+
+
+def test_only_what_divides_its_work_is_started_on_several_ranks() -> None:
+    """The copies of another would write the same files, and end one another's."""
+    for name in OVER_RANKS:
+        check_ranks([name], 4)
+    for name in set(SUBCOMMANDS) - {*OVER_RANKS, *STARTS_JOBS}:
+        check_ranks([name], 1)
+        with pytest.raises(ConfigError, match=f"^{name} uses no ranks: 4 copies .* give it without launch"):
+            check_ranks([name], 4)
+
+
+@pytest.mark.parametrize("name", STARTS_JOBS)
+def test_what_starts_ranks_is_not_started_on_ranks(name: str) -> None:
+    for num_ranks in (1, 4):
+        with pytest.raises(ConfigError, match=f"^{name} starts its own jobs: .* without launch"):
+            check_ranks([name, "D", "O"], num_ranks)
+        check_ranks([name, "D", "O", "--job=race-4"], num_ranks)  # a job that it has started
+
+
+def test_launch_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["launch", "-np", "2", "--dry-run", "--", "inspect", "D"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith(
+        "speechdp: inspect uses no ranks: 2 copies of it would disturb one another"
+    )
+    assert run(["launch", "-np", "1", "--dry-run", "--", "inspect", "D"]) == 0
