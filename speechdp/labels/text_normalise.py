@@ -144,7 +144,8 @@ def _in_words(match: re.Match[str]) -> str:
     if "." not in digits and letters.removeprefix("'") == "s" and digits[-1] == "0":
         return _decade(digits.replace(",", ""))
     # One abbreviation must not stop the preparation of hundreds of hours.
-    return f"{_spoken(digits)}{'' if letters.startswith("'") else ' '}{letters}"
+    between = "" if letters[0] == "'" else " "
+    return f"{_spoken(digits)}{between}{letters}"
 
 
 def _ordinal(words: str) -> str:
