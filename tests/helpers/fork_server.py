@@ -73,6 +73,8 @@ _READ_AT_START = (
     "CUDA_",
     "TZ",
 )
+#: Beginnings of variables by which launchers tell a process that it is a rank.
+_ANNOUNCING = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 
 
 # --- in tests ---
@@ -152,6 +154,7 @@ def import_everything() -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
     _parse_once()
+    _train_once()
     gc.collect()
     gc.freeze()  # what is never collected stays shared with the forked
 
@@ -164,6 +167,32 @@ def _parse_once() -> None:
         for name in SUBCOMMANDS:
             with contextlib.suppress(SystemExit):
                 parse(name, ["--help"])
+
+
+def _train_once() -> None:
+    """Do what torch, oneDNN and Python do once a process, and a tiny training anew: a fifth of a rank's time.
+
+    Its threads have ended when this returns: a fork would have none of them, but the locks that they held.
+    """
+    from unittest import mock  # noqa: PLC0415
+
+    from speechdp.cli.main import run  # noqa: PLC0415
+    from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data  # noqa: PLC0415
+    from tests.helpers.waiting import wait_until  # noqa: PLC0415
+
+    with (
+        tempfile.TemporaryDirectory(prefix="speechdp-forks-") as folder,
+        Path(os.devnull).open("w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        mock.patch.dict(os.environ),
+    ):
+        for name in [name for name in os.environ if name.startswith(_ANNOUNCING)]:
+            del os.environ[name]  # of the test whose job is the first
+        write_tiny_data(Path(folder, "data"), TinySizes(train=8, dev=4, test=4))
+        options = [*TINY_MODEL, "--batch-size", "4", "--epochs", "1", "--device", "cpu"]
+        exit_code = run(["train", f"{folder}/data", f"{folder}/run", *options])
+    assert exit_code == 0, exit_code
+    wait_until(lambda: len([*Path("/proc/self/task").iterdir()]) == 1, "the end of threads of a training")
 
 
 @dataclass
