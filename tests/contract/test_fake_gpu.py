@@ -7,6 +7,7 @@ threads of a strategy (dpsgd with neighbours, asynchronous ones) are left to mac
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,22 +63,32 @@ def python(*words: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("task", "precision", "strategies"),
-    [
-        ("acoustic", "fp16", STRATEGIES),
-        ("acoustic", "fp32", STRATEGIES[:1]),
-        ("synthesis", "bf16", STRATEGIES[:1]),
-    ],
+#: What is trained: task, precision, strategies.
+TRAININGS = (
+    ("acoustic", "fp16", STRATEGIES),
+    ("acoustic", "fp32", STRATEGIES[:1]),
+    ("synthesis", "bf16", STRATEGIES[:1]),
 )
-def test_training_mixes_nothing_and_orders_its_copies(
-    library: Path, task: str, precision: str, strategies: tuple[str, ...]
-) -> None:
-    ended = python("-m", "tests.helpers.fake_gpu.train", library, task, precision, *strategies)
+
+
+@pytest.fixture(scope="module")
+def trained(library: Path) -> list[tuple[str, str]]:
+    """Return what each training has printed to stdout and stderr: one process has imported for all."""
+    words = [word for *what, strategies in TRAININGS for word in ("--", *what, *strategies)]
+    ended = python("-m", "tests.helpers.fake_gpu.train", library, *words[1:])
     assert ended.returncode == 0, ended.stderr[-3000:]
-    lines = ended.stdout.splitlines()
+    printed = [re.split(r"^--\n", text, flags=re.MULTILINE) for text in (ended.stdout, ended.stderr)]
+    return list(zip(*printed, strict=True))
+
+
+@pytest.mark.parametrize("number", range(len(TRAININGS)), ids=lambda number: "-".join(TRAININGS[number][:2]))
+def test_training_mixes_nothing_and_orders_its_copies(trained: list[tuple[str, str]], number: int) -> None:
+    strategies = TRAININGS[number][2]
+    stdout, stderr = trained[number]
+    lines = stdout.splitlines()
+    assert lines[-1:] == ["exit code 0"], stderr[-3000:]
     for strategy in strategies:
-        assert f"step 5 of {strategy}" in lines, ended.stdout[-2000:]
+        assert f"step 5 of {strategy}" in lines, stdout[-2000:]
     # A batch is copied on its own stream, and what computes with it waits for that alone.  The gradients'
     # exchange waits for what has computed them; the host for the copy; the update for the way back.
     first, second = (lines.index(f"step {number} of gradient_averaging") for number in (1, 2))

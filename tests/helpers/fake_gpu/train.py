@@ -1,13 +1,15 @@
 """Train, evaluate and save on a GPU that there is not.
 
-    python -m tests.helpers.fake_gpu.train LIBRARY TASK PRECISION STRATEGY...
+    python -m tests.helpers.fake_gpu.train LIBRARY TASK PRECISION STRATEGY... [-- TASK PRECISION ...]
 
 Ends with an error where a tensor of the host meets one of the device.  Prints what streams and events were
-told while the first step of each strategy exchanged.
+told while the first step of each strategy exchanged, and between `--` a line `exit code N`.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +44,8 @@ from speechdp.timing.timeline import Timeline
 
 DEVICE = torch.device("cuda", 0)
 MELS, LINEAR, SYMBOLS = 6, 9, 5
+#: Each is a step of the recurrences, one like the other.
+FRAMES = 3
 
 
 def _exchanged(x: Tensor, *, load: bool = True) -> None:
@@ -109,13 +113,15 @@ class StagedCommunicator(Communicator):
 
 def _acoustic() -> tuple[Task, Callable[[], nn.Module], Batch]:
     sizes = LstmConfig(2, 8, True, bottleneck=4, dropout=0.1)
-    batch = Batch(torch.randn(3, 7, MELS), torch.zeros(3, 7, dtype=torch.int64), torch.full((3,), 7), 21)
+    features, targets = torch.randn(3, FRAMES, MELS), torch.zeros(3, FRAMES, dtype=torch.int64)
+    batch = Batch(features, targets, torch.full((3,), FRAMES), 3 * FRAMES)
     return AcousticTask(sizes), lambda: LstmAcousticModel(MELS, 4, sizes), batch
 
 
 def _synthesis() -> tuple[Task, Callable[[], nn.Module], Batch]:
-    spectrograms = torch.randn(3, 7, MELS + LINEAR)
-    batch = Batch(spectrograms, torch.zeros(3, 4, dtype=torch.int64), torch.full((3,), 7), 21)
+    spectrograms = torch.randn(3, FRAMES, MELS + LINEAR)
+    symbols = torch.zeros(3, 4, dtype=torch.int64)
+    batch = Batch(spectrograms, symbols, torch.full((3,), FRAMES), 3 * FRAMES)
     return SynthesisTask(0.1, TINY), lambda: Tacotron(SYMBOLS, MELS, LINEAR, TINY), batch
 
 
@@ -144,7 +150,7 @@ def train(task_name: str, precision_name: str, strategy: str, log: cuda.Log) -> 
         assert loss.total.dtype == torch.float32
         step.backward(loss.total)
         log.append(f"step {number} of {strategy}")
-        step.end(Progress(number, 21.0 * number, 0.0, number / 5), number=number)
+        step.end(Progress(number, 3.0 * FRAMES * number, 0.0, number / 5), number=number)
     with attached.evaluation_parameters(), torch.no_grad(), precision.computing():
         task.score(model.eval(), moved)
     vectors = {"parameters": replica.parameters.values, **replica.optimizer_vectors()}
@@ -158,8 +164,30 @@ def train(task_name: str, precision_name: str, strategy: str, log: cuda.Log) -> 
     attached.close()
 
 
-if __name__ == "__main__":
-    for name in sys.argv[4:]:
+def _train_all(task_name: str, precision_name: str, *strategies: str) -> None:
+    for name in strategies:
         with cuda.fake_cuda() as log:
-            train(sys.argv[2], sys.argv[3], name, log)
-        print("\n".join(log))
+            train(task_name, precision_name, name, log)
+        print("\n".join(log), flush=True)
+
+
+def _in_a_fork(words: tuple[str, ...]) -> int:
+    """Do it in a process that has nothing of the others' but what is imported; return its exit code."""
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    try:
+        _train_all(*words)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        os._exit(1)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    with cuda.fake_cuda():
+        torch.ones(1, device=DEVICE) + 1  # imports what torch does without data with
+    groups = itertools.groupby(sys.argv[2:], lambda word: word != "--")
+    for group in [tuple(words) for are_words, words in groups if are_words]:
+        print(f"exit code {_in_a_fork(group)}\n--", flush=True)
+        print("--", file=sys.stderr, flush=True)
