@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.support.script_options import ScriptOptions, owned_folder, say_how_many_failed
+from speechdp.cli.support.script_options import (
+    OutFolder,
+    ScriptOptions,
+    check_target,
+    check_training,
+    inputs_of,
+    owned_folder,
+    say_how_many_failed,
+)
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
@@ -78,14 +86,16 @@ class CompareCommand:
 
         if self.job:
             return self._be_a_rank()
+        check_target(self.target, self.options.make_task().record())
         request, starter = self._request(self._plan()), self._starter()
+        if self.overwrite:
+            check_training(self.data, self.options, self.out_dir, on_this_machine=self.hostfile is None)
         return _compare(
-            self.out_dir,
+            OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options)),
             request.plan,
             lambda say: OwnTraining(request, starter, say),
             _announcement(request),
             starter.threads,
-            overwrite=self.overwrite,
             target=self.target,
         )
 
@@ -207,25 +217,23 @@ class CompareScriptCommand:
         before = None if self.overwrite else threads_before(self.out_dir)
         starter = self.script.starter("compare", max(plan.ranks), before)
         return _compare(
-            self.out_dir,
+            OutFolder(self.out_dir, self.overwrite),
             plan,
             lambda say: ScriptTraining(script, starter),
             [f"{counted(len(plan.runs()), 'run')} of {self.script.script}"],
             starter.threads,
-            overwrite=self.overwrite,
             target=self.script.target,
             metric=self.script.metric,
         )
 
 
 def _compare(
-    out: Path,
+    out: OutFolder,
     plan: ComparePlan,
     training: Callable[[Callable[[str], None]], ComparedTraining],
     announcement: Sequence[str],
     threads: int | None,
     *,
-    overwrite: bool,
     target: float | None,
     metric: str = "",
 ) -> int:
@@ -240,22 +248,25 @@ def _compare(
     from speechdp.cli.support.console import make_console  # noqa: PLC0415
     from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
     from speechdp.experiments.compare.run import Comparer  # noqa: PLC0415
+    from speechdp.experiments.compare.training import LOGS  # noqa: PLC0415
     from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
     from speechdp.experiments.record import FAILED  # noqa: PLC0415
     from speechdp.ownership.overwrite import COMPARISON  # noqa: PLC0415
 
     say = line_printer(make_console())
-    with owned_folder(out, "compare", say, COMPARISON, overwrite=overwrite):
+    # Before the folder is emptied: what cannot be compared is refused here.
+    comparer = Comparer(out.path, plan, training(say), say, metric=metric, threads=threads)
+    with owned_folder(out, "compare", say, COMPARISON):
         for line in announcement:
             say(line)
         try:
-            record = Comparer(out, plan, training(say), say, metric=metric, threads=threads).run()
+            record = comparer.run()
         except JobStopped:
-            say(f"stopped as requested; the same command continues {out}")
+            say(f"stopped as requested; the same command continues {out.path}")
             return exit_codes.STOPPED
-    print_report(out, target, metric)
+    print_report(out.path, target, metric)
     failed = sum(run.state == FAILED for run in record.runs)
-    say_how_many_failed(failed, len(record.runs), out)
+    say_how_many_failed(failed, len(record.runs), out.path / LOGS)
     return 1 if failed or record.failed_races else 0
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.support.script_options import owned_folder, say_how_many_failed
+from speechdp.cli.support.script_options import OutFolder, inputs_of, owned_folder, say_how_many_failed
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
@@ -92,28 +92,30 @@ class ProfileCommand:
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
         from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
         from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
-        from speechdp.experiments.profile.jobs import Profiler  # noqa: PLC0415
+        from speechdp.experiments.profile.jobs import LOGS, Profiler  # noqa: PLC0415
         from speechdp.experiments.profile.record import STRONG  # noqa: PLC0415
         from speechdp.experiments.record import FAILED  # noqa: PLC0415
         from speechdp.ownership.overwrite import PROFILE  # noqa: PLC0415
 
         request, starter = self._request(self._plan()), self._starter()
         say = line_printer(make_console())
-        with owned_folder(self.out_dir, "profile", say, PROFILE, overwrite=self.overwrite):
+        profiler = Profiler(request, starter, say)
+        out = OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options))
+        with owned_folder(out, "profile", say, PROFILE):
             say(f"profile in {self.out_dir.absolute()}")
             for note in request.settings.notes:
                 say(f"note: {note}")
             if [job.entry.ranks for job in request.jobs if job.entry.kind == STRONG] == [1]:
                 say("note: strong on 1 rank alone: there is nothing to scale; give --ranks 1,2")
             try:
-                record = Profiler(request, starter, say).run()
+                record = profiler.run()
             except JobStopped:
                 say(f"stopped as requested; the same command continues {self.out_dir}")
                 return exit_codes.STOPPED
         failed = [job for job in record.jobs if job.state == FAILED]
         if len(failed) < len(record.jobs):
             print_report(self.out_dir, None)
-        say_how_many_failed(len(failed), len(record.jobs), self.out_dir, "jobs")
+        say_how_many_failed(len(failed), len(record.jobs), self.out_dir / LOGS, "jobs")
         return 1 if failed else 0
 
     def _plan(self) -> ProfilePlan:

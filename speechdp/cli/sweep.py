@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.support.script_options import ScriptOptions, owned_folder, say_how_many_failed
+from speechdp.cli.support.script_options import (
+    OutFolder,
+    ScriptOptions,
+    check_target,
+    inputs_of,
+    owned_folder,
+    say_how_many_failed,
+)
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
@@ -62,6 +70,7 @@ class SweepCommand:
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
 
         self._race()
+        check_target(self.target, self.options.make_task().record())
         sweep = [self.swept, self.periods, self.reference, self.one_rank_steps, self.decode_split]
         sweep += [self.race, self.race_steps]
         others = {"OUT folder": self.out_dir, "sweep": sweep, "--overwrite": self.overwrite}
@@ -88,22 +97,26 @@ class SweepCommand:
 
     def _on_rank(self, session: Session) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
-        from speechdp.cli.train import check_run_folder  # noqa: PLC0415
-        from speechdp.experiments.sweep.training import run_sweep  # noqa: PLC0415
-        from speechdp.ownership.overwrite import SWEEP, empty  # noqa: PLC0415
+        from speechdp.experiments.sweep.training import check_sweep, run_sweep  # noqa: PLC0415
+        from speechdp.ownership.overwrite import SWEEP, check_kind, check_overwrite, empty  # noqa: PLC0415
         from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
+        from speechdp.train.origin import RESTART_REASON  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
 
         comm, plan = session.comm, self._plan()
-        if comm.rank == 0:
-            check_run_folder(self.out_dir, SWEEP, self.data, self.options, overwrite=self.overwrite)
+        if comm.rank == 0 and self.overwrite:
+            check_overwrite(self.out_dir, SWEEP, inputs_of(self.data, self.options))
+        elif comm.rank == 0:
+            check_kind(self.out_dir, SWEEP)
+        restarted = bool(os.environ.get(RESTART_REASON))
+        check_sweep(session, self.options, plan, self.out_dir, overwrite=self.overwrite, restarted=restarted)
         try:
             with owned(session, self.out_dir, "sweep") as owner:
                 if owner is not None and self.overwrite and (stays := empty(owner, SWEEP)):
                     session.reporter.notice(stays)
                 comm.barrier()
                 reporter_for = self._reporter_maker(comm)
-                run_sweep(session, self.options, plan, self.out_dir, reporter_for, self._race())
+                failed = run_sweep(session, self.options, plan, self.out_dir, reporter_for, self._race())
         except Stopped as stop:
             if isinstance(stop, StoppedBefore) and stop.folder == self.out_dir:
                 text = f"stopped as requested before it began; repeat the command: {self.out_dir}"
@@ -113,7 +126,8 @@ class SweepCommand:
             return exit_codes.STOPPED
         if comm.rank == 0:
             print_report(self.out_dir, self.target)
-        return 0
+            say_how_many_failed(failed, len(plan.runs()), None)
+        return 1 if failed else 0
 
     def _reporter_maker(self, comm: Communicator) -> Callable[[str], Reporter]:
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
@@ -162,8 +176,9 @@ class SweepScriptCommand:
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
         from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
         from speechdp.experiments.compare.script_training import ScriptTraining  # noqa: PLC0415
+        from speechdp.experiments.compare.training import LOGS  # noqa: PLC0415
         from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
-        from speechdp.experiments.sweep.plan import SweepPlan  # noqa: PLC0415
+        from speechdp.experiments.sweep.plan import SweepPlan, threads_before  # noqa: PLC0415
         from speechdp.experiments.sweep.script import ScriptSweep, run_script_sweep  # noqa: PLC0415
         from speechdp.ownership.overwrite import SWEEP  # noqa: PLC0415
 
@@ -178,15 +193,16 @@ class SweepScriptCommand:
         )
         sweep = ScriptSweep(self.out_dir, plan, self.ranks, self.seed, self.one_rank, self.script.metric)
         names = list(sweep.runs())
-        starter = self.script.starter("sweep --script", self.ranks)
+        before = None if self.overwrite else threads_before(self.out_dir)
+        starter = self.script.starter("sweep --script", self.ranks, before)
         training = ScriptTraining(self.script.user_script(self.script_arguments), starter)
         say = line_printer(make_console())
-        with owned_folder(self.out_dir, "sweep", say, SWEEP, overwrite=self.overwrite):
+        with owned_folder(OutFolder(self.out_dir, self.overwrite), "sweep", say, SWEEP):
             try:
                 failed = run_script_sweep(sweep, training, say)
             except JobStopped:
                 say(f"stopped as requested; the same command continues {self.out_dir}")
                 return exit_codes.STOPPED
         print_report(self.out_dir, self.script.target, self.script.metric)
-        say_how_many_failed(failed, len(names), self.out_dir)
+        say_how_many_failed(failed, len(names), self.out_dir / LOGS)
         return 1 if failed else 0

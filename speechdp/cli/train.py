@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
+from speechdp.cli.support.script_options import inputs_of
 from speechdp.errors import ConfigError
 from speechdp.options.run import FLAT_NOTICE, TrainOptions
 from speechdp.options.shown import heading, shown
@@ -109,12 +110,7 @@ def check_run_folder(
     Raises:
         ConfigError: it holds something else, what is to be read lies in it, or this user may not delete it.
     """
-    check_kind(folder, kind)
-    if not overwrite:
-        return
-    read = {"DATA": data, "--initial-model": options.initial_model, "--alignments": options.alignments}
-    for name, given in read.items():
-        if given is not None and given.resolve().is_relative_to(folder.resolve()):
-            lies = f"lies in {folder}, which --overwrite empties"
-            raise ConfigError(f"{name} {given}: {lies}; give {kind.what} another folder")
-    check_overwrite(folder, kind)
+    if overwrite:
+        check_overwrite(folder, kind, inputs_of(data, options))
+    else:
+        check_kind(folder, kind)

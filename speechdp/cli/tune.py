@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.support.script_options import ScriptOptions, owned_folder
+from speechdp.cli.support.script_options import (
+    OutFolder,
+    ScriptOptions,
+    check_training,
+    inputs_of,
+    owned_folder,
+)
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
@@ -172,8 +178,12 @@ class TuneCommand:
         ranks = self._ranks()
         compared = self._compared(ranks)
         request, starter = self._request(compared, ranks), self._starter(ranks)
+        if self.search.overwrite:
+            check_training(self.data, self.options, self.out_dir, on_this_machine=self.hostfile is None)
         return _search(
-            request, lambda say: TunedTraining(compared, starter, say), overwrite=self.search.overwrite
+            request,
+            lambda say: TunedTraining(compared, starter, say),
+            OutFolder(self.out_dir, self.search.overwrite, inputs_of(self.data, self.options)),
         )
 
     def _be_a_rank(self) -> int:
@@ -330,7 +340,7 @@ class TuneScriptCommand:
         return _search(
             request,
             lambda say: TunedScript(request, script, starter, self.script.metric, say),
-            overwrite=self.search.overwrite,
+            OutFolder(self.out_dir, self.search.overwrite),
         )
 
     def _request(self, script: UserScript, ranks: int) -> TuneRequest:
@@ -359,9 +369,7 @@ class TuneScriptCommand:
         )
 
 
-def _search(
-    request: TuneRequest, jobs: Callable[[Callable[[str], None]], TunedJobs], *, overwrite: bool
-) -> int:
+def _search(request: TuneRequest, jobs: Callable[[Callable[[str], None]], TunedJobs], out: OutFolder) -> int:
     """Search and report; return the exit code.
 
     Args:
@@ -376,9 +384,11 @@ def _search(
 
     say = line_printer(make_console())
     code = 0
-    with owned_folder(request.out, "tune", say, TUNE, overwrite=overwrite):
+    # Before the folder is emptied: what cannot be searched is refused here.
+    tuner = Tuner(request, jobs(say), say)
+    with owned_folder(out, "tune", say, TUNE):
         try:
-            Tuner(request, jobs(say), say).run()
+            tuner.run()
         except JobStopped:
             say(f"stopped as requested; the same command continues {request.out}")
             code = exit_codes.STOPPED

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn
 
 from speechdp.errors import ConfigError, RunError
@@ -118,17 +119,24 @@ def check_kind(folder: Path, kind: FolderKind) -> None:
             )
 
 
-def check_overwrite(folder: Path, kind: FolderKind) -> None:
+def check_overwrite(
+    folder: Path, kind: FolderKind, read: Mapping[str, Path | None] = MappingProxyType({})
+) -> None:
     """Refuse what --overwrite must not, or cannot, delete.
 
     Args:
         folder: to be emptied; a symbolic link stands for the folder it leads to, and stays.
         kind: what the command writes.
+        read: what the command reads, by the option that names it; None: it was not given.
 
     Raises:
-        ConfigError: it holds something else, or may not be deleted by this user.
+        ConfigError: it holds something else, or what is to be read, or may not be deleted by this user.
     """
     check_kind(folder, kind)
+    for name, given in read.items():
+        if given is not None and given.resolve().is_relative_to(folder.resolve()):
+            lies = f"lies in {folder}, which --overwrite empties"
+            raise ConfigError(f"{name} {given}: {lies}; give {kind.what} another folder")
     try:
         if not folder.exists():
             return

@@ -110,12 +110,12 @@ def test_the_same_command_again_keeps_what_is_finished(dataset: Dataset, swept: 
     assert json.loads((out / "sweep.json").read_text())["completed"] is True
 
 
-def test_another_sweep_in_the_same_folder_is_refused(
+def test_a_sweep_on_another_number_of_ranks_is_refused(
     dataset: Dataset, swept: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["sweep", str(dataset.path), str(swept[0]), "--periods", "2"]
     assert speechdp(arguments) == 1
-    message = "holds a sweep over other runs; choose another folder, or --overwrite"
+    message = "sweep.json: was begun on 2 ranks, and runs on 1 would not compare with those"
     assert message in capsys.readouterr().err
     assert json.loads((swept[0] / "sweep.json").read_text())["runs"] == RUNS
 

@@ -1,11 +1,12 @@
-"""Options that `compare --script` and `sweep --script` share: what to run, where, and how to judge it."""
+"""What commands of several runs share: the options of those of a script, checks, and the folder they own."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -17,7 +18,9 @@ from speechdp.options.shown import shown
 if TYPE_CHECKING:
     from speechdp.experiments.compare.script_training import UserScript
     from speechdp.experiments.jobs import JobStarter
+    from speechdp.options.run import TrainOptions
     from speechdp.ownership.overwrite import FolderKind
+    from speechdp.tasks.metrics import TaskRecord
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,11 @@ class ScriptOptions:
 
     def check(self) -> None:
         """Refuse what no run could do anything with.  Raises ConfigError."""
-        from speechdp.report.runs.script_metric import parse_metric  # noqa: PLC0415 - keeps --help fast
+        from speechdp.report.runs.script_metric import script_task  # noqa: PLC0415 - keeps --help fast
 
         if not self.script.is_file():
             raise ConfigError(f"--script {self.script}: no such file")
-        if self.metric:
-            parse_metric(self.metric)
+        check_target(self.target, script_task(self.metric))
 
     def user_script(self, arguments: Sequence[str]) -> UserScript:
         """Return the script with its arguments."""
@@ -75,19 +77,86 @@ class ScriptOptions:
         return make_starter(command, self.launch_args, self.hostfile, threads)
 
 
-def say_how_many_failed(failed: int, runs: int, out: Path, what: str = "runs") -> None:
-    """Print where to look, if any run failed."""
+def say_how_many_failed(failed: int, runs: int, logs: Path | None, what: str = "runs") -> None:
+    """Print where to look, if any run failed.
+
+    Args:
+        logs: folder of what the runs have printed; None: they were no jobs of their own.
+    """
     if failed:
+        output = "" if logs is None else f", their output in {logs}"
         print(
-            f"speechdp: {failed} of {runs} {what} failed; their messages are above, "
-            f"their output in {out / 'logs'}; the same command tries them again",
+            f"speechdp: {failed} of {runs} {what} failed; their messages are above{output}; "
+            "the same command tries them again",
             file=sys.stderr,
         )
 
 
+def check_target(target: float | None, task: TaskRecord) -> None:
+    """Refuse a target that no run can reach, before any is trained.  Raises ConfigError.
+
+    Args:
+        target: as reports show the task's first metric; None: none was given.
+        task: what stands for it in runs of a script.
+    """
+    if target is not None:
+        from speechdp.report.kit.metric_names import Terms  # noqa: PLC0415 - matplotlib, which few wait for
+
+        Terms(task).score_of_target(target)
+
+
+def inputs_of(data: Path, options: TrainOptions) -> dict[str, Path | None]:
+    """Return what a training reads, by the option that names it: --overwrite must not delete it."""
+    return {"DATA": data, "--initial-model": options.initial_model, "--alignments": options.alignments}
+
+
+def check_training(data: Path, options: TrainOptions, out: Path, *, on_this_machine: bool) -> None:
+    """Refuse, before a folder is emptied for it, a training that its ranks would refuse.
+
+    What depends on the number of ranks, on a strategy, or on the devices of other hosts is left to them.
+
+    Args:
+        out: folder to be emptied.
+        on_this_machine: the ranks are started here.
+
+    Raises:
+        ConfigError, ShardError: options that do not fit the data or the devices.
+    """
+    import torch  # noqa: PLC0415 - keeps --help fast
+
+    from speechdp.comm.device import ranks_on_gpus  # noqa: PLC0415
+    from speechdp.comm.serial import SerialCommunicator  # noqa: PLC0415
+    from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
+    from speechdp.experiments.compare.plan import SEQUENTIAL  # noqa: PLC0415
+    from speechdp.train.realign import check_overwriting  # noqa: PLC0415
+    from speechdp.train.session import Session  # noqa: PLC0415
+
+    shared = dataclasses.replace(options, strategy=SEQUENTIAL, faults=type(options.faults)())
+    on_gpu = on_this_machine and ranks_on_gpus(options.device) > 0
+    if not on_this_machine:
+        loading = dataclasses.replace(options.loading, preprocess_on="cpu")
+        shared = dataclasses.replace(shared, precision="fp32", loading=loading)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    check_overwriting(Session(Dataset.open(data), SerialCommunicator(), device), shared, out)
+
+
+@dataclass(frozen=True)
+class OutFolder:
+    """The folder that a command writes.
+
+    Attributes:
+        overwrite: what is in it is to be deleted.
+        read: what the command reads, as in `check_overwrite`.
+    """
+
+    path: Path
+    overwrite: bool = False
+    read: Mapping[str, Path | None] = field(default_factory=dict)
+
+
 @contextmanager
 def owned_folder(
-    out: Path, command: str, say: Callable[[str], None], kind: FolderKind, *, overwrite: bool
+    out: OutFolder, command: str, say: Callable[[str], None], kind: FolderKind
 ) -> Iterator[None]:
     """Own a folder for the block, emptied before if asked.
 
@@ -95,7 +164,6 @@ def owned_folder(
         command: of the user, for messages.
         say: takes a line of news.
         kind: what the command writes.
-        overwrite: delete what is in it.
 
     Raises:
         ConfigError: it is a folder of another command, or must not be overwritten.
@@ -103,8 +171,11 @@ def owned_folder(
     from speechdp.comm.startup.folder_owner import owner_of  # noqa: PLC0415
     from speechdp.ownership.overwrite import check_kind, check_overwrite, empty  # noqa: PLC0415
 
-    (check_overwrite if overwrite else check_kind)(out, kind)
-    with owner_of(out, command, say) as owner:
-        if overwrite and (stays := empty(owner, kind)):
+    if out.overwrite:
+        check_overwrite(out.path, kind, out.read)
+    else:
+        check_kind(out.path, kind)
+    with owner_of(out.path, command, say) as owner:
+        if out.overwrite and (stays := empty(owner, kind)):
             say(stays)
         yield

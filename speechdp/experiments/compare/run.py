@@ -17,7 +17,7 @@ from speechdp.options.run import TrainOptions
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import run_figures
-from speechdp.report.runs.folders import read_run
+from speechdp.report.runs.folders import common_metric, read_run
 
 
 class Comparer:
@@ -50,7 +50,7 @@ class Comparer:
 
         Raises:
             JobStopped: a signal asked for it; the same command goes on.
-            ConfigError: the folder holds another comparison.
+            ConfigError: the folder holds another comparison, or the runs do not log the metric.
             RunError: what all runs need failed, or the disk is full.
         """
         earlier = find_earlier(self._out, self._training.settings(), TrainOptions().to_json())
@@ -128,6 +128,9 @@ class Comparer:
         state = COMPLETE if message is None else FAILED
         wall_s = run.wall_s if wall_s is None else wall_s
         self._update(self._record.with_run(index, state=state, message=message or "", wall_s=wall_s))
+        # Before hours of further runs: refuse a name that none of those so far has logged.
+        done = [other.folder for other in self._record.runs if other.state == COMPLETE]
+        common_metric([self._out / name for name in done if name is not None], self._record.metric)
 
     def _time_left(self) -> str:
         left_s = estimate_left_s(self._record.runs)

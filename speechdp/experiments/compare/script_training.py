@@ -65,6 +65,11 @@ class ScriptTraining(ComparedTraining):
     def __init__(self, script: UserScript, starter: JobStarter) -> None:
         self._script, self._starter = script, starter
 
+    @property
+    def threads(self) -> int | None:
+        """CPU threads of each rank; None: whatever the libraries take."""
+        return self._starter.threads
+
     def settings(self) -> dict[str, Any]:
         """Return what all runs share."""
         script = self._script

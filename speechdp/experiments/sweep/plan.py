@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.experiments.record import reading, refuse_others, write_record_file
 from speechdp.extensions import field_kinds, split_options
 from speechdp.json_input import parse_json
 from speechdp.parallel.period import Period, PeriodUnit
 from speechdp.parallel.registry import StrategyChoice, strategy_class, strategy_names
+from speechdp.parallel.run_files import RunDirectory
 
 FILE_NAME = "sweep.json"
 #: Options that hold a strategy's period.
@@ -83,35 +85,98 @@ def _period_option(name: str) -> tuple[str, Any]:
     raise ConfigError(f"--swept {name}: has no period; choose another strategy, e.g. model_averaging")
 
 
-def write_sweep(
-    out_dir: Path,
-    names: Sequence[str],
-    *,
-    completed: bool,
-    settings: dict[str, Any] | None = None,
-    metric: str = "",
-    decode_split: str = "",
-) -> None:
-    """Write OUT/sweep.json.
+@dataclass(frozen=True)
+class SweepRecord:
+    """The content of sweep.json.
 
-    Args:
-        names: of the runs' folders.
-        settings: what runs of a script share; None: each run of ours checks its own.
+    Attributes:
+        runs: names of the runs' folders, in the report's order.
+        completed: all runs are done.
+        settings: what runs of a script share; empty: each run of ours checks its own.
         metric: what runs of a script are judged by; "": what they log last.
         decode_split: whose word errors the runs are compared by; "": that of a script's own, if any.
+        ranks: of the runs of ours; None: an earlier version did not say, or they are of a script.
+        threads: of a rank of a script's runs; None: an earlier version did not say, or they are of ours.
+        failed: why, by the names of the runs that failed.
+    """
+
+    runs: tuple[str, ...]
+    completed: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    metric: str = ""
+    decode_split: str = ""
+    ranks: int | None = None
+    threads: int | None = None
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+
+def find_sweep(out_dir: Path) -> SweepRecord | None:
+    """Return what OUT/sweep.json says; None: there is none.  Raises ConfigError: it is damaged."""
+    path = out_dir / FILE_NAME
+    if not path.is_file():
+        return None
+    with reading(path, "choose another folder, or --overwrite"):
+        content = parse_json(path.read_text(encoding="utf-8"))
+        ranks, threads = (
+            None if content.get(key) is None else int(content[key]) for key in ("ranks", "threads")
+        )
+        return SweepRecord(
+            tuple(map(str, content["runs"])),
+            content.get("completed") is True,
+            dict(content.get("settings", {})),
+            str(content.get("metric", "")),
+            str(content.get("decode_split", "")),
+            ranks,
+            threads,
+            {str(name): str(why) for name, why in content.get("failed", {}).items()},
+        )
+
+
+def refuse_other_sweep(out_dir: Path, record: SweepRecord) -> SweepRecord | None:
+    """Refuse to go on with another sweep; return the one begun in the folder, None: there is none.
+
+    Runs of ours may be added and left out: each checks its own options.  Those of a script have nothing to
+    check them by but what is recorded of all of them.
 
     Raises:
-        ConfigError: the folder holds a sweep over other runs, with other settings, or a damaged one.
-        RunError: it cannot be written.
+        ConfigError: a sweep with other settings, of a script over other runs, or a damaged one.
     """
-    path = out_dir / FILE_NAME
-    if path.is_file():
-        with reading(path, "choose another folder, or --overwrite"):
-            before = parse_json(path.read_text(encoding="utf-8"))
-            runs, of_runs = before["runs"], dict(before.get("settings", {}))
-        if runs != list(names):
-            raise ConfigError(f"{path}: holds a sweep over other runs; choose another folder, or --overwrite")
-        refuse_others(path, of_runs, settings or {})
-    further = {"settings": settings, "metric": metric, "decode_split": decode_split}
-    given = {key: value for key, value in further.items() if value}
-    write_record_file(path, "sweep", {"runs": names, "completed": completed, **given})
+    before, path = find_sweep(out_dir), out_dir / FILE_NAME
+    if before is None:
+        return None
+    if record.settings and before.runs != record.runs:
+        raise ConfigError(f"{path}: holds a sweep over other runs; choose another folder, or --overwrite")
+    refuse_others(path, before.settings, record.settings)
+    return before
+
+
+def refuse_other_ranks(out_dir: Path, ranks: int) -> None:
+    """Refuse to go on with a sweep of ours on another number of ranks: its runs would not compare.
+
+    Raises:
+        ConfigError: it was begun on another, or its record is damaged.
+    """
+    before = find_sweep(out_dir)
+    if before is not None and before.ranks not in (None, ranks):
+        raise ConfigError(
+            f"{out_dir / FILE_NAME}: was begun on {counted(before.ranks or 0, 'rank')}, and runs on {ranks} "
+            "would not compare with those; start as many, choose another folder, or --overwrite"
+        )
+
+
+def write_sweep(out_dir: Path, record: SweepRecord) -> None:
+    """Write OUT/sweep.json.  Raises RunError (disk)."""
+    given = {key: value for key, value in vars(record).items() if value or key in ("runs", "completed")}
+    write_record_file(out_dir / FILE_NAME, "sweep", given)
+
+
+def threads_before(out_dir: Path) -> int | None:
+    """Return the threads of a rank in the finished runs of a script's sweep; None: none, or nobody knows.
+
+    Raises:
+        ConfigError: its record is damaged.
+    """
+    before = find_sweep(out_dir)
+    if before is None or not any(RunDirectory(out_dir / name).script_has_ended_well for name in before.runs):
+        return None
+    return before.threads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.run import carry_out
 from speechdp.experiments.compare.script_training import ScriptTraining
-from speechdp.experiments.sweep.plan import SweepPlan, write_sweep
+from speechdp.experiments.sweep.plan import SweepPlan, SweepRecord, refuse_other_sweep, write_sweep
+from speechdp.report.runs.folders import common_metric
 from speechdp.report.runs.results import ONE_RANK
 
 
@@ -56,16 +58,24 @@ def run_script_sweep(sweep: ScriptSweep, training: ScriptTraining, say: Callable
         say: takes a line of progress.
 
     Raises:
-        ConfigError: the folder holds a sweep over other runs, or one with other settings.
+        ConfigError: the folder holds a sweep over other runs, or one with other settings, or the runs do not
+            log the metric.
         JobStopped: a signal asked for the end; the same command goes on.
         RunError: the disk is full.
     """
-    runs, settings = sweep.runs(), sweep.settings(training)
-    write_sweep(sweep.out, list(runs), completed=False, settings=settings, metric=sweep.metric)
-    failed = 0
+    runs, failed = sweep.runs(), dict[str, str]()
+    record = SweepRecord(
+        tuple(runs), settings=sweep.settings(training), metric=sweep.metric, threads=training.threads
+    )
+    refuse_other_sweep(sweep.out, record)
+    write_sweep(sweep.out, record)
     for position, (name, run) in enumerate(runs.items(), start=1):
         place = f"[{position}/{len(runs)}] {name}"
         message, _ = carry_out(training, run, sweep.out / name, place, say, metric=sweep.metric)
-        failed += message is not None
-    write_sweep(sweep.out, list(runs), completed=not failed, settings=settings, metric=sweep.metric)
-    return failed
+        if message is not None:
+            failed[name] = message
+        # Before hours of further runs: refuse a name that none of those so far has logged.
+        done = [other for other in list(runs)[:position] if other not in failed]
+        common_metric([sweep.out / other for other in done], sweep.metric)
+    write_sweep(sweep.out, dataclasses.replace(record, completed=not failed, failed=failed))
+    return len(failed)

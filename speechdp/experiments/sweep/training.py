@@ -7,13 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from speechdp.comm.serial import SerialCommunicator
+from speechdp.counting import counted
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.decode.results import wer_path
 from speechdp.decode.tuning import tune
 from speechdp.experiments.arguments import refuse_throughout, split_to_tune_on
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
 from speechdp.experiments.race.run import hold_race
-from speechdp.experiments.sweep.plan import SweepPlan, write_sweep
+from speechdp.experiments.sweep.failures import failure_of, has_failed
+from speechdp.experiments.sweep.plan import (
+    SweepPlan,
+    SweepRecord,
+    refuse_other_ranks,
+    refuse_other_sweep,
+    write_sweep,
+)
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
@@ -22,11 +30,42 @@ from speechdp.report.runs.results import ONE_RANK
 from speechdp.tasks.model_file import load_model
 from speechdp.train.ownership import owned
 from speechdp.train.progress import Reporter
-from speechdp.train.realign import make_alignments, train_or_go_on
+from speechdp.train.realign import check_overwriting, make_alignments, train_or_go_on
 from speechdp.train.session import Session
 
 #: What one rank alone trains with: it has nothing to exchange.
 ONE_RANK_STRATEGY = StrategyChoice("gradient_averaging")
+
+
+def check_sweep(
+    session: Session,
+    options: TrainOptions,
+    plan: SweepPlan,
+    out_dir: Path,
+    *,
+    overwrite: bool = False,
+    restarted: bool = False,
+) -> None:
+    """Refuse, before anything is deleted or trained for it, a sweep that cannot be made.  Collective.
+
+    Args:
+        overwrite: what `out_dir` holds is to be deleted afterwards.
+        restarted: `speechdp launch` has started it again, on fewer ranks perhaps, as it was told to.
+
+    Raises:
+        ConfigError, ShardError: options that do not fit the data, no such split to decode, a sweep that was
+            begun on another number of ranks.
+    """
+    refuse_throughout(options)
+    if plan.decode_split:
+        refuse_kaldi_pdfs(session.dataset.classes_path, '--decode-split ("" for none)')
+        session.dataset.shard_paths(plan.decode_split)
+    if overwrite:
+        for name, strategy in plan.runs().items():
+            check_overwriting(session, dataclasses.replace(options, strategy=strategy), out_dir / name)
+    elif session.comm.rank == 0 and not restarted:
+        refuse_other_ranks(out_dir, session.comm.size)
+    session.comm.barrier()
 
 
 def run_sweep(
@@ -36,10 +75,14 @@ def run_sweep(
     out_dir: Path,
     reporter_for: Callable[[str], Reporter],
     race: RaceOptions,
-) -> None:
+) -> int:
     """Train, decode and record every run of a sweep, then let their settings race.  Collective.
 
-    Finished runs are kept, interrupted ones go on, so the same command can be given again.
+    Finished runs are kept, interrupted ones go on, so the same command can be given again.  A run that fails
+    on all ranks ends no other; one that has ended an earlier job is tried again after the others.
+
+    Returns:
+        How many runs failed.
 
     Args:
         reporter_for: makes the reporter of a run from its name.
@@ -48,34 +91,78 @@ def run_sweep(
     Raises:
         as `train_run`; ConfigError where `out_dir` holds a sweep with other options.
     """
-    refuse_throughout(options)
     runs = plan.runs()
     with_baseline = session.comm.size > 1 and plan.one_rank_steps > 0
     names = [*([ONE_RANK] if with_baseline else []), *runs]
-    if plan.decode_split:
-        refuse_kaldi_pdfs(session.dataset.classes_path, '--decode-split ("" for none)')
-    if session.comm.rank == 0:
-        write_sweep(out_dir, names, completed=False, decode_split=plan.decode_split)
-    session.comm.barrier()
+    record = SweepRecord(tuple(names), decode_split=plan.decode_split, ranks=session.comm.size)
+    record = _begin(session, record, out_dir)
     alignments = make_alignments(
         dataclasses.replace(session, reporter=reporter_for("alignment")), options, out_dir
     )
     options = options.on_alignments(alignments)
-    for position, name in enumerate(names, start=1):
-        run_session = dataclasses.replace(session, reporter=reporter_for(f"[{position}/{len(names)}] {name}"))
+    failed: dict[str, str] = {}
+    for name in _in_order(session, names, out_dir):
+        place = f"[{names.index(name) + 1}/{len(names)}] {name}"
+        run_session = dataclasses.replace(session, reporter=reporter_for(place))
         with owned(run_session, out_dir / name, "sweep"):
             if name == ONE_RANK:
-                _train_one_rank(run_session, options, plan, out_dir / name)
-                continue
-            own = dataclasses.replace(options, strategy=runs[name])
-            train_or_go_on(run_session, own, out_dir / name)
-            if plan.decode_split:
-                _decode(run_session, options.held_out, plan.decode_split, out_dir / name)
+                message = _train_one_rank(run_session, options, plan, out_dir / name)
+            else:
+                own = dataclasses.replace(options, strategy=runs[name])
+                message = _train_and_decode(run_session, own, plan.decode_split, out_dir / name)
+        if message is not None:
+            failed[name] = message
+            record = dataclasses.replace(record, failed={**failed})
+            _write(session, record, out_dir)
+            run_session.reporter.notice(f"{name}: failed: {message}")
+    racing = [name for name in names if name not in failed]
     race_session = dataclasses.replace(session, reporter=reporter_for("race"))
-    hold_race(race_session, options, race_of(session, options, names, runs, race), out_dir)
+    hold_race(race_session, options, race_of(session, options, racing, runs, race), out_dir)
+    _write(session, dataclasses.replace(record, completed=not failed), out_dir)
+    return len(failed)
+
+
+def _begin(session: Session, record: SweepRecord, out_dir: Path) -> SweepRecord:
+    """Write the record of a sweep that begins, or goes on; return it.  Collective."""
     if session.comm.rank == 0:
-        write_sweep(out_dir, names, completed=True, decode_split=plan.decode_split)
+        before = refuse_other_sweep(out_dir, record)
+        if before is not None:
+            # That it was begun with, where launch has started it again on fewer.
+            record = dataclasses.replace(record, ranks=before.ranks or record.ranks)
+            if others := [name for name in before.runs if name not in record.runs]:
+                session.reporter.notice(
+                    f"{counted(len(others), 'run')} of {out_dir} will not be in the report, first "
+                    f"{others[0]}: this command does not name what they train with"
+                )
+    _write(session, record, out_dir)
+    return record
+
+
+def _write(session: Session, record: SweepRecord, out_dir: Path) -> None:
+    """Write the record on rank 0, and wait for it.  Collective."""
+    if session.comm.rank == 0:
+        write_sweep(out_dir, record)
     session.comm.barrier()
+
+
+def _in_order(session: Session, names: Sequence[str], out_dir: Path) -> list[str]:
+    """Return the runs in the order to train them: last what has ended an earlier job, and may again."""
+    ended = [name for name in names if has_failed(out_dir / name)] if session.comm.rank == 0 else []
+    ended = session.comm.broadcast_object(ended)
+    return [*(name for name in names if name not in ended), *ended]
+
+
+def _train_and_decode(session: Session, options: TrainOptions, split: str, run_dir: Path) -> str | None:
+    """Do what is left of a run; return None, or why it failed on all ranks.  Collective."""
+    message = failure_of(
+        session.comm,
+        run_dir,
+        lambda: train_or_go_on(session, options, run_dir),
+        synchronous=options.strategy.parsed.traits.synchronous,
+    )
+    if message is None and split:
+        _decode(session, options.held_out, split, run_dir)
+    return message
 
 
 def race_of(
@@ -103,9 +190,12 @@ def race_of(
     return race.plan(ranks, options.seed, settings, {"data": session.dataset.checksum, "options": shared})
 
 
-def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, run_dir: Path) -> None:
-    """Time rank 0 by itself while the others sleep in the exchange after it."""
-    stopped = False
+def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, run_dir: Path) -> str | None:
+    """Time rank 0 by itself while the others sleep in the exchange after it.
+
+    Returns why it failed, or None.
+    """
+    stopped, message = False, None
     if session.comm.rank == 0:
         session.reporter.notice(f"one rank alone for {plan.one_rank_steps} steps, to compare the speed with")
         facts = {**session.facts, "hosts": session.facts.get("hosts", [])[:1]}
@@ -117,11 +207,16 @@ def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, ru
             max_steps=plan.one_rank_steps,
         )
         try:
-            train_or_go_on(alone, own, run_dir)
+            message = failure_of(
+                alone.comm, run_dir, lambda: train_or_go_on(alone, own, run_dir), synchronous=True
+            )
         except Stopped:
             stopped = True
-    if session.comm.broadcast_object(stopped):  # the others have not trained, but must leave as well
+    # The others have not trained, but must leave, or know of a failure, as well.
+    stopped, message = session.comm.broadcast_object([stopped, message])
+    if stopped:
         raise Stopped
+    return None if message is None else str(message)
 
 
 def _decode(session: Session, held_out: str, split: str, run_dir: Path) -> None:

@@ -145,8 +145,16 @@ def _headline(chosen: dict[int, Group], unsure: set[int], groups: Sequence[Group
             f"One rank alone {keeps}, and no strategy on {_listed(alone)} ranks that does so is faster: do "
             "not spread this training."
         )
+    finished_alone = [ranks for ranks in _with_one_finished(groups) if ranks in chosen]
+    alone_there = {ranks: chosen[ranks].label for ranks in finished_alone if chosen[ranks].ranks > 1}
+    compared = {
+        label: [ranks for ranks in sizes if ranks not in alone_there] for label, sizes in by_label.items()
+    }
+    by_label = {label: sizes for label, sizes in compared.items() if sizes} or by_label
     if len({group.strategy for group in groups if group.ranks > 1}) == 1:
         text = f"Only {next(iter(by_label))} was trained on several ranks: there is no choice to make."
+    elif len(alone_there) == len(chosen):
+        return f"{_only_finished(alone_there)}, so there is nothing to choose from yet."
     elif len(by_label) == 1:
         label, sizes = next(iter(by_label.items()))
         text = f"Choose {label}: on {_listed(sizes)} ranks it is the fastest strategy that {keeps}{of}."
@@ -157,9 +165,30 @@ def _headline(chosen: dict[int, Group], unsure: set[int], groups: Sequence[Group
         parts = [f"{label} on {_listed(sizes)}" for label, sizes in by_label.items()]
         fastest = "None is known to be faster of those that" if unsure & {*chosen} else "The fastest that"
         text = f"It depends on the number of ranks. {fastest} {keeps}{of}: {'; '.join(parts)} ranks."
+    if alone_there and len({group.strategy for group in groups if group.ranks > 1}) > 1:
+        text += f" {_only_finished(alone_there)}."
     if alone:
         text += f" Do not use {_listed(alone)} ranks: one rank alone {keeps}, too, and is as fast."
     return text
+
+
+def _with_one_finished(groups: Sequence[Group]) -> list[int]:
+    """Return the numbers of ranks on which a single one of several strategies has figures to compare."""
+    found: dict[int, set[str]] = {}
+    for group in groups:
+        if group.ranks > 1 and group.mode == FRAMES and group.frames_per_s and group.score is not None:
+            found.setdefault(group.ranks, set()).add(group.strategy)
+    planned = {ranks: {group.strategy for group in groups if group.ranks == ranks} for ranks in found}
+    return [ranks for ranks, names in found.items() if len(names) == 1 < len(planned[ranks])]
+
+
+def _only_finished(labels: dict[int, str]) -> str:
+    """Say which strategy alone has finished on which numbers of ranks."""
+    sizes: dict[str, list[int]] = {}
+    for ranks, label in labels.items():
+        sizes.setdefault(label, []).append(ranks)
+    named = " and ".join(f"{label} on {_listed(of)}" for label, of in sizes.items())
+    return f"Only {named} ranks {'has' if len(sizes) == 1 else 'have'} finished"
 
 
 def _some_did_not_race(chosen: dict[int, Group], groups: Sequence[Group]) -> bool:
@@ -200,12 +229,23 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
     if len(rows) < 2:
         return []
     best = max(rows, key=lambda group: group.score or 0.0)
-    is_best = group_terms([best]).is_best
-    if best.strategy == chosen.strategy:
-        return [f"In equal time it {is_best}, too: {_accuracy(best)}."]
+    terms = group_terms([best])
     own = next((group for group in rows if group.strategy == chosen.strategy), None)
-    beside = f", where it has {group_terms([own]).number(own.score)}" if own else ""
-    return [f"In equal time {best.label} {is_best}: {_accuracy(best)}{beside}."]
+    enough = (best.score or 0.0) - _tolerance(best)
+    if own is None:
+        return [f"In equal time {best.label} {terms.is_best}: {_accuracy(best)}."]
+    near = [group for group in rows if group.score is not None and group.score >= enough]
+    if len(near) > 1 and any(group is own for group in near):
+        good = f"as small a {terms.short_name} as" if terms.falls else "as accurate as"
+        others = ", ".join(
+            f"{group.label} ({terms.number(group.score)})" for group in near if group is not own
+        )
+        verb = "has" if terms.falls else "is"
+        return [f"In equal time it {verb} {good} {others}: {_accuracy(own)}."]
+    if best is own:
+        return [f"In equal time it {terms.is_best}, too: {_accuracy(best)}."]
+    beside = f", where it has {terms.number(own.score)}"
+    return [f"In equal time {best.label} {terms.is_best}: {_accuracy(best)}{beside}."]
 
 
 def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:

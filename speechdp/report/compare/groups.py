@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.experiments.compare.plan import FRAMES, MODES
-from speechdp.experiments.compare.record import RunRecord, read_record
+from speechdp.experiments.compare.record import FILE_NAME, RunRecord, read_record
 from speechdp.experiments.race.shown import ShownRaces, read_races
 from speechdp.experiments.record import COMPLETE, FAILED
 from speechdp.report.kit.formatting import strategy_label
@@ -159,10 +159,14 @@ def read_comparison(out: Path, metric: str = "") -> Comparison:
     """
     record = read_record(out)
     folders = [out / run.folder for run in record.runs if run.folder is not None]
-    metric = common_metric(folders, metric or record.metric)
+    metric = common_metric(folders, metric, record.metric, out / FILE_NAME)
     split = str(record.settings.get("decode_split") or "")
     runs = [
-        ComparedRun(run, None if run.folder is None else read_run(out / run.folder, metric, split))
+        # Of unfinished runs no figures are shown.
+        ComparedRun(
+            run,
+            None if run.folder is None else read_run(out / run.folder, metric, split, times_unfinished=False),
+        )
         for run in record.runs
     ]
     return Comparison(out, record.settings, tuple(runs), read_races(out), record.failed_races)

@@ -16,7 +16,7 @@ from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.formatting import ONE_RANK_LABEL
-from speechdp.report.kit.learning import curve_points, learning_axes
+from speechdp.report.kit.learning import curve_points, learning_axes, thinned
 from speechdp.report.kit.periods import PeriodCurve, draw_periods, period_units
 from speechdp.report.kit.speeds import any_raced, ranked, ratio_text
 from speechdp.report.kit.svg import Panel
@@ -218,7 +218,7 @@ def _draw_group(ax: Axes, group: Group, curves: Sequence[Points], scale: float, 
 
 def _curves(group: Group, over_time: bool) -> list[Points]:
     curves = [curve_points(row.run.evaluations, over_time) for row in group.figures]
-    return [[(x, y) for x, y, _ in curve] for curve in curves if curve]
+    return [[(x, y) for x, y, _ in thinned(curve)] for curve in curves if curve]
 
 
 def _scaled(points: Points, scale: float) -> tuple[list[float], list[float]]:

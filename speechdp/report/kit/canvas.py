@@ -14,6 +14,9 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.theme import Theme
 from speechdp.report.runs.derived import RunFigures
 
+#: Points of a curve that get dots to point at: more would be a band.
+MOST_DOTS = 60
+
 
 @dataclass
 class Canvas:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from matplotlib.axes import Axes
 
 from speechdp.report.kit.canvas import Canvas, style_axes
 from speechdp.report.kit.metric_names import Terms
 from speechdp.report.runs.results import Evaluation
+
+#: Points of a curve that are drawn: a plot is some hundred pixels wide.
+_MOST_POINTS = 400
+Point = TypeVar("Point")
 
 
 def curve_points(evaluations: Sequence[Evaluation], over_time: bool) -> list[tuple[float, float, Evaluation]]:
@@ -19,6 +24,14 @@ def curve_points(evaluations: Sequence[Evaluation], over_time: bool) -> list[tup
         if x is not None and evaluation.score is not None:
             points.append((x, evaluation.score, evaluation))
     return points
+
+
+def thinned(points: Sequence[Point]) -> list[Point]:
+    """Return points of a curve in even distances, few enough to draw, the first and the last among them."""
+    if len(points) <= _MOST_POINTS:
+        return list(points)
+    last = len(points) - 1
+    return [points[round(place * last / (_MOST_POINTS - 1))] for place in range(_MOST_POINTS)]
 
 
 def frames_unit(longest: float) -> tuple[float, str]:

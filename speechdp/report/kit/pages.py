@@ -16,12 +16,14 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from rich.console import RenderableType
 
-from speechdp.errors import RunError
+from speechdp.errors import RunError, printable
 from speechdp.files import cannot_be_written
 from speechdp.report.kit import theme
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.canvas import Canvas, dashes
 
+#: What is written of bytes of a file's name that are no UTF-8.
+_NOT_UTF_8 = "backslashreplace"
 #: Writes a picture to a path; False, with nothing written, where there is nothing to draw.
 DrawPicture = Callable[[Path], bool]
 
@@ -66,10 +68,10 @@ def write_files(
     """
     html_path, csv_path = folder / f"{name}.html", folder / f"{name}.csv"
     with writing_into(folder):
-        csv_path.write_text(csv, encoding="utf-8")
+        csv_path.write_text(csv, encoding="utf-8", errors=_NOT_UTF_8)
         paths = {folder / f"{picture}.png": draw for picture, draw in pictures.items()}
         drawn = [path for path, draw in paths.items() if draw(path)]
-        html_path.write_text(page, encoding="utf-8")
+        html_path.write_text(page, encoding="utf-8", errors=_NOT_UTF_8)
     return html_path, csv_path, drawn[0] if drawn else None
 
 
@@ -90,7 +92,7 @@ def render_page(template: str, title: str, answer: Answer, rule: str = "", **val
     )
     environment.filters.update(breakable=_breakable, unbroken=_unbroken)
     return environment.get_template(f"{template}.html.j2").render(
-        title=title,
+        title=printable(title),
         kind=template,
         written=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         answer=answer,

@@ -11,11 +11,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from speechdp.counting import counted
 from speechdp.parallel.period import PeriodUnit
-from speechdp.report.kit.canvas import Canvas, style_axes
+from speechdp.report.kit.canvas import MOST_DOTS, Canvas, style_axes
 from speechdp.report.runs.results import PeriodChange, RunResult
 
-#: Changes of a curve that get dots to point at: more would be a band.
-_MOST_DOTS = 60
 _AXES = {
     PeriodUnit.STEPS: ("steps", 1.0),
     PeriodUnit.FRAMES: ("thousand frames of a rank", 1000.0),
@@ -87,7 +85,7 @@ def _draw_curve(ax: Axes, curve: PeriodCurve, scale: float, canvas: Canvas) -> L
         zorder=3,
     )
     canvas.tip(line, f"{curve.label}: {_summary(changes)}")
-    for change in changes if len(changes) <= _MOST_DOTS else ():
+    for change in changes if len(changes) <= MOST_DOTS else ():
         (dot,) = ax.plot(
             [change.step], [change.period.value / scale], "o", color=curve.colour, markersize=3.6, zorder=4
         )

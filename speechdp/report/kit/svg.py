@@ -6,7 +6,7 @@ import html
 import io
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,15 +136,24 @@ def _for_page(svg: str, plot: Panel, canvas: Canvas) -> str:
     """Fit matplotlib's file into a page: ids of its own, the page's font and colours, texts to point at."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    for gid, text in canvas.tips.items():
-        svg = svg.replace(f'<g id="{gid}">', f'<g id="{gid}"><title>{html.escape(text)}</title>', 1)
+    svg = re.sub(r'<g id="(tip-\d+)">', lambda match: _with_tip(match, canvas.tips), svg)
     svg = re.sub(r'\bid="', f'id="{plot.name}-', svg)
     svg = svg.replace("url(#", f"url(#{plot.name}-").replace('href="#', f'href="#{plot.name}-')
     svg = re.sub(r"font: (\w+ )?([\d.]+)px [^;\"]*", _page_font, svg)
     description = html.escape(plot.description)
     opening = re.compile(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>')
-    svg = opening.sub(rf'<svg class="plot" role="img" aria-label="{description}" viewBox="\1">', svg, count=1)
+    svg = opening.sub(
+        # No template: a backslash in the description is one.
+        lambda match: f'<svg class="plot" role="img" aria-label="{description}" viewBox="{match[1]}">',
+        svg,
+        count=1,
+    )
     return with_variables(svg)
+
+
+def _with_tip(match: re.Match[str], tips: Mapping[str, str]) -> str:
+    text = tips.get(match[1])
+    return match[0] if text is None else f"{match[0]}<title>{html.escape(text)}</title>"
 
 
 def _page_font(match: re.Match[str]) -> str:

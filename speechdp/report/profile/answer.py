@@ -85,7 +85,8 @@ def _headline(of_kind: dict[str, Scaling], compared: Sequence[Scaling]) -> str:
         name = compared[0].kind
         if name not in (WEAK, STRONG):
             return f"Alone, {_pace(compared[0], name)}."
-        return f"With all ranks' batch constant {_pace(compared[0], STEP)}."
+        constant = "a constant batch a rank" if name == WEAK else "all ranks' batch constant"
+        return f"With {constant} {_pace(compared[0], STEP)}."
     if of_kind:
         return _unscaled(weak or next(iter(of_kind.values())))
     return "No job of this profile has finished a step, so there is nothing to say yet."
@@ -107,6 +108,8 @@ def _unscaled(only: Scaling) -> str:
 def _loses_most(weak: Scaling, judged: list[tuple[float, str]]) -> str:
     few, most = weak.ranks[0], weak.ranks[-1]
     worst, of_worst = min(judged)
+    if worst >= SCALES and (text := _lost_by_waiting(weak)):
+        return text
     if worst >= SCALES:
         return (
             f"Every function scales to {rank_count(most)}: the worst, {of_worst}, keeps an efficiency of "
@@ -123,6 +126,38 @@ def _loses_most(weak: Scaling, judged: list[tuple[float, str]]) -> str:
     )
     exchange_s = exchanged[most].total_s if most in exchanged else 0.0
     return f"{text} Exchange costs more, {milliseconds(exchange_s)} ms." if exchange_s > lost_s else text
+
+
+def _lost_by_waiting(weak: Scaling) -> str:
+    """Say which waiting keeps a step from scaling whose functions all do; "": the step scales as well."""
+    few, most = weak.ranks[0], weak.ranks[-1]
+    efficiency = weak.efficiency(STEP, most)
+    if efficiency is None or efficiency >= SCALES:
+        return ""
+    step = weak.costs[STEP]
+    text = (
+        f"The step keeps an efficiency of {formatting.percent(efficiency)} % on {rank_count(most)} although "
+        "every function of the model scales"
+    )
+    longer = {
+        name: _seconds(weak, name, most) - _seconds(weak, name, few)
+        for name in sorted(WAITING_FUNCTIONS)
+        if most in weak.costs.get(name, {})
+    }
+    if not longer or max(longer.values()) <= 0:
+        return f"{text}."
+    name, lost_s = max(longer.items(), key=lambda each: each[1])
+    gained_s = step[most].total_s - step[few].total_s
+    return (
+        f"{text}: {name} takes {milliseconds(lost_s)} ms a step more than on {few}, of "
+        f"{milliseconds(gained_s)} ms that the step takes longer, and has "
+        f"{formatting.percent(weak.costs[name][most].share)} % of it."
+    )
+
+
+def _seconds(scaling: Scaling, name: str, ranks: int) -> float:
+    costs = scaling.costs[name]
+    return costs[ranks].total_s if ranks in costs else 0.0
 
 
 def _pace(scaling: Scaling, name: str) -> str:
@@ -178,7 +213,7 @@ def _strong(strong: Scaling | None) -> str:
     efficiency, judged = strong.efficiency(STEP, most), _judged(strong)
     if efficiency is None:
         return ""
-    worst = judged[0] if judged and judged[0][0] < 1 else None
+    worst = judged[0] if judged and judged[0][0] < SCALES else None
     kept = formatting.percent(efficiency)
     text = f"With all ranks' batch constant the step keeps {kept} % on {rank_count(most)}"
     if worst is not None:

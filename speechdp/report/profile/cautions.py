@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from speechdp.counting import counted
@@ -17,6 +18,8 @@ FEW_STEPS = 10
 WIDE_SPREAD = 0.25
 #: Functions with a smaller share of the step are not looked at.
 SPREAD_SHARE = 0.05
+#: How the ranks record the cores of their host, behind its CPU (docs/profile.md).
+_CORES = re.compile(r", ([1-9][0-9]{0,5}) cores?$", re.ASCII)
 #: An efficiency above this is an error of measurement.
 IMPOSSIBLE = 1.15
 #: Frames of a rank's step that differ by more between jobs make times hard to compare.
@@ -40,19 +43,40 @@ def find_cautions(profile: Profile, scalings: Sequence[Scaling]) -> tuple[str, .
 def _cores(profile: Profile) -> str:
     settings = profile.settings
     jobs = [job for job in profile.jobs if any(job.steps) and not _on_gpu(job)]
-    hosts = {job.name: len({record.host for record in job.rank_records}) for job in jobs}
-    crowded = [
-        job.ranks for job in jobs if job.ranks * max(1, settings.threads) > settings.cores * hosts[job.name]
-    ]
+    crowded = {
+        job.ranks: cores
+        for job in jobs
+        for sharing, cores in _cores_of_hosts(job, settings.cores)
+        if sharing * max(1, settings.threads) > cores
+    }
     if not crowded:
         return ""
     most = max(crowded)
     threads = f" with {settings.threads} threads each" if settings.threads > 1 else ""
-    cores = "1 core" if settings.cores == 1 else f"{settings.cores} cores"
+    cores = counted(crowded[most], "core")
+    if any(len({record.host for record in job.rank_records}) > 1 for job in jobs if job.ranks == most):
+        cores += " a host"
     return (
         f"More ranks than cores: {most} ranks{threads} share {cores}, so from {min(crowded)} "
         "ranks on times say more about the machine than about the functions."
     )
+
+
+def _cores_of_hosts(job: ProfileJob, here: int) -> list[tuple[int, int]]:
+    """Return how many of a job's ranks share how many cores, for each of its hosts.
+
+    Args:
+        here: cores of the machine that started the job, which count where the ranks did not record theirs.
+    """
+    cpus = (job.facts or {}).get("cpus")
+    told = cpus if isinstance(cpus, list) and len(cpus) == job.ranks else [""] * job.ranks
+    ranks_on: dict[str, int] = {}
+    cores_of: dict[str, int] = {}
+    for record, cpu in zip(job.rank_records, told, strict=True):
+        found = _CORES.search(cpu) if isinstance(cpu, str) else None
+        ranks_on[record.host] = ranks_on.get(record.host, 0) + 1
+        cores_of[record.host] = max(cores_of.get(record.host, 0), int(found[1]) if found else here)
+    return [(ranks_on[host], cores_of[host]) for host in ranks_on]
 
 
 def _kinds_of_hosts(profile: Profile) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.counting import counted
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import ConfigError, RunError, printable
 from speechdp.files import cannot_be_read, why_no_folder
 from speechdp.json_input import parse_json
 from speechdp.jsonl import read_lines
@@ -49,10 +49,13 @@ def read_sweep(out: Path, metric: str = "") -> Sweep:
     if (out / "sweep.json").is_file():
         sweep = _read_sweep_file(out / "sweep.json")
         folders = [out / name for name in sweep["runs"]]
-        metric = common_metric(folders, metric or words(sweep.get("metric")))
+        metric = common_metric(folders, metric, words(sweep.get("metric")), out / "sweep.json")
         split = words(sweep.get("decode_split"))
         runs = [_without_accuracy(_read_with_samples(folder, metric, split)) for folder in folders]
-        return Sweep(out, tuple(runs if sweep.get("completed") is True else map(_with_script_end, runs)))
+        runs = runs if sweep.get("completed") is True else [_with_script_end(run) for run in runs]
+        failed = sweep.get("failed")
+        why = {str(name): str(text) for name, text in failed.items()} if isinstance(failed, dict) else {}
+        return Sweep(out, tuple(runs), why)
     if (out / "run.json").is_file():
         return Sweep(out, (_read_with_samples(out, common_metric([out], metric)),))
     if not out.is_dir():
@@ -69,16 +72,24 @@ def read_sweep(out: Path, metric: str = "") -> Sweep:
     return Sweep(out, tuple(runs))
 
 
-def common_metric(folders: Sequence[Path], metric: str = "") -> str:
+def common_metric(
+    folders: Sequence[Path], metric: str = "", recorded: str = "", record: Path | None = None
+) -> str:
     """Return what runs of a script are compared by: `metric`, else what the first of them logged last.
+
+    Args:
+        recorded: stands for `metric` where that is "".
+        record: the file that says so.
 
     Raises:
         ConfigError: `metric` is none, runs logged others only, or no script made them.
     """
+    where, metric = ("" if metric else f"{record}: ", metric or recorded)
     begun = [settings for folder in folders if (settings := _settings_in(folder))]
     if metric and begun and not any(map(_is_of_script, begun)):
+        remedy = "delete it there" if where else "leave it out"
         raise ConfigError(
-            "--metric: no script of yours made these runs, whose figures are given; leave it out"
+            f"{where}--metric: no script of yours made these runs, whose figures are given; {remedy}"
         )
     logged: dict[str, None] = {}
     for folder in folders:
@@ -89,7 +100,10 @@ def common_metric(folders: Sequence[Path], metric: str = "") -> str:
             return last
         logged.update(dict.fromkeys(name for record in records for name in metric_names(record)))
     if metric and logged and parse_metric(metric).key not in logged:
-        raise ConfigError(f"--metric {metric}: no run logged it; they logged {', '.join(logged)}")
+        remedy = "; give the command again with one of these, its runs are kept" if where else ""
+        raise ConfigError(
+            f"{where}--metric {metric}: no run logged it; they logged {', '.join(logged)}{remedy}"
+        )
     return metric
 
 
@@ -126,17 +140,18 @@ def _without_accuracy(run: RunResult) -> RunResult:
     return replace(run, evaluations=()) if run.is_baseline and run.kind is TRAINER else run
 
 
-def read_run(run_dir: Path, metric: str = "", split: str = "") -> RunResult:
+def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinished: bool = True) -> RunResult:
     """Read what a run has written so far; `problems` names what is missing or damaged.
 
     Args:
         metric: what a script's run is judged by, as parse_metric reads it; "": what it logged last.
         split: whose word errors are meant; "": test, else the only one decoded.
+        times_unfinished: read what an unfinished run has timed so far, which takes long.
 
     Raises:
         ConfigError: `metric` is none.
     """
-    name = run_dir.resolve().name
+    name = printable(run_dir.resolve().name)
     if not run_dir.is_dir():
         return RunResult(name, run_dir, {}, (), None, None, False, False, (f"{run_dir}: missing",))
     problems: list[str] = []
@@ -150,11 +165,11 @@ def read_run(run_dir: Path, metric: str = "", split: str = "") -> RunResult:
         problems.append(
             f"metrics.jsonl: the last {task.metrics[0].key} is not finite, so the run has no score"
         )
-    timing = read_timing(run_dir, problems)
+    completed = (run_dir / "completed.json").is_file()
+    timing = read_timing(run_dir, problems) if completed or times_unfinished else None
     word_errors = _find_word_errors(run_dir, split, problems)
     spoken = read_spoken(run_dir, problems)
     periods = read_periods(run_dir, problems)
-    completed = (run_dir / "completed.json").is_file()
     if not completed:
         advice = "" if of_script else "; continue it with --resume"
         problems.append(f"completed.json: missing, so the run did not finish{advice}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -370,10 +371,11 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The runs of a folder, in the sweep's order."""
+    """The runs of a folder, in the sweep's order; of those that failed: why, by their names."""
 
     path: Path
     runs: tuple[RunResult, ...]
+    failed: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def baseline(self) -> RunResult | None:

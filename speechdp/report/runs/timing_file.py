@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from array import array
 from pathlib import Path
 from typing import Any
 
 from speechdp.counting import counted
-from speechdp.jsonl import read_lines
+from speechdp.jsonl import each_line, read_lines
 from speechdp.report.runs.records import amount, files_of, finite, number, read_object, words
 from speechdp.report.runs.results import (
     DATA_STAGES,
@@ -157,42 +158,80 @@ def _timing_from_timelines(run_dir: Path, problems: list[str]) -> RunTiming | No
     ranks: list[RankTiming] = []
     warmup_used = DEFAULT_WARMUP_STEPS
     for path in files_of(run_dir / "timeline", "rank-*.jsonl", problems):
+        sums = _Sums()
         try:
-            steps, events, num_damaged = read_timeline(path)
+            for record in each_line(path):
+                sums.add(record)
         except OSError as error:
             problems.append(f"timeline/{path.name}: cannot be read ({error.strerror})")
             continue
-        if num_damaged:
-            problems.append(f"timeline/{path.name}: {counted(num_damaged, 'damaged line')} passed over")
-        if len(steps) <= DEFAULT_WARMUP_STEPS:
-            warmup_used = 0
+        if sums.num_damaged:
+            problems.append(f"timeline/{path.name}: {counted(sums.num_damaged, 'damaged line')} passed over")
         rank = int(path.stem.removeprefix("rank-")) if path.stem[5:].isdigit() else len(ranks)
-        ranks.append(_sum_steps(rank, list(steps.values()), events))
+        of_rank, has_warmed_up = sums.result(rank)
+        if not has_warmed_up:
+            warmup_used = 0
+        ranks.append(of_rank)
     ranks = [rank for rank in ranks if rank.steps > 0]
     return RunTiming(warmup_used, tuple(ranks)) if ranks else None
 
 
-def _sum_steps(rank: int, steps: list[dict[str, Any]], events: list[dict[str, Any]]) -> RankTiming:
-    """Sum the records of a rank's steps, the first ones left out where there are enough."""
-    kept = steps[DEFAULT_WARMUP_STEPS:] or steps
-    spans: dict[str, float] = {}
-    for step in kept:
-        for name, seconds in _span_pieces(step):
-            spans[name] = spans.get(name, 0.0) + seconds
-    event_s = {
-        kind: math.fsum(number(e, "wall") or 0.0 for e in events if e["event"] == kind)
-        for kind in ("eval", "checkpoint")
-    }
-    return RankTiming(
-        rank=rank,
-        host="",
-        steps=len(kept),
-        frames=sum(int(number(step, "frames") or 0) for step in kept),
-        wall_s=math.fsum(number(step, "wall") or 0.0 for step in kept),
-        spans_s=spans,
-        eval_s=event_s["eval"],
-        checkpoint_s=event_s["checkpoint"],
-    )
+class _Sums:
+    """Sums up the lines of one rank's timeline as they are read: a long run has hundreds of thousands.
+
+    Attributes:
+        num_damaged: lines that hold no record.
+    """
+
+    def __init__(self) -> None:
+        self.num_damaged = 0
+        self._event_s = {"eval": 0.0, "checkpoint": 0.0}
+        #: Columns with a row each line that is of a step, and each of its spans.
+        self._step, self._frames, self._wall_s = array("d"), array("d"), array("d")
+        self._span_line, self._span_name, self._span_s = array("q"), array("q"), array("d")
+        self._names: dict[str, int] = {}
+
+    def add(self, record: dict[str, Any] | None) -> None:
+        """Add a line; None: a damaged one."""
+        if record is None:
+            self.num_damaged += 1
+            return
+        event = words(record.get("event"))
+        if event in self._event_s:
+            self._event_s[event] += number(record, "wall") or 0.0
+        step = number(record, "step")
+        if step is None or not isinstance(record["step"], int):
+            return
+        for name, seconds in _span_pieces(record):
+            self._span_line.append(len(self._step))
+            self._span_name.append(self._names.setdefault(name, len(self._names)))
+            self._span_s.append(seconds)
+        self._step.append(step)
+        self._frames.append(number(record, "frames") or 0.0)
+        self._wall_s.append(number(record, "wall") or 0.0)
+
+    def result(self, rank: int) -> tuple[RankTiming, bool]:
+        """Return the sums, the first steps left out where there are enough, and whether they are."""
+        # Of a step that a resumed run repeated the last line counts.
+        lines = {step: line for line, step in enumerate(self._step)}
+        ordered = [lines[step] for step in sorted(lines)]
+        kept = ordered[DEFAULT_WARMUP_STEPS:] or ordered
+        counts, names = set(kept), list(self._names)
+        spans_s: dict[str, float] = {}
+        for line, name, seconds in zip(self._span_line, self._span_name, self._span_s, strict=True):
+            if line in counts:
+                spans_s[names[name]] = spans_s.get(names[name], 0.0) + seconds
+        timing = RankTiming(
+            rank=rank,
+            host="",
+            steps=len(kept),
+            frames=sum(int(self._frames[line]) for line in kept),
+            wall_s=math.fsum(self._wall_s[line] for line in kept),
+            spans_s=spans_s,
+            eval_s=self._event_s["eval"],
+            checkpoint_s=self._event_s["checkpoint"],
+        )
+        return timing, len(ordered) > DEFAULT_WARMUP_STEPS
 
 
 def _span_pieces(step: dict[str, Any]) -> list[tuple[str, float]]:

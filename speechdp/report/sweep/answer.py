@@ -9,7 +9,7 @@ import numpy as np
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
-from speechdp.report.kit.choice import accurate_enough
+from speechdp.report.kit.choice import accurate_enough, splits_of
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.same_machine import machine_warning
 from speechdp.report.kit.speeds import (
@@ -197,11 +197,14 @@ def _comparison(
     if (fastest := faster_than(chosen, rows, _rate)) is not None:
         assert fastest.score is not None
         assert best.score is not None
+        name, speed = formatting.capital(labels[fastest.run.name]), _short_speed(fastest, labels)
+        is_near = fastest.score >= best.score - terms.metric.near_enough(best.score)
+        if is_near and _awaits_decoding(fastest, rows):
+            return [*sentences, f"{name} is faster ({speed}) but not decoded yet."]
         behind = terms.gap(fastest.score, best.score)
         good = f"low in {terms.short_name}" if terms.falls else "accurate"
         sentences.append(
-            f"{formatting.capital(labels[fastest.run.name])} is faster "
-            f"({_short_speed(fastest, labels)}) but not {good} enough: {behind}"
+            f"{name} is faster ({speed}) but not {good} enough: {behind}"
             + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
         )
     return sentences
@@ -209,18 +212,27 @@ def _comparison(
 
 def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], labels: dict[str, str]) -> str:
     """Say which period is the best where a run without one was chosen."""
-    if all(row.run.model_period is None for row in rows):
+    with_period = [row for row in rows if row.run.model_period is not None]
+    if not with_period:
         return ""
     keeps = terms_of(row.run for row in rows).keeps
     fitting = [row for row in eligible if row.run.model_period is not None]
     if not fitting:
-        return f"No averaging period {keeps}."
+        undecoded = [row for row in with_period if _awaits_decoding(row, rows)]
+        if len(undecoded) == len(with_period):
+            return "No averaging period has been decoded yet."
+        return f"No averaging period {'that has been decoded ' if undecoded else ''}{keeps}."
     fastest, alike = choose_fastest(fitting, _rate)
     label, kind = labels[fastest.run.name], _kind(fastest, fitting, "averaging period")
     claim = f"{formatting.capital(label)} is the fastest {kind} that {keeps}"
     if alike:
         claim = f"No {kind} that {keeps} is known to be faster than {label}"
     return f"{claim}: {_speed(fastest, labels)}, with {_accuracy(fastest)}."
+
+
+def _awaits_decoding(row: RunFigures, rows: Sequence[RunFigures]) -> bool:
+    """Return whether a row has no word errors yet where others have some, by which they are compared."""
+    return row.word_errors is None and len(splits_of(rows)) == 1
 
 
 def _limit(row: RunFigures, labels: dict[str, str]) -> str:

@@ -11,8 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from speechdp.report.kit import formatting
-from speechdp.report.kit.canvas import Canvas, style_axes
-from speechdp.report.kit.learning import curve_points, learning_axes
+from speechdp.report.kit.canvas import MOST_DOTS, Canvas, style_axes
+from speechdp.report.kit.learning import curve_points, learning_axes, thinned
 from speechdp.report.kit.metric_names import Terms, terms_of
 from speechdp.report.kit.speeds import any_raced
 from speechdp.report.runs.derived import RunFigures
@@ -137,7 +137,7 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
     terms = terms_of(row.run for row in rows)
     of_task = [row for row in rows if row.run.metric.key == terms.metric.key]
     curves = [(row, curve_points(row.run.evaluations, over_time)) for row in of_task]
-    curves = [(row, points) for row, points in curves if points]
+    curves = [(row, thinned(points)) for row, points in curves if points]
     if not curves:
         return False
     longest = max(points[-1][0] for _, points in curves)
@@ -147,7 +147,8 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
         colour = canvas.colours[row.run.name]
         (line,) = ax.plot(xs, ys, color=colour, linewidth=1.8, zorder=3)
         canvas.tip(line, canvas.labels[row.run.name])
-        for x, y, evaluation in zip(xs, ys, (e for _, _, e in points), strict=True):
+        dotted = zip(xs, ys, (e for _, _, e in points), strict=True) if len(points) <= MOST_DOTS else ()
+        for x, y, evaluation in dotted:
             (dot,) = ax.plot([x], [y], "o", color=colour, markersize=3.6, zorder=4)
             canvas.tip(dot, _evaluation_tip(canvas.labels[row.run.name], evaluation, terms))
     focus_on_end(ax, [[y for _, y, _ in points] for _, points in curves])

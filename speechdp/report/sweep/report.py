@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Group
 
-from speechdp.experiments.race.shown import read_races
+from speechdp.experiments.race.shown import ShownRaces, read_races
 from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.canvas import make_canvas
 from speechdp.report.kit.choice import metric_meanings
@@ -78,7 +78,9 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
     compared = {size: {name: labels[name] for name in names} for size in sizes if names and len(sizes) == 1}
     for size in compared:
         rows = with_race(rows, races.speeds(size)) if races.compares(size, names) else rows
-    answer, panels = find_answer(rows, races.cautions(compared)), make_panels(rows)
+    of_races = (*races.cautions(compared), *_unused(races, sizes)) if names else races.problems
+    answer = find_answer(rows, (*_failures(sweep, labels), *of_races))
+    panels = make_panels(rows)
     tables = _make_tables(rows, answer.chosen, until)
     more = (*CSV_COLUMNS, *(SPEECH_COLUMNS if "speech" in tables else ()))
     html, csv, png = write_files(
@@ -89,6 +91,27 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
         {"report": lambda path: write_png(path, _lines(panels), make_canvas(rows, theme.PRINT))},
     )
     return WrittenReport(html, csv, png, Group(*tables.values()), answer.sentences)
+
+
+def _failures(sweep: Sweep, labels: Mapping[str, str]) -> list[str]:
+    unfinished = {run.name for run in sweep.runs if run.status != "complete"}
+    failed = {name: why for name, why in sweep.failed.items() if name in unfinished}
+    return [f"Failed: {formatting.capital(labels[name])}: {why}" for name, why in failed.items()]
+
+
+def _unused(races: ShownRaces, sizes: Collection[int]) -> list[str]:
+    """Say which races compare none of the runs, which trained on other numbers of ranks, or on several.
+
+    Args:
+        sizes: numbers of ranks of all runs.
+    """
+    trained = " and ".join(map(str, sorted(sizes)))
+    return [
+        f"The race on {formatting.rank_count(ranks)} was not used, because the runs trained on {trained}: "
+        "speeds are those of the runs, which followed one another."
+        for ranks in sorted(races.races)
+        if {*sizes} != {ranks}
+    ]
 
 
 def _page(

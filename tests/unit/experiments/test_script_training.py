@@ -12,7 +12,7 @@ from speechdp.cli.main import parse, run
 from speechdp.errors import ConfigError
 from speechdp.experiments.compare.record import read_record
 from speechdp.experiments.jobs import JobStarter
-from speechdp.experiments.sweep.plan import SweepPlan, write_sweep
+from speechdp.experiments.sweep.plan import SweepPlan, SweepRecord, refuse_other_sweep, write_sweep
 from speechdp.experiments.sweep.script import ScriptSweep
 from speechdp.parallel.registry import parse_strategy
 from speechdp.report.runs.folders import read_run, read_sweep
@@ -27,6 +27,7 @@ class FakeRanks:
         self.calls: list[Call] = []
         self.failing: dict[str, str] = {}
         self.writes = ("run.json", "completed.json")
+        self.logs: dict[str, float] = {}
         self.fails_at_its_end = False
         #: Of each call, whether there was a completed.json.
         self.found: list[bool] = []
@@ -43,7 +44,7 @@ class FakeRanks:
         folder.mkdir(parents=True, exist_ok=True)
         settings = {"script": "train.py", "strategy": told["STRATEGY"], "size": num_ranks}
         for name in self.writes:
-            (folder / name).write_text(json.dumps(settings))
+            (folder / name).write_text(json.dumps(self.logs if name == "metrics.jsonl" else settings))
         return "the final evaluation failed" if self.fails_at_its_end else None
 
 
@@ -235,10 +236,49 @@ def test_runs_of_another_sweep_are_not_taken_for_its_own(
 
 
 def test_a_sweep_of_ours_and_one_of_a_script_are_told_apart(tmp_path: Path) -> None:
-    write_sweep(tmp_path, ["bmuf-4"], completed=True)
-    write_sweep(tmp_path, ["bmuf-4"], completed=True)  # of ours: each run checks its own options
+    ours = SweepRecord(("bmuf-4",), completed=True)
+    write_sweep(tmp_path, ours)
+    assert refuse_other_sweep(tmp_path, SweepRecord(("bmuf-8",))) == ours  # each run checks its own options
     with pytest.raises(ConfigError, match="was begun with another script"):
-        write_sweep(tmp_path, ["bmuf-4"], completed=False, settings={"script": "train.py"})
+        refuse_other_sweep(tmp_path, SweepRecord(("bmuf-4",), settings={"script": "train.py"}))
+
+
+def test_a_sweep_that_goes_on_keeps_the_number_of_threads(
+    ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = script.parent / "out"
+    command = ["sweep", str(out), "--script", str(script), "--swept", "bmuf", "--periods", "4"]
+    assert run([*command, "--threads", "3"]) == 0
+    assert json.loads((out / "sweep.json").read_text())["threads"] == 3
+    assert run(command) == 0 and json.loads((out / "sweep.json").read_text())["threads"] == 3
+    assert run([*command, "--threads", "2"]) == 1
+    assert "--threads 2: the ranks of what is finished had 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["compare", "sweep"])
+def test_a_metric_that_nobody_logs_is_refused_after_the_first_run_and_where_it_is_recorded(
+    command: str, ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.writes = ("run.json", "completed.json", "metrics.jsonl")
+    ranks.logs = {"step": 1, "valid_loss": 0.5}
+    out = script.parent / "out"
+    words = [command, str(out), "--script", str(script), "--metric", "valid_los"]
+    assert run(words) == 1 and len(ranks.calls) == 1
+    assert "--metric valid_los: no run logged it; they logged valid_loss" in capsys.readouterr().err
+    assert run(["report", str(out)]) == 1
+    message = f"{out / command}.json: --metric valid_los: no run logged it; they logged valid_loss; give the"
+    assert message in capsys.readouterr().err
+    assert run([*words[:-1], "valid_loss"]) == 0
+
+
+@pytest.mark.parametrize("command", ["compare", "sweep"])
+def test_a_target_that_is_no_number_is_refused_before_the_first_run(
+    command: str, ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = script.parent / "out"
+    assert run([command, str(out), "--script", str(script), "--target", "nan"]) == 1
+    assert "--target nan: give a number" in capsys.readouterr().err and not ranks.calls
 
 
 def test_a_period_that_the_strategy_does_not_have_is_refused() -> None:

@@ -113,6 +113,65 @@ def test_what_holds_a_run_in_use_is_not_deleted(
         assert tree(out) == before
 
 
+@pytest.mark.parametrize("command", ["sweep", "compare", "profile", "tune"])
+@pytest.mark.parametrize("name", ["DATA", "--initial-model", "--alignments"])
+def test_what_is_to_be_read_is_not_deleted(
+    dataset: Dataset,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    name: str,
+) -> None:
+    for module in ("compare", "tune"):  # it would say that this is no model
+        monkeypatch.setattr(f"speechdp.cli.{module}.check_training", lambda *given, **named: None)
+    out = tmp_path / "out"
+    shutil.copytree(dataset.path, out / "mine")
+    (out / f"{command}.json").write_text("{}")
+    before = tree(out)
+    data = out / "mine" if name == "DATA" else dataset.path
+    given = [] if name == "DATA" else [f"{name}={out / 'mine'}"]
+    if command == "tune":
+        given += ["--ranks", "2"]
+    assert speechdp([command, str(data), str(out), "--overwrite", *given]) == 1
+    lies = f"{name} {out / 'mine'}: lies in {out}, which --overwrite empties; give "
+    assert lies in one_line(capsys)
+    assert tree(out) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "message"),
+    [
+        ("sweep", "--decode-split=no-such", "no-such"),
+        ("sweep", "--realign-from=throughout", "--realign-from throughout"),
+        ("sweep", "--initial-model=/no/such", "/no/such"),
+        ("sweep", "--target=5", "--target 5: the log-probability is below 0"),
+        ("compare", "--realign-from=throughout", "--realign-from throughout"),
+        ("compare", "--initial-model=/no/such", "/no/such"),
+        ("compare", "--task=synthesis", "--task synthesis is trained on"),
+        ("compare", "--target=5", "--target 5: the log-probability is below 0"),
+        ("tune", "--realign-from=throughout", "--realign-from throughout"),
+        ("tune", "--initial-model=/no/such", "/no/such"),
+    ],
+)
+def test_a_command_that_cannot_be_carried_out_deletes_nothing(
+    dataset: Dataset,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    option: str,
+    message: str,
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / f"{command}.json").write_text("{}")
+    more = ["--realign=1"] if "throughout" in option else []
+    more += ["--ranks=2"] if command == "tune" else []
+    assert speechdp([command, str(dataset.path), str(out), "--overwrite", option, *more]) == 1
+    assert message in capsys.readouterr().err
+    assert tree(out) == {f"{command}.json": b"{}"}
+
+
 def test_what_holds_a_run_of_a_search_in_use_is_not_deleted(tmp_path: Path) -> None:
     """They lie a level deeper than those of a sweep."""
     out = tmp_path / "out"

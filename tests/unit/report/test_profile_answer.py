@@ -251,3 +251,24 @@ def test_scalings_keep_the_order_of_a_step(realistic: Path) -> None:
     assert [s.kind for s in scalings] == ["weak", "strong", "encoder", "decoder", "postproc"]
     assert list(scalings[0].costs)[:3] == ["trainloader", "h2d", "encoder"]
     assert list(scalings[0].costs)[-1] == STEP
+
+
+def test_a_step_that_waits_is_not_said_to_scale_since_its_functions_do(tmp_path: Path) -> None:
+    made_up = MadeUpProfile(ranks=(1, 2), steps=14, samples=False, growth={}, exchange_s=0.8)
+    headline = answer_of(write_profile(tmp_path / "out", made_up)).headline
+    assert "although every function of the model scales: exchange takes 81" in headline
+    assert "Every function scales" not in headline
+
+
+def test_cores_are_those_of_the_hosts_that_computed(tmp_path: Path) -> None:
+    out = write_profile(tmp_path / "out", MadeUpProfile(ranks=(1, 4), steps=14, samples=False, cores=2))
+    profile = read_profile(out)
+
+    def cautions(cores: str) -> str:
+        jobs = [replace(job, facts={"cpus": [f"EPYC, {cores}"] * job.ranks}) for job in profile.jobs]
+        told = replace(profile, jobs=tuple(jobs))
+        return " ".join(find_answer(told, all_scalings(told)).cautions)
+
+    assert "More ranks than cores" not in cautions("64 cores")
+    assert "More ranks than cores: 4 ranks share 1 core, so" in cautions("1 core")
+    assert "More ranks than cores: 4 ranks share 2 cores" in " ".join(answer_of(out).cautions)

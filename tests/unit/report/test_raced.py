@@ -373,3 +373,12 @@ def test_a_race_that_failed_is_said(tmp_path: Path) -> None:
     )
     answer = write_comparison_report(out).answer
     assert "The race on 2 ranks failed: rank 1: the loss is nan. The same command tries it again." in answer
+
+
+def test_a_race_that_was_not_used_is_named(tmp_path: Path) -> None:
+    out = write_sweep(tmp_path / "sweep", realistic_sweep())
+    write_made_up_race(out, made_up_race(SPEEDS))
+    settings = json.loads((out / "model_averaging-16" / "run.json").read_text())
+    (out / "model_averaging-16" / "run.json").write_text(json.dumps({**settings, "size": 4}))
+    answer = " ".join(write_report(out).answer)
+    assert "The race on 2 ranks was not used, because the runs trained on 2 and 4:" in answer

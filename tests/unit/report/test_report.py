@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,37 @@ def test_where_no_period_is_chosen_the_best_period_is_named(tmp_path: Path) -> N
     assert "Model averaging, period 1 is the fastest averaging period that keeps" in answer.details[-1]
     answer = _answer(tmp_path / "b", [gradient, MadeUpRun("p1", period="1", final_log_prob=-0.51)])
     assert answer.details[-1] == "No averaging period keeps the accuracy."
+
+
+def test_a_run_that_is_not_decoded_yet_is_not_called_less_accurate(tmp_path: Path) -> None:
+    decoded = MadeUpRun("g", "gradient_averaging", None, frames_per_s=20_000.0)
+    faster = MadeUpRun("p4", period="4", frames_per_s=30_000.0, wer=None)
+    answer = _answer(tmp_path / "a", [decoded, faster])
+    assert any(text.endswith("is faster (30,000 frames/s) but not decoded yet.") for text in answer.details)
+    assert answer.details[-1] == "No averaging period has been decoded yet."
+    worse = MadeUpRun("p8", period="8", frames_per_s=10_000.0, final_log_prob=-0.9)
+    answer = _answer(tmp_path / "b", [decoded, faster, worse])
+    assert answer.details[-1] == "No averaging period that has been decoded keeps the accuracy."
+
+
+def test_many_evaluations_make_a_curve_of_some_hundred_points_and_no_dots(tmp_path: Path) -> None:
+    def page(name: str, evaluations: int) -> str:
+        runs = [MadeUpRun("p4", period="4", num_evaluations=evaluations), MadeUpRun("p8", period="8")]
+        return write_report(write_sweep(tmp_path / name, runs)).html.read_text()
+
+    few, many = page("few", 50), page("many", 2000)
+    assert few.count("Period 4, step") or few.count("period 4, step") == 2 * 50
+    assert many.count("period 4, step") == 0
+    assert len(many) < len(few) + 60_000
+
+
+def test_names_that_are_no_utf_8_and_backslashes_are_shown(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"swe\xffep\\1")
+    run = MadeUpRun(os.fsdecode(b"r\xff\\g<9>"), "", settings={"strategy_name": ""}, period=None)
+    run.settings |= {"directory": os.fsdecode(b"/a\xff"), "strategy": ""}
+    report = write_report(write_run(run, folder).parent)
+    assert "r\\udcff" in report.html.read_text(encoding="utf-8") and report.csv.is_file()
+    assert report.png is not None
 
 
 def test_a_run_whose_word_error_interval_lies_above_the_best_is_not_chosen(tmp_path: Path) -> None:

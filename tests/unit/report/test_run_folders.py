@@ -331,3 +331,23 @@ def test_a_timeline_that_may_not_be_looked_into_is_a_problem_of_the_run(
 )
 def test_a_model_period_is_that_of_a_strategy_with_such_an_option(strategy: str, period: str | None) -> None:
     assert _run("a", [], strategy=strategy, period="16").model_period == period
+
+
+def test_the_timelines_of_an_unfinished_run_are_summed_line_by_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(MadeUpRun("a", completed=False), tmp_path)
+    (run / "timing.json").unlink()
+    step = {"frames": 10, "wall": 1.0, "spans": [["comm", 0.0, 0.25], ["forward", 0.25, 0.5]]}
+    lines = [{**step, "step": number} for number in (1, 2, 3, 4, 5, 6, 5, 6)]
+    lines += [{"event": "eval", "wall": 2.0}, {"event": ["eval"]}, {"step": 10**400}]
+    (run / "timeline").mkdir(exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines) + "torn"
+    (run / "timeline" / "rank-0000.jsonl").write_text(text)
+    monkeypatch.delattr("speechdp.report.runs.timing_file.read_timeline")  # it keeps every line
+    timing = read_run(run).timing
+    assert timing is not None
+    (rank,) = timing.ranks
+    assert (rank.steps, rank.frames, rank.wall_s, rank.eval_s) == (2, 20, 2.0, 2.0)
+    assert rank.spans_s == {"comm": 0.5, "forward": 1.0}
+    assert read_run(run, times_unfinished=False).timing is None

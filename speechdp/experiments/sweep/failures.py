@@ -1,0 +1,101 @@
+"""A run that fails on all ranks alike, as one that diverges does, ends no sweep: the others are trained."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from speechdp.comm.base import Communicator
+from speechdp.errors import RunError
+from speechdp.experiments.record import write_json
+from speechdp.files import cannot_be_written
+from speechdp.report.runs.records import number, read_object
+
+#: How long a rank that has failed waits for the others to fail: they may be some steps behind, and files of
+#: other hosts are seen late.
+_PATIENCE_S, _LOOK_S = 10.0, 0.1
+
+
+def failure_of(
+    comm: Communicator, run_dir: Path, train: Callable[[], None], *, synchronous: bool
+) -> str | None:
+    """Train a run; return None, or the first rank's message where all ranks have failed alike.  Collective.
+
+    Args:
+        run_dir: of the run, on a disk that all ranks share.
+        train: collective.
+        synchronous: of the run's strategy.  Threads of others may still exchange after a failure.
+
+    Raises:
+        as `train`; RunError where only some ranks have failed, or the disk has.
+    """
+    nonce, sent_bytes = comm.broadcast_object(secrets.token_hex(4)), comm.sent_bytes
+    if comm.rank == 0:
+        _forget(run_dir)
+    comm.barrier()
+    try:
+        train()
+    except RunError as error:
+        # A full disk is no fault of the run's, and other ranks do not know of it.
+        if isinstance(error.__cause__, OSError):
+            raise
+        has_spoken = _note(run_dir, nonce, comm.rank, comm.sent_bytes - sent_bytes)
+        if not (has_spoken and synchronous and _have_all_failed(comm, run_dir, nonce)):
+            raise
+        message = str(comm.broadcast_object(str(error)))
+    else:
+        return None
+    if comm.rank == 0:
+        _forget(run_dir)
+    comm.barrier()
+    return message
+
+
+def has_failed(run_dir: Path) -> bool:
+    """Return whether a run has ended an earlier job, since it failed on some ranks only."""
+    return any(_notes(run_dir, "*"))
+
+
+def _have_all_failed(comm: Communicator, run_dir: Path, nonce: str) -> bool:
+    """Return whether all ranks fail within some seconds, between the same exchanges.
+
+    Files tell, since messages cannot: a rank that has not failed waits in an exchange of its training, which
+    would take the message for a part of itself.
+    """
+    end_s = time.monotonic() + _PATIENCE_S
+    while True:
+        found = [read_object(path, []) or {} for path in _notes(run_dir, nonce)]
+        sent = [number(note, "sent_bytes") for note in found]
+        if len(sent) >= len(comm.alive) and None not in sent:
+            return len(set(sent)) == 1
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_LOOK_S)
+
+
+def _note(run_dir: Path, nonce: str, rank: int, sent_bytes: float) -> bool:
+    """Note that this rank has failed, and what it had sent until then; return whether the disk took it."""
+    with suppress(RunError):  # what went wrong first is what counts
+        write_json(_folder(run_dir) / f"failed-{nonce}-{rank:04d}.json", {"sent_bytes": sent_bytes})
+        return True
+    return False
+
+
+def _notes(run_dir: Path, nonce: str) -> list[Path]:
+    return sorted(_folder(run_dir).glob(f"failed-{nonce}-*.json"))
+
+
+def _folder(run_dir: Path) -> Path:
+    return run_dir / "status"
+
+
+def _forget(run_dir: Path) -> None:
+    """Delete what earlier jobs have noted.  Raises RunError (disk)."""
+    for path in _notes(run_dir, "*"):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunError(cannot_be_written(path, error)) from error

@@ -1,0 +1,129 @@
+"""A sweep of ours: a run that fails ends no other, and what cannot be swept is refused before anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.data.shards.dataset import Dataset
+from speechdp.errors import ConfigError, RunError, SpeechDPError
+from speechdp.experiments.race.plan import RaceOptions
+from speechdp.experiments.sweep import failures
+from speechdp.experiments.sweep.failures import failure_of, has_failed
+from speechdp.experiments.sweep.plan import SweepPlan
+from speechdp.experiments.sweep.training import check_sweep, run_sweep
+from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.report.sweep.report import write_report
+from speechdp.train.progress import SilentReporter
+from speechdp.train.session import Session
+from tests.helpers.tiny_data import TinySizes, write_tiny_data
+
+OPTIONS = TrainOptions(ModelOptions(layers=1, cells=4), epochs=1)
+DIVERGED = "the loss is nan at step 3 (epoch 1)"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return write_tiny_data(tmp_path_factory.mktemp("own") / "data", TinySizes(4, 2, 2, shards=1))
+
+
+def session(dataset: Dataset) -> Session:
+    return Session(dataset, SerialCommunicator(), torch.device("cpu"))
+
+
+def plan(*periods: str) -> SweepPlan:
+    return SweepPlan("model_averaging", periods, (), one_rank_steps=0, decode_split="")
+
+
+def sweep(dataset: Dataset, out: Path, *periods: str) -> int:
+    options = (OPTIONS, plan(*periods), out, lambda name: SilentReporter(), RaceOptions(0))
+    return run_sweep(session(dataset), *options)
+
+
+def test_a_run_that_diverges_ends_no_other_and_is_shown(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from speechdp.experiments.sweep import training  # noqa: PLC0415 - the module is patched
+
+    train = training.train_or_go_on
+
+    def diverge(session: Session, options: TrainOptions, run_dir: Path) -> None:
+        train(session, options, run_dir)
+        if run_dir.name == "model_averaging-1":
+            (run_dir / "completed.json").unlink()
+            raise RunError(DIVERGED)
+
+    monkeypatch.setattr(training, "train_or_go_on", diverge)
+    assert sweep(dataset, tmp_path, "1", "2") == 1
+    record = json.loads((tmp_path / "sweep.json").read_text())
+    assert record["failed"] == {"model_averaging-1": DIVERGED} and record["completed"] is False
+    assert (tmp_path / "model_averaging-2" / "completed.json").is_file()
+    assert f"Failed: Period 1: {DIVERGED}" in " ".join(write_report(tmp_path).answer)
+    # It may be left out, and others added.
+    assert sweep(dataset, tmp_path, "2", "4") == 0
+    record = json.loads((tmp_path / "sweep.json").read_text())
+    assert record["runs"] == ["model_averaging-2", "model_averaging-4"] and record["completed"] is True
+    assert record["ranks"] == 1 and "failed" not in record
+
+
+@pytest.mark.parametrize("failing", [[0, 1], [1], [0]])
+def test_all_ranks_go_on_only_where_all_have_failed(
+    failing: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "_PATIENCE_S", 1.0)
+    seen: dict[int, str | None] = {}
+
+    def rank(comm: Communicator) -> None:
+        def train() -> None:
+            if comm.rank in failing:
+                raise RunError(f"{DIVERGED} on rank {comm.rank}")
+
+        try:
+            seen[comm.rank] = failure_of(comm, tmp_path, train, synchronous=True)
+        except RunError as error:
+            seen[comm.rank] = f"raised: {error}"
+
+    run_threads(2, rank, timeout_s=240.0)
+    if len(failing) == 2:
+        assert seen == {0: f"{DIVERGED} on rank 0", 1: f"{DIVERGED} on rank 0"} and not has_failed(tmp_path)
+    else:
+        (alone,) = failing
+        assert seen == {1 - alone: None, alone: f"raised: {DIVERGED} on rank {alone}"}
+        assert has_failed(tmp_path)  # the next command trains it after the others
+
+
+def test_ranks_that_fail_between_other_exchanges_do_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "_PATIENCE_S", 1.0)
+    seen: list[str] = []
+
+    def rank(comm: Communicator) -> None:
+        def train() -> None:
+            comm.sent_bytes += comm.rank  # one has begun another exchange
+            raise RunError(DIVERGED)
+
+        with pytest.raises(RunError, match="the loss is nan"):
+            failure_of(comm, tmp_path, train, synchronous=True)
+        seen.append("raised")
+
+    run_threads(2, rank, timeout_s=240.0)
+    assert seen == ["raised", "raised"]
+
+
+def test_what_cannot_be_swept_is_refused_before_a_run_is_trained(dataset: Dataset, tmp_path: Path) -> None:
+    unknown = SweepPlan("model_averaging", ("2",), (), one_rank_steps=0, decode_split="no-such")
+    with pytest.raises(SpeechDPError, match="no-such"):
+        check_sweep(session(dataset), OPTIONS, unknown, tmp_path)
+    (tmp_path / "sweep.json").write_text(json.dumps({"runs": ["model_averaging-2"], "ranks": 4}))
+    with pytest.raises(ConfigError, match="was begun on 4 ranks, and runs on 1 would not compare with those"):
+        check_sweep(session(dataset), OPTIONS, plan("2"), tmp_path)
+    check_sweep(session(dataset), OPTIONS, plan("2"), tmp_path, restarted=True)
+    (tmp_path / "sweep.json").write_text(json.dumps({"runs": ["model_averaging-2"]}))
+    check_sweep(session(dataset), OPTIONS, plan("2"), tmp_path)  # of an earlier version
