@@ -205,8 +205,8 @@ def test_a_stop_lets_the_ranks_save(
     code, errors = finish(process)
     assert code == 128 + signum
     assert errors[-1].startswith(f"speechdp launch: the job was stopped by {signum.name}; last checkpoint: ")
-    expected = "SIGTERM" if "gloo" in launcher else "SIGUSR1"
-    assert [(run / f"saved-{rank}").read_text() for rank in range(2)] == [expected] * 2
+    # Over Gloo, too: on one machine the ranks are asked themselves, whom horovodrun would kill 5 s later.
+    assert [(run / f"saved-{rank}").read_text() for rank in range(2)] == ["SIGUSR1"] * 2
     assert_gone(pids)
 
 
