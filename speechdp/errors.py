@@ -47,3 +47,7 @@ class CommunicationError(SpeechDPError):
 
 class RunError(SpeechDPError):
     """A run that cannot continue or be resumed: NaN in the loss, a full disk, a damaged checkpoint."""
+
+
+class DivergedError(RunError):
+    """A training whose loss or parameters are not finite: its options, or the data, are at fault."""

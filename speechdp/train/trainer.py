@@ -16,7 +16,7 @@ from speechdp.checkpoint.writer import PATIENCE_S, CheckpointWriter
 from speechdp.comm.base import ReduceOp
 from speechdp.data.loading.loader import Step, StepLoader
 from speechdp.data.plan.assignment import Meeting, MeetingKind, Position
-from speechdp.errors import RunError
+from speechdp.errors import DivergedError
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.loss_scale import LEAST_SCALE, finite_loss
 from speechdp.parallel.run_files import RunDirectory
@@ -280,7 +280,7 @@ class Trainer:
 
     def _refuse(self, what: str, first: str = "") -> NoReturn:
         self._writer.close()  # the message names the last checkpoint
-        raise RunError(
+        raise DivergedError(
             f"{what} (epoch {self.counters.epoch + 1}) on rank {self.parts.comm.rank}: {first}"
             "lower --learning-rate or --max-gradient-norm, or inspect the data; "
             f"{last_checkpoint_note(self._run_dir)}"

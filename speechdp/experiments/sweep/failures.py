@@ -1,4 +1,4 @@
-"""A run that fails on all ranks alike, as one that diverges does, ends no sweep: the others are trained."""
+"""A run that diverges on all ranks alike ends no sweep: the others are trained."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from speechdp.comm.base import Communicator
-from speechdp.errors import RunError
+from speechdp.errors import DivergedError, RunError
 from speechdp.experiments.record import write_json
 from speechdp.files import cannot_be_written
 from speechdp.report.runs.records import number, read_object
@@ -22,7 +22,7 @@ _PATIENCE_S, _LOOK_S = 10.0, 0.1
 def failure_of(
     comm: Communicator, run_dir: Path, train: Callable[[], None], *, synchronous: bool
 ) -> str | None:
-    """Train a run; return None, or the first rank's message where all ranks have failed alike.  Collective.
+    """Train a run; return None, or the first rank's message where all have diverged alike.  Collective.
 
     Args:
         run_dir: of the run, on a disk that all ranks share.
@@ -30,7 +30,7 @@ def failure_of(
         synchronous: of the run's strategy.  Threads of others may still exchange after a failure.
 
     Raises:
-        as `train`; RunError where only some ranks have failed, or the disk has.
+        as `train`; DivergedError where only some ranks have diverged.
     """
     nonce, sent_bytes = comm.broadcast_object(secrets.token_hex(4)), comm.sent_bytes
     if comm.rank == 0:
@@ -38,10 +38,7 @@ def failure_of(
     comm.barrier()
     try:
         train()
-    except RunError as error:
-        # A full disk is no fault of the run's, and other ranks do not know of it.
-        if isinstance(error.__cause__, OSError):
-            raise
+    except DivergedError as error:  # a full disk, say, is no fault of the run's
         has_spoken = _note(run_dir, nonce, comm.rank, comm.sent_bytes - sent_bytes)
         if not (has_spoken and synchronous and _have_all_failed(comm, run_dir, nonce)):
             raise

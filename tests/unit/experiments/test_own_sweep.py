@@ -12,7 +12,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
-from speechdp.errors import ConfigError, RunError, SpeechDPError
+from speechdp.errors import ConfigError, DivergedError, RunError, SpeechDPError
 from speechdp.experiments.race.plan import RaceOptions
 from speechdp.experiments.sweep import failures
 from speechdp.experiments.sweep.failures import failure_of, has_failed
@@ -57,7 +57,7 @@ def test_a_run_that_diverges_ends_no_other_and_is_shown(
         train(session, options, run_dir)
         if run_dir.name == "model_averaging-1":
             (run_dir / "completed.json").unlink()
-            raise RunError(DIVERGED)
+            raise DivergedError(DIVERGED)
 
     monkeypatch.setattr(training, "train_or_go_on", diverge)
     assert sweep(dataset, tmp_path, "1", "2") == 1
@@ -82,7 +82,7 @@ def test_all_ranks_go_on_only_where_all_have_failed(
     def rank(comm: Communicator) -> None:
         def train() -> None:
             if comm.rank in failing:
-                raise RunError(f"{DIVERGED} on rank {comm.rank}")
+                raise DivergedError(f"{DIVERGED} on rank {comm.rank}")
 
         try:
             seen[comm.rank] = failure_of(comm, tmp_path, train, synchronous=True)
@@ -107,7 +107,7 @@ def test_ranks_that_fail_between_other_exchanges_do_not_go_on(
     def rank(comm: Communicator) -> None:
         def train() -> None:
             comm.sent_bytes += comm.rank  # one has begun another exchange
-            raise RunError(DIVERGED)
+            raise DivergedError(DIVERGED)
 
         with pytest.raises(RunError, match="the loss is nan"):
             failure_of(comm, tmp_path, train, synchronous=True)
@@ -127,3 +127,15 @@ def test_what_cannot_be_swept_is_refused_before_a_run_is_trained(dataset: Datase
     check_sweep(session(dataset), OPTIONS, plan("2"), tmp_path, restarted=True)
     (tmp_path / "sweep.json").write_text(json.dumps({"runs": ["model_averaging-2"]}))
     check_sweep(session(dataset), OPTIONS, plan("2"), tmp_path)  # of an earlier version
+
+
+def test_a_full_disk_ends_the_sweep(tmp_path: Path) -> None:
+    def rank(comm: Communicator) -> None:
+        def train() -> None:
+            raise RunError("checkpoints: cannot be written (No space left on device); free some space")
+
+        with pytest.raises(RunError, match="No space left"):
+            failure_of(comm, tmp_path, train, synchronous=True)
+
+    run_threads(2, rank, timeout_s=240.0)
+    assert not has_failed(tmp_path)
