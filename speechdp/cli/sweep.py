@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,10 +23,8 @@ from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
-    from speechdp.comm.base import Communicator
     from speechdp.experiments.race.plan import RaceOptions
     from speechdp.experiments.sweep.plan import SweepPlan
-    from speechdp.train.progress import Reporter
     from speechdp.train.session import Session
 
 
@@ -97,6 +94,7 @@ class SweepCommand:
 
     def _on_rank(self, session: Session) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
+        from speechdp.cli.support.distributed import reporter_maker  # noqa: PLC0415
         from speechdp.experiments.sweep.training import check_sweep, run_sweep  # noqa: PLC0415
         from speechdp.ownership.overwrite import SWEEP, check_kind, check_overwrite, empty  # noqa: PLC0415
         from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
@@ -115,7 +113,7 @@ class SweepCommand:
                 if owner is not None and self.overwrite and (stays := empty(owner, SWEEP)):
                     session.reporter.notice(stays)
                 comm.barrier()
-                reporter_for = self._reporter_maker(comm)
+                reporter_for = reporter_maker(comm)
                 failed = run_sweep(session, self.options, plan, self.out_dir, reporter_for, self._race())
         except Stopped as stop:
             if isinstance(stop, StoppedBefore) and stop.folder == self.out_dir:
@@ -128,15 +126,6 @@ class SweepCommand:
             print_report(self.out_dir, self.target)
             say_how_many_failed(failed, len(plan.runs()), None)
         return 1 if failed else 0
-
-    def _reporter_maker(self, comm: Communicator) -> Callable[[str], Reporter]:
-        from speechdp.cli.support.console import make_console  # noqa: PLC0415
-        from speechdp.train.progress import ConsoleReporter, SilentReporter  # noqa: PLC0415
-
-        if comm.rank != 0:
-            return lambda name: SilentReporter()
-        console = make_console()
-        return lambda name: ConsoleReporter(console, name)
 
 
 @dataclass(frozen=True)

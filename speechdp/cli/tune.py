@@ -202,19 +202,17 @@ class TuneCommand:
         )
 
     def _train_parts(self, session: Session) -> int:
-        from speechdp.cli.support.console import make_console  # noqa: PLC0415
+        from speechdp.cli.support.distributed import reporter_maker  # noqa: PLC0415
         from speechdp.experiments.tune.parts import Parts, train_parts  # noqa: PLC0415
         from speechdp.process.ending import Stopped  # noqa: PLC0415
-        from speechdp.train.progress import ConsoleReporter, SilentReporter  # noqa: PLC0415
 
-        console = make_console() if session.comm.rank == 0 else None
         try:
             train_parts(
                 session,
                 self._shared,
                 Parts.of(self.parts),
                 self.out_dir / self.job,
-                lambda name: SilentReporter() if console is None else ConsoleReporter(console, name),
+                reporter_maker(session.comm),
             )
         except Stopped:
             session.reporter.notice("stopped as requested; the same search goes on from here")

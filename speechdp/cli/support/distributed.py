@@ -154,9 +154,7 @@ def _session(
     options = request.options
     device = choose_device(options.device, comm.local_rank)
     check_devices(comm, device)
-    reporter: Reporter = SilentReporter()
-    if comm.rank == 0:
-        reporter = ConsoleReporter(make_console(), request.label)
+    reporter = reporter_maker(comm)(request.label)
     notice = choose_backend(options.backend, device).notice
     if notice:
         reporter.notice(notice)
@@ -179,6 +177,14 @@ def _session(
             "hosts": [roles.hosts[rank] for rank in roles.feeders],
         }
     return Session(dataset, comm, device, reporter, stop, facts)
+
+
+def reporter_maker(comm: Communicator) -> Callable[[str], Reporter]:
+    """Return what makes the reporter of a run from its name: rank 0's speak, all on one console."""
+    if comm.rank > 0:
+        return lambda name: SilentReporter()
+    console = make_console()
+    return lambda name: ConsoleReporter(console, name)
 
 
 def _welcome(comm: Communicator, device: torch.device, hosts: list[str], num_feeders: int) -> str:

@@ -23,6 +23,8 @@ from speechdp.report.runs.results import ONE_RANK
 from speechdp.train.realign import last_alignment
 
 ALIGNMENT = "alignment"
+#: What is said of a job that should have written something.
+NOTHING_LEFT = "the job ended well but left no record (is OUT a shared folder?)"
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class OwnTraining(ComparedTraining):
         num_ranks = ranks + options.loading.feeders
         message = self._starter.run(num_ranks, words, log_of(request.out / f"race-{ranks}"))
         if message is None and not _was_held(request.out, plan):
-            message = "the job ended well but left no record (is OUT a shared folder?)"
+            message = NOTHING_LEFT
         self._say(f"race on {ranks} ranks: {'done' if message is None else f'failed: {message}'}")
         return message
 

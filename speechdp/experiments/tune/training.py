@@ -18,7 +18,7 @@ from speechdp.counting import counted
 from speechdp.data.shards.dataset import FLAT, Dataset
 from speechdp.errors import ConfigError, RunError, SpeechDPError
 from speechdp.experiments.arguments import train_arguments
-from speechdp.experiments.compare.own_training import CompareRequest, OwnTraining
+from speechdp.experiments.compare.own_training import NOTHING_LEFT, CompareRequest, OwnTraining
 from speechdp.experiments.compare.plan import SEQUENTIAL
 from speechdp.experiments.compare.training import log_of
 from speechdp.experiments.jobs import JobStarter
@@ -55,7 +55,6 @@ from speechdp.report.runs.raced import LEAST_ROUNDS
 _MOST_LONGER = 2.0
 #: Seconds between two looks at what a job has done.
 _LOOK_S = 0.5
-_NOTHING_LEFT = "the job ended well but left no record (is OUT a shared folder?)"
 
 
 class TunedTraining(OwnTraining, TunedJobs):
@@ -135,7 +134,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         failure = find_failure(noted)
         if failure is not None and any(one.name == failure.name for one in settings):
             return failure
-        return message or _NOTHING_LEFT
+        return message or NOTHING_LEFT
 
     def _race_plan(
         self, length: RaceOptions, options: TrainOptions, given: Mapping[Setting, str]
@@ -167,7 +166,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         log = log_of(self._out / MEASURED / backend)
         found = self._train_parts(MEASURED, parts, backend, log)
         if found.message or not all(map(is_timed, strategies)):
-            return found.message or _NOTHING_LEFT
+            return found.message or NOTHING_LEFT
         took_s = [besides_steps_s(*one) for one in zip(strategies, found.took_s, strict=False)]
         return Besides(found.start_s, min(took_s, default=0.0))
 
