@@ -183,7 +183,14 @@ def _search_record() -> bytes:
         {"name": "gradient_averaging", "strategy": "gradient_averaging", "batch_size": 0, **speeds, **ended},
         {"name": "bmuf", "strategy": "bmuf", "out_in": "predict", "why": "slower", "runs": {}, **speeds},
     ]
-    rungs = [{"seconds": 10.0, "settings": ["gradient_averaging"], "scores": {"gradient_averaging": -1.0}}]
+    rungs = [
+        {
+            "seconds": 10.0,
+            "settings": ["gradient_averaging"],
+            "scores": {"gradient_averaging": -1.0},
+            "expected": {"gradient_averaging": -0.9},
+        }
+    ]
     content = {
         "format": "speechdp-tune", "version": 1, "settings": {"data": "x"}, "stage": "halving",
         "spent_s": 20.0, "start_s": 4.0, "completed": True,

@@ -30,6 +30,10 @@ LEAST_STEPS = 20
 SEED_STOPS = 3
 #: Settings that the halving ends with.
 LAST = 2
+#: Share of its time by which a run must have been evaluated, or its gains are not known: a quarter, about.
+_EARLY = 0.3
+#: Pieces in which a curve is continued: between points it is straight over time.
+_CONTINUED = 8
 #: A rung is so many times as long as the one before, at least: less is not worth starting its runs.
 _LONGER = 1.2
 #: Names of the strategies in which every step exchanges by default: their own default is the first choice.
@@ -306,6 +310,39 @@ class Curve:
             before = (at, score)
         return None
 
+    def continued(self, end_s: float, until_s: float, share: float) -> Curve:
+        """Return the curve as it is expected to go on after `end_s`: on a straight line over log time.
+
+        Args:
+            until_s: at most twice `end_s`.
+            share: as `shrinkage` returns it; 0: nothing is known, and the curve stays as it is.
+        """
+        if share == 0 or until_s <= end_s:
+            return self
+        kept = tuple(point for point in self.points if point[0] < end_s)
+        gain, doublings = self.at(end_s) - self.at(end_s / 2), math.log2(until_s / end_s)
+        ahead = (doublings * part / _CONTINUED for part in range(_CONTINUED + 1))
+        return Curve((*kept, *((end_s * 2**d, self.at(end_s) + share * gain * d) for d in ahead)))
+
+
+def shrinkage(curves: Sequence[Curve], end_s: float) -> float:
+    """Return what share of its last gain a run is expected to gain when it trains for as long again.
+
+    Learning slows down: each doubling of the time brings less than the one before.  How much less is seen in
+    all runs together, from the doubling before the last one to the last; a single run shows it badly.
+
+    Args:
+        end_s: until when the runs have been trained.
+
+    Returns:
+        From 0 to 1; 0 where a run was evaluated too late for that, or none learns any more.
+    """
+    if any(curve.points[0][0] > _EARLY * end_s for curve in curves):
+        return 0.0
+    last = sum(curve.at(end_s) - curve.at(end_s / 2) for curve in curves)
+    before = sum(curve.at(end_s / 2) - curve.at(end_s / 4) for curve in curves)
+    return min(max(last / before, 0.0), 1.0) if before > 0 else 0.0
+
 
 @dataclass(frozen=True)
 class Finish:
@@ -353,7 +390,14 @@ def finishes(curves: Mapping[str, Sequence[Curve]], target: float | None) -> tup
     return target, dict(sorted(found.items(), key=lambda item: item[1].rank))
 
 
-def untold(names: Sequence[str], ends: Mapping[str, Finish]) -> tuple[str, ...]:
-    """Return which settings cannot be told from the first of `names`: their runs' times overlap."""
-    _, latest = ends[names[0]].range_s
-    return tuple(name for name in names[1:] if ends[name].range_s[0] <= latest)
+def untold(
+    names: Sequence[str], ends: Mapping[str, Finish], slack: Mapping[str, tuple[float, float]]
+) -> tuple[str, ...]:
+    """Return which settings cannot be told from the first of `names`: their runs' times overlap.
+
+    Args:
+        slack: by which factors the times may be shorter or longer, since the speeds are not known better.
+    """
+    soonest = {name: ends[name].range_s[0] * slack[name][0] for name in names}
+    latest = ends[names[0]].range_s[1] * slack[names[0]][1]
+    return tuple(name for name in names[1:] if soonest[name] <= latest)

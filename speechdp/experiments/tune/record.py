@@ -36,7 +36,7 @@ class SettingRecord:
         out_in: stage in which it was ruled out; "": it was not.
         why: it was.
         runs: its folders in RUNS, by seed; the first is of all rungs.
-        times_s: to the target, by seed; None: not reached.
+        times_s: to the target, by seed, after the last rung as it is expected; None: not reached.
         scores: at the end, by seed.
     """
 
@@ -67,11 +67,14 @@ class RungRecord:
         seconds: of training by its end, of each setting.
         settings: trained in it, by name.
         scores: at its end, by name; a setting that failed has none.
+        expected: scores that they are expected to have after as long again, by which the best are chosen;
+            empty: not known.
     """
 
     seconds: float
     settings: tuple[str, ...]
     scores: dict[str, float] = field(default_factory=dict)
+    expected: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -225,8 +228,14 @@ def _setting_of(values: Any) -> SettingRecord:
 
 def _rung_of(values: Any) -> RungRecord:
     found = checked_fields(RungRecord, values)
-    scores = {str(name): _number(score) for name, score in dict(found.get("scores", {})).items()}
-    return RungRecord(**{**found, "settings": tuple(map(str, found["settings"])), "scores": scores})
+    scores, expected = (
+        {str(name): _number(score) for name, score in dict(found.get(key, {})).items()}
+        for key in ("scores", "expected")
+    )
+    if expected and expected.keys() != scores.keys():
+        raise ValueError("what settings of a rung are expected to come to is not known of all, or of others")
+    settings = tuple(map(str, found["settings"]))
+    return RungRecord(**{**found, "settings": settings, "scores": scores, "expected": expected})
 
 
 def _number(value: Any) -> float:

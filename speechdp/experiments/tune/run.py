@@ -20,7 +20,6 @@ from speechdp.experiments.race.plan import RaceOptions
 from speechdp.experiments.tune.jobs import (
     MEASURED,
     Measurement,
-    RacedSettings,
     Scored,
     Stretch,
     TunedJobs,
@@ -39,6 +38,7 @@ from speechdp.experiments.tune.plan import (
     halvings,
     next_rung,
     plan_rungs,
+    shrinkage,
     too_slow,
     untold,
 )
@@ -226,9 +226,9 @@ class Tuner:
         if len(self._record.left) == 1:
             self._choose(self._record.left)
             return
-        raced = self._race(backend)
+        self._race(backend)
         if len(self._record.left) > 1:
-            self._halve(backend, raced)
+            self._halve(backend)
 
     @property
     def _spent_s(self) -> float:
@@ -366,7 +366,7 @@ class Tuner:
         self._settings |= {one.name: one for one in added}
         return [SettingRecord(one.name, one.strategy.text, one.batch_size) for one in added]
 
-    def _race(self, backend: str) -> RacedSettings:
+    def _race(self, backend: str) -> None:
         """Let what is left race, and rule settings out by that."""
         self._keep(stage=RACE)
         racing = [self._settings[name] for name in self._record.left]
@@ -404,7 +404,6 @@ class Tuner:
         )
         self._rule_out(RACE, {one.name: why for one, why in reasons.items()})
         self._choose([max(self._record.left, key=lambda name: self._record.of(name).frames_per_s or 0.0)])
-        return race
 
     def _choose(self, best: Sequence[str], equal: Sequence[str] = ()) -> None:
         """Take the first as the best so far."""
@@ -412,11 +411,11 @@ class Tuner:
         command = self._training.command(self._settings[name], self._record.backend)
         self._keep(chosen=name, untold=tuple(equal), command=command)
 
-    def _halve(self, backend: str, race: RacedSettings) -> None:
+    def _halve(self, backend: str) -> None:
         """Train what is left rung by rung, half of it each time, as far as the budget goes, and choose."""
         self._keep(stage=HALVING)
         self._earlier, done = self._record.rungs, list[RungRecord]()
-        end_s: float | None = self._earlier[0].seconds if self._earlier else self._first_rung_s(race)
+        end_s: float | None = self._earlier[0].seconds if self._earlier else self._first_rung_s()
         while end_s is not None:
             rung = self._hold_rung(backend, end_s, done)
             if rung is None:
@@ -431,7 +430,7 @@ class Tuner:
                     f"{self._request.out / RUNS / LOGS}"
                 )
             self._choose(_by_score(rung))
-            count, end_s = self._rung_after(race, done)
+            count, end_s = self._rung_after(done)
             self._leave_behind(rung, count)
         self._keep(rungs=tuple(done))
         self._finish(backend)
@@ -440,8 +439,9 @@ class Tuner:
         self._keep(rungs=(*rungs, *self._earlier[len(rungs) :]))
 
     def _leave_behind(self, rung: RungRecord, count: int) -> None:
-        """Rule out all but so many settings by their scores in a rung."""
-        why = f"after {formatting.seconds(rung.seconds)} of training it was behind {counted(count, 'other')}"
+        """Rule out all but so many settings by how they fared in a rung."""
+        was = "expected to stay behind" if rung.expected else "behind"
+        why = f"after {formatting.seconds(rung.seconds)} of training it was {was} {counted(count, 'other')}"
         order = [name for name in _by_score(rung) if name in self._record.left]
         self._rule_out(HALVING, dict.fromkeys(order[count:], why))
 
@@ -450,17 +450,29 @@ class Tuner:
         """What is left of the budget, less a reserve."""
         return (1 - _RESERVE) * max(self._request.budget_s - self._spent_s, 0.0)
 
-    def _whole_s(self, race: RacedSettings) -> float:
-        """Return how long a whole training of the slowest setting that is left takes."""
-        return max(
-            self._training.total_steps(race.frames_per_step[name]) / self._steps_per_s(name)
-            for name in self._record.left
-        )
+    @property
+    def _slowest_s(self) -> float:
+        """How long a whole training of the slowest setting that is left takes."""
+        return max(map(self._whole_s, self._record.left))
 
-    def _first_rung_s(self, race: RacedSettings) -> float:
+    def _whole_s(self, name: str) -> float:
+        """Return how long a whole training takes."""
+        rate, frames = self._steps_per_s(name), self._record.of(name).frames_per_s
+        assert frames is not None  # it has raced
+        return self._training.total_steps(frames / rate) / rate
+
+    def _continued(self, curves: Mapping[str, Sequence[Curve]], end_s: float) -> dict[str, list[Curve]]:
+        """Return settings' curves as they are expected to go on, for as long again at most."""
+        share = shrinkage([curve for found in curves.values() for curve in found], end_s)
+        return {
+            name: [curve.continued(end_s, min(2 * end_s, self._whole_s(name)), share) for curve in found]
+            for name, found in curves.items()
+        }
+
+    def _first_rung_s(self) -> float:
         """Return how long settings train in the first rung.  Raises ConfigError: the budget is too small."""
         counts, seeds = halvings(len(self._record.left)), len(self._request.seeds)
-        besides, whole_s = self._record.besides, self._whole_s(race)
+        besides, whole_s = self._record.besides, self._slowest_s
         rungs = plan_rungs(counts, seeds, self._left_s, besides, whole_s)
         least_s = max(LEAST_STEPS / self._steps_per_s(name) for name in self._record.left)
         if rungs.seconds[0] < least_s and rungs.seconds[-1] < whole_s:
@@ -473,7 +485,7 @@ class Tuner:
             )
         return rungs.seconds[0]
 
-    def _rung_after(self, race: RacedSettings, done: Sequence[RungRecord]) -> tuple[int, float | None]:
+    def _rung_after(self, done: Sequence[RungRecord]) -> tuple[int, float | None]:
         """Return how many settings go on after some rungs, and until when they train; None: no more."""
         left = len(self._record.left)
         if len(done[-1].settings) <= LAST:
@@ -486,7 +498,7 @@ class Tuner:
             len(self._request.seeds),
             self._left_s,
             self._record.besides,
-            self._whole_s(race),
+            self._slowest_s,
             [rung.seconds for rung in done],
         )
         if ahead is None:
@@ -533,7 +545,13 @@ class Tuner:
             self._record = self._record.with_setting(name, rungs=self._record.of(name).rungs + 1)
         if len(done) >= len(self._earlier):  # nobody knows how far interrupted runs had come
             self._learn_besides()
-        return replace(rung, scores={name: curve.at(rung.seconds) for name, curve in curves.items()})
+        ahead = self._continued({name: [curve] for name, curve in curves.items()}, rung.seconds)
+        is_known = any(ahead[name][0] is not curve for name, curve in curves.items())
+        return replace(
+            rung,
+            scores={name: curve.at(rung.seconds) for name, curve in curves.items()},
+            expected={name: one.last for name, (one,) in ahead.items()} if is_known else {},
+        )
 
     def _first_seen_s(self, curves: Mapping[str, Curve], end_s: float) -> float:
         """Return from when on all settings have a score, at least the end of a rung."""
@@ -705,13 +723,21 @@ class Tuner:
             curves = {name: [*curves[name], curve] for name, curve in found.items()}
         if not curves:
             raise RunError(f"{self._request.out}: none of the last settings can be trained with all seeds")
-        target, ends = finishes(curves, self._request.target.score)
+        target, ends = finishes(self._continued(curves, ends_s[-1]), self._request.target.score)
         names = list(ends)
         for name, end in ends.items():
             why = "" if name == names[0] else _why_behind(end, ends[names[0]], names[0])
-            self._record = self._record.with_setting(name, times_s=end.times_s, scores=end.scores, why=why)
+            scores = tuple(curve.at(ends_s[-1]) for curve in curves[name])
+            self._record = self._record.with_setting(name, times_s=end.times_s, scores=scores, why=why)
         self._record = replace(self._record, target=target)
-        self._choose(names, untold(names, ends))
+        self._choose(names, untold(names, ends, {name: self._slack(name) for name in names}))
+
+    def _slack(self, name: str) -> tuple[float, float]:
+        """Return by which factors a setting's times may be shorter or longer: its speed is an estimate."""
+        one = self._record.of(name)
+        if one.ratio is None or one.ratio_low is None or one.ratio_high is None:
+            return 1.0, 1.0
+        return one.ratio / one.ratio_high, one.ratio / one.ratio_low
 
 
 def _mean(values: Sequence[float], default: float) -> float:
@@ -719,8 +745,9 @@ def _mean(values: Sequence[float], default: float) -> float:
 
 
 def _by_score(rung: RungRecord) -> list[str]:
-    """Return the names of a rung's settings, the best first."""
-    return sorted(rung.scores, key=lambda name: -rung.scores[name])
+    """Return the names of a rung's settings, the best first: by what is expected of them, if known."""
+    scores = rung.expected or rung.scores
+    return sorted(scores, key=lambda name: -scores[name])
 
 
 def _overall(speeds: Sequence[Interval]) -> Interval | None:
@@ -737,8 +764,8 @@ def _overall(speeds: Sequence[Interval]) -> Interval | None:
 
 def _why_behind(end: Finish, best: Finish, name: str) -> str:
     if math.isinf(end.mean_s):
-        return "it did not reach the target"
-    return f"it reached the target {formatting.percent(end.mean_s / best.mean_s - 1)} % later than {name}"
+        return "it does not reach the target"
+    return f"it reaches the target {formatting.percent(end.mean_s / best.mean_s - 1)} % later than {name}"
 
 
 def other_batches(options: TrainOptions, ranks: int, given: Sequence[int] | None) -> tuple[int, ...]:

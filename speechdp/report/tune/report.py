@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -122,12 +123,13 @@ def find_answer(search: Search) -> Answer:
     assert record.target is not None
     target = terms.with_unit(record.target)
     if end.mean_s == float("inf"):
-        headline = f"No setting reached {target}; {_label(best)} came closest."
+        headline = f"No setting reaches {target}; {_label(best)} comes closest."
     else:
         headline = f"{formatting.capital(_label(best))} reaches {target} soonest: {_range_text(end)}."
     details = [
+        *_expected_text(record),
         f"It trains at {formatting.count(best.frames_per_s)} {terms.amount}/s with back-end {record.backend}"
-        + ("." if best.ratio is None else f", {_ratio_text(best)} the speed of gradient averaging.")
+        + ("." if best.ratio is None else f", {_ratio_text(best)} the speed of gradient averaging."),
     ]
     for one in record.tried:
         if one.name != record.chosen and one.times_s:
@@ -136,7 +138,9 @@ def find_answer(search: Search) -> Answer:
             )
     if record.untold:
         names = ", ".join(_label(record.of(name)) for name in record.untold)
-        cautions.insert(0, f"{formatting.capital(names)} cannot be told from it by so few seeds.")
+        cautions.insert(
+            0, f"{formatting.capital(names)} cannot be told from it by so few seeds and so short a race."
+        )
     if len(best.times_s) < 2:
         cautions.insert(0, "There was one seed: which differences are chance is not known.")
     ruled_out = sum(bool(one.out_in) for one in record.tried)
@@ -229,7 +233,8 @@ def _columns(record: TuneRecord, terms: Terms) -> tuple[Column[SettingRecord], .
                lambda one: one.rungs or None),
         Column("score", terms.short_name, terms.metric.unit, "At the end of its last rung.",
                lambda one: _score(one, record), terms.number),
-        Column("time", "to target", "s", "Training time until the target [shortest, longest of the seeds].",
+        Column("time", "to target", "s", "Training time until the target [shortest, longest of the seeds]; "
+               "after the last rung as it is expected.",
                _time_s, cell=_time_text),
         Column("why", "ruled out", "", "In which stage, and why.", lambda one: _why(one) or None,
                is_number=False),
@@ -276,6 +281,18 @@ def _range_text(end: Finish) -> str:
         return "the target was not reached by every run"
     low, high = end.range_s
     return f"{formatting.seconds(end.mean_s)} of training [{low:.3g} to {high:.3g} s]"
+
+
+def _expected_text(record: TuneRecord) -> tuple[str, ...]:
+    """Say which times nobody has seen."""
+    trained_s = record.rungs[-1].seconds if record.rungs else math.inf
+    times = [time for one in record.tried for time in one.times_s if time is not None]
+    if not times or max(times) <= trained_s:
+        return ()
+    return (
+        f"They were trained for {formatting.seconds(trained_s)}; times after that are expected, from how "
+        "much less each doubling of the time brought.",
+    )
 
 
 def _predicted_text(one: SettingRecord) -> str:

@@ -28,6 +28,7 @@ from speechdp.experiments.tune.plan import (
     next_rung,
     plan_rungs,
     settings_of,
+    shrinkage,
     too_slow,
     untold,
 )
@@ -284,7 +285,39 @@ def test_settings_whose_seeds_overlap_cannot_be_told_apart() -> None:
         "b": Finish((13.0, 15.0), (-1.0, -1.0)),
         "c": Finish((15.0, None), (-1.0, -1.1)),
     }
-    assert untold(["a", "b", "c"], ends) == ("b",)
+    exact = dict.fromkeys(ends, (1.0, 1.0))
+    assert untold(["a", "b", "c"], ends, exact) == ("b",)
+    # Times are at raced speeds, which are not known exactly either.
+    assert untold(["a", "b", "c"], ends, {**exact, "c": (0.9, 1.2)}) == ("b", "c")
+    assert untold(["a", "b", "c"], ends, {**exact, "a": (0.8, 1.1)}) == ("b", "c")
+
+
+def test_a_run_is_expected_to_gain_less_with_each_doubling() -> None:
+    steady, slowing = Curve(((1, -3.0), (2, -2.0), (4, -1.5))), Curve(((1, -2.0), (2, -1.6), (4, -1.4)))
+    share = shrinkage([steady, slowing], 4)
+    assert share == pytest.approx((0.5 + 0.2) / (1.0 + 0.4))
+    ahead = steady.continued(4, 8, share)
+    assert ahead.at(4) == -1.5 and ahead.points[-1] == (8, pytest.approx(-1.5 + share * 0.5))
+    assert ahead.points[:2] == steady.points[:2]
+    assert ahead.at(4 * 2**0.5) == pytest.approx(-1.5 + share * 0.25)  # half a doubling
+    assert steady.continued(4, 5, share).points[-1][0] == pytest.approx(5)
+    assert ahead.last > slowing.continued(4, 8, share).last - 0.1 and steady.last < slowing.last
+
+
+@pytest.mark.parametrize(
+    ("points", "share"),
+    [
+        (((1, -3.0), (2, -2.0), (4, -0.5)), 1.0),  # it does not gain more and more
+        (((1, -3.0), (2, -2.0), (4, -2.1)), 0.0),
+        (((1, -2.0), (2, -3.0), (4, -2.0)), 0.0),
+        (((2, -3.0), (4, -2.0)), 0.0),  # nobody knows what it gained first
+    ],
+)
+def test_what_is_expected_of_runs_is_bounded(points: tuple[tuple[float, float], ...], share: float) -> None:
+    curve = Curve(points)
+    assert shrinkage([curve], 4) == share
+    assert (curve.continued(4, 8, share) is curve) == (share == 0)
+    assert curve.continued(4, 4, 1.0) is curve  # the training is over
 
 
 @pytest.mark.parametrize(

@@ -289,6 +289,37 @@ def test_the_setting_that_learns_fastest_is_chosen_not_the_fastest(tmp_path: Pat
     assert read_tune(tmp_path) == record
 
 
+@dataclass
+class Crossing(Jobs):
+    """Scores are -(1 + s)^-p with another p for LONG, which is ahead of the others from `cross_s` on."""
+
+    cross_s: float = 100.0
+
+    def scored(self, setting: Setting, seed: int, step: int) -> Scored | str:
+        power, factor = (0.35, (1 + self.cross_s) ** 0.15) if setting.name == LONG else (0.2, 1.0)
+        factor *= 1.2 if setting.name == GRADIENTS else 1.0
+        found = (
+            (at, at / _rate(setting)) for at in sorted({max(1, step * part // 8) for part in range(1, 9)})
+        )
+        return Scored(tuple((at, -factor * (1 + s) ** -power) for at, s in found), is_over=False)
+
+
+def test_a_setting_that_is_about_to_lead_is_chosen(tmp_path: Path) -> None:
+    seen = search(tmp_path / "seen", Crossing(tmp_path / "seen", cross_s=0.1)).rungs[-1].seconds
+    record = search(tmp_path / "late", Crossing(tmp_path / "late", cross_s=1.3 * seen))
+    last = record.rungs[-1]
+    assert last.scores[LONG] < last.scores[SHORT] and last.expected[LONG] > last.expected[SHORT]
+    assert record.chosen == LONG and record.of(SHORT).why.startswith("it reaches the target ")
+    assert min(time for time in record.of(LONG).times_s if time is not None) > last.seconds
+    assert "expected to stay behind 2 others" in record.of(GRADIENTS).why
+    answer = find_answer(Search(record, {}))
+    assert any("times after that are expected" in line for line in answer.details)
+    assert read_tune(tmp_path / "late") == record
+    # One that leads only when it has trained on for more than as long again is not expected to.
+    later = search(tmp_path / "later", Crossing(tmp_path / "later", cross_s=6.0 * seen))
+    assert later.chosen == SHORT
+
+
 @pytest.mark.parametrize("target", [0.9, math.nan, math.inf])
 def test_a_target_that_no_model_reaches_is_refused_before_anything_else(target: float) -> None:
     with pytest.raises(ConfigError, match=f"--target {target:g}: "):
@@ -705,7 +736,7 @@ def test_a_setting_that_fails_in_the_race_is_ruled_out_with_its_message(tmp_path
 def test_a_target_that_none_reaches_leaves_the_best_score(tmp_path: Path) -> None:
     record = search(tmp_path, Jobs(tmp_path), target=target_of(-1e-9))
     assert record.of(record.chosen).times_s == (None, None) and record.chosen == SHORT
-    assert record.of(LONG).why == "it did not reach the target"
+    assert record.of(LONG).why == "it does not reach the target"
 
 
 def test_a_run_that_went_further_is_scored_where_the_rung_ends() -> None:
