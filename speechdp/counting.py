@@ -1,8 +1,17 @@
-"""Numbers of things, as messages have them."""
+"""Numbers and names of things, as messages have them."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 def counted(number: int, noun: str) -> str:
     """Return a number and what is counted: `1 rank`, `4 ranks`; thousands are separated."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Ask whether one of the names was meant, `; did you mean train?`; "": none is like it."""
+    like = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {like[0]}?" if like else ""

@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, SpeechDPError
 
 _T = TypeVar("_T")
@@ -132,7 +133,8 @@ class ExtensionPoint(Generic[_T]):
         return self.find(name), rest
 
     def _unknown(self, name: str) -> str:
-        return f"unknown {self.kind} {name!r}; there are: {', '.join(self.names())}"
+        names = self.names()
+        return f"unknown {self.kind} {name!r}; there are: {', '.join(names)}{did_you_mean(name, names)}"
 
     def _imported(self, module: str, class_name: str) -> type[_T]:
         where = f"--{self.kind} {module}:{class_name}"

@@ -15,6 +15,7 @@ import tyro
 from speechdp import __version__, exit_codes, remedies
 from speechdp.cli.support.help_text import option_rules, wrapped_paragraphs
 from speechdp.comm.environment import announced
+from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, SpeechDPError
 from speechdp.files import cannot_be_used
 from speechdp.process.ending import Ended, describe_end, end_by_exception, leave
@@ -195,7 +196,8 @@ def run(arguments: Sequence[str]) -> int:
         print(f"speechdp {__version__}")
         return 0
     if name not in SUBCOMMANDS:
-        print(f"speechdp: unknown command {name!r}\n\n{_overview()}", file=sys.stderr)
+        meant = did_you_mean(name, SUBCOMMANDS)
+        print(f"speechdp: unknown command {name!r}{meant}\n\n{_overview()}", file=sys.stderr)
         return exit_codes.USAGE
     # OpenMP's threads spin while they wait: beside another busy process a rank would crawl.  Read by torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -315,7 +317,9 @@ def check_forwarded(arguments: Sequence[str]) -> Any:
     name, *rest = arguments
     if name not in SUBCOMMANDS:
         script = "to start a script, write python before it: -- python SCRIPT"
-        print(f"speechdp: unknown command {name!r}; speechdp --help lists them; {script}", file=sys.stderr)
+        meant = did_you_mean(name, SUBCOMMANDS)
+        known = "speechdp --help lists them"
+        print(f"speechdp: unknown command {name!r}{meant or f'; {known}'}; {script}", file=sys.stderr)
         raise SystemExit(exit_codes.USAGE)
     return parse(name, rest)
 

@@ -97,7 +97,7 @@ def test_the_overview_does_not_wait_for_torch() -> None:
 def test_an_unknown_command_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert speechdp(["trian", "DATA", "RUN"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("speechdp: unknown command 'trian'\n") and "  train " in err
+    assert err.startswith("speechdp: unknown command 'trian'; did you mean train?\n") and "  train " in err
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from speechdp.labels.lexicon import (
     built_in_pronunciations,
     grapheme_lexicon,
     is_mark,
+    own_lexicon,
     refuse_unknown,
 )
 from speechdp.labels.text_normalise import without_punctuation
@@ -107,7 +108,7 @@ class Pronounced:
         lexicon: all of the lexicon that is given, else what was found of the words.
         unknown: words without a pronunciation, sorted.
         remedy: what to do about these.
-        notices: what to tell the user of those that were guessed.
+        notices: what to tell the user of those that were guessed, and of where the others are from.
     """
 
     lexicon: Lexicon
@@ -128,9 +129,10 @@ def find_pronunciations(words: set[str], options: PrepareOptions, given: Lexicon
         lexicon, remedy = grapheme_lexicon(words), "they have no letters: take them out"
     else:
         lexicon, remedy = built_in_pronunciations(words)
+    sources = _sources(lexicon) if options.lexicon is None else ()
     unknown = sorted(words - lexicon.pronunciations.keys())
     if not unknown or options.unknown_words != "g2p":
-        return Pronounced(lexicon, unknown, remedy)
+        return Pronounced(lexicon, unknown, remedy, sources)
     known, phones = lexicon, frozenset[str]()
     if given is None:
         parts = {part for word in unknown for part in parts_of(word)}
@@ -139,7 +141,16 @@ def find_pronunciations(words: set[str], options: PrepareOptions, given: Lexicon
     guessed = guess_pronunciations(unknown, known, options.g2p_model, phones)
     unknown = [word for word in unknown if word not in guessed]
     remedy = f"g2p knows none either; {remedy}"
-    return Pronounced(lexicon.with_words(guessed), unknown, remedy, _guesses(guessed))
+    return Pronounced(lexicon.with_words(guessed), unknown, remedy, (*_guesses(guessed), *sources))
+
+
+def _sources(lexicon: Lexicon) -> tuple[str, ...]:
+    """Say whose pronunciations those are that nobody gave, where they are not only our own."""
+    ours = sum(word.lower() in own_lexicon() for word in lexicon.words)
+    cmudict = counted(len(lexicon.words) - ours, "word")
+    if ours == len(lexicon.words):
+        return ()
+    return (f"pronunciations: CMUdict's for {cmudict}, built in for {ours:,}; --lexicon takes yours",)
 
 
 def _guesses(found: Mapping[str, Pronunciation]) -> tuple[str, ...]:
