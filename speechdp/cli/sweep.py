@@ -95,7 +95,7 @@ class SweepCommand:
     def _on_rank(self, session: Session) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.support.distributed import reporter_maker  # noqa: PLC0415
-        from speechdp.experiments.sweep.training import check_sweep, run_sweep  # noqa: PLC0415
+        from speechdp.experiments.sweep.training import check_sweep, names_of, run_sweep  # noqa: PLC0415
         from speechdp.ownership.overwrite import SWEEP, check_kind, check_overwrite, empty  # noqa: PLC0415
         from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
         from speechdp.train.origin import RESTART_REASON  # noqa: PLC0415
@@ -124,7 +124,7 @@ class SweepCommand:
             return exit_codes.STOPPED
         if comm.rank == 0:
             print_report(self.out_dir, self.target)
-            say_how_many_failed(failed, len(plan.runs()), None)
+            say_how_many_failed(failed, len(names_of(plan, comm.size)), None)
         return 1 if failed else 0
 
 

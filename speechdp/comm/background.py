@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
+
+_made: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def exchanging() -> set[threading.Thread]:
+    """Return the strategies' threads of this process that have not ended: their exchanges may go on."""
+    return {thread for thread in list(_made) if thread.is_alive()}
 
 
 class ExchangeThread:
@@ -19,6 +27,7 @@ class ExchangeThread:
         self._function = function
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        _made.add(self._thread)
         self._thread.start()
 
     def _run(self) -> None:

@@ -416,7 +416,9 @@ def _setting_options(
     own = {
         name: value
         for name, value in settings.items()
-        if name not in given and f"{_SETTING_VARIABLE[option]}{name}" not in environment
+        if name not in given
+        # --interface is the user's as well, and said for this job, not for all.
+        and (f"{_SETTING_VARIABLE[option]}{name}" not in environment or name.endswith("_if_include"))
     }
     return [word for name, value in own.items() for word in (option, name, value)]
 

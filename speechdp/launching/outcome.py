@@ -90,6 +90,19 @@ def is_complete(target: Target) -> bool:
     return state is not None and state != target.marker_before
 
 
+def has_tried_all(target: Target) -> bool:
+    """Tell whether a sweep has trained all runs but those that it says have failed: it is over for now."""
+    if target.subcommand != "sweep":
+        return False
+    try:
+        record = parse_json((target.directory / "sweep.json").read_text(encoding="utf-8"))
+        runs, failed = list(record["runs"]), dict(record["failed"])
+        done = [(target.directory / name / "completed.json").is_file() for name in runs if name not in failed]
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+    return bool(failed) and all(done)
+
+
 def how_a_script_goes_on(end: JobEnd, exit_code: int, folder: Path | None) -> str:
     """Return what follows the reason that a user's script was stopped or has failed, a clause or "".
 

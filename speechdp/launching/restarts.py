@@ -16,7 +16,7 @@ from speechdp.errors import ConfigError
 from speechdp.launching.faults import Fault, first_cause, short_name
 from speechdp.launching.forwarded_options import has_option, plain_option
 from speechdp.launching.hostfile import Host, Hostfile, is_this_machine
-from speechdp.launching.outcome import Target, last_checkpoint
+from speechdp.launching.outcome import Target, has_tried_all, last_checkpoint
 from speechdp.launching.processes import descendants, kill
 from speechdp.launching.supervise import JobEnd
 
@@ -116,6 +116,8 @@ class Restarts:
         if exit_code == 0 or self.policy.max_restarts == 0 or end.stop_signal is not None:
             return ""
         if (self.target is None and not self.is_script) or exit_code in _NEVER_AGAIN:
+            return ""
+        if exit_code == exit_codes.FAILED and self.target is not None and has_tried_all(self.target):
             return ""
         # What a script has saved is not known, nor what its exit code means.
         if not self.is_script and self._is_refusal(end, exit_code) and not self._has_gone_on():

@@ -133,7 +133,6 @@ class Strategy(ABC):
         comm: the ranks.
         timeline: where exchanges and updates are recorded.
         peers: the channel between two ranks, with `traits.needs_peers`.
-        observer: itself where it goes by the training loss (`ObservesLoss`), else None.
         channels: that one, and what `set_up` opens besides: `close` closes them, `peer_bytes` counts.
     """
 
@@ -143,7 +142,6 @@ class Strategy(ABC):
     comm: Communicator
     timeline: Timeline
     peers: PeerCommunicator
-    observer: ObservesLoss | None
     channels: list[PeerCommunicator | Communicator]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -152,6 +150,12 @@ class Strategy(ABC):
         cls.name = cls.__module__.rpartition(".")[2]
 
     # -- what it is -------------------------------------------------------------------------------------
+
+    @final
+    @property
+    def observer(self) -> ObservesLoss | None:
+        """Itself where it goes by the training loss, else None."""
+        return self if isinstance(self, ObservesLoss) else None
 
     @property
     def traits(self) -> Traits:
@@ -191,7 +195,6 @@ class Strategy(ABC):
         made: _Strategy = dataclasses.replace(self)  # type: ignore[type-var]
         made.replica, made.comm, made.timeline = replica, comm, timeline
         made.check_ranks(comm)
-        made.observer = made if isinstance(made, ObservesLoss) else None
         made.channels = []
         try:
             if made.traits.needs_peers:

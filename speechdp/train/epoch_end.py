@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from speechdp.comm.base import ReduceOp
-from speechdp.errors import RunError
+from speechdp.errors import DivergedError, RunError
 from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
 from speechdp.parallel.run_files import Metrics
 from speechdp.parallel.strategy import final_models
@@ -24,7 +24,8 @@ def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: float, time_s
         time_s: training time of the run so far, s.
 
     Raises:
-        RunError: no frame was learnt, no loss was finite, or nothing of the held-out split scored.
+        DivergedError: no loss was finite.
+        RunError: no frame was learnt, or nothing of the held-out split scored.
     """
     loss, frames, learnt = parts.comm.allreduce(at.epoch_loss.clone(), name="epoch_loss").tolist()
     if frames == 0 and learnt > 0:
@@ -32,7 +33,7 @@ def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: float, time_s
         which, remedy = (
             ("--precision fp16: ", "train with --precision bf16 or fp32, ") if scales else ("", "")
         )
-        raise RunError(
+        raise DivergedError(
             f"{which}the loss was finite in no step of the epoch; {remedy}lower --learning-rate, or inspect "
             "the data"
         )

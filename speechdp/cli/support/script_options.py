@@ -135,7 +135,10 @@ def check_training(data: Path, options: TrainOptions, out: Path, *, on_this_mach
     on_gpu = on_this_machine and ranks_on_gpus(options.device) > 0
     if not on_this_machine:
         loading = dataclasses.replace(options.loading, preprocess_on="cpu")
-        shared = dataclasses.replace(shared, precision="fp32", loading=loading)
+        shared = dataclasses.replace(shared, loading=loading)
+    if on_gpu or not on_this_machine:
+        # Whether a GPU can compute in it is tried on it: this process would keep its memory beside the ranks.
+        shared = dataclasses.replace(shared, precision="fp32")
     device = torch.device("cuda" if on_gpu else "cpu")
     check_overwriting(Session(Dataset.open(data), SerialCommunicator(), device), shared, out)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from speechdp.comm.background import exchanging
 from speechdp.comm.base import Communicator
 from speechdp.errors import DivergedError, RunError
 from speechdp.experiments.record import write_json
@@ -27,19 +28,22 @@ def failure_of(
     Args:
         run_dir: of the run, on a disk that all ranks share.
         train: collective.
-        synchronous: of the run's strategy.  Threads of others may still exchange after a failure.
+        synchronous: of the run's strategy.
 
     Raises:
-        as `train`; DivergedError where only some ranks have diverged.
+        as `train`; DivergedError where only some ranks have diverged, or a thread of the strategy may still
+        exchange: it would disturb the runs after this one.
     """
     nonce, sent_bytes = comm.broadcast_object(secrets.token_hex(4)), comm.sent_bytes
     if comm.rank == 0:
         _forget(run_dir)
     comm.barrier()
+    threads = exchanging()
     try:
         train()
     except DivergedError as error:  # a full disk, say, is no fault of the run's
-        has_spoken = _note(run_dir, nonce, comm.rank, comm.sent_bytes - sent_bytes)
+        facts = {"sent_bytes": comm.sent_bytes - sent_bytes, "is_exchanging": bool(exchanging() - threads)}
+        has_spoken = _note(run_dir, nonce, comm.rank, facts)
         if not (has_spoken and synchronous and _have_all_failed(comm, run_dir, nonce)):
             raise
         message = str(comm.broadcast_object(str(error)))
@@ -67,16 +71,16 @@ def _have_all_failed(comm: Communicator, run_dir: Path, nonce: str) -> bool:
         found = [read_object(path, []) or {} for path in _notes(run_dir, nonce)]
         sent = [number(note, "sent_bytes") for note in found]
         if len(sent) >= len(comm.alive) and None not in sent:
-            return len(set(sent)) == 1
+            return len(set(sent)) == 1 and not any(note.get("is_exchanging") for note in found)
         if time.monotonic() > end_s:
             return False
         time.sleep(_LOOK_S)
 
 
-def _note(run_dir: Path, nonce: str, rank: int, sent_bytes: float) -> bool:
-    """Note that this rank has failed, and what it had sent until then; return whether the disk took it."""
+def _note(run_dir: Path, nonce: str, rank: int, facts: dict[str, float | bool]) -> bool:
+    """Note that this rank has failed, and where in its exchanges; return whether the disk took it."""
     with suppress(RunError):  # what went wrong first is what counts
-        write_json(_folder(run_dir) / f"failed-{nonce}-{rank:04d}.json", {"sent_bytes": sent_bytes})
+        write_json(_folder(run_dir) / f"failed-{nonce}-{rank:04d}.json", facts)
         return True
     return False
 

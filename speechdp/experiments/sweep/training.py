@@ -68,6 +68,12 @@ def check_sweep(
     session.comm.barrier()
 
 
+def names_of(plan: SweepPlan, ranks: int) -> list[str]:
+    """Return the names of the runs that a sweep trains on so many ranks, in their order."""
+    with_baseline = ranks > 1 and plan.one_rank_steps > 0
+    return [*([ONE_RANK] if with_baseline else []), *plan.runs()]
+
+
 def run_sweep(
     session: Session,
     options: TrainOptions,
@@ -92,8 +98,7 @@ def run_sweep(
         as `train_run`; ConfigError where `out_dir` holds a sweep with other options.
     """
     runs = plan.runs()
-    with_baseline = session.comm.size > 1 and plan.one_rank_steps > 0
-    names = [*([ONE_RANK] if with_baseline else []), *runs]
+    names = names_of(plan, session.comm.size)
     record = SweepRecord(tuple(names), decode_split=plan.decode_split, ranks=session.comm.size)
     record = _begin(session, record, out_dir)
     alignments = make_alignments(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from speechdp.comm.background import ExchangeThread
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
@@ -114,6 +116,33 @@ def test_ranks_that_fail_between_other_exchanges_do_not_go_on(
         seen.append("raised")
 
     run_threads(2, rank, timeout_s=240.0)
+    assert seen == ["raised", "raised"]
+
+
+def test_a_run_whose_exchanges_may_go_on_ends_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "_PATIENCE_S", 1.0)
+    over = threading.Event()
+    seen: list[str] = []
+
+    def wait() -> None:
+        over.wait()
+
+    def rank(comm: Communicator) -> None:
+        def train() -> None:
+            if comm.rank == 1:
+                ExchangeThread("waiting for a rank that has failed", wait)
+            raise DivergedError(DIVERGED)
+
+        with pytest.raises(RunError, match="the loss is nan"):
+            failure_of(comm, tmp_path, train, synchronous=True)
+        seen.append("raised")
+
+    try:
+        run_threads(2, rank, timeout_s=240.0)
+    finally:
+        over.set()
     assert seen == ["raised", "raised"]
 
 

@@ -111,10 +111,20 @@ def test_mpirun_is_not_told_twice_what_the_user_tells_it(option: str) -> None:
 def test_what_the_environment_says_is_not_overruled() -> None:
     """mpirun takes its options before OMPI_MCA_NAME, Open MPI 5's daemons theirs before PRTE_MCA_NAME."""
     job = LaunchJob(CLUSTER, PROGRAM, (), interface="eth0")
-    environment = {"OMPI_MCA_pml": "ucx", "OMPI_MCA_oob_tcp_if_include": "ib0"}
-    assert settings(mpirun_command(job, MPI4, environment)).keys().isdisjoint({"pml", "oob_tcp_if_include"})
+    environment = {"OMPI_MCA_pml": "ucx", "OMPI_MCA_oob_tcp_keepalive_time": "9"}
+    others = settings(mpirun_command(job, MPI4, environment)).keys()
+    assert others.isdisjoint({"pml", "oob_tcp_keepalive_time"})
+    of_daemons = mpirun_command(job, MPI5, {"PRTE_MCA_oob_tcp_keepalive_time": "9"})
+    assert "oob_tcp_keepalive_time" not in settings(of_daemons, "--prtemca")
+
+
+def test_the_interface_named_for_this_job_is_that_of_its_traffic() -> None:
+    job = LaunchJob(CLUSTER, PROGRAM, (), interface="eth0")
+    of_a_site = {"OMPI_MCA_oob_tcp_if_include": "ib0", "OMPI_MCA_btl_tcp_if_include": "ib0"}
+    found = settings(mpirun_command(job, MPI4, of_a_site))
+    assert (found["oob_tcp_if_include"], found["btl_tcp_if_include"]) == ("eth0", "eth0")
     of_daemons = mpirun_command(job, MPI5, {"PRTE_MCA_oob_tcp_if_include": "ib0"})
-    assert "oob_tcp_if_include" not in settings(of_daemons, "--prtemca")
+    assert settings(of_daemons, "--prtemca")["oob_tcp_if_include"] == "eth0"
 
 
 @pytest.mark.parametrize("name", ["pml", "btl", "btl_tcp_if_include"])

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,17 @@ def test_too_few_hosts_end_it_unless_fewer_ranks_will_do(tmp_path: Path) -> None
         restarts(tmp_path, num_ranks=6, gone=["n3"]).next_hosts([])
     fewer = restarts(tmp_path, num_ranks=6, policy=RestartPolicy(1, min_ranks=3), gone=["n3"])
     assert fewer.next_hosts([]) == HOSTS[:2]
+
+
+def test_a_sweep_that_is_over_is_not_started_again_for_the_runs_that_have_failed(tmp_path: Path) -> None:
+    job = replace(restarts(tmp_path), target=Target("sweep", tmp_path, None))
+    said = JobEnd(1, None, (Fault("said", 0, "n1"),))
+    (tmp_path / "sweep.json").write_text('{"runs": ["a", "b"], "failed": {"a": "the loss is nan"}}')
+    save(tmp_path / "b", 10)
+    assert job.why_not(said, 1) is None  # b was under way: its disk may have been full
+    (tmp_path / "b" / "completed.json").write_text("{}")
+    assert job.why_not(said, 1) == ""
+    assert job.why_not(KILLED, 137) is None  # in the race
 
 
 def test_what_would_fail_again_is_not_started_again(tmp_path: Path) -> None:
