@@ -137,16 +137,17 @@ def by_batch(record: TuneRecord) -> dict[int, list[Setting]]:
     return found
 
 
-def regret(ends: Mapping[str, Finish], chosen: str, which: str) -> float:
+def regret(ends: Mapping[str, Finish], chosen: str) -> float:
     """Return how much later the chosen setting reached the target than the soonest one, as a share.
+
+    Infinite where it did not reach it.
 
     Args:
         ends: of all settings that could be trained.
-        which: target, for messages.
     """
     best_s = min(end.mean_s for end in ends.values())
     if math.isinf(best_s):
-        raise SystemExit(f"no setting reached {which} target with all seeds; give more --epochs")
+        return math.inf
     return ends[chosen].mean_s / best_s - 1 if chosen in ends else math.inf
 
 
@@ -197,13 +198,15 @@ def judge(
     if not curves or target is None or tuned.target is None:
         raise SystemExit(f"{cluster}: no setting could be trained to the end and raced")
     _, ends = finishes(curves, target)
+    if all(math.isinf(end.mean_s) for end in ends.values()):
+        raise SystemExit("no setting reached the comparison's target with all seeds; give more --epochs")
     _, own_ends = finishes(curves, tuned.target)
     return Verdict(
         cluster,
         tuned.chosen,
         next(iter(ends)),
-        regret(ends, tuned.chosen, "the comparison's"),
-        regret(own_ends, tuned.chosen, "tune's"),
+        regret(ends, tuned.chosen),
+        regret(own_ends, tuned.chosen),
         luck(ends, len(runs)),
         tuned.spent_s,
         sum(cost_s(run, tuned.start_s) for found in runs.values() for run in found),

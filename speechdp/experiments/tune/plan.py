@@ -328,8 +328,10 @@ class Curve:
 def shrinkage(curves: Sequence[Curve], end_s: float) -> float:
     """Return what share of its last gain a run is expected to gain when it trains for as long again.
 
-    Learning slows down: each doubling of the time brings less than the one before.  How much less is seen in
-    all runs together, from the doubling before the last one to the last; a single run shows it badly.
+    Learning slows down: each doubling of the time brings less than the one before, and that share falls as
+    well.  It is seen in all runs together, from the doubling before the last one to the last; a single run
+    shows it badly.  The next share is taken to be the square of that: runs of a small LSTM had 1, 0.76, 0.46
+    and 0.19, one doubling after another.
 
     Args:
         end_s: until when the runs have been trained.
@@ -341,7 +343,7 @@ def shrinkage(curves: Sequence[Curve], end_s: float) -> float:
         return 0.0
     last = sum(curve.at(end_s) - curve.at(end_s / 2) for curve in curves)
     before = sum(curve.at(end_s / 2) - curve.at(end_s / 4) for curve in curves)
-    return min(max(last / before, 0.0), 1.0) if before > 0 else 0.0
+    return min(max(last / before, 0.0), 1.0) ** 2 if before > 0 else 0.0
 
 
 @dataclass(frozen=True)
