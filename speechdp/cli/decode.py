@@ -15,6 +15,8 @@ from speechdp.options.recognition import RecognitionOptions
 from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from speechdp.comm.base import Communicator
     from speechdp.data.shards.dataset import Dataset
     from speechdp.decode.recognise import DecodingOptions
@@ -94,9 +96,8 @@ class DecodeCommand:
         """Return the search options, where none is given with what was tuned before.  Collective."""
         from speechdp.decode.graph import Grammar  # noqa: PLC0415
         from speechdp.decode.transcribe import grammar_of  # noqa: PLC0415
-        from speechdp.decode.tuning import earlier_weights  # noqa: PLC0415
 
-        if self.search.weights or self.tune_on is not None:
+        if self.tune_on is not None:
             return self.search
         found: tuple[dict[str, float], str] = {}, ""
         if comm.rank == 0:
@@ -104,7 +105,7 @@ class DecodeCommand:
                 grammar = Grammar.GRAPH
             else:
                 grammar = grammar_of(dataset) if self.grammar == "auto" else Grammar(self.grammar)
-            found = earlier_weights(self.run_dir, grammar, self.search.rescore_lm)
+            found = self.search.earlier_weights(self.run_dir, grammar)
         weights, line = comm.broadcast_object(list(found))
         if line and comm.rank == 0:
             _tell(line)
@@ -144,18 +145,29 @@ class DecodeCommand:
 
     def _decoding_options(self, search: RecognitionOptions) -> DecodingOptions:
         """Return what the recogniser takes.  Raises ConfigError: options that do not go together."""
-        from speechdp.decode.graph import Grammar  # noqa: PLC0415
+        from speechdp.decode.graph import OF_ANY_LENGTH, Grammar  # noqa: PLC0415
         from speechdp.decode.kaldi_graph import KaldiGraphFiles  # noqa: PLC0415
 
+        grammar = None if self.grammar == "auto" else Grammar(self.grammar)
         if self.graph is None and (self.words or self.mdl):
             raise ConfigError("--words and --mdl go with --graph HCLG.fst; add it or leave them out")
         if self.graph is not None and self.grammar != "auto":
             raise ConfigError(f"--graph replaces --grammar {self.grammar}; leave one of them out")
+        if self.graph is not None:
+            self._refuse_weights(("lm_scale", "insertion_log_prob", "silence_probability"), "--graph")
+        if grammar is not None and grammar not in OF_ANY_LENGTH:
+            self._refuse_weights(("insertion_log_prob",), f"--grammar {self.grammar}")
         return search.decoding(
             graph=None if self.graph is None else KaldiGraphFiles.of(self.graph, self.words, self.mdl),
-            grammar=None if self.grammar == "auto" else Grammar(self.grammar),
+            grammar=grammar,
             normalise=self.normalise,
         )
+
+    def _refuse_weights(self, names: Sequence[str], beside: str) -> None:
+        """Refuse weights that another option leaves without effect.  Raises ConfigError naming the first."""
+        for name in names:
+            if name in self.search.weights:
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect with {beside}; leave it out")
 
 
 def _tell(line: str) -> None:

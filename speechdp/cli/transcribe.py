@@ -17,7 +17,7 @@ from speechdp.options.recognition import RecognitionOptions
 from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
 
     from speechdp.data.shards.dataset import Dataset
     from speechdp.decode.recognise import DecodingOptions
@@ -53,75 +53,86 @@ class TranscribeCommand:
 
     def run(self) -> int:
         """Recognise the files and print their words."""
-        from speechdp.comm.device import choose_device  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.support.outputs import growing_files  # noqa: PLC0415 - keeps --help fast
+        from speechdp.comm.device import choose_device  # noqa: PLC0415
+        from speechdp.comm.environment import announced  # noqa: PLC0415
         from speechdp.decode.transcribe import Transcriber, kept_data  # noqa: PLC0415
-        from speechdp.files import write_text_atomically  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
 
-        out, ctm, nbest_out = self._places()
+        launch = announced()
+        if launch is not None and launch.size > 1:
+            raise ConfigError(
+                f"transcribe runs on one rank, not {launch.size}; give it without mpirun or srun"
+            )
+        outputs = self._outputs()
         recordings = self._recordings()
         trained = load_model(self.run_dir, choose_device(self.device, 0))
         kept = kept_data(self.run_dir)
         transcriber = Transcriber(trained, kept, self._options(kept), self.longest)
-        found: list[Transcription] = []
-        began = time.monotonic()
-        for name, path in recordings.items():
-            try:
-                found.append(transcriber.transcribe(path, name))
-            except ConfigError as error:  # one bad file of many does not cost the others
-                print(f"speechdp: {error}", file=sys.stderr)
-                continue
-            if found[-1].is_too_short:
-                print(f"speechdp: {path}: too short to hold a word; leave it out", file=sys.stderr)
-            if self.out is None:
-                print(found[-1].line(), end="", flush=True)
-        took = time.monotonic() - began
-        if out is not None:
-            write_text_atomically(out, "".join(each.line() for each in found))
-        if ctm is not None:
-            write_text_atomically(ctm, "".join(each.ctm() for each in found))
-        if nbest_out is not None:
-            write_text_atomically(nbest_out, "".join(each.nbest() for each in found))
-        print(_summary(found, took), file=sys.stderr)
-        return 0 if len(found) == len(recordings) else exit_codes.FAILED
+        done = _Done()
+        with growing_files(list(outputs), "recording") as add:
+            for name, path in recordings.items():
+                try:
+                    found = transcriber.transcribe(path, name)
+                except ConfigError as error:  # one bad file of many does not cost the others
+                    print(f"speechdp: {error}", file=sys.stderr)
+                    continue
+                if found.is_too_short:
+                    print(f"speechdp: {path}: too short to hold a word; leave it out", file=sys.stderr)
+                if self.out is None:
+                    print(found.line(), end="", flush=True)
+                add([text_of(found) for text_of in outputs.values()])
+                done.count(found)
+        print(done.summary(), file=sys.stderr)
+        return 0 if done.recordings == len(recordings) else exit_codes.FAILED
 
-    def _places(self) -> list[Path | None]:
-        """Return where --out, --ctm and --nbest-out are written, if they are.
+    def _outputs(self) -> dict[Path, Callable[[Transcription], str]]:
+        """Return where --out, --ctm and --nbest-out are written, if they are, and what of a recording.
 
         Raises:
             ConfigError: one of them cannot be; before the work.
         """
-        from speechdp.cli.support.outputs import output_file  # noqa: PLC0415
+        from speechdp.cli.support.outputs import output_file, partial_of  # noqa: PLC0415
+        from speechdp.decode.transcribe import Transcription  # noqa: PLC0415
 
         if (self.nbest_out is None) != (self.search.nbest == 0):
             raise ConfigError("--nbest N and --nbest-out FILE go together; give both or neither")
-        given = (self.out, self.ctm, self.nbest_out)
-        places = [None if path is None else output_file(path, overwrite=self.overwrite) for path in given]
-        written = [path.absolute() for path in places if path is not None]
-        if len(set(written)) < len(written):
-            raise ConfigError("two of --out, --ctm and --nbest-out are the same file; give one for each")
-        return places
+        outputs: dict[Path, Callable[[Transcription], str]] = {}
+        for given, text_of in (
+            (self.out, Transcription.line),
+            (self.ctm, Transcription.ctm),
+            (self.nbest_out, Transcription.nbest),
+        ):
+            if given is None:
+                continue
+            place = output_file(given, overwrite=self.overwrite)
+            output_file(partial_of(place), overwrite=self.overwrite)
+            if place.absolute() in map(Path.absolute, outputs):
+                raise ConfigError("two of --out, --ctm and --nbest-out are the same file; give one for each")
+            outputs[place] = text_of
+        return outputs
 
     def _options(self, kept: Dataset) -> DecodingOptions:
         """Return the options given, with the weights that were tuned where none are; say which."""
         from speechdp.decode.transcribe import grammar_of  # noqa: PLC0415
-        from speechdp.decode.tuning import earlier_weights  # noqa: PLC0415
 
-        if self.search.weights:
-            return self.search.decoding()
-        weights, line = earlier_weights(self.run_dir, grammar_of(kept), self.search.rescore_lm)
+        weights, line = self.search.earlier_weights(self.run_dir, grammar_of(kept))
         if line:
             print(f"speechdp: {line}", file=sys.stderr)
         return self.search.with_weights(weights).decoding()
 
     def _recordings(self) -> dict[str, Path]:
         """Return the files given and those in the folders given, by name.  Raises ConfigError."""
-        from speechdp.data.corpora.audio_folder import find_audio, recording_names  # noqa: PLC0415
+        from speechdp.data.corpora.audio_folder import (  # noqa: PLC0415
+            find_audio,
+            recording_names,
+            without_converted,
+        )
 
         if not self.files:
             raise ConfigError("no audio files given; name some after RUN, or a folder that holds some")
         found: dict[str, Path] = {}
-        for given in self.files:
+        for given in without_converted(self.files):
             files = find_audio(given, unreadable=True) if given.is_dir() else [given]
             for path, name in recording_names(given if given.is_dir() else given.parent, files).items():
                 if name in found:
@@ -133,14 +144,39 @@ class TranscribeCommand:
         return found
 
 
-def _summary(found: Sequence[Transcription], took_s: float) -> str:
-    from speechdp.timing.memory import peak_rss_bytes  # noqa: PLC0415 - keeps --help fast
+@dataclass
+class _Done:
+    """How much was recognised, and how long that takes.
 
-    seconds, failed = (sum(each.duration_s for each in found), sum(each.failed_s for each in found))
-    text = f"{counted(len(found), 'recording')}, {seconds:,.1f} s in {took_s:,.1f} s"
-    if seconds:
-        text += f": real-time factor {took_s / seconds:.3f}"
-    text += f", peak memory {peak_rss_bytes() / 2**20:,.0f} MiB"
-    if failed:
-        text += f"; nothing found in {failed:,.1f} s of them: try a wider --beam"
-    return text
+    Attributes:
+        recordings: how many.
+        duration_s: of them together, seconds.
+        failed_s: seconds of them for which nothing was found.
+    """
+
+    recordings: int = 0
+    duration_s: float = 0.0
+    failed_s: float = 0.0
+    _began: float = field(default_factory=time.monotonic)
+
+    def count(self, found: Transcription) -> None:
+        """Count a recording."""
+        self.recordings += 1
+        self.duration_s += found.duration_s
+        self.failed_s += found.failed_s
+
+    def summary(self) -> str:
+        """Say in one line what was done in the time until now."""
+        from speechdp.timing.memory import peak_rss_bytes  # noqa: PLC0415 - keeps --help fast
+
+        took_s = time.monotonic() - self._began
+        text = f"{counted(self.recordings, 'recording')}, {self.duration_s:,.1f} s in {took_s:,.1f} s"
+        if self.duration_s:
+            text += f": real-time factor {took_s / self.duration_s:.3f}"
+        text += f", peak memory {peak_rss_bytes() / 2**20:,.0f} MiB"
+        if self.failed_s:
+            text += (
+                f"; nothing found in {self.failed_s:,.1f} s of them, nor in a much wider search: see that "
+                "they hold speech in the language of the model"
+            )
+        return text

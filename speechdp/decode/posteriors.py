@@ -5,6 +5,7 @@ Legend: T frames of an utterance, C classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from speechdp.data.kaldi.matrix import write_matrix
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
-from speechdp.decode.recognise import TrainedModel, check_origin
+from speechdp.decode.recognise import TrainedModel, check_origin, check_task
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_written
@@ -49,8 +50,10 @@ class PosteriorOptions:
     prior_scale: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.prior_scale >= 0:
-            raise ConfigError(f"--prior-scale {self.prior_scale}: must not be negative")
+        if not 0 <= self.prior_scale < math.inf:
+            raise ConfigError(f"--prior-scale {self.prior_scale}: must be a number from 0 on")
+        if self.kind == "log_posterior" and self.prior_scale != 1:
+            raise ConfigError("--prior-scale has no effect with --kind log_posterior; leave it out")
         if self.scp is not None and self.scp.absolute() == self.archive.absolute():
             raise ConfigError(f"--scp {self.scp}: is the archive itself; give another name")
 
@@ -83,6 +86,7 @@ def write_posteriors(
         ShardError: a shard is damaged.
         RunError: the model gives NaN, or the disk refuses.
     """
+    check_task(dataset)
     check_origin(trained.config, dataset, load_classes(dataset.classes_path))
     for path in filter(None, (options.archive, options.scp)):
         if not path.absolute().parent.is_dir() or path.is_dir():
@@ -139,7 +143,8 @@ def _scores(
         for position, one in enumerate(group):
             if not np.isfinite(scores[position]).all():
                 raise RunError(
-                    f"{options.archive}: utterance {one.name}: the model's output is NaN; train it again"
+                    f"{options.archive}: utterance {one.name}: the model's output is NaN or infinite; train "
+                    "it again with a smaller learning rate"
                 )
             yield one.name, scores.pop(position)
 

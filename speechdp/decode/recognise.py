@@ -143,12 +143,13 @@ class DecodingOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be more than 0")
         if self.max_active < 2:
             raise ConfigError(f"--max-active {self.max_active}: must be at least 2")
+        for name in ("acoustic_scale", "prior_scale", "lm_scale", "insertion_log_prob", "lattice_beam"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be finite")
         if not self.prior_scale >= 0:
             raise ConfigError(f"--prior-scale {self.prior_scale}: must not be negative")
         if not 0 <= self.silence_probability < 1:
             raise ConfigError(f"--silence-probability {self.silence_probability}: must lie in [0, 1)")
-        if math.isinf(self.lattice_beam):
-            raise ConfigError(f"--lattice-beam {self.lattice_beam}: must be finite")
         if self.nbest < 0:
             raise ConfigError(f"--nbest {self.nbest}: must not be negative")
         if not 0 <= self.rescore_weight <= 1:
@@ -360,9 +361,11 @@ class SpokenSplit:
         shards = [stack.enter_context(dataset.open_shard(split, i)) for i in range(num_shards)]
         self.transcripts = [text.split() for shard in shards for text in shard.texts]
         if not any(self.transcripts):
+            remedy = "recognise its recordings with speechdp transcribe RUN FILES"
+            if is_kaldi_pdfs(dataset.classes_path):  # which transcribe refuses
+                remedy = "write its scores with speechdp posteriors"
             raise ConfigError(
-                f"{dataset.path}: split {split!r} has no transcripts to count errors by; recognise its "
-                "recordings with speechdp transcribe RUN FILES"
+                f"{dataset.path}: split {split!r} has no transcripts to count errors by; {remedy}"
             )
         self._all = [(shard, i) for shard in shards for i in range(shard.num_utterances)]
         self._comm = comm
@@ -414,6 +417,7 @@ class SpokenSplit:
 
 def check_decodable(trained: TrainedModel, dataset: Dataset, options: DecodingOptions) -> None:
     """Refuse data that the model was not trained for, or that the graph does not fit, by ConfigError."""
+    check_task(dataset)
     if options.graph is None:
         refuse_kaldi_pdfs(dataset.classes_path, "decode")
     elif not is_kaldi_pdfs(dataset.classes_path):
@@ -579,6 +583,14 @@ def _settings(
     values = {"states": graph.num_states, "arcs": graph.num_arcs, "determinised": graph.is_determinised}
     files = {} if options.graph is None else {name: str(path) for name, path in vars(options.graph).items()}
     return {"options": settings, "graph": values | files, **({"tuning": tuning} if tuning else {})}
+
+
+def check_task(dataset: Dataset) -> None:
+    """Refuse data whose speech is not to be recognised, by ConfigError; their class list is another's."""
+    if dataset.task != "acoustic":
+        raise ConfigError(
+            f"{dataset.path}: holds spectrograms for synthesis; give data prepared without --task synthesis"
+        )
 
 
 def check_origin(config: dict[str, Any], dataset: Dataset, classes: StateInventory | KaldiPdfs) -> None:

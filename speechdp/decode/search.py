@@ -92,7 +92,7 @@ class Searcher:
         """
         if not np.isfinite(log_likelihoods).all():
             raise RunError(
-                "the model's output is NaN or infinite; decode an earlier checkpoint or train it again"
+                "the model's output is NaN or infinite; train it again with a smaller learning rate"
             )
         self.num_searched += 1
         # DecodableCtc knows nothing of CTC: it returns matrix[t, label - 1], so labels are class + 1.

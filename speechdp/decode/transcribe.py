@@ -43,7 +43,7 @@ def kept_data(run_dir: Path) -> Dataset:
     if not (folder / "lexicon.txt").is_file():
         raise RunError(
             f"{folder}: keeps no lexicon to recognise words with; runs of this version keep it, so train "
-            "again, or prepare the recordings with --like RUN and use decode"
+            "again, or prepare the recordings and their transcripts with --like RUN and use decode"
         )
     return Dataset.open(folder)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,16 @@ class EarlierTuning:
         """Say in one line why the values are not used for another grammar."""
         return (
             f"{self.path}: what decode --tune-on {self.split} chose is for the grammar {self.grammar.value} "
-            f"and not used; this is {grammar.value}, for which --acoustic-scale and its like set others"
+            f"and not used; this is {grammar.value}"
+        )
+
+    def set_aside(self, given: Collection[str]) -> str:
+        """Say in one line that the values are not used because others are given, by their names."""
+        options = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        return (
+            f"{options} {'is' if len(given) == 1 else 'are'} given, so what decode --tune-on {self.split} "
+            f"chose ({_listed(self.chosen)}) is not used; scales and scores that are not given have their "
+            "defaults"
         )
 
 
@@ -151,6 +160,24 @@ def earlier_weights(
     if earlier is None:
         return {}, ""
     return (earlier.weights, earlier.summary()) if earlier.is_for(grammar) else ({}, earlier.refusal(grammar))
+
+
+def weights_set_aside(
+    run_dir: Path, grammar: Grammar, given: Collection[str], rescore_lm: Path | None = None
+) -> str:
+    """Return a line on what was tuned for a run and is not used because weights are given; "": nothing was.
+
+    Args:
+        run_dir: the run.
+        grammar: what is searched.
+        given: names of the weights that are given.
+        rescore_lm: as for `earlier_tuning`.
+    """
+    try:
+        earlier = earlier_tuning(run_dir, rescore_lm)
+    except RunError:  # it would not have been used
+        return ""
+    return "" if earlier is None or not earlier.is_for(grammar) else earlier.set_aside(given)
 
 
 def tune(

@@ -14,6 +14,7 @@ from speechdp.errors import ConfigError
 from speechdp.options.shown import shown
 
 if TYPE_CHECKING:
+    from speechdp.decode.graph import Grammar
     from speechdp.decode.recognise import DecodingOptions
 
 
@@ -60,10 +61,29 @@ class RecognitionOptions:
         }
         return {name: value for name, value in every.items() if value is not None}
 
+    def earlier_weights(self, run_dir: Path, grammar: Grammar) -> tuple[dict[str, Any], str]:
+        """Return what decode --tune-on chose for a run, if no weight is given, and a line to tell about it.
+
+        Args:
+            run_dir: the run.
+            grammar: what is searched.
+
+        Raises:
+            RunError: the record of the tuning is damaged.
+        """
+        from speechdp.decode import tuning  # noqa: PLC0415 - keeps --help fast
+
+        tuned_with = self.rescore_lm if self.rescore_weight is None else None  # a share that is given stays
+        if self.weights:
+            return {}, tuning.weights_set_aside(run_dir, grammar, self.weights, tuned_with)
+        weights, line = tuning.earlier_weights(run_dir, grammar, tuned_with)
+        if line and not weights:
+            line += ", for which --acoustic-scale and its like set others"
+        return weights, line
+
     def with_weights(self, weights: Mapping[str, Any]) -> RecognitionOptions:
-        """Return them with other weights; a --rescore-weight that is given stays."""
-        own = {} if self.rescore_weight is None else {"rescore_weight": self.rescore_weight}
-        return replace(self, **{**weights, **own})
+        """Return them with other weights."""
+        return replace(self, **weights)
 
     def decoding(self, **others: Any) -> DecodingOptions:
         """Return what the recogniser takes, which has the defaults.

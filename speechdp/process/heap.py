@@ -1,8 +1,9 @@
 """Keep what tensors have freed for the next ones, and give it back to the system now and then.
 
 Batches of different lengths make tensors of different sizes, and between them oneDNN keeps small pieces for
-each shape that it has met.  What is free between those is too small for the next batch, so glibc takes more
-from the system, and keeps all of it: a rank that has 0.4 GB in use holds 1.2 GB after 50 epochs.
+each of the last 1,024 kernels that it has made, one or more a shape.  What is free between those is too small
+for the next batch, so glibc takes more from the system, and keeps all of it: a rank that has 0.4 GB in use
+holds 1.2 GB after 50 epochs.  Shapes do not come again soon, so fewer kernels do.
 
 Pages that come from the system are cleared by the kernel, a tenth of a CPU rank's time where each step gives
 back what its tensors had and takes it again, as glibc lets it; more still where each large tensor has pages
@@ -14,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 
 #: Free memory is given back so often at most, s: what is used again is cleared by the kernel, some 0.05 s.
 EVERY_S = 5.0
@@ -23,6 +24,16 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _MOST_FREE, _LARGEST_IN_HEAP = 1 << 30, (32 << 20) - 1  # glibc takes no more for the second
 #: By these a user says how the heap is to be.
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+
+#: Kernels that oneDNN keeps: some times those of a step, for training on chunks, whose shapes are the same.
+_KERNELS = "64"
+_KERNELS_VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+
+
+def keep_few_kernels(environ: MutableMapping[str, str]) -> None:
+    """Let oneDNN keep few kernels, before it makes the first; not where the user has set how many."""
+    if _KERNELS_VARIABLE.replace("ONEDNN", "DNNL") not in environ:  # the name that it had
+        environ.setdefault(_KERNELS_VARIABLE, _KERNELS)
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> None:

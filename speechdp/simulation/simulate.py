@@ -145,7 +145,7 @@ def scenario_of(runs: Sequence[MeasuredRun], request: Request) -> tuple[Scenario
         assumptions += _limit_inside(within, between, request)
     algorithm = request.algorithm or ("auto" if any(run.on_gpu for run in chosen) else "ring")
     cluster = Cluster(per_node, within, between, algorithm)
-    progress = _progress(runs, chosen, measured, cluster)
+    progress = _progress(runs, chosen, measured)
     scenario = Scenario(work, model, cluster, request.factors, progress, spread_of(runs), MODEL_ERROR)
     return scenario, tuple(assumptions)
 
@@ -267,13 +267,12 @@ def _combined(fitted: LinkSpeed | None, given: GivenLink, otherwise: LinkSpeed) 
     return link
 
 
-def _progress(
-    runs: Sequence[MeasuredRun], chosen: Sequence[MeasuredRun], model: Model, cluster: Cluster
-) -> float:
+def _progress(runs: Sequence[MeasuredRun], chosen: Sequence[MeasuredRun], model: Model) -> float:
     """Return how far exchanges went on beside backward in the runs, over the links fitted to them."""
     crossing = chosen[0].crosses
     link = fit_link(runs, model, crosses=crossing)
     if link is None:
         return 1.0
-    as_measured = replace(cluster, ranks_per_node=chosen[0].ranks_per_node, within=link, between=link)
+    # Of rings, as links are fitted, whatever form is to be predicted.
+    as_measured = Cluster(chosen[0].ranks_per_node, link, link, "ring")
     return fit_progress(chosen, MeasuredWork.of(chosen), model, as_measured)

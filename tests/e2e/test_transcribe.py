@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import signal
 import wave
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +17,12 @@ import soundfile
 import torch
 
 from speechdp.cli.main import run as speechdp
+from speechdp.decode.graph import Grammar
 from speechdp.decode.recognise import DecodingOptions
-from speechdp.decode.transcribe import Transcriber, kept_data
+from speechdp.decode.transcribe import TimedWord, Transcriber, Transcription, kept_data
+from speechdp.errors import RunError
 from speechdp.labels import decision_tree
+from speechdp.process.ending import Ended
 from speechdp.tasks.model_file import load_model
 from speechdp.train import tied_states
 from tests.helpers.corpora import some_fsdd
@@ -87,7 +92,9 @@ def test_what_was_tuned_is_used_unless_something_is_given(
         assert f"speechdp: acoustic-scale {chosen['acoustic_scale']:g}, prior-scale " in said
         assert "as decode --tune-on dev chose them" in said
         assert speechdp(["transcribe", run, recording, "--lm-scale", "1"]) == 0
-        assert "as decode --tune-on" not in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "as decode --tune-on" not in said
+        assert "speechdp: --lm-scale is given, so what decode --tune-on dev chose (acoustic-scale " in said
     finally:
         (trained.run / "wer-test.json").write_bytes(before)
         (trained.run / "tuned.json").unlink()
@@ -191,3 +198,146 @@ def test_what_cannot_be_transcribed(
         assert "keeps no lexicon" in capsys.readouterr().err
     finally:
         (trained.run / "gone").rename(kept)
+
+
+class Echo:
+    """In place of a model: hears the name of each file, and ends where it is told.
+
+    Attributes:
+        ends: what ends it, by the name of the recording.
+        alive: what it has returned, while somebody keeps it.
+    """
+
+    def __init__(self, ends: dict[str, BaseException] | None = None) -> None:
+        self.ends = ends or {}
+        self.alive = weakref.WeakSet[Transcription]()
+        self.most_alive = 0
+
+    def __call__(self, *_: object) -> Echo:
+        return self
+
+    def transcribe(self, _path: Path, name: str) -> Transcription:
+        if name in self.ends:
+            raise self.ends[name]
+        self.most_alive = max(self.most_alive, len(self.alive))
+        found = Transcription(name, (TimedWord(f"word-{name}", 0.5, 0.25, 0.5),), 2.0, 1.5)
+        self.alive.add(found)
+        return found
+
+
+@pytest.fixture
+def echo(monkeypatch: pytest.MonkeyPatch) -> Echo:
+    heard = Echo()
+    monkeypatch.setattr("speechdp.decode.transcribe.Transcriber", heard)
+    monkeypatch.setattr("speechdp.decode.transcribe.kept_data", lambda _run: None)
+    monkeypatch.setattr("speechdp.decode.transcribe.grammar_of", lambda _kept: Grammar.WORD_LOOP)
+    monkeypatch.setattr("speechdp.tasks.model_file.load_model", lambda _run, _device: None)
+    return heard
+
+
+def recordings_in(folder: Path, *names: str) -> str:
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (Ended(signal.SIGTERM), 143, "ended by SIGTERM"),
+        (RunError("the model's output is NaN"), 1, "the model's output is NaN"),
+    ],
+)
+def test_what_was_finished_before_an_end_is_left(
+    echo: Echo,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    end: BaseException,
+    exit_code: int,
+    said: str,
+) -> None:
+    folder = recordings_in(tmp_path / "talks", "a.wav", "b.wav", "c.wav", "d.wav")
+    out, ctm = tmp_path / "out.txt", tmp_path / "words.ctm"
+    command = ["transcribe", "RUN", folder, "-o", str(out), "--ctm", str(ctm)]
+    echo.ends = {"c": end}
+    assert speechdp(command) == exit_code
+    assert capsys.readouterr().err == (
+        f"speechdp: {out}.partial: holds what was finished, 2 recordings\n"
+        f"speechdp: {ctm}.partial: holds what was finished, 2 recordings\n"
+        f"speechdp: {said}\n"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
+        "out.txt.partial",
+        "words.ctm.partial",
+    ]
+    assert Path(f"{out}.partial").read_text() == "a word-a\nb word-b\n"
+    assert Path(f"{ctm}.partial").read_text() == "a 1 0.50 0.25 word-a 0.50\nb 1 0.50 0.25 word-b 0.50\n"
+    # They may be hours of work.
+    echo.ends = {}
+    assert speechdp(command) == 1
+    assert "out.txt.partial: exists; give another name or add --overwrite" in capsys.readouterr().err
+    assert speechdp([*command, "--overwrite"]) == 0
+    assert out.read_text() == "a word-a\nb word-b\nc word-c\nd word-d\n"
+    assert ctm.read_text().count("\n") == 4 and not list(tmp_path.glob("*.partial"))
+
+
+def test_where_nothing_was_finished_nothing_is_left(
+    echo: Echo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = recordings_in(tmp_path / "talks", "a.wav")
+    echo.ends = {"a": KeyboardInterrupt()}
+    (tmp_path / "out.txt").write_text("of before")
+    assert speechdp(["transcribe", "RUN", folder, "-o", str(tmp_path / "out.txt"), "--overwrite"]) == 130
+    assert capsys.readouterr().err == "speechdp: interrupted\n"
+    assert (tmp_path / "out.txt").read_text() == "of before"
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["out.txt"]
+
+
+def test_many_recordings_take_no_more_memory_than_one(
+    echo: Echo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = recordings_in(tmp_path / "talks", *(f"{number}.wav" for number in range(5)))
+    assert speechdp(["transcribe", "RUN", folder, "-o", str(tmp_path / "out.txt")]) == 0
+    assert echo.most_alive <= 1
+    said = capsys.readouterr().err
+    assert said.startswith("speechdp: 5 recordings, 10.0 s in ") or said.startswith(
+        "5 recordings, 10.0 s in "
+    )
+    assert "; nothing found in 7.5 s of them, nor in a much wider search" in said
+
+
+def test_what_was_converted_as_advised_is_not_in_the_way(
+    echo: Echo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = recordings_in(tmp_path / "talks", "a.m4a", "a.wav", "b.M4A", "c.flac", "b.c.aac")
+    files = [str(path) for path in sorted(Path(folder).iterdir())]
+    for given in ([folder], files):
+        assert speechdp(["transcribe", "RUN", *given]) == 0
+        names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+        assert sorted(names) == ["a", "b", "b.c", "c"]
+    # Two that can be read are two recordings.
+    (Path(folder) / "a.flac").touch()
+    assert speechdp(["transcribe", "RUN", folder]) == 1
+    assert "are both utterance a; rename one" in capsys.readouterr().err
+
+
+def test_ranks_that_would_all_do_the_same_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = recordings_in(tmp_path / "talks", "a.wav")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    assert speechdp(["transcribe", "RUN", folder]) == 1
+    assert (
+        capsys.readouterr().err
+        == "speechdp: transcribe runs on one rank, not 4; give it without mpirun or srun\n"
+    )
+
+
+def test_an_old_run_is_told_what_decode_needs(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunError, match="prepare the recordings and their transcripts with --like RUN and use"
+    ):
+        kept_data(tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-import resource
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch
 
 import speechdp
 from speechdp.cli.support.console import make_console
+from speechdp.cli.support.ranks import raise_file_limit
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.device import choose_device, exchange_device
@@ -29,7 +29,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.launching.cores import share_cores
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.stop import StopRequest
-from speechdp.process.heap import keep_freed_memory
+from speechdp.process.heap import keep_few_kernels, keep_freed_memory
 from speechdp.timing.gpu import gpu_facts
 from speechdp.train.origin import git_state
 from speechdp.train.progress import ConsoleReporter, Reporter, SilentReporter
@@ -64,6 +64,7 @@ class SessionRequest:
             "data checksum": dataset.checksum,
             "configuration": self.options.fingerprint(),
             "options of loading": str(self.options.loading),
+            "--tolerate-loss": str(self.options.faults.tolerate_loss),
             **{name: str(value) for name, value in self.others.items()},
         }
 
@@ -97,7 +98,7 @@ def _train(
 ) -> int:
     dataset = Dataset.open(request.data)
     check_world(comm, request.facts(dataset))
-    _raise_file_limit()
+    raise_file_limit()
     share_cores(comm.allgather_object(environment.host_name()), environment.host_name())
     with StopRequest() as stop:
         session = _session(comm, request, dataset, stop)
@@ -114,7 +115,7 @@ def _train_or_feed(
 
     dataset = Dataset.open(request.data)
     check_world(job, request.facts(dataset))
-    _raise_file_limit()
+    raise_file_limit()
     share_cores(job.roles.hosts, environment.host_name())
     # A feeder notes a request to stop as well, and serves on until the ranks that train have ended.
     with StopRequest() as stop:
@@ -130,13 +131,6 @@ def _train_or_feed(
         return goodbye.exit_code
 
 
-def _raise_file_limit() -> None:
-    """Let this rank open as many files as the system lets it: a shard in use is one."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
 def _session(
     comm: Communicator,
     request: SessionRequest,
@@ -150,8 +144,13 @@ def _session(
         comm: the ranks that train.
         roles: of all ranks of the job, where some feed.
     """
+    keep_few_kernels(os.environ)
     keep_freed_memory(os.environ)  # where steps are taken it is given back; feeders take none
     options = request.options
+    if request.others.get("--resume") is False:
+        # A run that goes on may have fewer ranks.  Runs of a comparison are told to go on, too, and other
+        # commands choose how many ranks their jobs have.
+        options.check_slow_ranks(comm.size)
     device = choose_device(options.device, comm.local_rank)
     check_devices(comm, device)
     reporter = reporter_maker(comm)(request.label)

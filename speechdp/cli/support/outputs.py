@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from speechdp.errors import ConfigError
-from speechdp.files import cannot_be_written, check_writable, why_no_folder
+from speechdp.counting import counted
+from speechdp.errors import ConfigError, RunError
+from speechdp.files import cannot_be_written, check_writable, hand_over, sync, sync_name, why_no_folder
 
 
 def output_file(path: Path, *, overwrite: bool) -> Path:
@@ -41,3 +46,69 @@ def output_file(path: Path, *, overwrite: bool) -> Path:
     except OSError as error:
         raise ConfigError(cannot_be_written(path, error)) from error
     return place
+
+
+def partial_of(path: Path) -> Path:
+    """Return what a file is called by `growing_files` until it is whole."""
+    return path.with_name(f"{path.name}.partial")
+
+
+@contextmanager
+def growing_files(paths: Sequence[Path], what: str) -> Iterator[Callable[[Sequence[str]], None]]:
+    """Yield what adds the text of one thing more to each of the files, in the order of `paths`.
+
+    They have their names on a clean exit.  Where the block raises, hours of work may be in them: they stay as
+    NAME.partial, which a line says, with what was added whole; those with nothing in them go.
+
+    Args:
+        paths: where to write them; what is there is replaced.
+        what: what is added, to count it by: "recording".
+
+    Raises:
+        RunError: the disk refuses.
+    """
+    sizes = {partial_of(path): 0 for path in paths}
+    count = 0
+
+    def add(texts: Sequence[str]) -> None:
+        nonlocal sizes, count
+        grown = dict(sizes)
+        for (path, size), text in zip(sizes.items(), texts, strict=True):
+            data = text.encode()
+            with _writing(path), path.open("ab") as file:
+                file.write(data)
+            grown[path] = size + len(data)
+        sizes, count = grown, count + 1
+
+    try:
+        for partial in sizes:
+            with _writing(partial), partial.open("wb"):
+                pass
+        yield add
+        for path in paths:
+            with _writing(path):
+                sync(partial_of(path))
+                hand_over(partial_of(path), path)
+            sync_name(path)
+    except BaseException:
+        for partial, size in sizes.items():
+            with contextlib.suppress(OSError):  # what went wrong first is what counts
+                _leave(partial, size, counted(count, what))
+        raise
+
+
+def _leave(partial: Path, size: int, finished: str) -> None:
+    """Leave a file with what was added to it whole, and tell of it; remove it where that is nothing."""
+    if size == 0:
+        partial.unlink(missing_ok=True)
+    elif partial.exists():
+        os.truncate(partial, size)
+        print(f"speechdp: {partial}: holds what was finished, {finished}", file=sys.stderr)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(cannot_be_written(path, error)) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 
 from speechdp.comm.base import Communicator
@@ -25,8 +26,16 @@ def over_ranks(backend: str, device: str, function: Callable[[Communicator], int
     def run(comm: Communicator) -> int | None:
         if comm.size > 1:
             share_cores(comm.allgather_object(host_name()), host_name())
+        raise_file_limit()
         start.over()
         return function(comm)
 
     exchanged_on = exchange_device(device)
     return guard(lambda: start.waiting_for_all_ranks(lambda: create_communicator(backend, exchanged_on)), run)
+
+
+def raise_file_limit() -> None:
+    """Let this rank open as many files as the system lets it: a shard in use is one."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

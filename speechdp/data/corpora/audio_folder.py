@@ -74,7 +74,8 @@ def find_audio(source: Path, *, unreadable: bool = False) -> list[Path]:
 
     Args:
         source: the folder.
-        unreadable: also those in formats that cannot be read, so that reading them says so.
+        unreadable: also those in formats that cannot be read, so that reading them says so, but for those
+            that have been converted.
 
     Raises:
         ConfigError: no such folder, or no audio in it.
@@ -84,14 +85,27 @@ def find_audio(source: Path, *, unreadable: bool = False) -> list[Path]:
             f"{source}: {why_no_folder(source)}; give a Kaldi data directory or a folder of audio"
         )
     suffixes = _AUDIO_SUFFIXES | _OTHER_SUFFIXES if unreadable else _AUDIO_SUFFIXES
-    files = sorted(
-        path
-        for path in _files_below(source)
-        if path.suffix.lower() in suffixes and not _NO_AUDIO.match(path.name)
+    files = without_converted(
+        sorted(
+            path
+            for path in _files_below(source)
+            if path.suffix.lower() in suffixes and not _NO_AUDIO.match(path.name)
+        )
     )
     if not files:
         raise ConfigError(f"{source}: holds no audio ({' '.join(sorted(_AUDIO_SUFFIXES))}); check the path")
     return files
+
+
+def without_converted(files: Iterable[Path]) -> list[Path]:
+    """Return files without those that cannot be read and have been converted to one that can, beside them."""
+    every = list(files)
+    readable = {path.with_suffix("") for path in every if path.suffix.lower() in _AUDIO_SUFFIXES}
+    return [
+        path
+        for path in every
+        if path.suffix.lower() not in _OTHER_SUFFIXES or path.with_suffix("") not in readable
+    ]
 
 
 def _files_below(source: Path) -> Iterator[Path]:

@@ -269,6 +269,8 @@ def shift_samples(sampling_rate: int, config: FeatureConfig) -> int:
 def shift_s(sampling_rate: int, config: FeatureConfig) -> float:
     """Return the seconds between two frames as they lie in the audio.
 
+    The rate is 0 where it is not known: of Kaldi's own features.
+
     10 ms are 220.5 samples at 22,050 Hz, of which frames are 220 apart: `FeatureConfig.frame_shift_s`, by
     which they are named, would be a fifteenth of a second off after half a minute.
 
@@ -276,7 +278,7 @@ def shift_s(sampling_rate: int, config: FeatureConfig) -> float:
         >>> round(3000 * shift_s(22_050, FeatureConfig()), 3)
         29.932
     """
-    return shift_samples(sampling_rate, config) / sampling_rate
+    return shift_samples(sampling_rate, config) / sampling_rate if sampling_rate else config.frame_shift_s
 
 
 def window_samples(sampling_rate: int, config: FeatureConfig) -> int:

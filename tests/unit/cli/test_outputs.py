@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from speechdp.cli.support.outputs import output_file
-from speechdp.errors import ConfigError
+from speechdp.cli.support.outputs import growing_files, output_file
+from speechdp.errors import ConfigError, RunError
+from tests.helpers.faulty_disk import faulty_disk, full
 
 
 def refused(path: Path, words: str, *, overwrite: bool = True) -> None:
@@ -42,3 +43,46 @@ def test_its_folder_must_be_there(tmp_path: Path) -> None:
     assert output_file(tmp_path / "new.txt", overwrite=False) == tmp_path / "new.txt"
     refused(tmp_path / "file" / "x", "is a file, not a folder; give a name in a folder that exists")
     refused(tmp_path / "none" / "x", "no such folder; give a name in a folder that exists")
+
+
+@pytest.mark.parametrize("ended_by", ["disk", "text"])
+def test_files_that_grow_are_left_with_what_is_whole_in_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ended_by: str
+) -> None:
+    """The first file has the third text already when the second cannot be written."""
+    paths = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    paths[0].write_text("of before")
+    last = "z" if ended_by == "disk" else "\udcff"
+    error = RunError if ended_by == "disk" else UnicodeEncodeError
+    with (
+        faulty_disk(6 if ended_by == "disk" else 0, full()),
+        pytest.raises(error) as raised,
+        growing_files(paths, "recording") as add,
+    ):
+        for texts in (("x\n", "1\n"), ("y\n", "2\n"), ("third\n", last)):
+            add(texts)
+    if ended_by == "disk":
+        assert str(raised.value).startswith(f"{tmp_path}/b.txt.partial: cannot be written (No space left")
+    assert capsys.readouterr().err == "".join(
+        f"speechdp: {path}.partial: holds what was finished, 2 recordings\n" for path in paths
+    )
+    left = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert left == {"a.txt": "of before", "a.txt.partial": "x\ny\n", "b.txt.partial": "1\n2\n"}
+
+
+def test_files_that_grow_have_their_names_when_they_are_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with growing_files([tmp_path / "a.txt", tmp_path / "none.txt"], "recording") as add:
+        add(("x\n", ""))
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt.partial", "none.txt.partial"]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.txt": "x\n", "none.txt": ""}
+    # A disk that does not keep them, or does not rename one, leaves it as it is.
+    with (
+        faulty_disk(2, full()),
+        pytest.raises(RunError, match=r"c\.txt: cannot be written"),
+        growing_files([tmp_path / "c.txt"], "recording") as add,
+    ):
+        add(("x\n",))
+    assert (tmp_path / "c.txt.partial").read_text() == "x\n" and not (tmp_path / "c.txt").exists()
+    assert "c.txt.partial: holds what was finished, 1 recording\n" in capsys.readouterr().err

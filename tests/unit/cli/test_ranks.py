@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from speechdp.cli.support import distributed, ranks
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
-from speechdp.errors import CommunicationError
+from speechdp.errors import CommunicationError, ConfigError
+from speechdp.options.faults import FaultOptions
 from speechdp.options.run import TrainOptions
 
 
@@ -53,6 +56,30 @@ def test_a_training_over_gpus_and_cpus_is_refused(monkeypatch: pytest.MonkeyPatc
         assert said.startswith("rank 1 on ") and " and rank 0 on " in said
 
 
+@pytest.mark.parametrize(
+    ("others", "is_refused"), [({"--resume": False}, True), ({"--resume": True}, False), ({}, False)]
+)
+def test_a_run_that_begins_slows_down_no_rank_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, others: dict[str, object], is_refused: bool
+) -> None:
+    """One that goes on may have lost it; jobs of other commands have as many ranks as their tables say."""
+    nothing: Any = None
+    request = distributed.SessionRequest(Path("D"), TrainOptions(slow_ranks="1:5"), "run", others)
+    monkeypatch.setattr(distributed, "keep_freed_memory", lambda _environ: None)
+    if is_refused:
+        with pytest.raises(ConfigError, match="--slow-ranks 1:5: there is no rank 1"):
+            distributed._session(SerialCommunicator(), request, nothing, nothing)
+    else:
+        distributed._session(SerialCommunicator(), request, nothing, nothing)
+
+
+def test_ranks_that_differ_in_whether_they_tolerate_a_loss_are_told_apart() -> None:
+    dataset: Any = SimpleNamespace(checksum="abc")
+    given = (TrainOptions(faults=FaultOptions(tolerate_loss=tolerates)) for tolerates in (False, True))
+    one, other = (distributed.SessionRequest(Path("D"), options, "run").facts(dataset) for options in given)
+    assert {name for name in one if one[name] != other[name]} == {"--tolerate-loss"}
+
+
 def test_ranks_of_a_host_share_its_cores_where_nobody_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of a training do; each alone would take all of them."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -76,3 +103,19 @@ def test_ranks_of_a_host_share_its_cores_where_nobody_says_how_many(monkeypatch:
     monkeypatch.setattr(ranks, "create_communicator", create)
     assert ranks.over_ranks("mpi", "cpu", lambda comm: comm.rank) == 0
     assert shared == [4]
+
+
+def test_a_rank_may_open_as_many_files_as_the_system_lets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of a training: a split of more shards than the soft limit is decoded, too."""
+    monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setattr(ranks, "create_communicator", lambda _backend, _device: SerialCommunicator())
+    seen: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
+    try:
+        ranks.over_ranks(
+            "serial", "cpu", lambda _: seen.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        )
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert seen == [before[1]]

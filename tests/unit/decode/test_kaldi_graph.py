@@ -13,11 +13,13 @@ from speechdp.cli.decode import DecodeCommand
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
 from speechdp.data.shards.shard import ShardHeader, ShardWriter, Utterance
+from speechdp.data.signal.features import FeatureConfig
 from speechdp.decode.kaldi_graph import KaldiGraphFiles, read_kaldi_graph
 from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.decode.tuning import tune
 from speechdp.errors import ConfigError
 from speechdp.labels.kaldi_pdfs import KaldiPdfs
+from speechdp.options.recognition import RecognitionOptions
 from tests.helpers.kaldi_files import PDFS_OF_TUPLES, text_model
 from tests.helpers.oracle import FEATURES, Spoken, oracle, write_dataset
 
@@ -50,19 +52,21 @@ def pdfs_of(*words: str) -> list[int]:
     return [PDFS_OF_TUPLES[i - 1] for word in words for i in (YES if word == "yes" else NO)]
 
 
-def write_pdf_dataset(path: Path, said: dict[str, tuple[str, ...]]) -> Dataset:
+def write_pdf_dataset(
+    path: Path, said: dict[str, tuple[str, ...]], rate: int = 8000, config: FeatureConfig = FEATURES
+) -> Dataset:
     """Write a data directory of Kaldi's pdfs whose frames are those of words."""
     path.mkdir()
     KaldiPdfs(NUM_PDFS).save(path / "classes.txt")
-    header = ShardHeader(FEATURES, 8000, NUM_PDFS, "kaldi", "test")
+    header = ShardHeader(config, rate, NUM_PDFS, "kaldi", "test")
     with ShardWriter(path / "test-00000.h5", header) as writer:
         for utterance, words in said.items():
-            pdfs = pdfs_of(*words)
-            features = np.zeros((len(pdfs), FEATURES.feature_dim), np.float32)
+            pdfs = pdfs_of(*(words or ("yes",)))
+            features = np.zeros((len(pdfs), config.feature_dim), np.float32)
             features[:, 0] = pdfs
             writer.add(Utterance(utterance, "s", " ".join(words), features, np.array(pdfs, np.int32)))
     split = SplitEntry.of([ShardEntry.of(writer)], ["s"])
-    Manifest(8000, FEATURES, NUM_PDFS, "kaldi", "given", {"test": split}).write(path)
+    Manifest(rate, config, NUM_PDFS, "kaldi", "given", {"test": split}).write(path)
     return Dataset.open(path)
 
 
@@ -85,6 +89,29 @@ def test_what_was_said_is_recognised(files: KaldiGraphFiles, tmp_path: Path) -> 
     assert values["graph"]["states"] == 5 and "graph" not in values["options"]
     tuned = tune(oracle(NUM_PDFS), dataset, "test", options, SerialCommunicator())
     assert set(tuned.record["chosen"]) == {"acoustic_scale", "prior_scale"}
+
+
+def test_kaldis_own_features_are_timed_by_their_frame_shift(
+    files: KaldiGraphFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As `prepare --kaldi --feats` makes them: nobody knows the sampling rate."""
+    config = FeatureConfig(kind="kaldi", kaldi_dim=4, frame_shift_ms=20.0, dtype="float32")
+    dataset = write_pdf_dataset(tmp_path / "data", {"a": ("yes", "no") * 25}, 0, config)
+    num_frames = len(pdfs_of(*("yes", "no") * 25))
+    monkeypatch.setattr("speechdp.tasks.model_file.load_model", lambda _run, _device: oracle(NUM_PDFS))
+    command = DecodeCommand(tmp_path / "run", dataset.path, graph=files.graph, backend="serial", device="cpu")
+    command._on_rank(SerialCommunicator())
+    assert f", {num_frames * 0.02:.1f} s of speech; " in capsys.readouterr().out
+
+
+def test_a_split_without_transcripts_is_left_to_kaldi(files: KaldiGraphFiles, tmp_path: Path) -> None:
+    dataset = write_pdf_dataset(tmp_path / "data", {"a": ()})
+    options, comm = DecodingOptions(graph=files), SerialCommunicator()
+    with pytest.raises(ConfigError, match=r"count errors by; write its scores with speechdp posteriors$"):
+        decode_split(oracle(NUM_PDFS), dataset, "test", tmp_path / "run", options, comm)
 
 
 def test_what_was_tuned_for_graphs_is_used_with_a_graph(
@@ -133,6 +160,17 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     for options, about in (
         ({"words": Path("words.txt")}, "go with --graph"),
         ({"graph": Path("HCLG.fst"), "grammar": "word-loop"}, "replaces --grammar word-loop"),
+        *(
+            (
+                {"graph": Path("HCLG.fst"), "search": RecognitionOptions(**{name: 0.5})},
+                f"^--{name.replace('_', '-')} has no effect with --graph",
+            )
+            for name in ("lm_scale", "insertion_log_prob", "silence_probability")
+        ),
+        (
+            {"grammar": "word", "search": RecognitionOptions(insertion_log_prob=0.5)},
+            "^--insertion-log-prob has no effect with --grammar word",
+        ),
     ):
         with pytest.raises(ConfigError, match=about):
             DecodeCommand(tmp_path, tmp_path, **options)._on_rank(SerialCommunicator())  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import UNSEEN_LOG_LIKELIHOOD, log_priors
 from tests.helpers.faulty_disk import faulty_disk, full
 from tests.helpers.oracle import Oracle, OracleModel, Spoken, oracle, write_dataset
+from tests.helpers.tiny_speech import write_tiny_speech
 
 SHARDS = [
     [Spoken("c1", "one two", "one two"), Spoken("a1", "three", "four", 25)],
@@ -138,8 +139,17 @@ def test_places_that_cannot_be_written_are_refused_before_scoring(dataset: Datas
             write(dataset, oracle(dataset.num_classes), archive, scp=scp)
     with pytest.raises(ConfigError, match="is the archive itself"):
         PosteriorOptions("test", tmp_path / "o.ark", tmp_path / "o.ark")
-    with pytest.raises(ConfigError, match="must not be negative"):
-        PosteriorOptions("test", tmp_path / "o.ark", prior_scale=-1)
+    for scale in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match=rf"--prior-scale {scale}: must be a number from 0 on"):
+            PosteriorOptions("test", tmp_path / "o.ark", prior_scale=scale)
+    with pytest.raises(ConfigError, match="--prior-scale has no effect with --kind log_posterior; leave it"):
+        PosteriorOptions("test", tmp_path / "o.ark", kind="log_posterior", prior_scale=0.5)
+
+
+def test_data_of_synthesis_are_told_from_damaged_ones(tmp_path: Path) -> None:
+    speech = write_tiny_speech(tmp_path / "speech")
+    with pytest.raises(ConfigError, match="speech: holds spectrograms for synthesis; give data prepared wit"):
+        write(speech, oracle(speech.num_classes), tmp_path / "out.ark")
 
 
 def test_the_command_needs_a_finished_run(

@@ -21,6 +21,7 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import StateInventory
 from speechdp.report.decoding.page import write_decoding_page
 from tests.helpers.oracle import Oracle, OracleModel, Spoken, oracle, write_dataset
+from tests.helpers.tiny_speech import write_tiny_speech
 
 SHARDS = [
     [Spoken("c1", "one two", "one two"), Spoken("a1", "three", "four", 25)],
@@ -158,6 +159,12 @@ def test_another_class_list_of_the_same_length_is_refused(dataset: Dataset, tmp_
         decode_split(trained, dataset, "test", tmp_path / "run", DecodingOptions(), SerialCommunicator())
 
 
+def test_data_of_synthesis_are_told_from_damaged_ones(tmp_path: Path) -> None:
+    speech, comm = write_tiny_speech(tmp_path / "speech"), SerialCommunicator()
+    with pytest.raises(ConfigError, match="speech: holds spectrograms for synthesis; give data prepared wit"):
+        decode_split(oracle(speech.num_classes), speech, "test", tmp_path / "run", DecodingOptions(), comm)
+
+
 def test_no_split_overwrites_another(tmp_path: Path) -> None:
     for split in ("test", "dev"):
         dataset = write_dataset(tmp_path / split, SHARDS, split)
@@ -188,7 +195,11 @@ def test_full_disk_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
         ({"beam": 0}, "--beam 0"),
         ({"acoustic_scale": float("nan")}, "--acoustic-scale nan"),
         ({"max_active": 1}, "--max-active 1"),
+        ({"acoustic_scale": float("inf")}, "--acoustic-scale inf: must be finite"),
+        ({"lm_scale": float("inf")}, "--lm-scale inf: must be finite"),
+        ({"insertion_log_prob": float("nan")}, "--insertion-log-prob nan: must be finite"),
         ({"prior_scale": -0.5}, "--prior-scale -0.5"),
+        ({"prior_scale": float("inf")}, "--prior-scale inf: must be finite"),
         ({"silence_probability": 1.0}, "--silence-probability 1.0"),
         ({"lattice_beam": float("inf")}, "--lattice-beam inf"),
         ({"nbest": -1}, "--nbest -1"),

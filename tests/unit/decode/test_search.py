@@ -88,5 +88,5 @@ def test_narrow_beam_is_doubled_and_counted() -> None:
 def test_nan_and_infinity_are_refused(value: float) -> None:
     scores = random_scores(0, 20)
     scores[3, 4] = value
-    with pytest.raises(RunError, match="NaN or infinite"):
+    with pytest.raises(RunError, match=r"NaN or infinite; train it again with a smaller learning rate$"):
         Searcher(build_graph(TRANSDUCER, Grammar.WORD)).search(scores)

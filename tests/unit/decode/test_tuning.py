@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from speechdp.cli.decode import DecodeCommand
+from speechdp.cli.synthesize import SynthesizeCommand
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
@@ -24,9 +25,11 @@ from speechdp.decode.recognise import DecodingOptions, decode_split
 from speechdp.decode.tuning import earlier_tuning, tune
 from speechdp.errors import RunError, ShardError
 from speechdp.labels.hmm import StateInventory, states_of
+from speechdp.labels.lexicon import Lexicon
 from speechdp.language.kneser_ney import estimate
 from speechdp.options.recognition import RecognitionOptions
 from speechdp.process.ending import Stopped
+from speechdp.synthesis.recognition import SpeechListener
 from tests.helpers.oracle import Oracle, OracleModel, Spoken, oracle, write_dataset
 
 #: What is said twice is meant once: more costly words (or a smaller acoustic scale) are right.
@@ -239,7 +242,9 @@ def test_command_tunes_and_says_so(
     assert again["options"] == values["options"] and again["wer"] == values["wer"]
     search = RecognitionOptions(acoustic_scale=1.0)
     DecodeCommand(run_dir, dataset.path, search=search, **where)._on_rank(SerialCommunicator())  # type: ignore[arg-type]
-    assert "as decode --tune-on" not in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "as decode --tune-on" not in printed.err
+    assert "--acoustic-scale is given, so what decode --tune-on dev chose (acoustic-scale " in printed.err
     DecodeCommand(run_dir, dataset.path, tune_on="test", **where)._on_rank(SerialCommunicator())  # type: ignore[arg-type]
     assert "the scales were chosen on this split" in capsys.readouterr().out
 
@@ -284,6 +289,61 @@ def test_what_was_tuned_last_is_found_again(dataset: Dataset, tmp_path: Path) ->
     (run_dir / "tuned.json").write_text('{"tuning": {}}')
     with pytest.raises(RunError, match=r"tuned\.json: cannot be read \('options' is missing\); tune again"):
         earlier_tuning(run_dir)
+
+
+def write_tuned(run_dir: Path, grammar: Grammar, chosen: dict[str, float], rescore_lm: str | None) -> None:
+    weights = {"acoustic_scale": 0.4, "prior_scale": 1.0, "insertion_log_prob": 0.0, "lm_scale": 1.0}
+    options = {**weights, "silence_probability": 0.5, "rescore_lm": rescore_lm}
+    record = {"grammar": grammar.value, "options": options, "tuning": {"split": "dev", "chosen": chosen}}
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "tuned.json").write_text(json.dumps(record))
+
+
+def test_a_weight_that_is_given_is_not_told_as_tuned(tmp_path: Path) -> None:
+    other = tmp_path / "other.arpa"
+    chosen = {"acoustic_scale": 0.4, "rescore_weight": 0.7}
+    write_tuned(tmp_path, Grammar.NGRAM, chosen, str(other.resolve()))
+    search = RecognitionOptions(rescore_lm=other)
+    weights, line = search.earlier_weights(tmp_path, Grammar.NGRAM)
+    assert weights["rescore_weight"] == 0.7 and "rescore-weight 0.7" in line
+    search = RecognitionOptions(rescore_lm=other, rescore_weight=0.2)
+    weights, line = search.earlier_weights(tmp_path, Grammar.NGRAM)
+    assert search.with_weights(weights).rescore_weight == 0.2 and search.with_weights(weights).acoustic_scale
+    assert "rescore-weight" not in line and line.startswith("acoustic-scale 0.4, as decode --tune-on dev ")
+    for share, said in ((None, "(acoustic-scale 0.4, rescore-weight 0.7)"), (0.2, "(acoustic-scale 0.4)")):
+        search = RecognitionOptions(acoustic_scale=1.0, rescore_lm=other, rescore_weight=share)
+        assert f" chose {said} is not used; " in search.earlier_weights(tmp_path, Grammar.NGRAM)[1]
+
+
+def test_a_weight_that_is_given_sets_the_tuned_ones_aside_and_says_so(tmp_path: Path) -> None:
+    write_tuned(tmp_path, Grammar.NGRAM, {"acoustic_scale": 0.4}, None)
+    search = RecognitionOptions(lm_scale=1.0, prior_scale=0.5)
+    weights, line = search.earlier_weights(tmp_path, Grammar.NGRAM)
+    assert weights == {} and line.startswith(
+        "--prior-scale and --lm-scale are given, so what decode --tune-on dev chose (acoustic-scale 0.4) is "
+    )
+    # What would not have been used anyway is not missed, nor is what is damaged.
+    assert search.earlier_weights(tmp_path, Grammar.WORD_LOOP) == ({}, "")
+    (tmp_path / "tuned.json").write_text("{")
+    assert search.earlier_weights(tmp_path, Grammar.NGRAM) == ({}, "")
+    with pytest.raises(RunError, match=r"tuned\.json: cannot be read"):
+        RecognitionOptions().earlier_weights(tmp_path, Grammar.NGRAM)
+
+
+def test_options_of_decode_are_advised_to_its_users_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tuned(tmp_path, Grammar.NGRAM, {"acoustic_scale": 0.4}, None)
+    _, line = RecognitionOptions().earlier_weights(tmp_path, Grammar.WORD_LOOP)
+    assert line.endswith("this is word-loop, for which --acoustic-scale and its like set others")
+    dataset = write_dataset(tmp_path / "data", SHARDS)
+    model = unsure(dataset.num_classes)
+    listener = SpeechListener(tmp_path, model, dataset, Lexicon.load(dataset.lexicon_path))
+    monkeypatch.setattr(SpeechListener, "load", lambda *_: listener)
+    command = SynthesizeCommand(tmp_path, recogniser=tmp_path, recogniser_data=dataset.path)
+    found = command._listener(torch.device("cpu"))
+    assert found is not None and found.weights == {}
+    assert capsys.readouterr().err.endswith(" is for the grammar ngram and not used; this is word-loop\n")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import subprocess
 import sys
 
 import pytest
 
-from speechdp.process.heap import EVERY_S, HeapTrimmer
+from speechdp.process.heap import EVERY_S, HeapTrimmer, keep_few_kernels
 
 #: Frees 64 MB in pieces with something small, which is kept, behind each; prints how many kB are given back.
 _PROGRAM = """
@@ -75,3 +77,46 @@ def test_what_is_freed_is_kept_unless_the_user_says_otherwise(environ: dict[str,
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
     )
     assert (int(done.stdout) < 2_000) is is_kept
+
+
+_SHAPES = """
+import os, ctypes
+from speechdp.process.heap import keep_few_kernels
+if FEW:
+    keep_few_kernels(os.environ)
+import torch
+class Used(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "abcdefghij"]
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Used
+lstm = torch.nn.LSTM(4, 8)
+def used(lengths):
+    for length in lengths:
+        lstm(torch.zeros(length, 2, 4))[0].sum().backward()
+    return libc.mallinfo2().h
+before = used(range(1, 81))
+print(used(range(81, 301)) - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc 2.33 or newer")
+def test_kernels_of_many_shapes_keep_little_memory() -> None:
+    def grown(few: bool) -> int:
+        program = [sys.executable, "-c", f"FEW = {few}" + _SHAPES]
+        environment = {n: v for n, v in os.environ.items() if "PRIMITIVE_CACHE" not in n}
+        return int(
+            subprocess.run(program, env=environment, check=True, capture_output=True, text=True).stdout
+        )
+
+    few, many = grown(True), grown(False)
+    assert few < many / 4 and many > 1_000_000
+
+
+@pytest.mark.parametrize("name", ["ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"])
+def test_how_many_kernels_the_user_wants_stays(name: str) -> None:
+    environment = {name: "7"}
+    keep_few_kernels(environment)
+    assert environment == {name: "7"}
+    nothing: dict[str, str] = {}
+    keep_few_kernels(nothing)
+    assert nothing == {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}

@@ -24,7 +24,7 @@ from speechdp.simulation.gains import gains_of
 from speechdp.simulation.links import Cluster, LinkSpeed
 from speechdp.simulation.measured import MeasuredRun, read_measured
 from speechdp.simulation.predict import Interval, Prediction, Scenario, predict
-from speechdp.simulation.simulate import GivenLink, Request, simulate
+from speechdp.simulation.simulate import GivenLink, Request, scenario_of, simulate
 from speechdp.simulation.steps import Draws, MeasuredWork
 from speechdp.simulation.waiting import exposed_s, slowest
 from tests.helpers.measured_runs import FRAMES, MadeUpSteps
@@ -768,3 +768,16 @@ def test_a_run_is_read_as_it_was_measured(tmp_path: Path) -> None:
         read, wanted = getattr(run.times, part), getattr(made.times, part)
         np.testing.assert_allclose(read, wanted[4:], atol=1e-12)  # without the warm-up
     assert (run.nbytes, run.hosts) == (steps.nbytes, ("node-a", "node-a"))
+
+
+@pytest.mark.parametrize("algorithm", ["tree", "hierarchical"])
+def test_how_far_exchanges_went_on_is_told_by_the_form_that_links_are_fitted_with(algorithm: str) -> None:
+    """Whatever form is to be predicted, the runs summed in rings."""
+    run = MadeUpSteps(["a"] * 4 + ["b"] * 4, exchange_s=0.03, nbytes=100 * MB).measured()
+    plain = MadeUpSteps(["a"] * 4 + ["b"] * 4, "model_averaging:period=1", exchange_s=0.04, nbytes=100 * MB)
+    runs, known = [run, plain.measured()], GivenLink(1e9, 1e-5)
+    ring, other = (
+        scenario_of(runs, Request((8,), 4, known, known, algorithm=asked))[0] for asked in ("ring", algorithm)
+    )
+    assert 0 < ring.progress < 1
+    assert other.progress == ring.progress
