@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 #: The options of each command that runs in this process; none: a script of the user's runs.
 _commands: list[frozenset[str]] = []
+#: Folders of runs that are trained as parts of a command's work: --overwrite would delete other parts, too.
+_parts: list[Path] = []
 
 
 @contextmanager
@@ -28,9 +31,31 @@ def of_command(options: Collection[str]) -> Iterator[None]:
         _commands.remove(names)
 
 
+@contextmanager
+def of_part(folder: Path) -> Iterator[None]:
+    """Take the run in `folder`, inside the block, for a part of a command's work, e.g. a run of a sweep."""
+    _parts.append(folder)
+    try:
+        yield
+    finally:
+        _parts.remove(folder)
+
+
 def going_on() -> str:
     """Return what continues work that was broken off, to complete "free some space, then ..."."""
     return "continue with --resume" if _has("resume") else "run again"
+
+
+def starting_over(folder: Path) -> str:
+    """Return how the run in `folder` is begun anew, as an order."""
+    if _has("overwrite") and folder not in _parts:
+        return "start over with --overwrite"
+    return f"delete {folder}, then {going_on()}"
+
+
+def repeating() -> str:
+    """Return what a run's command is repeated with to go on with it, to complete "repeat its command"."""
+    return " with --resume" if _has("resume") else ""
 
 
 def backend(name: str) -> str:

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speechdp import remedies
 from speechdp.checkpoint.state import (
+    ASIDE,
     CHECKPOINT_FORMAT,
     CHECKPOINT_VERSION,
     checkpoint_steps,
@@ -117,7 +119,7 @@ def commit(place: CheckpointPlace, entries: dict[int, Entry], size: int) -> None
         with contextlib.suppress(OSError):  # nobody minds it
             (place.temporary / entry_name(rank)).unlink(missing_ok=True)
     sync(place.temporary)  # the names in it, the other ranks' too
-    aside = place.temporary.with_suffix(".old")
+    aside = place.temporary.with_suffix(ASIDE)
     if place.final.exists():  # of a step that was taken again, after it could not be read
         place.final.rename(aside)
     try:
@@ -162,5 +164,5 @@ def prune(run_dir: Path, written: list[int], gone_on_from: int | None) -> None:
 
 def not_saved(run_dir: Path, error: OSError) -> str:
     """Return the message of a disk that is full, or the like."""
-    problem = cannot_be_written(run_dir / "checkpoints", error, "continue with --resume")
+    problem = cannot_be_written(run_dir / "checkpoints", error, remedies.going_on())
     return f"{problem}; {last_checkpoint_note(run_dir)}"

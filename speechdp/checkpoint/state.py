@@ -18,16 +18,18 @@ from typing import Any
 import safetensors
 from torch import Tensor
 
+from speechdp import remedies
 from speechdp.comm.base import Communicator
 from speechdp.errors import RunError
-from speechdp.files import cannot_be_read, disk_reason, remedy_of
+from speechdp.files import cannot_be_read, cannot_be_written, disk_reason, hand_over, remedy_of
 from speechdp.json_input import parse_json
 
 CHECKPOINT_FORMAT = "speechdp-checkpoint"
 CHECKPOINT_VERSION = 1
 _NAME = re.compile(r"step-[0-9]{8,}")
 _PIECE_BYTES = 4 * 2**20
-_AGAIN = "continue with --resume"
+#: Ending of a checkpoint's name while another of its step takes its place.
+ASIDE = ".old"
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,17 @@ def join_state(prefix: str, values: dict[str, Any], tensors: dict[str, Tensor]) 
 
 def _newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, which may not be there.  Raises OSError: it cannot be listed."""
+    found = (path for path in _paths_in(folder) if _NAME.fullmatch(path.name))
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _paths_in(folder: Path) -> list[Path]:
+    """Return what is in a folder, which may not be there.  Raises OSError: it cannot be listed."""
     # Not by glob, to which a folder that may not be read is an empty one.
     try:
-        paths = list(folder.iterdir())
+        return list(folder.iterdir())
     except FileNotFoundError:
-        if not folder.is_dir():
-            return []
-        paths = list(folder.iterdir())  # it has been made meanwhile
-    return sorted(filter(lambda path: _NAME.fullmatch(path.name), paths), key=_step_of, reverse=True)
+        return list(folder.iterdir()) if folder.is_dir() else []  # it has been made meanwhile
 
 
 def _step_of(folder: Path) -> int:
@@ -113,7 +118,7 @@ def load_checkpoint(
         notices.append(f"passing over {problems[-1].text}")
     if problems:
         # A disk that does not answer may answer again: nobody should give up a run for that.
-        anew = "start over with --overwrite"
+        anew = remedies.starting_over(run_dir)
         remedy = next((f"{p.remedy}, or {anew}" for p in problems if p.remedy), anew)
         told = "; ".join(problem.text for problem in problems)
         raise RunError(f"{run_dir / 'checkpoints'}: no checkpoint can be used: {told}; {remedy}")
@@ -130,9 +135,27 @@ class _Problem:
 
 def _listed(run_dir: Path) -> list[Path]:
     try:
+        _name_again(run_dir / "checkpoints")
         return _newest_first(run_dir / "checkpoints")
     except OSError as error:
-        raise RunError(cannot_be_read(run_dir / "checkpoints", error, _AGAIN)) from error
+        raise RunError(cannot_be_read(run_dir / "checkpoints", error, remedies.going_on())) from error
+
+
+def _name_again(folder: Path) -> None:
+    """Name a checkpoint that a kill has left between two renames: that of its step aside, itself unnamed.
+
+    Raises:
+        OSError: the folder cannot be read.
+        RunError: the disk refuses the name.
+    """
+    for aside in _paths_in(folder):
+        final = folder / aside.name[1:].partition(".")[0]
+        if aside.suffix == ASIDE and _NAME.fullmatch(final.name) and not final.exists():
+            new = aside.with_suffix(".tmp")  # whole: nothing is put aside before the last file is written
+            try:
+                hand_over(new if new.is_dir() else aside, final)
+            except OSError as error:
+                raise RunError(cannot_be_written(final, error, remedies.going_on())) from error
 
 
 def _try_load(
@@ -168,8 +191,8 @@ def _try_load(
     except OSError as error:
         # What is not there, or what the disk has lost, is no better the next time; anything else may be.
         if error.errno not in (None, errno.ENOENT, errno.EIO):
-            raise RunError(cannot_be_read(folder, error, _AGAIN)) from error
-        remedy = f"{remedy_of(error, reading=True)}, then {_AGAIN}"
+            raise RunError(cannot_be_read(folder, error, remedies.going_on())) from error
+        remedy = f"{remedy_of(error, reading=True)}, then {remedies.going_on()}"
         return None, _Problem(f"{folder}: cannot be read ({disk_reason(error)})", remedy)
     except (
         ValueError,

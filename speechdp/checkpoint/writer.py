@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from speechdp import remedies
 from speechdp.checkpoint.folder import (
     LOOK_S,
     CheckpointPlace,
@@ -126,7 +127,7 @@ class CheckpointWriter:
         except OSError as error:
             entry = self._problem(error)
             told = OSError(entry["errno"], entry["problem"])
-            return cannot_be_read(self._folder, told, "continue with --resume")
+            return cannot_be_read(self._folder, told, remedies.going_on())
 
     def _not_seen(self, rank: int, why: str) -> str:
         return why or (
@@ -279,6 +280,6 @@ class CheckpointWriter:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         return (
             f"{self._folder}: checkpoint is not complete: nothing from {names}{more} for "
-            f"{self._patience_s:g} s; look at the disk there, then continue with --resume; "
+            f"{self._patience_s:g} s; look at the disk there, then {remedies.going_on()}; "
             f"{last_checkpoint_note(self._run_dir)}"
         )

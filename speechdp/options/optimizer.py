@@ -75,7 +75,8 @@ class OptimizerOptions:
         """Fill in options not given from `recipe`, for so many epochs and segments per step (None: unknown).
 
         Raises:
-            ConfigError: a learning rate to be scaled that is not known, or that is another optimizer's.
+            ConfigError: a learning rate to be scaled that is not known, or that is another optimizer's; where
+                a warm-up starts, but there is none.
         """
         peak = self._peak(recipe, global_batch)
         start = self.warmup_from
@@ -83,9 +84,15 @@ class OptimizerOptions:
             scale = self._scale(recipe, global_batch)
             start = 0.0 if scale is None else peak / max(scale, 1.0)
         warmup = recipe.warmup_share * epochs if self.warmup_epochs is None else self.warmup_epochs
+        if self.warmup_from is not None and warmup == 0 and not self._is_resolved:
+            raise ConfigError(
+                f"--warmup-from {self.warmup_from:g}: there is no warm-up; give --warmup-epochs, or leave "
+                "it out"
+            )
         anneal_from = self.anneal_from
         if anneal_from is None:
-            anneal_from = math.ceil(warmup) if recipe.warmup_share else -1
+            # As without a recipe, the first epoch has the rate of the plateau where there is no warm-up.
+            anneal_from = max(1, math.ceil(warmup)) if recipe.warmup_share else -1
         return dataclasses.replace(
             self,
             optimizer=self.optimizer or recipe.optimizer,
@@ -97,6 +104,12 @@ class OptimizerOptions:
             warmup_from=start,
             anneal_from=max(1, epochs * 2 // 3) if anneal_from < 0 else anneal_from,
         )
+
+    @property
+    def _is_resolved(self) -> bool:
+        """Whether this is what `resolve` has returned, which fills in a start of the warm-up in any case."""
+        own = (self.optimizer, self.learning_rate, self.momentum, self.warmup_epochs, self.anneal_from)
+        return None not in own
 
     def schedule(self) -> Schedule:
         """Return the learning rate schedule; options must be resolved."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from speechdp.counting import counted
 from speechdp.data.loading.source_request import Context, SourceRequest
 from speechdp.data.plan.epoch_plan import PlanOptions
 from speechdp.data.transforms.augment_options import AugmentOptions
@@ -389,6 +390,18 @@ class TrainOptions:
     def slowness(self, rank: int) -> float:
         """Return by what factor `rank` is slowed down."""
         return _slow_ranks(self.slow_ranks).get(rank, 1.0)
+
+    def check_slow_ranks(self, size: int) -> None:
+        """Refuse to slow down a rank that is none of so many, or does not train.  Raises ConfigError."""
+        parts = self.strategy.parsed.roster(size).part_of_rank
+        for rank in _slow_ranks(self.slow_ranks):
+            if rank >= size:
+                why = f"there is no rank {rank}, only {counted(size, 'rank')}, numbered from 0"
+            elif parts[rank] is None:
+                why = f"rank {rank} trains on nothing with --strategy {self.strategy}"
+            else:
+                continue
+            raise ConfigError(f"--slow-ranks {self.slow_ranks}: {why}; name another, or leave it out")
 
     def to_json(self, size: int | None = None) -> dict[str, Any]:
         """Return the options as JSON-like values; with `size` also their resolved values, as `resolved`."""

@@ -103,6 +103,8 @@ DATA = FolderKind(
 )
 #: Where in a folder others may have an owner: the runs of a sweep are in OUT, those of a search in OUT/runs.
 _OWNED = ("*", "*/*")
+#: What a start may leave besides its owner's file without having begun: status of ranks, files half written.
+_TRACES = ("status", ".*.tmp")
 _KINDS = (RUN, SWEEP, COMPARISON, PROFILE, TUNE, DATA)
 
 
@@ -143,7 +145,7 @@ def check_overwrite(
     except OSError:
         return  # who tries to own it is told why
     try:
-        holds_what_is_said = _is_left(folder) or any(
+        holds_what_is_said = _is_left(folder, kind) or any(
             next(folder.glob(record), None) for record in kind.records
         )
     except OSError as error:
@@ -155,10 +157,18 @@ def check_overwrite(
     check_deletable(folder)
 
 
-def _is_left(folder: Path) -> bool:
-    """Return whether a folder holds only what a start leaves that was killed before it had begun."""
-    names = os.listdir(folder) if folder.is_dir() else []  # noqa: PTH208
-    return bool(names) and all(map(is_owners, names))
+def _is_left(folder: Path, kind: FolderKind) -> bool:
+    """Return whether a folder is empty, or holds only what a start leaves that was killed before it began.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return folder.is_dir() and all(is_owners(path.name) or _is_trace(path, kind) for path in folder.iterdir())
+
+
+def _is_trace(path: Path, kind: FolderKind) -> bool:
+    # Not all that the kind owns: a folder with nothing but `alignments` or `report` may be somebody else's.
+    return any(fnmatch(path.name, pattern) for pattern in _TRACES) and kind.owns(path)
 
 
 def check_deletable(folder: Path) -> None:

@@ -134,7 +134,9 @@ class RunDirectory:
         try:
             yield dict(parse_json(path.read_text(encoding="utf-8")))
         except (ValueError, LookupError, TypeError) as error:
-            raise RunError(f"{path}: cannot be read ({error}); start over with --overwrite") from error
+            raise RunError(
+                f"{path}: cannot be read ({error}); {remedies.starting_over(self.path)}"
+            ) from error
         except OSError as error:
             raise RunError(cannot_be_read(path, error, remedies.going_on())) from error
 
@@ -211,7 +213,7 @@ class RunDirectory:
             difference = _difference(record.get("options"), options, defaults or {})
             raise ConfigError(
                 f"{path}: the run was begun with other options{difference}; "
-                "repeat its command (it stands in run.json) with --resume, or choose another folder"
+                f"repeat its command (it stands in run.json){remedies.repeating()}, or choose another folder"
             )
         if not same_data:
             raise ConfigError(

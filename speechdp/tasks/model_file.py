@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from speechdp import remedies
 from speechdp.data.shards.dataset import MANIFEST_NAME
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, RunError
@@ -134,7 +135,7 @@ def _save(run_dir: Path, model: nn.Module, facts: dict[str, Any], tensors: dict[
         with atomic_path(path) as temporary:
             temporary.write_bytes(content)
     except OSError as error:
-        raise RunError(cannot_be_written(path, error, "continue with --resume")) from error
+        raise RunError(cannot_be_written(path, error, remedies.going_on())) from error
     return path
 
 

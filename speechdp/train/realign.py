@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from speechdp import remedies
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.inputs import FEATURES_ALONE, InputOptions
 from speechdp.data.transforms.preprocess import inputs_of
@@ -61,6 +62,10 @@ def train_with_realignment(
     if options.aligns:
         check_beginning(session, options, run_dir, resume=resume)
         _check_begun(session, options, run_dir)
+        complete = _as_completed(session, options, run_dir) if resume else None
+        if complete is not None:
+            train_run(session, complete, run_dir, resume=True)
+            return
     untied = _align_in_rounds(session, options, run_dir)
     proper = options.on_alignments(_tie(session, options, untied, run_dir))
     if options.realign_from == "throughout":
@@ -98,6 +103,29 @@ def _check_begun(session: Session, options: TrainOptions, run_dir: Path) -> None
             f"--realign {options.realign} leads to {made[-1]}; repeat its command (it stands in run.json) "
             "with --resume, or choose another folder"
         )
+
+
+def _as_completed(session: Session, options: TrainOptions, run_dir: Path) -> TrainOptions | None:
+    """Return the options that a complete run was trained with; None: it is not complete.  Collective.
+
+    Its targets, which may be gone, are not made again.
+
+    Raises:
+        ConfigError: they are there, and were made with other options.
+    """
+    run, found = RunDirectory(run_dir), None
+    if session.comm.rank == 0 and run.is_complete:
+        found = [run.recorded_option(name) for name in ("alignments", "initial_model")]
+    found = session.comm.broadcast_object(found)
+    if found is None:
+        return None
+    alignments, initial_model = found
+    folder = Path(alignments)
+    _made(session, folder, _made_by(options, folder.name))
+    proper = options.on_alignments(folder)
+    if options.realign_from == "throughout":  # a run that was not is refused, whichever round is named
+        proper = dataclasses.replace(proper, initial_model=Path(initial_model or _round_dir(run_dir, 1)))
+    return proper
 
 
 def _last_made(options: TrainOptions, out_dir: Path) -> list[Path]:
@@ -159,7 +187,7 @@ def _align_in_rounds(session: Session, options: TrainOptions, out_dir: Path) -> 
     _check_tied(session, options, out_dir)
     if options.flat_start:
         alignments = out_dir / "alignments" / "0"
-        if _made(session, alignments, {"flat_start": True}) is None:
+        if _made(session, alignments, _made_by(options, alignments.name)) is None:
             align_from_nothing(session, options, alignments)
     rounds = MOST_ROUNDS if options.realign == "auto" else options.realign
     for number in range(1, rounds + 1):
@@ -175,22 +203,33 @@ def _tie(session: Session, options: TrainOptions, alignments: Path | None, out_d
     if options.context == "none":
         return alignments
     output = out_dir / "alignments" / _TIED
-    if _made(session, output, _tied_by(options)) is None:
+    made_by = _made_by(options, _TIED)
+    if _made(session, output, made_by) is None:
         from speechdp.train.tied_states import tie_states  # noqa: PLC0415
 
-        tie_states(session, options, alignments, output, _tied_by(options))
+        tie_states(session, options, alignments, output, made_by)
     return output
 
 
-def _tied_by(options: TrainOptions) -> dict[str, Any]:
-    """Return which alignment is tied, and how."""
+def _made_by(options: TrainOptions, name: str) -> dict[str, Any]:
+    """Return the options that make the alignment in a folder of this name: from nothing, a round's, tied."""
+    if name == _TIED:
+        return {
+            "context": options.context,
+            "tied_states": options.max_classes,
+            "alignments": None if options.alignments is None else str(options.alignments),
+            "flat_start": options.flat_start,
+            "realign": options.realign,
+            "initial_model": _first_model(options) if options.realign else None,
+        }
+    if name == "0":
+        return {"flat_start": True}
     return {
-        "context": options.context,
-        "tied_states": options.max_classes,
-        "alignments": None if options.alignments is None else str(options.alignments),
         "flat_start": options.flat_start,
-        "realign": options.realign,
-        "initial_model": _first_model(options) if options.realign else None,
+        "epochs": options.realign_epochs or options.num_epochs,
+        "realign_criterion": options.realign_criterion if name == "1" else None,
+        "realign_from": None if name == "1" else "scratch" if options.realign_from == "scratch" else "last",
+        "initial_model": _first_model(options),
     }
 
 
@@ -209,7 +248,7 @@ def _check_tied(session: Session, options: TrainOptions, out_dir: Path) -> None:
     """
     if options.context == "none":
         return
-    if _made(session, out_dir / "alignments" / _TIED, _tied_by(options)) is None:
+    if _made(session, out_dir / "alignments" / _TIED, _made_by(options, _TIED)) is None:
         check_initial_model(session.dataset, options)
 
 
@@ -247,19 +286,12 @@ def _make_round(
         previous: targets to train on, if not those in the shards.
     """
     output, round_dir = out_dir / "alignments" / str(number), _round_dir(out_dir, number)
-    epochs = options.realign_epochs or options.num_epochs
-    made_by: dict[str, Any] = {
-        "flat_start": options.flat_start,
-        "epochs": epochs,
-        "realign_criterion": options.realign_criterion if number == 1 else None,
-        "realign_from": None if number == 1 else "scratch" if options.realign_from == "scratch" else "last",
-        "initial_model": _first_model(options),
-    }
+    made_by = _made_by(options, output.name)
     made = _made(session, output, made_by)
     if made is not None:
         share: float | None = made.get("changed_share")
         return share
-    round_options = dataclasses.replace(options.on_alignments(previous), epochs=epochs)
+    round_options = dataclasses.replace(options.on_alignments(previous), epochs=made_by["epochs"])
     if number == 1:
         round_options = dataclasses.replace(round_options, model=options.first_round_model())
     elif _was_begun_by_earlier_version(session, round_dir):
@@ -281,7 +313,8 @@ def _was_begun_by_earlier_version(session: Session, round_dir: Path) -> bool:
     """Return whether a round was begun before rounds could start from the one before.  Collective."""
     run, found = RunDirectory(round_dir), None
     if session.comm.rank == 0:
-        found = run.is_begun and not run.records_option("initial_model")
+        with remedies.of_part(round_dir):
+            found = run.is_begun and not run.records_option("initial_model")
     return bool(session.comm.broadcast_object(found))
 
 
@@ -309,11 +342,12 @@ def train_or_go_on(session: Session, options: TrainOptions, run_dir: Path) -> No
     """
     run = RunDirectory(run_dir)
     done, begun = session.comm.broadcast_object([run.is_complete, run.is_begun])
-    if done:
-        given, defaults = options.to_json(), TrainOptions().to_json()
-        run.check_same(options.fingerprint(), session.dataset.checksum, given, defaults)
-    else:
-        train_run(session, options, run_dir, resume=begun)
+    with remedies.of_part(run_dir):
+        if done:
+            given, defaults = options.to_json(), TrainOptions().to_json()
+            run.check_same(options.fingerprint(), session.dataset.checksum, given, defaults)
+        else:
+            train_run(session, options, run_dir, resume=begun)
 
 
 def _made(session: Session, folder: Path, made_by: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -71,14 +71,14 @@ def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume:
 def _train_run(
     session: Session, options: TrainOptions, run_dir: Path, start: StartGuard, *, resume: bool
 ) -> None:
+    run = RunDirectory(run_dir)
+    if resume and session.comm.broadcast_object(run.is_complete):
+        _keep_complete(session, options, run)  # what it was trained on may be gone
+        return
     # Before a run is begun, which would be in the way later.
     resolved, strategy = _check_options(session, options, resume=resume), options.strategy.parsed
     begin_tolerating(session, options)
     origin = describe_data(session.dataset, options)
-    run = RunDirectory(run_dir)
-    if resume and session.comm.broadcast_object(run.is_complete):
-        _keep_complete(session, options, run)
-        return
     # On rank 0 alone, for run.json and the notice: it takes time that the others would spend in vain.
     num_parameters = _num_parameters(session, resolved) if session.comm.rank == 0 else 0
     state = _prepare_folder(session, options, run, num_parameters, resume=resume)
@@ -168,9 +168,11 @@ def _run_to_end(session: Session, trainer: Trainer, loader: StepLoader, dealing:
 def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: Strategy) -> str:
     """Describe what a recipe amounts to on these ranks: where it does not scale, there is no warm-up."""
     schedule, batch = resolved.schedule(), resolved.batches().batch_size
-    rise = "no warm-up: the batch is not larger than --base-batch"
-    if schedule.warmup_epochs > 0 and schedule.learning_rate > schedule.warmup_from:
+    rise = "no warm-up"
+    if schedule.warmup_epochs > 0 and schedule.learning_rate != schedule.warmup_from:
         rise = f"from {schedule.warmup_from:g} over {schedule.warmup_epochs:g} epochs"
+    elif schedule.warmup_epochs > 0 and options.optimizer.warmup_from is None:  # nothing to rise by
+        rise += ": the batch is not larger than --base-batch"
     return (
         f"recipe {options.recipe}: {batch} segments per rank and step, "
         f"learning rate {schedule.learning_rate:g} ({rise}), strategy {strategy.name}"
@@ -278,7 +280,7 @@ def _take_place(
     if counters.step_in_epoch > 0 and counters.epoch_steps > 0:
         plan = epoch_planner(session, sources.training, options)(counters.epoch)
         done, of = counters.step_in_epoch, counters.epoch_steps
-        counters.step_in_epoch = done * plan.num_steps // of
+        counters.step_in_epoch, counters.epoch_steps = done * plan.num_steps // of, plan.num_steps
         place = (
             f"epoch {counters.epoch + 1} goes on at the same share, step {counters.step_in_epoch} of "
             f"{plan.num_steps} instead of {done} of {of}, and may repeat or miss segments"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from speechdp import remedies
 from speechdp.comm.base import Communicator
 from speechdp.counting import counted
 from speechdp.errors import ConfigError, RunError
@@ -44,7 +45,7 @@ def require_all_ranks(comm: Communicator) -> None:
         RunError: a rank is gone, as agreed on in the last collective; on all that are left.
     """
     if lost := lost_ranks(comm):
-        raise RunError(f"rank {lost[0]} is gone, and a run begins with all its ranks; continue with --resume")
+        raise RunError(f"rank {lost[0]} is gone, and a run begins with all its ranks; {remedies.going_on()}")
 
 
 def lost_ranks(comm: Communicator) -> list[int]:

@@ -80,7 +80,7 @@ class Trainer:
         Raises:
             Stopped: a signal asked for it; a checkpoint holds everything.
             Paused: likewise, after `pause_at` steps, also where the run stood there from the beginning.
-            RunError: the loss is not finite, or a checkpoint cannot be written.
+            RunError: the loss or the final model is not finite, or a checkpoint cannot be written.
         """
         parts = self.parts
         self._pause_at = pause_at
@@ -102,6 +102,7 @@ class Trainer:
         settle_final_model(parts)
         parts.strategy.close()
         self.flush()
+        self._check_final_model()
 
     def _run_together(self, loader: StepLoader, stop: StopAgreement) -> None:
         """Take every step at the same time as the other ranks."""
@@ -180,6 +181,16 @@ class Trainer:
         self.parts.strategy.pause()
         function()
         self.parts.strategy.resume()
+
+    def _check_final_model(self) -> None:
+        """Refuse a final model that is none: with --max-steps it may not have been evaluated.  Collective."""
+        bad = torch.tensor([0.0 if self._is_finite else 1.0], dtype=torch.float64)
+        if self.parts.comm.allreduce(bad, name="final_model", op=ReduceOp.MAX).item() > 0:
+            self._refuse(f"a parameter of the final model is not finite after step {self.counters.step}")
+
+    @property
+    def _is_finite(self) -> bool:
+        return bool(self.parts.replica.parameters.values.isfinite().all())
 
     @property
     def _is_over(self) -> bool:
@@ -328,8 +339,7 @@ class Trainer:
         Raises:
             RunError: the one before cannot be written, or this would hold parameters nobody can go on from.
         """
-        is_finite = bool(self.parts.replica.parameters.values.isfinite().all())
-        if not (is_finite or self._others_mend):
+        if not (self._is_finite or self._others_mend):
             self._refuse(f"a parameter is not finite after step {self.counters.step}")
         if self._saved_at == self._place:
             return

@@ -20,6 +20,7 @@ from speechdp.options.batch import BatchOptions, LoadingOptions
 from speechdp.options.model import ModelOptions
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice, parse_strategy
+from speechdp.process.ending import Paused
 from speechdp.report.runs.folders import read_run
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
@@ -134,6 +135,17 @@ def test_the_epoch_under_way_goes_on_at_the_same_share(dataset: Dataset, tmp_pat
     assert "at the same share, step 2 of 6 instead of 8 of 20, and may repeat or miss segments" in line
     assert line.endswith("every rank takes 2 segments per step, learning rate 0.002")
     assert [line["step"] for line in evaluations(tmp_path)] == [8 + 4, 8 + 4 + 6, 8 + 4 + 6 + 6]
+
+
+def test_a_pause_before_the_first_step_is_recorded_at_that_share(dataset: Dataset, tmp_path: Path) -> None:
+    kill(dataset, OPTIONS, tmp_path, 1, at_step=9)
+
+    def pause(comm: Communicator) -> None:
+        with pytest.raises(Paused):
+            train_run(Session(dataset, comm, CPU, pause_at=8), OPTIONS, tmp_path, resume=True)
+
+    run_threads(4, pause)
+    assert [(line["step"], line["epoch"]) for line in evaluations(tmp_path)] == [(8, pytest.approx(2 / 6))]
 
 
 def test_the_global_batch_stays_where_it_is_given(dataset: Dataset, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ class MadeUpRun:
 
     `data` is every rank's entry of the data path, `feeders` those of the feeders; None leaves them out.
     `others` is how many cores of the host work for others; None: not recorded.
+    `together`: its ranks take their steps together, as is known of runs with a data path.
     `last_gain` is by how much the last evaluation is above the one before, nats/frame.
     """
 
@@ -36,6 +37,7 @@ class MadeUpRun:
     data: Any = None
     feeders: Any = None
     others: float | None = 0.1
+    together: bool = True
     last_gain: float | None = None
 
 
@@ -60,6 +62,8 @@ def write_run(run: MadeUpRun, parent: Path) -> Path:
         (path / "metrics.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     ranks = [_rank(run, rank) for rank in range(run.size)]
     fed = {} if run.feeders is None else {"feeders": run.feeders}
+    if run.together and (run.data is not None or run.feeders is not None):
+        fed["exchange_s"] = min(60 * run.rank_spans.get(rank, run.spans)[4] for rank in range(run.size))
     _write(path / "timing.json", {"warmup_steps": 4, "ranks": ranks, **fed})
     if run.wer is not None:
         rate, low, high = run.wer

@@ -30,8 +30,8 @@ PACKAGE = Path(speechdp.__file__).parent
 OPTIONS = re.compile(r"--(resume|overwrite|hang-timeout|backend|device|max-steps)\b")
 #: Imported by scripts, too, but what names options there happens in commands alone.
 OF_COMMANDS = {
-    "remedies.py": {"going_on", "backend", "device", "longer_wait"},
-    "parallel/run_files.py": {"check_same", "_reading_record"},
+    "remedies.py": {"going_on", "starting_over", "repeating", "backend", "device", "longer_wait"},
+    "parallel/run_files.py": {"check_same"},
     "comm/base.py": {"packets", "check_loss_tolerance"},
     "comm/loss_tolerance.py": {"__init__", "leader_lost", "broadcast"},
     "comm/mpi/communicator.py": {"peers"},
@@ -62,6 +62,17 @@ def test_a_full_disk_is_gone_on_from_as_the_users_command_can(tmp_path: Path) ->
     with remedies.of_command({"out"}):
         assert _disk_remedy(tmp_path) == ["run again"] * 3
     assert _disk_remedy(tmp_path) == ["run again"] * 3
+
+
+def test_a_run_that_is_a_part_of_a_command_is_begun_anew_by_itself() -> None:
+    run, other = Path("OUT/a"), Path("OUT")
+    assert remedies.starting_over(run) == "delete OUT/a, then run again" and remedies.repeating() == ""
+    with remedies.of_command({"resume", "overwrite"}):
+        assert remedies.repeating() == " with --resume"
+        with remedies.of_part(run):
+            assert remedies.starting_over(run) == "delete OUT/a, then continue with --resume"
+            assert remedies.starting_over(other) == "start over with --overwrite"
+        assert remedies.starting_over(run) == "start over with --overwrite"
 
 
 def test_back_end_and_device_are_chosen_where_the_user_can(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,7 @@ class DataFigures:
         padding: share of the computed frames that nothing is learnt from: padding and context.
         threads: that preprocess, of a rank or feeder.
         is_slow_storage: shards are chunked or compressed.
+        apart: the ranks are asynchronous, which read ahead one batch only: more threads do not help them.
     """
 
     busy: dict[str, float]
@@ -66,6 +67,7 @@ class DataFigures:
     preprocess_on: str
     feeders: tuple[FeederLoad, ...]
     bottleneck: Bottleneck | None
+    apart: bool
 
 
 def data_wait(timing: RunTiming) -> DataWait | None:
@@ -88,6 +90,8 @@ def data_figures(timing: RunTiming, order: str = "") -> DataFigures | None:
     makers = fed or own
     training_s = max(rank.trained_s or rank.wall_s for rank in timing.ranks)
     blocking = order == BLOCKING_ORDER
+    apart = timing.exchange_s is None  # known of all ranks that take their steps together
+    ways = [*((times, blocking or apart) for times in own), *((times, blocking) for times in fed)]
     storages = dict.fromkeys(times.storage for times in everyone if times.storage)
     loads = (FeederLoad(f.rank, f.host, _busy(f.data, training_s, blocking)) for f in timing.feeders)
     return DataFigures(
@@ -96,27 +100,32 @@ def data_figures(timing: RunTiming, order: str = "") -> DataFigures | None:
             sum(times.read_bytes or 0.0 for times in everyone),
             sum(times.stages_s.get("read", 0.0) for times in everyone),
         ),
-        deliverable_per_s=_deliverable(own, fed, blocking),
+        # The least of what the ranks together and what the feeders together can pass on.
+        deliverable_per_s=_least(_rate(own, blocking or apart), _rate(fed, blocking)),
         padding=_padding(makers),
         storage=", ".join(storages),
         is_slow_storage=any(word in name.lower() for name in storages for word in _SLOW_STORAGE),
         threads=max((times.threads for times in makers if times.threads), default=None),
         preprocess_on=", ".join(dict.fromkeys(t.preprocess_on for t in makers if t.preprocess_on)),
         feeders=tuple(loads),
-        bottleneck=_bottleneck(everyone, training_s, blocking),
+        bottleneck=_bottleneck([_lanes(times, in_turn) for times, in_turn in ways], training_s),
+        apart=apart,
     )
 
 
-def _lanes(times: DataTimes, blocking: bool) -> dict[str, float]:
+def _lanes(times: DataTimes, in_turn: bool) -> dict[str, float]:
     """Return the seconds each of the lanes that work side by side needs, by the lane's longest stage.
 
-    The thread that reads also collates, preprocessing is divided among its threads; with the blocking order
-    there is one lane, because every stage waits for the one before.
+    The thread that reads also collates, preprocessing is divided among its threads.
+
+    Args:
+        in_turn: there is one lane, because every stage waits for the one before: with the blocking order, and
+            where one batch at a time is made.
     """
     seconds = times.stages_s
     threads = 1 if times.preprocess_on == "cuda" else times.threads or 1
     lanes = [("read", "collate"), ("preprocess",), ("send",), ("h2d",)]
-    if blocking:
+    if in_turn:
         lanes, threads = [DATA_STAGES], 1
     found: dict[str, float] = {}
     for stages in lanes:
@@ -127,8 +136,8 @@ def _lanes(times: DataTimes, blocking: bool) -> dict[str, float]:
     return found
 
 
-def _busy(times: DataTimes, training_s: float, blocking: bool) -> float | None:
-    return _ratio(max(_lanes(times, blocking).values(), default=0.0), training_s)
+def _busy(times: DataTimes, training_s: float, in_turn: bool) -> float | None:
+    return _ratio(max(_lanes(times, in_turn).values(), default=0.0), training_s)
 
 
 def _busy_of_stages(everyone: Sequence[DataTimes], training_s: float) -> dict[str, float]:
@@ -138,23 +147,22 @@ def _busy_of_stages(everyone: Sequence[DataTimes], training_s: float) -> dict[st
     return {stage: seconds / training_s for stage, seconds in sums.items() if seconds > 0}
 
 
-def _bottleneck(everyone: Sequence[DataTimes], training_s: float, blocking: bool) -> Bottleneck | None:
-    lanes = [lane for times in everyone for lane in _lanes(times, blocking).items()]
+def _bottleneck(everyone: Sequence[dict[str, float]], training_s: float) -> Bottleneck | None:
+    """Return the longest of everyone's lanes."""
+    lanes = [lane for lanes in everyone for lane in lanes.items()]
     if not lanes:
         return None
     stage, seconds = max(lanes, key=lambda lane: lane[1])
     return Bottleneck(stage, _ratio(seconds, training_s))
 
 
-def _deliverable(own: Sequence[DataTimes], fed: Sequence[DataTimes], blocking: bool) -> float | None:
-    """Return the least of what the feeders together and what the ranks together can pass on."""
-    rates = [_rate(group, blocking) for group in (own, fed)]
+def _least(*rates: float | None) -> float | None:
     return min((rate for rate in rates if rate is not None), default=None)
 
 
-def _rate(group: Sequence[DataTimes], blocking: bool) -> float | None:
+def _rate(group: Sequence[DataTimes], in_turn: bool) -> float | None:
     """Return the frames/s of a group working side by side; None unless all of it is known."""
-    rates = [_ratio(t.frames or 0.0, max(_lanes(t, blocking).values(), default=0.0)) for t in group]
+    rates = [_ratio(t.frames or 0.0, max(_lanes(t, in_turn).values(), default=0.0)) for t in group]
     known = [rate for rate in rates if rate is not None]
     return sum(known) if known and len(known) == len(rates) else None
 

@@ -119,8 +119,8 @@ def _cause(row: RunFigures) -> str:
     text = f"The bottleneck of its data path is {stage}{share}: try {remedies}."
     if "--feeders" in remedies or "--loader-threads" in remedies:
         text += (
-            " Threads and feeders need cores that are idle; feeders pay if their threads outnumber those of "
-            "the ranks they feed."
+            f" {'Feeders' if data.apart else 'Threads and feeders'} need cores that are idle; feeders pay if "
+            "their threads outnumber those of the ranks they feed."
         )
     return text
 
@@ -134,8 +134,9 @@ def _remedies(row: RunFigures, data: DataFigures) -> list[str]:
     if stage == "read" and data.is_slow_storage:
         remedies.append("`speechdp shard`, which writes contiguous shards")
     if stage == "preprocess" and on_gpu:
-        remedies.append("--preprocess-on cpu with several --loader-threads")
-    elif stage in ("preprocess", "read"):
+        spread = "--feeders" if data.apart else "several --loader-threads"
+        remedies.append(f"--preprocess-on cpu with {spread}")
+    elif stage in ("preprocess", "read") and not data.apart:
         remedies.append(f"--loader-threads {2 * (data.threads or 1)}")
     if stage in ("preprocess", "h2d") and can_use_gpu:
         remedies.append("--preprocess-on gpu")
@@ -175,7 +176,7 @@ def _listed(items: Sequence[str]) -> str:
 
 def _basis(row: RunFigures, bottleneck: Bottleneck | None) -> str:
     """Say what limits the rate that could be delivered."""
-    if row.run.order == BLOCKING_ORDER:
+    if row.run.order == BLOCKING_ORDER or (row.data is not None and row.data.apart and not row.data.feeders):
         return "its stages one after the other"
     stage = "" if bottleneck is None else f" ({STAGE_TITLES[bottleneck.stage]})"
     return f"its slowest stage{stage}"

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import speechdp
+from speechdp import remedies
 from speechdp.checkpoint import folder as checkpoint_folder
 from speechdp.checkpoint import state as checkpoint
 from speechdp.checkpoint.state import (
@@ -158,8 +159,8 @@ def test_a_disk_that_is_full_at_any_operation_leaves_a_whole_checkpoint(tmp_path
         if message is not None:
             assert message == (
                 f"{tmp_path}/checkpoints: cannot be written ({os.strerror(errno.ENOSPC)}"
-                f"{' on rank 0' if ' on rank 0)' in message else ''}); free some space, then continue with "
-                f"--resume; last checkpoint: {tmp_path}/checkpoints/step-00000002"
+                f"{' on rank 0' if ' on rank 0)' in message else ''}); free some space, then run again; "
+                f"last checkpoint: {tmp_path}/checkpoints/step-00000002"
             )
         outcomes.append(message is None)
         left = [p.name for p in (tmp_path / "checkpoints").iterdir() if p.name.startswith(".")]
@@ -423,6 +424,12 @@ def test_nothing_whole_is_an_error_that_names_each(tmp_path: Path) -> None:
         load(tmp_path)
     assert "step-00000001" in str(raised.value) and "step-00000002" in str(raised.value)
     assert "\n" not in str(raised.value)
+    assert str(raised.value).endswith(f"; delete {tmp_path}, then run again")
+    with (
+        remedies.of_command({"resume", "overwrite"}),
+        pytest.raises(RunError, match="; start over with --ov"),
+    ):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -440,7 +447,7 @@ def test_a_disk_that_reads_no_checkpoint_is_told_of_with_its_remedy(
     monkeypatch.setattr(Path, "read_text", fail)
     with pytest.raises(RunError, match=remedy) as raised:
         load(tmp_path)
-    assert os.strerror(number) in str(raised.value) and "continue with --resume" in str(raised.value)
+    assert os.strerror(number) in str(raised.value) and "then run again, or delete" in str(raised.value)
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:

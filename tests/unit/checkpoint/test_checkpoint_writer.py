@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from speechdp import files
+from speechdp.checkpoint import folder as checkpoint_folder
 from speechdp.checkpoint import rank_file
 from speechdp.checkpoint import writer as checkpoint_writer
 from speechdp.checkpoint.folder import CheckpointPlace, prune
@@ -407,6 +408,30 @@ def test_a_good_checkpoint_stays_until_two_newer_ones_are_whole(tmp_path: Path) 
     assert step_of(load_checkpoint(tmp_path, ALONE, [])) == 10
     write(tmp_path, 15)
     assert list(checkpoint_steps(tmp_path)) == [15, 10]
+
+
+@pytest.mark.parametrize("new_is_whole", [True, False])
+def test_a_kill_while_a_checkpoint_takes_the_place_of_another_loses_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_is_whole: bool
+) -> None:
+    """Asynchronous ranks may save twice at a step; a new one that could not be named has been deleted."""
+    write(tmp_path, 1)
+    write(tmp_path, 2)
+    with monkeypatch.context() as patches:
+        patches.setattr(checkpoint_folder, "hand_over", lambda *_: sys.exit("killed"))
+        writer = CheckpointWriter(tmp_path, ALONE)
+        writer.start(2, RankState({"counters": {"step": 2, "frames": 7}}, state_of(2).tensors))
+        with pytest.raises(SystemExit, match="killed"):
+            writer.flush()
+    assert list(checkpoint_steps(tmp_path)) == [1]
+    folder = tmp_path / "checkpoints"
+    if not new_is_whole:
+        shutil.rmtree(next(folder.glob(".step-*.tmp")))
+    state = load_checkpoint(tmp_path, ALONE, [])
+    assert state is not None and step_of(state) == 2
+    assert ("frames" in state.values["counters"]) == new_is_whole
+    CheckpointWriter(tmp_path, ALONE).open()
+    assert sorted(p.name for p in folder.iterdir()) == ["step-00000001", "step-00000002"]
 
 
 def test_a_checkpoint_replaces_one_of_the_same_step(tmp_path: Path) -> None:

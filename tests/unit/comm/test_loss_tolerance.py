@@ -343,7 +343,7 @@ def test_nothing_is_aligned_by_fewer_than_all_ranks(dataset: Dataset, tmp_path: 
 
     def work(comm: Communicator) -> None:
         reporter = Losing(is_gone, vanishes=comm.rank == 2)
-        with pytest.raises(RunError, match=r"rank 2 is gone, .*; continue with --resume"):
+        with pytest.raises(RunError, match=r"rank 2 is gone, .*; run again"):
             train_with_realignment(Session(dataset, comm, CPU, reporter), options, tmp_path)
 
     run_threads(3, work)
@@ -375,7 +375,7 @@ def test_no_targets_are_marked_whole_that_a_lost_rank_has_left_out(
         monkeypatch.setattr(module, "write_targets", write_or_vanish)
 
     def work(comm: Communicator) -> None:
-        with pytest.raises(RunError, match=r"rank 1 is gone, .*; continue with --resume"):
+        with pytest.raises(RunError, match=r"rank 1 is gone, .*; run again"):
             make_alignments(Session(dataset, comm, CPU), options, tmp_path)
 
     assert len(dataset.shard_paths("train")) == 2  # of which rank 1 has the second

@@ -245,10 +245,11 @@ def test_what_is_refused(
 ) -> None:
     data = write_tiny_data(tmp_path / "data", TinySizes(train=4, dev=2, test=2, shards=1)).path
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").touch()
     assert speechdp(["profile", str(data), str(tmp_path / "out"), *words]) == 1
     err = capsys.readouterr().err
     assert message in err and err.startswith("speechdp: ") and err.count("\n") == 1
-    assert list((tmp_path / "out").iterdir()) == []
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
 
 
 def test_a_job_of_its_own_is_no_job_of_a_launcher(

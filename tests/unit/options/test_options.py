@@ -88,6 +88,16 @@ def test_impossible_options_are_named(values: dict[str, Any], message: str) -> N
         options_with(**values)
 
 
+def test_only_ranks_that_train_are_slowed_down() -> None:
+    options = TrainOptions(slow_ranks="1:5,0:2")
+    options.check_slow_ranks(2)
+    with pytest.raises(ConfigError, match="--slow-ranks 1:5,0:2: there is no rank 1, only 1 rank, numbered"):
+        options.check_slow_ranks(1)
+    server = dataclasses.replace(options, strategy=StrategyChoice("easgd:dedicated=true"))
+    with pytest.raises(ConfigError, match="rank 0 trains on nothing with --strategy easgd:dedicated=true"):
+        server.check_slow_ranks(3)
+
+
 def test_contexts_of_a_preset_may_stay_where_nothing_is_cut() -> None:
     options = options_with(preset="kaldi-4x800", chunk_frames=0)
     assert options.resolve(2).resolve(2) == options.resolve(2)

@@ -50,7 +50,8 @@ def test_without_a_recipe_everything_is_as_it_was() -> None:
         ({"epochs": 12}, Schedule(1.0, 7.5, 0.1, 8)),  # annealing begins with an epoch
         ({"epochs": 1}, Schedule(1.0, 0.625, 0.1, 1)),
         ({"warmup_epochs": 3.0}, Schedule(1.0, 3.0, 0.1, 3)),
-        ({"warmup_epochs": 0.0}, Schedule(1.0, 0.0, 0.1, 0)),
+        ({"warmup_epochs": 0.0}, Schedule(1.0, 0.0, 0.1, 1)),  # the first epoch is not annealed
+        ({"warmup_epochs": 0.0, "anneal_from": 0}, Schedule(1.0, 0.0, 0.1, 0)),
         ({"epochs": 8, "warmup_epochs": 2.5, "anneal_from": 6}, Schedule(1.0, 2.5, 0.1, 6)),
         ({"anneal_from": -1, "anneal_factor": 0.9}, Schedule(1.0, 10.0, 0.1, 10, 0.9)),
         ({"epochs": 30, "anneal_from": -1}, Schedule(1.0, 18.75, 0.1, 20)),
@@ -84,9 +85,9 @@ def test_a_global_batch_is_shared_out_with_or_without_a_recipe() -> None:
     assert schedule(3, base_batch=16, base_learning_rate=0.1).learning_rate == pytest.approx(0.3)
 
 
-@pytest.mark.parametrize("recipe", ["none", RECIPE])
-def test_resolved_options_are_their_own_resolution_on_any_ranks(recipe: str) -> None:
-    options = resolved(4, recipe=recipe)
+@pytest.mark.parametrize("given", [{}, {"recipe": RECIPE}, {"recipe": RECIPE, "warmup_epochs": 0.0}])
+def test_resolved_options_are_their_own_resolution_on_any_ranks(given: dict[str, Any]) -> None:
+    options = resolved(4, **given)
     assert options.resolve(4) == options.resolve(3) == options
     assert options.schedule() == options.resolve(3).schedule()
 
@@ -110,6 +111,9 @@ def test_resolved_options_are_their_own_resolution_on_any_ranks(recipe: str) -> 
             "--optimizer adam: the recipe's learning rate is for sgd",
         ),
         (1, {"recipe": RECIPE, "learning_rate": 0.0}, "--learning-rate 0.0: must be positive"),
+        (1, {"warmup_from": 0.01}, "--warmup-from 0.01: there is no warm-up; give --warmup-epochs, or leave"),
+        (1, {"warmup_from": 0.0, "warmup_epochs": 0.0}, "--warmup-from 0: there is no warm-up"),
+        (1, {"recipe": RECIPE, "warmup_from": 0.1, "warmup_epochs": 0.0}, "--warmup-from 0.1: there is no"),
         (1, {"recipe": "kaldi"}, "--recipe kaldi: choose one of none, adpsgd-asr"),
     ],
 )

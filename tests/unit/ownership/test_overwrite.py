@@ -101,6 +101,20 @@ def test_what_is_of_somebody_else_stays_and_is_named(tmp_path: Path) -> None:
     assert names_in(tmp_path) == kept
 
 
+@pytest.mark.parametrize("left", [[], ["status/"], ["status/rank-0000.json", ".run.json.7.tmp"]])
+def test_what_a_start_leaves_that_had_not_begun_is_deleted(tmp_path: Path, left: list[str]) -> None:
+    make(tmp_path, *left)
+    assert emptied(tmp_path, RUN) == "" and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("other", ["thesis.txt", "alignments/ali.1.gz", "report/", "model.safetensors"])
+def test_what_may_be_of_somebody_else_is_refused_though_a_run_may_have_it(tmp_path: Path, other: str) -> None:
+    make(tmp_path, "status/rank-0000.json", other)
+    for folder in (tmp_path, tmp_path / "status" / "rank-0000.json"):
+        with pytest.raises(ConfigError, match="deletes only folders that hold a run; remove it yourself"):
+            check_overwrite(folder, RUN)
+
+
 def test_the_runs_of_a_sweep_go_and_other_folders_stay(tmp_path: Path) -> None:
     make(
         tmp_path, "sweep.json", "one-rank/run.json", "model_averaging-4/completed.json", "begun/", "mine/a.py"

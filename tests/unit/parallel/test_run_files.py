@@ -71,7 +71,7 @@ def test_options_that_an_earlier_version_did_not_have_are_not_what_differs(tmp_p
 def test_a_damaged_record_is_named(tmp_path: Path, content: str) -> None:
     run = begun(tmp_path)
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(RunError, match=r"run\.json: cannot be read .*; start over with --overwrite"):
+    with pytest.raises(RunError, match=rf"run\.json: cannot be read .*; delete {tmp_path}, then run again"):
         run.check_same("abc", "123")
 
 

@@ -56,10 +56,10 @@ def _printed(report: WrittenReport, width: int) -> str:
     return console.file.getvalue()
 
 
-def _timing(*data: DataTimes, feeders: tuple[Feeder, ...] = ()) -> RunTiming:
-    """Return ranks that trained for 20 s, 16 s of them after the warm-up."""
+def _timing(*data: DataTimes, feeders: tuple[Feeder, ...] = (), exchange_s: float | None = 0.0) -> RunTiming:
+    """Return ranks that trained for 20 s, 16 s of them after the warm-up; None: without steps in common."""
     ranks = tuple(RankTiming(i, "h", 10, 900, 16.0, {}, trained_s=20.0, data=d) for i, d in enumerate(data))
-    return RunTiming(4, ranks, feeders=feeders)
+    return RunTiming(4, ranks, exchange_s, feeders)
 
 
 def test_data_wait_is_the_mean_and_the_rank_with_most() -> None:
@@ -99,6 +99,17 @@ def test_the_blocking_order_does_one_stage_after_the_other() -> None:
     figures = data_figures(_timing(times), "blocking-sort")
     assert figures is not None
     assert figures.deliverable_per_s == pytest.approx(100)
+
+
+def test_asynchronous_ranks_make_one_batch_at_a_time() -> None:
+    times = DataTimes({"read": 3.0, "collate": 2.0, "preprocess": 5.0}, frames=1000, threads=4)
+    figures = data_figures(_timing(times, exchange_s=None))
+    assert figures is not None and figures.bottleneck is not None and figures.apart
+    assert figures.deliverable_per_s == pytest.approx(100)
+    assert (figures.bottleneck.stage, figures.bottleneck.busy) == ("preprocess", pytest.approx(0.5))
+    # A feeder makes batches for several of them.
+    fed = data_figures(_timing(DataTimes({"h2d": 1.0}), feeders=(Feeder(1, "a", times),), exchange_s=None))
+    assert fed is not None and fed.deliverable_per_s == pytest.approx(200)
 
 
 def test_feeders_make_the_frames_and_ranks_only_take_them() -> None:
@@ -202,6 +213,14 @@ def test_the_slow_stage_is_named_with_its_remedy(
     assert words in said
     assert ("stored chunked gzip" in said) == ("storage" in more)
     assert "--preprocess-on gpu" not in said  # there is none
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+def test_asynchronous_ranks_are_not_told_of_more_threads(tmp_path: Path, place: str) -> None:
+    run = _late(_entry({"preprocess": 50.0, "read": 7.0}, preprocess_on=place), together=False)
+    said = _said(tmp_path, run)
+    assert "is preprocessing, busy 95 % of the training time: try " in said
+    assert "--feeders" in said and "hreads" not in said.split("feeders pay")[0]
 
 
 def test_preprocessing_on_the_gpu_is_proposed_where_there_is_one(tmp_path: Path) -> None:

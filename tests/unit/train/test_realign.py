@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from speechdp import remedies
 from speechdp.cli.train import check_run_folder
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
@@ -24,7 +25,12 @@ from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, RealignFrom, TrainOptions
 from speechdp.ownership.overwrite import RUN
 from speechdp.train import realign
-from speechdp.train.realign import last_alignment, make_alignments, train_with_realignment
+from speechdp.train.realign import (
+    last_alignment,
+    make_alignments,
+    train_or_go_on,
+    train_with_realignment,
+)
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.finished_run import assert_equal_runs, model_tensors
@@ -183,6 +189,21 @@ def test_rounds_go_on_where_they_were_interrupted(
     assert_equal_runs(tmp_path / "once" / "realign" / "2", tmp_path / "again" / "realign" / "2")
 
 
+def test_a_damaged_round_is_begun_anew_by_itself(dataset: Dataset, tmp_path: Path) -> None:
+    """--overwrite would delete all rounds; or, of a run of a sweep, all of its runs."""
+    session, run = Session(dataset, ALONE, CPU), tmp_path / "realign" / "1"
+    options = dataclasses.replace(OPTIONS, realign=0)
+    train_or_go_on(session, options, run)
+    (run / "completed.json").unlink()
+    for checkpoint in (run / "checkpoints").iterdir():
+        (checkpoint / "checkpoint.json").write_text("{}")
+    with remedies.of_command({"resume", "overwrite"}):
+        for damage, said in ("", "no checkpoint can be used: .*"), ("{", r"run\.json: cannot be read .*"):
+            (run / "run.json").write_text(damage or (run / "run.json").read_text())
+            with pytest.raises(RunError, match=f"{said}; delete {run}, then continue with --resume$"):
+                train_or_go_on(session, options, run)
+
+
 def test_other_rounds_than_those_of_the_run_are_refused_before_any_is_trained(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +224,33 @@ def test_other_rounds_than_those_of_the_run_are_refused_before_any_is_trained(
     with pytest.raises(ConfigError, match="begun on the targets in DATA, and --realign 1 leads"):
         train_with_realignment(session, begun, tmp_path / "plain", resume=True)
     assert not (tmp_path / "plain" / "realign").exists()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"realign": "auto"}, {"realign": 1, "realign_from": "throughout"}, {"context": "left"}]
+)
+def test_a_complete_run_whose_targets_are_gone_is_left_as_it_is(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(realign, "SETTLED_SHARE", 1.01)
+    options = dataclasses.replace(OPTIONS, **{"realign": 0, **changes})
+    run_threads(2, lambda comm: train_with_realignment(Session(dataset, comm, CPU), options, tmp_path))
+    shutil.rmtree(tmp_path / "alignments")
+    shutil.rmtree(tmp_path / "realign", ignore_errors=True)
+    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+
+    def again(comm: Communicator) -> None:
+        train_with_realignment(Session(dataset, comm, CPU), options, tmp_path, resume=True)
+
+    run_threads(2, again)
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    changed = {path for path in made.keys() | kept.keys() if made.get(path) != kept.get(path)}
+    assert changed <= {tmp_path, tmp_path / "completed.json"}
+    start = {"realign_from": "throughout"} if options.realign_from == "last" else {"realign_from": "last"}
+    if options.realign:
+        with pytest.raises(ConfigError, match="begun with other options"):
+            other = dataclasses.replace(options, **start)
+            train_with_realignment(Session(dataset, ALONE, CPU), other, tmp_path, resume=True)
 
 
 def test_states_in_context_that_other_rounds_made_are_refused_before_any_is_trained(

@@ -24,7 +24,7 @@ from speechdp.data.loading.loader import Loader
 from speechdp.data.plan.assignment import planned
 from speechdp.data.plan.epoch_plan import plan_epoch
 from speechdp.data.shards.dataset import Dataset
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import ConfigError, DivergedError, RunError
 from speechdp.experiments.race.plan import RaceOptions
 from speechdp.experiments.sweep.plan import SweepPlan
 from speechdp.experiments.sweep.training import run_sweep
@@ -47,9 +47,10 @@ from speechdp.train.build import build_trainer, open_loader
 from speechdp.train.evaluate import HeldOutScores, choose_final_model
 from speechdp.train.models import count_classes, make_model
 from speechdp.train.progress import SilentReporter
-from speechdp.train.run import train_run
+from speechdp.train.run import _describe_recipe, train_run
 from speechdp.train.session import Session
 from tests.helpers.finished_run import evaluations, model_tensors
+from tests.helpers.options import options_with
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
 CPU = torch.device("cpu")
@@ -420,6 +421,25 @@ def test_a_stop_in_a_sweeps_run_on_one_rank_reaches_the_ranks_that_wait(
     assert json.loads((tmp_path / "sweep.json").read_text())["completed"] is False
 
 
+@pytest.mark.parametrize(
+    ("given", "rise"),
+    [
+        ({}, "from 0.1 over 10 epochs"),
+        ({"warmup_from": 2.0}, "from 2 over 10 epochs"),
+        ({"warmup_epochs": 0.0}, "no warm-up"),
+        ({"base_batch": 8, "base_learning_rate": 0.2}, "from 0.2 over 10 epochs"),
+        ({"base_batch": 2560}, "no warm-up: the batch is not larger than --base-batch"),
+        ({"base_batch": 4000}, "no warm-up: the batch is not larger than --base-batch"),
+        ({"base_batch": 2560, "warmup_from": 0.1}, "no warm-up"),
+    ],
+)
+def test_what_a_recipe_comes_to_is_said(given: dict[str, Any], rise: str) -> None:
+    options = options_with(recipe="adpsgd-asr", **given)
+    line = _describe_recipe(options, options.resolve(4), options.strategy.parsed)
+    assert line.startswith("recipe adpsgd-asr: 640 segments per rank and step, learning rate ")
+    assert line.endswith(f" ({rise}), strategy gradient_averaging")
+
+
 # --- what is not finite -------------------------------------------------------------------------------
 
 
@@ -586,6 +606,34 @@ def test_parameters_that_are_not_finite_are_never_saved(dataset: Dataset, tmp_pa
         ):
             mine.save()
     assert list(checkpoint_steps(tmp_path)) == [0]
+
+
+class NanGradient(NanLoss):
+    """Gives a loss that is a number, and whose gradient is none, at one step."""
+
+    def loss(self, model: Any, batch: Any) -> LossSum:
+        loss = AcousticTask.loss(self, model, batch)
+        self.num_steps += 1
+        if self.num_steps != self.at_step:
+            return loss
+        return LossSum(loss.total + (0 * next(model.parameters())).sqrt().sum(), loss.num_frames)
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=2"])
+def test_a_final_model_that_nobody_has_evaluated_is_refused_where_it_is_not_finite(
+    dataset: Dataset, tmp_path: Path, strategy: str
+) -> None:
+    options = dataclasses.replace(OPTIONS, max_steps=3, strategy=StrategyChoice(strategy))
+    refused = []
+
+    def train(comm: Communicator) -> None:
+        task = NanGradient(3 if comm.rank == 1 else 0)
+        with pytest.raises(DivergedError, match="a parameter of the final model is not finite after step 3"):
+            advance(dataset, comm, options, tmp_path, task)
+        refused.append(comm.rank)
+
+    run_threads(2, train)
+    assert sorted(refused) == [0, 1]
 
 
 def test_checkpoints_of_an_earlier_version_and_of_another_model_s_buffers(
