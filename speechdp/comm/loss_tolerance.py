@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from speechdp import remedies
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp
 from speechdp.errors import CommunicationError
 
@@ -28,13 +29,13 @@ class PeerLost(CommunicationError):  # noqa: N818 (what happened; not always an 
     def __init__(self, ranks: Collection[int]) -> None:
         self.ranks = frozenset(ranks)
         named = ", ".join(str(rank) for rank in sorted(self.ranks))
-        super().__init__(f"lost contact with rank {named}; continue with --resume")
+        super().__init__(f"lost contact with rank {named}; {remedies.going_on()}")
 
 
 def leader_lost() -> CommunicationError:
     """Return the error of ranks that have lost rank 0."""
     return CommunicationError(
-        "rank 0 is gone, which deals the batches, evaluates and saves; continue with --resume"
+        f"rank 0 is gone, which deals the batches, evaluates and saves; {remedies.going_on()}"
     )
 
 
@@ -83,7 +84,7 @@ class Star:
         self._gather([x if self._peers.rank == root else none], take)
         if root not in self.alive:
             raise CommunicationError(
-                f"rank {root} is gone, whose values the others need; continue with --resume"
+                f"rank {root} is gone, whose values the others need; {remedies.going_on()}"
             )
         self._share(x)
 
