@@ -36,6 +36,8 @@ _EARLY = 0.3
 _CONTINUED = 8
 #: A rung is so many times as long as the one before, at least: less is not worth starting its runs.
 _LONGER = 1.2
+#: What a rung may have of its planned length, at most, where jobs were faster than planned.
+_MORE = 1.5
 #: Names of the strategies in which every step exchanges by default: their own default is the first choice.
 _EVERY_STEP = ("dpsgd", "ad_psgd")
 REFERENCE = "gradient_averaging"
@@ -255,7 +257,8 @@ def next_rung(
     """Return how many settings go on after some rungs, and until when they train; None: none can any more.
 
     Where what is left of the budget does not pay for all rungs, the last settings go on at once; where it
-    does not pay for that either, they do as if there were no other seeds.
+    does not pay for that either, they do as if there were no other seeds.  Where jobs were faster than it was
+    planned, rungs are longer than twice the one before: it is the last ones that tell settings apart.
 
     Args:
         left: settings that can be trained, of those of the last rung.
@@ -266,7 +269,8 @@ def next_rung(
         end_s = plan_rungs(ahead, runs, budget_s, besides, math.inf, done_s).seconds[0]
         if end_s >= _LONGER * before_s:
             planned_s = before_s * 2 ** (1 + len(counts) - len(ahead))
-            return ahead[0], max(min(end_s, planned_s, longest_s), before_s)
+            most_s = _MORE * planned_s if len(ahead) == len(counts) else planned_s
+            return ahead[0], max(min(end_s, most_s, longest_s), before_s)
     return None
 
 
