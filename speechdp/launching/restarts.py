@@ -117,8 +117,8 @@ class Restarts:
             return ""
         if (self.target is None and not self.is_script) or exit_code in _NEVER_AGAIN:
             return ""
-        if exit_code == exit_codes.FAILED and self.target is not None and has_tried_all(self.target):
-            return ""
+        if self._is_refusal(end, exit_code) and self.target is not None and has_tried_all(self.target):
+            return ""  # of a sweep: what has failed would fail again
         # What a script has saved is not known, nor what its exit code means.
         if not self.is_script and self._is_refusal(end, exit_code) and not self._has_gone_on():
             return "not started again: it would fail in the same way, as there is no checkpoint of this start"

@@ -146,7 +146,8 @@ def find_pronunciations(words: set[str], options: PrepareOptions, given: Lexicon
 
 def _sources(lexicon: Lexicon) -> tuple[str, ...]:
     """Say whose pronunciations those are that nobody gave, where they are not only our own."""
-    ours = sum(word.lower() in own_lexicon() for word in lexicon.words)
+    own = own_lexicon()
+    ours = sum(word.lower() in own for word in lexicon.words)
     cmudict = counted(len(lexicon.words) - ours, "word")
     if ours == len(lexicon.words):
         return ()

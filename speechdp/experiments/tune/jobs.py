@@ -291,9 +291,7 @@ def is_timed(run_dir: Path) -> bool:
 
 def steps_of_turn(setting: Setting, least: int) -> int:
     """Return the steps of a setting's turn: whole periods where they are in steps, at least so many."""
-    period = setting.strategy.parsed.traits.whole_period
-    in_steps = Period.parse(period) if period is not None and str(period).isdigit() else None
-    return turn_steps(in_steps, least, frames_a_step=1.0, step_s=None)
+    return turn_steps(Period.parse(str(setting.period_steps)), least, frames_a_step=1.0, step_s=None)
 
 
 def up_to(points: Sequence[tuple[int, float]], step: int) -> tuple[tuple[int, float], ...]:

@@ -84,6 +84,12 @@ class Setting:
         return (0.0 if self._period is None else self._period.value) + 0.5 * compressed
 
     @property
+    def period_steps(self) -> int:
+        """Steps after which ranks hold one model again; 1 where they do after each, or nobody knows when."""
+        period = str(self.strategy.parsed.traits.whole_period)
+        return max(1, int(period)) if period.isdigit() else 1
+
+    @property
     def _period(self) -> Period | None:
         period = self.strategy.parsed.traits.period
         try:
@@ -280,9 +286,11 @@ class Curve:
 
     Attributes:
         points: (seconds, score), by time.
+        is_over: the training has come to its end.
     """
 
     points: tuple[tuple[float, float], ...]
+    is_over: bool = False
 
     @property
     def best(self) -> float:
@@ -314,22 +322,32 @@ class Curve:
             before = (at, score)
         return None
 
-    def continued(self, end_s: float, until_s: float, share: float) -> Curve:
-        """Return the curve as it is expected to go on after `end_s`: on a straight line over log time.
+    def gains(self) -> tuple[float, float]:
+        """Return what the score gained in the last doubling of the time, and in the one before.
+
+        Between evaluations it is taken to lie on a straight line over log time.
+        """
+        times, scores = zip(*self.points, strict=True)
+        wanted = np.log([times[-1] / 4, times[-1] / 2, times[-1]])
+        first, middle, last = np.interp(wanted, np.log(times), scores)
+        return float(last - middle), float(middle - first)
+
+    def continued(self, until_s: float, share: float) -> Curve:
+        """Return the curve as it is expected to go on: on a straight line over log time.
 
         Args:
-            until_s: at most twice `end_s`.
+            until_s: twice the time that the run has trained, about, at most.
             share: as `shrinkage` returns it; 0: nothing is known, and the curve stays as it is.
         """
-        if share == 0 or until_s <= end_s:
+        end_s, score = self.points[-1]
+        if share == 0 or self.is_over or until_s <= end_s:
             return self
-        kept = tuple(point for point in self.points if point[0] < end_s)
-        gain, doublings = self.at(end_s) - self.at(end_s / 2), math.log2(until_s / end_s)
-        ahead = (doublings * part / _CONTINUED for part in range(_CONTINUED + 1))
-        return Curve((*kept, *((end_s * 2**d, self.at(end_s) + share * gain * d) for d in ahead)))
+        gain, doublings = share * self.gains()[0], math.log2(until_s / end_s)
+        ahead = (doublings * part / _CONTINUED for part in range(1, _CONTINUED + 1))
+        return Curve((*self.points, *((end_s * 2**d, score + gain * d) for d in ahead)))
 
 
-def shrinkage(curves: Sequence[Curve], end_s: float) -> float:
+def shrinkage(curves: Sequence[Curve]) -> float:
     """Return what share of its last gain a run is expected to gain when it trains for as long again.
 
     Learning slows down: each doubling of the time brings less than the one before, and that share falls as
@@ -337,16 +355,12 @@ def shrinkage(curves: Sequence[Curve], end_s: float) -> float:
     shows it badly.  The next share is taken to be the square of that: runs of a small LSTM had 1, 0.76, 0.46
     and 0.19, one doubling after another.
 
-    Args:
-        end_s: until when the runs have been trained.
-
     Returns:
         From 0 to 1; 0 where a run was evaluated too late for that, or none learns any more.
     """
-    if any(curve.points[0][0] > _EARLY * end_s for curve in curves):
+    if any(curve.points[0][0] > _EARLY * curve.points[-1][0] for curve in curves):
         return 0.0
-    last = sum(curve.at(end_s) - curve.at(end_s / 2) for curve in curves)
-    before = sum(curve.at(end_s / 2) - curve.at(end_s / 4) for curve in curves)
+    last, before = (sum(gains) for gains in zip(*(curve.gains() for curve in curves), strict=True))
     return min(max(last / before, 0.0), 1.0) ** 2 if before > 0 else 0.0
 
 

@@ -116,6 +116,7 @@ class TuneRecord:
         tried: in the order of being tried.
         rungs: done or under way.
         target: score to be reached; None: not known yet.
+        seen_s: training time after which the curves by which was chosen are expected ones; None: none is.
         chosen: name of the best setting so far; "": none yet.
         untold: names of those that cannot be told from it.
         command: that trains with it, as one line.
@@ -131,6 +132,7 @@ class TuneRecord:
     tried: tuple[SettingRecord, ...] = ()
     rungs: tuple[RungRecord, ...] = ()
     target: float | None = None
+    seen_s: float | None = None
     chosen: str = ""
     untold: tuple[str, ...] = ()
     command: str = ""

@@ -319,6 +319,7 @@ class Tuner:
             tried=tuple(records),
             rungs=rungs,
             target=None,
+            seen_s=None,
             untold=(),
             chosen=self._record.chosen if kept else "",
             command=self._record.command if kept else "",
@@ -463,9 +464,9 @@ class Tuner:
 
     def _continued(self, curves: Mapping[str, Sequence[Curve]], end_s: float) -> dict[str, list[Curve]]:
         """Return settings' curves as they are expected to go on, for as long again at most."""
-        share = shrinkage([curve for found in curves.values() for curve in found], end_s)
+        share = shrinkage([curve for found in curves.values() for curve in found])
         return {
-            name: [curve.continued(end_s, min(2 * end_s, self._whole_s(name)), share) for curve in found]
+            name: [curve.continued(min(2 * end_s, self._whole_s(name)), share) for curve in found]
             for name, found in curves.items()
         }
 
@@ -545,13 +546,14 @@ class Tuner:
             self._record = self._record.with_setting(name, rungs=self._record.of(name).rungs + 1)
         if len(done) >= len(self._earlier):  # nobody knows how far interrupted runs had come
             self._learn_besides()
+        scores = {name: curve.at(rung.seconds) for name, curve in curves.items()}
+        before = self._earlier[len(done)] if len(done) < len(self._earlier) else RungRecord(0.0, ())
+        if before.scores.keys() == scores.keys():  # what went on from it has been trained
+            return replace(rung, scores=scores, expected=before.expected)
         ahead = self._continued({name: [curve] for name, curve in curves.items()}, rung.seconds)
         is_known = any(ahead[name][0] is not curve for name, curve in curves.items())
-        return replace(
-            rung,
-            scores={name: curve.at(rung.seconds) for name, curve in curves.items()},
-            expected={name: one.last for name, (one,) in ahead.items()} if is_known else {},
-        )
+        expected = {name: one.last for name, (one,) in ahead.items()} if is_known else {}
+        return replace(rung, scores=scores, expected=expected)
 
     def _first_seen_s(self, curves: Mapping[str, Curve], end_s: float) -> float:
         """Return from when on all settings have a score, at least the end of a rung."""
@@ -605,7 +607,10 @@ class Tuner:
         self._say(f"halving: {self._place(leg, legs)}: {curve.at(leg.end_s):.4g}")
 
     def _step(self, leg: _Leg) -> int:
-        return max(1, round(leg.end_s * self._steps_per_s(leg.name)))
+        """Return until which step a part of a run trains: to the end of a period, since its mean is scored."""
+        period = self._settings[leg.name].period_steps
+        periods = round(leg.end_s * self._steps_per_s(leg.name) / period)
+        return period * periods or max(1, round(leg.end_s * self._steps_per_s(leg.name)))
 
     def _has_trained(self, leg: _Leg) -> bool:
         return self._training.has_trained_to(self._settings[leg.name], leg.seed, self._step(leg))
@@ -700,7 +705,9 @@ class Tuner:
 
     def _curve_of(self, leg: _Leg, found: Scored | str) -> Curve | str:
         rate = self._steps_per_s(leg.name)
-        return found if isinstance(found, str) else Curve(tuple((at / rate, s) for at, s in found.points))
+        if isinstance(found, str):
+            return found
+        return Curve(tuple((at / rate, score) for at, score in found.points), found.is_over)
 
     def _finish(self, backend: str) -> None:
         """Train the last settings with the other seeds, as far as the budget goes, and choose.
@@ -723,13 +730,15 @@ class Tuner:
             curves = {name: [*curves[name], curve] for name, curve in found.items()}
         if not curves:
             raise RunError(f"{self._request.out}: none of the last settings can be trained with all seeds")
-        target, ends = finishes(self._continued(curves, ends_s[-1]), self._request.target.score)
+        ahead = self._continued(curves, ends_s[-1])
+        target, ends = finishes(ahead, self._request.target.score)
         names = list(ends)
         for name, end in ends.items():
             why = "" if name == names[0] else _why_behind(end, ends[names[0]], names[0])
             scores = tuple(curve.at(ends_s[-1]) for curve in curves[name])
             self._record = self._record.with_setting(name, times_s=end.times_s, scores=scores, why=why)
-        self._record = replace(self._record, target=target)
+        is_continued = any(ahead[name] != list(found) for name, found in curves.items())
+        self._record = replace(self._record, target=target, seen_s=ends_s[-1] if is_continued else None)
         self._choose(names, untold(names, ends, {name: self._slack(name) for name in names}))
 
     def _slack(self, name: str) -> tuple[float, float]:

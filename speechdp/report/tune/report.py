@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -284,14 +283,12 @@ def _range_text(end: Finish) -> str:
 
 
 def _expected_text(record: TuneRecord) -> tuple[str, ...]:
-    """Say which times nobody has seen."""
-    trained_s = record.rungs[-1].seconds if record.rungs else math.inf
-    times = [time for one in record.tried for time in one.times_s if time is not None]
-    if not times or max(times) <= trained_s:
+    """Say what nobody has seen."""
+    if record.seen_s is None:
         return ()
     return (
-        f"They were trained for {formatting.seconds(trained_s)}; times after that are expected, from how "
-        "much less each doubling of the time brought.",
+        f"They were trained for {formatting.seconds(record.seen_s)}; what comes after that is expected, from "
+        "how much less each doubling of the time brought.",
     )
 
 

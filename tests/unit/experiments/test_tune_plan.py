@@ -294,14 +294,20 @@ def test_settings_whose_seeds_overlap_cannot_be_told_apart() -> None:
 
 def test_a_run_is_expected_to_gain_less_with_each_doubling() -> None:
     steady, slowing = Curve(((1, -3.0), (2, -2.0), (4, -1.5))), Curve(((1, -2.0), (2, -1.6), (4, -1.4)))
-    share = shrinkage([steady, slowing], 4)
+    share = shrinkage([steady, slowing])
     assert share == pytest.approx(((0.5 + 0.2) / (1.0 + 0.4)) ** 2)
-    ahead = steady.continued(4, 8, share)
-    assert ahead.at(4) == -1.5 and ahead.points[-1] == (8, pytest.approx(-1.5 + share * 0.5))
-    assert ahead.points[:2] == steady.points[:2]
+    ahead = steady.continued(8, share)
+    assert ahead.points[:3] == steady.points and ahead.points[-1] == (8, pytest.approx(-1.5 + share * 0.5))
     assert ahead.at(4 * 2**0.5) == pytest.approx(-1.5 + share * 0.25)  # half a doubling
-    assert steady.continued(4, 5, share).points[-1][0] == pytest.approx(5)
-    assert slowing.last - steady.last > slowing.continued(4, 8, share).last - ahead.last
+    assert steady.continued(5, share).points[-1][0] == pytest.approx(5)
+    assert slowing.last - steady.last > slowing.continued(8, share).last - ahead.last
+
+
+def test_gains_between_evaluations_are_those_over_log_time() -> None:
+    """A score that gains 1 with each doubling, evaluated at the ends of rungs three times as long each."""
+    curve = Curve(tuple((s, math.log2(s)) for s in (1, 3, 9, 27)))
+    assert curve.gains() == (pytest.approx(1), pytest.approx(1)) and shrinkage([curve]) == pytest.approx(1)
+    assert curve.continued(54, 1.0).last == pytest.approx(math.log2(54))
 
 
 @pytest.mark.parametrize(
@@ -315,9 +321,16 @@ def test_a_run_is_expected_to_gain_less_with_each_doubling() -> None:
 )
 def test_what_is_expected_of_runs_is_bounded(points: tuple[tuple[float, float], ...], share: float) -> None:
     curve = Curve(points)
-    assert shrinkage([curve], 4) == share
-    assert (curve.continued(4, 8, share) is curve) == (share == 0)
-    assert curve.continued(4, 4, 1.0) is curve  # the training is over
+    assert shrinkage([curve]) == share
+    assert (curve.continued(8, share) is curve) == (share == 0)
+    assert curve.continued(4, 1.0) is curve  # the training is over
+    over = Curve(points, is_over=True)
+    assert over.continued(8, 1.0) is over
+
+
+def test_runs_stop_where_ranks_hold_one_model() -> None:
+    names = ("bmuf:period=16", "slowmo:period=4", "gradient_averaging", "model_averaging:period=600kf")
+    assert [setting(name).period_steps for name in names] == [16, 4, 1, 1]
 
 
 @pytest.mark.parametrize(

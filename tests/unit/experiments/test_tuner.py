@@ -313,7 +313,7 @@ def test_a_setting_that_is_about_to_lead_is_chosen(tmp_path: Path) -> None:
     assert min(time for time in record.of(LONG).times_s if time is not None) > last.seconds
     assert "expected to stay behind 2 others" in record.of(GRADIENTS).why
     answer = find_answer(Search(record, {}))
-    assert any("times after that are expected" in line for line in answer.details)
+    assert any("what comes after that is expected" in line for line in answer.details)
     assert read_tune(tmp_path / "late") == record
     # One that leads only when it has trained on for more than as long again is not expected to.
     later = search(tmp_path / "later", Crossing(tmp_path / "later", cross_s=6.0 * seen))
@@ -340,10 +340,10 @@ def test_a_search_that_is_over_is_judged_again_by_another_target(tmp_path: Path)
     jobs = Jobs(tmp_path)
     search(tmp_path, jobs, target=target_of(-1e-9))
     trained = set(jobs.trained)
-    record = search(tmp_path, jobs, target=target_of(-0.5), say=told.append)
+    record = search(tmp_path, jobs, target=target_of(-0.005), say=told.append)
     assert set(jobs.trained) == trained and record == read_tune(tmp_path)
     assert told == [f"{tmp_path}: this search is over; its runs are judged by the target given now"]
-    fresh = search(tmp_path / "fresh", Jobs(tmp_path / "fresh"), target=target_of(-0.5))
+    fresh = search(tmp_path / "fresh", Jobs(tmp_path / "fresh"), target=target_of(-0.005))
     for key in ("target", "chosen", "untold", "command", "completed"):
         assert getattr(record, key) == getattr(fresh, key), key
     # How long a rung is follows from the time that a search has taken, which no two have in common.
@@ -352,14 +352,19 @@ def test_a_search_that_is_over_is_judged_again_by_another_target(tmp_path: Path)
     assert None not in record.of(SHORT).times_s and record.of(SHORT).why == ""
 
 
+def end_of(record: TuneRecord, name: str, seconds: float) -> int:
+    """Return the end of the period that is nearest to a time, as a step."""
+    rate, period = record.of(name).steps_per_s, {SHORT: 4, LONG: 16}.get(name, 1)
+    assert rate is not None
+    return period * round(seconds * rate / period)
+
+
 def test_settings_of_a_rung_train_for_the_same_time(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path)
     record = search(tmp_path, jobs)
     for rung in record.rungs:
         for name in rung.settings:
-            rate = record.of(name).steps_per_s
-            assert rate is not None
-            assert (name, 1, round(rung.seconds * rate)) in jobs.trained
+            assert (name, 1, end_of(record, name, rung.seconds)) in jobs.trained
     assert record.rungs[1].seconds >= 1.2 * record.rungs[0].seconds
 
 
@@ -564,10 +569,8 @@ def test_a_search_that_is_over_says_so(tmp_path: Path) -> None:
 def test_other_seeds_are_evaluated_at_the_ends_of_the_last_rungs_too(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path)
     record = search(tmp_path, jobs)
-    rate = record.of(SHORT).steps_per_s
-    assert rate is not None
     stops = [step for name, seed, step in jobs.trained if (name, seed) == (SHORT, 2)]
-    assert stops == [round(rung.seconds * rate) for rung in record.rungs]
+    assert stops == [end_of(record, SHORT, rung.seconds) for rung in record.rungs]
 
 
 def test_a_budget_is_kept_although_jobs_take_longer_than_was_measured(
