@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -98,6 +99,7 @@ class TranscribeCommand:
         if (self.nbest_out is None) != (self.search.nbest == 0):
             raise ConfigError("--nbest N and --nbest-out FILE go together; give both or neither")
         outputs: dict[Path, Callable[[Transcription], str]] = {}
+        taken: set[str] = set()
         for given, text_of in (
             (self.out, Transcription.line),
             (self.ctm, Transcription.ctm),
@@ -107,8 +109,13 @@ class TranscribeCommand:
                 continue
             place = output_file(given, overwrite=self.overwrite)
             output_file(partial_of(place), overwrite=self.overwrite)
-            if place.absolute() in map(Path.absolute, outputs):
-                raise ConfigError("two of --out, --ctm and --nbest-out are the same file; give one for each")
+            own = {os.path.realpath(path) for path in (place, partial_of(place))}
+            if own & taken:
+                raise ConfigError(
+                    "two of --out, --ctm and --nbest-out are the same file, if only until one is whole "
+                    "(NAME.partial); give one for each"
+                )
+            taken |= own
             outputs[place] = text_of
         return outputs
 

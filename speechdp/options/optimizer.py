@@ -75,8 +75,7 @@ class OptimizerOptions:
         """Fill in options not given from `recipe`, for so many epochs and segments per step (None: unknown).
 
         Raises:
-            ConfigError: a learning rate to be scaled that is not known, or that is another optimizer's; where
-                a warm-up starts, but there is none.
+            ConfigError: a learning rate to be scaled that is not known, or that is another optimizer's.
         """
         peak = self._peak(recipe, global_batch)
         start = self.warmup_from
@@ -84,11 +83,6 @@ class OptimizerOptions:
             scale = self._scale(recipe, global_batch)
             start = 0.0 if scale is None else peak / max(scale, 1.0)
         warmup = recipe.warmup_share * epochs if self.warmup_epochs is None else self.warmup_epochs
-        if self.warmup_from is not None and warmup == 0 and not self._is_resolved:
-            raise ConfigError(
-                f"--warmup-from {self.warmup_from:g}: there is no warm-up; give --warmup-epochs, or leave "
-                "it out"
-            )
         anneal_from = self.anneal_from
         if anneal_from is None:
             # As without a recipe, the first epoch has the rate of the plateau where there is no warm-up.
@@ -105,11 +99,14 @@ class OptimizerOptions:
             anneal_from=max(1, epochs * 2 // 3) if anneal_from < 0 else anneal_from,
         )
 
-    @property
-    def _is_resolved(self) -> bool:
-        """Whether this is what `resolve` has returned, which fills in a start of the warm-up in any case."""
-        own = (self.optimizer, self.learning_rate, self.momentum, self.warmup_epochs, self.anneal_from)
-        return None not in own
+    def check_warmup(self, recipe: Recipe) -> None:
+        """Refuse, of options as given, a start of a warm-up that there is not.  Raises ConfigError."""
+        warmup = recipe.warmup_share if self.warmup_epochs is None else self.warmup_epochs
+        if self.warmup_from is not None and warmup == 0:
+            raise ConfigError(
+                f"--warmup-from {self.warmup_from:g}: there is no warm-up; give --warmup-epochs, or leave "
+                "it out"
+            )
 
     def schedule(self) -> Schedule:
         """Return the learning rate schedule; options must be resolved."""

@@ -391,6 +391,10 @@ class TrainOptions:
         """Return by what factor `rank` is slowed down."""
         return _slow_ranks(self.slow_ranks).get(rank, 1.0)
 
+    def check_warmup(self) -> None:
+        """Refuse, of options as given, a start of a warm-up that there is not.  Raises ConfigError."""
+        self.optimizer.check_warmup(find_recipe(self.recipe))
+
     def check_slow_ranks(self, size: int) -> None:
         """Refuse to slow down a rank that is none of so many, or does not train.  Raises ConfigError."""
         parts = self.strategy.parsed.roster(size).part_of_rank

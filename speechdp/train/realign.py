@@ -111,7 +111,7 @@ def _as_completed(session: Session, options: TrainOptions, run_dir: Path) -> Tra
     Its targets, which may be gone, are not made again.
 
     Raises:
-        ConfigError: they are there, and were made with other options.
+        ConfigError: they, or those of a round before, are there, and were made with other options.
     """
     run, found = RunDirectory(run_dir), None
     if session.comm.rank == 0 and run.is_complete:
@@ -121,7 +121,10 @@ def _as_completed(session: Session, options: TrainOptions, run_dir: Path) -> Tra
         return None
     alignments, initial_model = found
     folder = Path(alignments)
-    _made(session, folder, _made_by(options, folder.name))
+    rounds = MOST_ROUNDS if options.realign == "auto" else options.realign
+    names = [str(number) for number in range(0 if options.flat_start else 1, rounds + 1)]
+    for name in [*names, _TIED] if options.context != "none" else names:
+        _made(session, folder.parent / name, _made_by(options, name))
     proper = options.on_alignments(folder)
     if options.realign_from == "throughout":  # a run that was not is refused, whichever round is named
         proper = dataclasses.replace(proper, initial_model=Path(initial_model or _round_dir(run_dir, 1)))

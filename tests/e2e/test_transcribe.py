@@ -262,10 +262,11 @@ def test_what_was_finished_before_an_end_is_left(
     out, ctm = tmp_path / "out.txt", tmp_path / "words.ctm"
     command = ["transcribe", "RUN", folder, "-o", str(out), "--ctm", str(ctm)]
     echo.ends = {"c": end}
+    keep = "move it away, or --overwrite replaces it"
     assert speechdp(command) == exit_code
     assert capsys.readouterr().err == (
-        f"speechdp: {out}.partial: holds what was finished, 2 recordings\n"
-        f"speechdp: {ctm}.partial: holds what was finished, 2 recordings\n"
+        f"speechdp: {out}.partial: holds what was finished, 2 recordings; {keep}\n"
+        f"speechdp: {ctm}.partial: holds what was finished, 2 recordings; {keep}\n"
         f"speechdp: {said}\n"
     )
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
@@ -281,6 +282,21 @@ def test_what_was_finished_before_an_end_is_left(
     assert speechdp([*command, "--overwrite"]) == 0
     assert out.read_text() == "a word-a\nb word-b\nc word-c\nd word-d\n"
     assert ctm.read_text().count("\n") == 4 and not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    "names", [("x.partial", "x"), ("x", "x.partial"), ("x", "link/x"), ("x", "link/x.partial")]
+)
+def test_no_file_grows_under_the_name_of_another(
+    echo: Echo, tmp_path: Path, capsys: pytest.CaptureFixture[str], names: tuple[str, str]
+) -> None:
+    folder = recordings_in(tmp_path / "talks", "a.wav")
+    (tmp_path / "link").symlink_to(tmp_path)
+    out, ctm = (str(tmp_path / name) for name in names)
+    assert speechdp(["transcribe", "RUN", folder, "-o", out, "--ctm", ctm]) == 1
+    said = capsys.readouterr().err
+    assert "two of --out, --ctm and --nbest-out are the same file, if only until one is whole" in said
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
 
 
 def test_where_nothing_was_finished_nothing_is_left(

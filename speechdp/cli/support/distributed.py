@@ -148,9 +148,10 @@ def _session(
     keep_freed_memory(os.environ)  # where steps are taken it is given back; feeders take none
     options = request.options
     if request.others.get("--resume") is False:
-        # A run that goes on may have fewer ranks.  Runs of a comparison are told to go on, too, and other
-        # commands choose how many ranks their jobs have.
+        # A run that goes on may have fewer ranks, or be of a version that refused less.  Runs of a comparison
+        # are told to go on, too, and other commands choose how many ranks their jobs have.
         options.check_slow_ranks(comm.size)
+        options.check_warmup()
     device = choose_device(options.device, comm.local_rank)
     check_devices(comm, device)
     reporter = reporter_maker(comm)(request.label)

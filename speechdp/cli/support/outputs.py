@@ -103,7 +103,8 @@ def _leave(partial: Path, size: int, finished: str) -> None:
         partial.unlink(missing_ok=True)
     elif partial.exists():
         os.truncate(partial, size)
-        print(f"speechdp: {partial}: holds what was finished, {finished}", file=sys.stderr)
+        advice = "move it away, or --overwrite replaces it"
+        print(f"speechdp: {partial}: holds what was finished, {finished}; {advice}", file=sys.stderr)
 
 
 @contextmanager

@@ -607,7 +607,7 @@ class Tuner:
         self._say(f"halving: {self._place(leg, legs)}: {curve.at(leg.end_s):.4g}")
 
     def _step(self, leg: _Leg) -> int:
-        """Return until which step a part of a run trains: to the end of a period, since its mean is scored."""
+        """Return until which step a part of a run trains: to the end of a period, whose mean is scored."""
         period = self._settings[leg.name].period_steps
         periods = round(leg.end_s * self._steps_per_s(leg.name) / period)
         return period * periods or max(1, round(leg.end_s * self._steps_per_s(leg.name)))

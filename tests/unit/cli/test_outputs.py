@@ -63,8 +63,9 @@ def test_files_that_grow_are_left_with_what_is_whole_in_all(
             add(texts)
     if ended_by == "disk":
         assert str(raised.value).startswith(f"{tmp_path}/b.txt.partial: cannot be written (No space left")
+    keep = "move it away, or --overwrite replaces it"
     assert capsys.readouterr().err == "".join(
-        f"speechdp: {path}.partial: holds what was finished, 2 recordings\n" for path in paths
+        f"speechdp: {path}.partial: holds what was finished, 2 recordings; {keep}\n" for path in paths
     )
     left = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert left == {"a.txt": "of before", "a.txt.partial": "x\ny\n", "b.txt.partial": "1\n2\n"}
@@ -85,4 +86,4 @@ def test_files_that_grow_have_their_names_when_they_are_whole(
     ):
         add(("x\n",))
     assert (tmp_path / "c.txt.partial").read_text() == "x\n" and not (tmp_path / "c.txt").exists()
-    assert "c.txt.partial: holds what was finished, 1 recording\n" in capsys.readouterr().err
+    assert "c.txt.partial: holds what was finished, 1 recording; " in capsys.readouterr().err

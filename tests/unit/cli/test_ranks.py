@@ -17,6 +17,7 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, ConfigError
 from speechdp.options.faults import FaultOptions
+from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import TrainOptions
 
 
@@ -71,6 +72,21 @@ def test_a_run_that_begins_slows_down_no_rank_that_is_not_there(
             distributed._session(SerialCommunicator(), request, nothing, nothing)
     else:
         distributed._session(SerialCommunicator(), request, nothing, nothing)
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_run_that_begins_has_a_warm_up_if_it_is_said_where_that_starts(
+    monkeypatch: pytest.MonkeyPatch, resumes: bool
+) -> None:
+    nothing: Any = None
+    options = TrainOptions(optimizer=OptimizerOptions(warmup_from=0.01))
+    request = distributed.SessionRequest(Path("D"), options, "run", {"--resume": resumes})
+    monkeypatch.setattr(distributed, "keep_freed_memory", lambda _environ: None)
+    if resumes:
+        distributed._session(SerialCommunicator(), request, nothing, nothing)
+    else:
+        with pytest.raises(ConfigError, match=r"--warmup-from 0\.01: there is no warm-up"):
+            distributed._session(SerialCommunicator(), request, nothing, nothing)
 
 
 def test_ranks_that_differ_in_whether_they_tolerate_a_loss_are_told_apart() -> None:

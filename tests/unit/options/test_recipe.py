@@ -111,15 +111,30 @@ def test_resolved_options_are_their_own_resolution_on_any_ranks(given: dict[str,
             "--optimizer adam: the recipe's learning rate is for sgd",
         ),
         (1, {"recipe": RECIPE, "learning_rate": 0.0}, "--learning-rate 0.0: must be positive"),
-        (1, {"warmup_from": 0.01}, "--warmup-from 0.01: there is no warm-up; give --warmup-epochs, or leave"),
-        (1, {"warmup_from": 0.0, "warmup_epochs": 0.0}, "--warmup-from 0: there is no warm-up"),
-        (1, {"recipe": RECIPE, "warmup_from": 0.1, "warmup_epochs": 0.0}, "--warmup-from 0.1: there is no"),
         (1, {"recipe": "kaldi"}, "--recipe kaldi: choose one of none, adpsgd-asr"),
     ],
 )
 def test_options_that_cannot_go_together_are_refused(size: int, given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved(size, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"warmup_from": 0.01}, "--warmup-from 0.01: there is no warm-up; give --warmup-epochs, or leave"),
+        ({"warmup_from": 0.0, "warmup_epochs": 0.0}, "--warmup-from 0: there is no warm-up"),
+        ({"recipe": RECIPE, "warmup_from": 0.1, "warmup_epochs": 0.0}, "--warmup-from 0.1: there is no"),
+    ],
+)
+def test_a_start_of_no_warm_up_is_refused_where_a_run_begins(given: dict[str, Any], message: str) -> None:
+    """Earlier versions have begun such runs, which go on."""
+    options = options_with(**given)
+    assert resolved(**given).schedule().warmup_epochs == 0
+    with pytest.raises(ConfigError, match=message):
+        options.check_warmup()
+    for fits in {**given, "warmup_epochs": 1.0}, {**given, "warmup_from": None}:
+        options_with(**fits).check_warmup()
 
 
 def test_a_global_batch_needs_the_ranks() -> None:

@@ -253,6 +253,25 @@ def test_a_complete_run_whose_targets_are_gone_is_left_as_it_is(
             train_with_realignment(Session(dataset, ALONE, CPU), other, tmp_path, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("made", "asked", "folder"),
+    [
+        ({"realign": 2}, {"realign_criterion": "full-sum"}, "1"),
+        ({"realign": 1, "context": "left"}, {"realign_epochs": 2}, "1"),
+        ({"realign": 2, "realign_from": "last", "context": "left"}, {"realign_from": "scratch"}, "2"),
+    ],
+)
+def test_a_complete_run_after_rounds_with_other_options_is_refused(
+    dataset: Dataset, tmp_path: Path, made: dict[str, Any], asked: dict[str, Any], folder: str
+) -> None:
+    """The record of its last alignment does not tell, nor do the options of the run proper."""
+    session, begun = Session(dataset, ALONE, CPU), dataclasses.replace(OPTIONS, **made)
+    train_with_realignment(session, begun, tmp_path)
+    with pytest.raises(ConfigError, match=rf"alignments/{folder}: was made with other options"):
+        train_with_realignment(session, dataclasses.replace(begun, **asked), tmp_path, resume=True)
+    train_with_realignment(session, begun, tmp_path, resume=True)
+
+
 def test_states_in_context_that_other_rounds_made_are_refused_before_any_is_trained(
     dataset: Dataset, tmp_path: Path
 ) -> None:
