@@ -13,6 +13,7 @@ from speechdp import exit_codes
 from speechdp.cli.support.script_options import (
     OutFolder,
     ScriptOptions,
+    check_new,
     check_target,
     check_training,
     inputs_of,
@@ -83,10 +84,12 @@ class CompareCommand:
     def run(self) -> int:
         """Make the comparison and its report, or be a rank of a race; return the exit code."""
         from speechdp.experiments.compare.own_training import OwnTraining  # noqa: PLC0415 - keeps --help fast
+        from speechdp.ownership.overwrite import COMPARISON  # noqa: PLC0415
 
         if self.job:
             return self._be_a_rank()
         check_target(self.target, self.options.make_task().record())
+        check_new(self.options, self.out_dir, COMPARISON)
         request, starter = self._request(self._plan()), self._starter()
         if self.overwrite:
             check_training(self.data, self.options, self.out_dir, on_this_machine=self.hostfile is None)

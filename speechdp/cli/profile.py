@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.support.script_options import OutFolder, inputs_of, owned_folder, say_how_many_failed
+from speechdp.cli.support.script_options import (
+    OutFolder,
+    check_new,
+    inputs_of,
+    owned_folder,
+    say_how_many_failed,
+)
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
@@ -97,6 +103,7 @@ class ProfileCommand:
         from speechdp.experiments.record import FAILED  # noqa: PLC0415
         from speechdp.ownership.overwrite import PROFILE  # noqa: PLC0415
 
+        check_new(self.options, self.out_dir, PROFILE)
         request, starter = self._request(self._plan()), self._starter()
         say = line_printer(make_console())
         profiler = Profiler(request, starter, say)

@@ -13,6 +13,7 @@ from speechdp import exit_codes
 from speechdp.cli.support.script_options import (
     OutFolder,
     ScriptOptions,
+    check_new,
     check_target,
     inputs_of,
     owned_folder,
@@ -65,9 +66,11 @@ class SweepCommand:
     def run(self) -> int:
         """Run the sweep; return the exit code."""
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
+        from speechdp.ownership.overwrite import SWEEP  # noqa: PLC0415
 
         self._race()
         check_target(self.target, self.options.make_task().record())
+        check_new(self.options, self.out_dir, SWEEP)
         sweep = [self.swept, self.periods, self.reference, self.one_rank_steps, self.decode_split]
         sweep += [self.race, self.race_steps]
         others = {"OUT folder": self.out_dir, "sweep": sweep, "--overwrite": self.overwrite}

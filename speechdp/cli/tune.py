@@ -15,6 +15,7 @@ from speechdp import exit_codes
 from speechdp.cli.support.script_options import (
     OutFolder,
     ScriptOptions,
+    check_new,
     check_training,
     inputs_of,
     owned_folder,
@@ -172,10 +173,12 @@ class TuneCommand:
     def run(self) -> int:
         """Search and report, or be a rank of the race; return the exit code."""
         from speechdp.experiments.tune.training import TunedTraining  # noqa: PLC0415 - keeps --help fast
+        from speechdp.ownership.overwrite import TUNE  # noqa: PLC0415
 
         if self.job:
             return self._be_a_rank()
         ranks = self._ranks()
+        check_new(self.options, self.out_dir, TUNE)
         compared = self._compared(ranks)
         request, starter = self._request(compared, ranks), self._starter(ranks)
         if self.search.overwrite:

@@ -110,6 +110,16 @@ def inputs_of(data: Path, options: TrainOptions) -> dict[str, Path | None]:
     return {"DATA": data, "--initial-model": options.initial_model, "--alignments": options.alignments}
 
 
+def check_new(options: TrainOptions, out: Path, kind: FolderKind) -> None:
+    """Refuse options without effect, unless OUT goes on with what an earlier version has begun with them.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if not (out / kind.record).is_file():
+        options.check_warmup()
+
+
 def check_training(data: Path, options: TrainOptions, out: Path, *, on_this_machine: bool) -> None:
     """Refuse, before a folder is emptied for it, a training that its ranks would refuse.
 

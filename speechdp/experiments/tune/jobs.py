@@ -257,7 +257,9 @@ class TunedJobs(ABC):
         points = up_to(found.points, step)
         if found.has_diverged and not any(at >= step for at, _ in points):
             return "its held-out value is not finite"
-        return Scored(points, found.is_over) if points else "it was not evaluated"
+        # A run that is over was not, where it stood at that step.
+        is_over = found.is_over and len(points) == len(found.points)
+        return Scored(points, is_over) if points else "it was not evaluated"
 
     def has_trained_to(self, setting: Setting, seed: int, step: int) -> bool:
         """Return whether a setting's run has come so far, or can go no further: no job would be started."""

@@ -32,6 +32,8 @@ SEED_STOPS = 3
 LAST = 2
 #: Share of its time by which a run must have been evaluated, or its gains are not known: a quarter, about.
 _EARLY = 0.3
+#: By what share of its steps a run may stop earlier or later than the others of its rung.
+_OFF = 0.1
 #: Pieces in which a curve is continued: between points it is straight over time.
 _CONTINUED = 8
 #: A rung is so many times as long as the one before, at least: less is not worth starting its runs.
@@ -85,9 +87,20 @@ class Setting:
 
     @property
     def period_steps(self) -> int:
-        """Steps after which ranks hold one model again; 1 where they do after each, or nobody knows when."""
+        """Steps in which every kind of exchange happens once; 1 where nobody knows how many."""
         period = str(self.strategy.parsed.traits.whole_period)
         return max(1, int(period)) if period.isdigit() else 1
+
+    def stop(self, steps: int) -> int:
+        """Return where a run stops that is to train so many steps, from 1 on, and is scored there.
+
+        Between two steps of an outer optimizer its model stays as it was, and has not learnt what the ranks
+        have: a run that would stop shortly before or after one stops at it.
+        """
+        if not self.strategy.parsed.traits.has_outer_step:
+            return steps
+        whole = self.period_steps * round(steps / self.period_steps)
+        return whole if abs(whole - steps) <= _OFF * steps else steps
 
     @property
     def _period(self) -> Period | None:

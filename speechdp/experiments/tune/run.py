@@ -557,9 +557,12 @@ class Tuner:
 
     def _first_seen_s(self, curves: Mapping[str, Curve], end_s: float) -> float:
         """Return from when on all settings have a score, at least the end of a rung."""
-        firsts = {name: curve.points[0][0] for name, curve in curves.items()}
-        late = [s for name, s in firsts.items() if s > end_s + _PASSED / self._steps_per_s(name)]
-        return max(late, default=end_s)
+        late = [end_s]
+        for name, curve in curves.items():
+            first_s, rate = curve.points[0][0], self._steps_per_s(name)
+            if first_s > max(end_s, self._step_at(name, end_s) / rate) + _PASSED / rate:
+                late.append(first_s)
+        return max(late)
 
     def _train_legs(
         self, backend: str, legs: Sequence[_Leg], *, may_end: bool = True
@@ -607,13 +610,22 @@ class Tuner:
         self._say(f"halving: {self._place(leg, legs)}: {curve.at(leg.end_s):.4g}")
 
     def _step(self, leg: _Leg) -> int:
-        """Return until which step a part of a run trains: to the end of a period, whose mean is scored."""
-        period = self._settings[leg.name].period_steps
-        periods = round(leg.end_s * self._steps_per_s(leg.name) / period)
-        return period * periods or max(1, round(leg.end_s * self._steps_per_s(leg.name)))
+        """Return the step until which a part of a run trains."""
+        return self._step_at(leg.name, leg.end_s)
+
+    def _step_at(self, name: str, seconds: float) -> int:
+        return self._settings[name].stop(max(1, round(seconds * self._steps_per_s(name))))
 
     def _has_trained(self, leg: _Leg) -> bool:
-        return self._training.has_trained_to(self._settings[leg.name], leg.seed, self._step(leg))
+        # One of an earlier version may have stopped shortly before the end of a period.
+        step = min(self._step(leg), max(1, round(leg.end_s * self._steps_per_s(leg.name))))
+        return self._training.has_trained_to(self._settings[leg.name], leg.seed, step)
+
+    def _ends_s(self, leg: _Leg) -> tuple[float, float]:
+        """Return from when to when a part of a run trains: by its steps."""
+        rate = self._steps_per_s(leg.name)
+        begin = self._step_at(leg.name, leg.begin_s) if leg.begin_s else 0
+        return begin / rate, self._step(leg) / rate
 
     def _fits(self, legs: Sequence[_Leg]) -> bool:
         """Return whether parts of runs are expected to be trained within the budget."""
@@ -625,7 +637,8 @@ class Tuner:
 
     def _cost_s(self, legs: Sequence[_Leg]) -> float:
         """Return what training parts of runs in one start takes."""
-        return sum(leg.end_s - leg.begin_s for leg in legs) + self._record.besides.cost_s(len(legs))
+        ends_s = map(self._ends_s, legs)
+        return sum(end - begin for begin, end in ends_s) + self._record.besides.cost_s(len(legs))
 
     def _try(
         self, backend: str, legs: Sequence[_Leg], on_trained: Callable[[int], None], *, may_end: bool
@@ -696,7 +709,8 @@ class Tuner:
                 leg, self._training.train_to(self._settings[leg.name], backend, leg.seed, step)
             )
         if isinstance(tried, float):  # it has come to its first evaluation at least
-            self._besides_s.append(tried - (max(leg.end_s, curve.points[0][0]) - leg.begin_s))
+            begin_s, end_s = self._ends_s(leg)
+            self._besides_s.append(tried - (max(end_s, curve.points[0][0]) - begin_s))
         return curve
 
     def _scored(self, leg: _Leg) -> Curve | str:
@@ -737,8 +751,10 @@ class Tuner:
             why = "" if name == names[0] else _why_behind(end, ends[names[0]], names[0])
             scores = tuple(curve.at(ends_s[-1]) for curve in curves[name])
             self._record = self._record.with_setting(name, times_s=end.times_s, scores=scores, why=why)
-        is_continued = any(ahead[name] != list(found) for name, found in curves.items())
-        self._record = replace(self._record, target=target, seen_s=ends_s[-1] if is_continued else None)
+        seen = [pair for name in curves for pair in zip(curves[name], ahead[name], strict=True)]
+        lasts = [curve.points[-1][0] for curve, further in seen if further is not curve]
+        seen_s = min(ends_s[-1], *lasts) if lasts else None
+        self._record = replace(self._record, target=target, seen_s=seen_s)
         self._choose(names, untold(names, ends, {name: self._slack(name) for name in names}))
 
     def _slack(self, name: str) -> tuple[float, float]:

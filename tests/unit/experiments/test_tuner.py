@@ -352,20 +352,41 @@ def test_a_search_that_is_over_is_judged_again_by_another_target(tmp_path: Path)
     assert None not in record.of(SHORT).times_s and record.of(SHORT).why == ""
 
 
-def end_of(record: TuneRecord, name: str, seconds: float) -> int:
-    """Return the end of the period that is nearest to a time, as a step."""
-    rate, period = record.of(name).steps_per_s, {SHORT: 4, LONG: 16}.get(name, 1)
-    assert rate is not None
-    return period * round(seconds * rate / period)
-
-
 def test_settings_of_a_rung_train_for_the_same_time(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path)
     record = search(tmp_path, jobs)
     for rung in record.rungs:
         for name in rung.settings:
-            assert (name, 1, end_of(record, name, rung.seconds)) in jobs.trained
+            rate = record.of(name).steps_per_s
+            assert rate is not None
+            assert (name, 1, round(rung.seconds * rate)) in jobs.trained
     assert record.rungs[1].seconds >= 1.2 * record.rungs[0].seconds
+
+
+@dataclass
+class SeldomSeen(Timed):
+    """Runs are evaluated where they stop, and nowhere else: epochs are longer than rungs."""
+
+    def scored(self, setting: Setting, seed: int, step: int) -> Scored | str:
+        found = super().scored(setting, seed, step)
+        assert isinstance(found, Scored)
+        stops = {at for name, of, at in self.trained if (name, of) == (setting.name, seed)}
+        return Scored(tuple(point for point in found.points if point[0] in stops), found.is_over)
+
+
+def test_a_run_that_stops_at_an_outer_step_is_not_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = SeldomSeen(tmp_path)
+    record, told = timed_search(monkeypatch, jobs, texts=(GRADIENTS, *MORE))
+    assert not any("not all were evaluated by then" in line for line in told) and record.completed
+    for name, period in (("bmuf:period=16", 16), ("bmuf:period=64", 64)):
+        rate = record.of(name).steps_per_s
+        assert rate is not None
+        asked = [round(rung.seconds * rate) for rung in record.rungs if name in rung.scores]
+        stops = sorted({at for of, seed, at in jobs.trained if (of, seed) == (name, 1)})
+        assert [abs(at - wanted) <= wanted / 10 for at, wanted in zip(stops, asked, strict=True)]
+        assert any(at % period == 0 and at != wanted for at, wanted in zip(stops, asked, strict=True))
 
 
 def test_a_search_that_is_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -570,7 +591,9 @@ def test_other_seeds_are_evaluated_at_the_ends_of_the_last_rungs_too(tmp_path: P
     jobs = Jobs(tmp_path)
     record = search(tmp_path, jobs)
     stops = [step for name, seed, step in jobs.trained if (name, seed) == (SHORT, 2)]
-    assert stops == [end_of(record, SHORT, rung.seconds) for rung in record.rungs]
+    rate = record.of(SHORT).steps_per_s
+    assert rate is not None
+    assert stops == [round(rung.seconds * rate) for rung in record.rungs]
 
 
 def test_a_budget_is_kept_although_jobs_take_longer_than_was_measured(
