@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 
@@ -13,5 +12,7 @@ def counted(number: int, noun: str) -> str:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Ask whether one of the names was meant, `; did you mean train?`; "": none is like it."""
+    import difflib  # noqa: PLC0415 - only for a message; every command imports this module
+
     like = difflib.get_close_matches(name, list(names), n=1)
     return f"; did you mean {like[0]}?" if like else ""

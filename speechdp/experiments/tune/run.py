@@ -614,11 +614,14 @@ class Tuner:
         return self._step_at(leg.name, leg.end_s)
 
     def _step_at(self, name: str, seconds: float) -> int:
-        return self._settings[name].stop(max(1, round(seconds * self._steps_per_s(name))))
+        return self._settings[name].stop(self._steps_in(name, seconds))
+
+    def _steps_in(self, name: str, seconds: float) -> int:
+        return max(1, round(seconds * self._steps_per_s(name)))
 
     def _has_trained(self, leg: _Leg) -> bool:
         # One of an earlier version may have stopped shortly before the end of a period.
-        step = min(self._step(leg), max(1, round(leg.end_s * self._steps_per_s(leg.name))))
+        step = min(self._step(leg), self._steps_in(leg.name, leg.end_s))
         return self._training.has_trained_to(self._settings[leg.name], leg.seed, step)
 
     def _ends_s(self, leg: _Leg) -> tuple[float, float]:
