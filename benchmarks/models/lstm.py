@@ -13,9 +13,11 @@ layer of 440 classes, and a sum of cross-entropies over the frames that are not 
 - packed: its nn.LSTM over packed segments, the usual way
 - padded: its nn.LSTM over padded segments, whose backward direction begins in the padding: another function
 - subsampled: LstmAcousticModel with `--subsampling 3`: another model, with the same inputs and outputs
+- graphs: on a GPU, LstmAcousticModel as `train` has it, by CUDA graphs
 
 Contenders take turns in one process; a ratio is taken within a round.  Last line: JSON, for each ratio the
-lowest median over models, batches and lengths: {"ours_vs_packed", "ours_vs_padded", "subsampled_vs_ours"}.
+lowest median over models, batches and lengths: {"ours_vs_packed", "ours_vs_padded", "subsampled_vs_ours"},
+on a GPU "graphs_vs_ours" and "graphs_vs_packed", too.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +38,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.strategies.paired import compare, run_rounds
+from speechdp.models.captured import train_by_graphs
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.precision import Precision
 from speechdp.models.presets import LSTM_TINY
@@ -42,6 +46,7 @@ from speechdp.models.presets import LSTM_TINY
 MODELS = {"2x128": replace(LSTM_TINY, dropout=0.0), "4x320": LstmConfig(4, 320, bidirectional=True)}
 FEATURES, CLASSES, SUBSAMPLING = 40, 440, 3
 RATIOS = (("ours", "packed"), ("ours", "padded"), ("subsampled", "ours"))
+GPU_RATIOS = (("graphs", "ours"), ("graphs", "packed"))
 Forward = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -99,7 +104,17 @@ def measure(config: LstmConfig, size: int, frames: int, options: argparse.Namesp
     precision = Precision(options.precision, device)
     model = LstmAcousticModel(FEATURES, CLASSES, config).to(device)
     subsampled = LstmAcousticModel(FEATURES, CLASSES, replace(config, subsampling=SUBSAMPLING)).to(device)
-    ways = {"ours": model, "packed": packed(model), "padded": padded(model), "subsampled": subsampled}
+    ways: dict[str, Any] = {
+        "ours": model,
+        "packed": packed(model),
+        "padded": padded(model),
+        "subsampled": subsampled,
+    }
+    ratios = RATIOS
+    if device.type == "cuda":
+        ways["graphs"] = LstmAcousticModel(FEATURES, CLASSES, config).to(device)
+        train_by_graphs(ways["graphs"], device)
+        ratios += GPU_RATIOS
     features, lengths, targets = make_batch(size, frames)
     batch = features.to(device), lengths, targets.to(device)
 
@@ -107,9 +122,10 @@ def measure(config: LstmConfig, size: int, frames: int, options: argparse.Namesp
         return rate(ways[name], batch, options.seconds, precision)
 
     for forward in ways.values():
-        rate(forward, batch, 0, precision)  # makes oneDNN's kernels
+        for _ in range(3):
+            rate(forward, batch, 0, precision)  # makes oneDNN's kernels, captures graphs
     rates = run_rounds(list(ways), timed, options.rounds, "frames/s")
-    return {f"{one}_vs_{other}": compare(rates, one, other) for one, other in RATIOS}
+    return {f"{one}_vs_{other}": compare(rates, one, other) for one, other in ratios}
 
 
 def main() -> None:

@@ -6,9 +6,14 @@ K subsampling, S = ceil(T / K) steps of the LSTM.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
+from speechdp.models.captured import Capturable, CapturedFunction, Recorder, rounded_up
 from speechdp.models.lstm_config import LstmConfig
 
 __all__ = ["LstmAcousticModel", "LstmConfig"]
@@ -17,7 +22,7 @@ __all__ = ["LstmAcousticModel", "LstmConfig"]
 _CLOSED = -1e4
 
 
-class LstmAcousticModel(nn.Module):
+class LstmAcousticModel(Capturable):
     """(B, T, F) features to (B, T, C) logits of HMM-state posteriors.
 
     One set of weights (a plain `nn.LSTM`), three ways through it, all the same function: segments of one
@@ -26,6 +31,10 @@ class LstmAcousticModel(nn.Module):
     input).  On a GPU both directions run at once, and a further input that is 1 in the padding closes the
     input gates there: the state stays zero, as if a segment began at its own end.  Packed, cuDNN starts
     kernels step by step, which has taken 7 times as long with `tiny` on an H100.
+
+    Training on a GPU goes layer by layer, or over all layers of one direction at once where there is no
+    dropout between them, which cuDNN would draw from a generator that no checkpoint has.  `capture` lets
+    CUDA graphs replay these parts.
 
     With subsampling, K frames side by side are one input of the LSTM, and from each of its outputs a
     linear layer (the bottleneck, if there is one) makes K vectors, one a frame: classes, alignments and
@@ -52,6 +61,9 @@ class LstmAcousticModel(nn.Module):
         has_linear = bool(config.bottleneck) or config.subsampling > 1
         self.bottleneck = nn.Linear(hidden, config.subsampling * encoded) if has_linear else nn.Identity()
         self.output = nn.Linear(encoded, num_classes)
+        at_once = not config.bidirectional and not (config.dropout and config.layers > 1)
+        every = range(config.layers)
+        self._parts = [_Part(self.lstm, every)] if at_once else [_Part(self.lstm, [n]) for n in every]
         self._initialise()
 
     def _initialise(self) -> None:
@@ -78,43 +90,48 @@ class LstmAcousticModel(nn.Module):
         encoded: Tensor = vectors.reshape(len(vectors), -1, vectors.shape[2] // k)[:, :num_frames]
         return encoded
 
+    def capture(self, make_recorder: Callable[[], Recorder]) -> None:
+        """Train by graphs from now on, over batches padded to few lengths, which come again."""
+        for part in self._parts:
+            part.capture(make_recorder())
+        self._is_captured = True
+
+    _is_captured = False
+
     def _recur(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Return the last layer's outputs, (B, T, H)."""
-        if not self.config.bidirectional or bool((lengths == features.shape[1]).all()):
-            hidden: Tensor = self.lstm(features)[0]  # padding at the end reaches no earlier frame
+        is_even = bool((lengths == features.shape[1]).all())
+        if features.is_cuda and torch.is_grad_enabled():
+            return self._train_on_gpu(features, lengths, is_even=is_even)
+        if is_even or not self.config.bidirectional:  # padding at the end reaches no earlier frame
+            hidden: Tensor = self.lstm(features)[0]
             return hidden
         if features.is_cuda or self.config.projection:
             return self._encode_flagged(features, lengths)
         return self._encode_turned(features, lengths)
 
+    def _train_on_gpu(self, features: Tensor, lengths: Tensor, *, is_even: bool) -> Tensor:
+        num_frames = features.shape[1]
+        if self._is_captured and not is_even:
+            features = nn.functional.pad(features, (0, 0, 0, rounded_up(num_frames) - num_frames))
+        if is_even or not self.config.bidirectional:
+            return self._encode_plain(features)[:, :num_frames]
+        return self._encode_flagged(features, lengths)[:, :num_frames]
+
+    def _encode_plain(self, features: Tensor) -> Tensor:
+        return self._encode_in_parts(features, features.new_zeros(*features.shape[:2], 0))
+
     def _encode_flagged(self, features: Tensor, lengths: Tensor) -> Tensor:
         frame = torch.arange(features.shape[1], device=features.device)  # (T,)
         is_padding = (frame >= lengths.to(features.device).unsqueeze(1)).unsqueeze(2)  # (B, T, 1)
-        flag, hidden = is_padding.to(features.dtype), features.masked_fill(is_padding, 0)
-        for layer in range(self.config.layers):
-            # Matrices whose width is a multiple of 8 are what a GPU is fastest with.
-            num_flags = 8 - hidden.shape[2] % 8
-            flags = nn.functional.pad(flag, (0, num_flags - 1))  # (B, T, flags): all but the first are 0
-            hidden = self._both_directions(torch.cat([hidden, flags], dim=2), layer, num_flags)
-            if layer < self.config.layers - 1:
+        return self._encode_in_parts(features.masked_fill(is_padding, 0), is_padding.to(features.dtype))
+
+    def _encode_in_parts(self, hidden: Tensor, flag: Tensor) -> Tensor:
+        for part in self._parts:
+            hidden = part(hidden, flag)
+            if part is not self._parts[-1]:
                 hidden = nn.functional.dropout(hidden, self.config.dropout, self.training)
         return hidden
-
-    def _both_directions(self, inputs: Tensor, layer: int, num_flags: int) -> Tensor:
-        """Run one layer over inputs whose last `num_flags` columns say where padding is, (B, T, H)."""
-        config = self.config
-        names = ["weight_ih", "weight_hh", "bias_ih", "bias_hh", *["weight_hr"] * bool(config.projection)]
-        suffixes = (f"l{layer}", f"l{layer}_reverse")
-        weights = [getattr(self.lstm, f"{name}_{suffix}") for suffix in suffixes for name in names]
-        for number in (0, len(names)):
-            flag_weight = weights[number].new_zeros(len(weights[number]), num_flags)
-            flag_weight[: config.cells, 0] = _CLOSED  # the input gate's rows are the first
-            weights[number] = torch.cat([weights[number], flag_weight], dim=1)
-        weights = _in_one_piece(weights)
-        outputs = inputs.new_zeros(2, len(inputs), config.projection or config.cells)
-        cells = inputs.new_zeros(2, len(inputs), config.cells)
-        # has_biases, num_layers, dropout, train, bidirectional, batch_first
-        return torch.lstm(inputs, (outputs, cells), weights, True, 1, 0.0, self.training, True, True)[0]
 
     def _encode_turned(self, features: Tensor, lengths: Tensor) -> Tensor:
         hidden = features.transpose(0, 1)  # (T, B, F)
@@ -137,6 +154,69 @@ class LstmAcousticModel(nn.Module):
             inputs, (zeros, zeros), weights, True, 1, 0.0, self.training, False, False
         )[0]
         return outputs
+
+
+class _Part:
+    """Layers that are run at once.
+
+    Args:
+        lstm: whose layers they are.
+        layers: their numbers, one after the other.
+    """
+
+    def __init__(self, lstm: nn.LSTM, layers: Sequence[int]) -> None:
+        ways = ("", "_reverse") if lstm.bidirectional else ("",)
+        kinds = ["weight_ih", "weight_hh", "bias_ih", "bias_hh", *["weight_hr"] * bool(lstm.proj_size)]
+        self._lstm = lstm
+        self._names = [f"{kind}_l{layer}{way}" for layer in layers for way in ways for kind in kinds]
+        shape = _Shape(len(layers), lstm.num_layers, lstm.bidirectional, lstm.proj_size)
+        self._function = partial(_run_layers, shape)
+        self._captured: CapturedFunction | None = None
+
+    def capture(self, recorder: Recorder) -> None:
+        """Run them by graphs from now on."""
+        self._captured = CapturedFunction(self._function, recorder)
+
+    def __call__(self, inputs: Tensor, flag: Tensor) -> Tensor:
+        """Return the outputs (B, T, H) over `inputs` (B, T, I).
+
+        `flag` is 1 in the padding, (B, T, 1); where there is none it is empty, (B, T, 0).
+        """
+        tensors = [inputs, flag.to(inputs.dtype)]
+        weights = [getattr(self._lstm, name) for name in self._names]
+        outputs = self._captured(tensors, weights) if self._captured else self._function(*tensors, *weights)
+        return outputs[0]
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """Of layers that are run at once: how many, of how many all in all, and `proj_size` of the LSTM."""
+
+    num_layers: int
+    of_layers: int
+    bidirectional: bool
+    projection: int
+
+
+def _run_layers(shape: _Shape, inputs: Tensor, flag: Tensor, *weights: Tensor) -> tuple[Tensor]:
+    """Run layers over inputs (B, T, I) from states of zero; a single one where `flag` is (B, T, 1)."""
+    layers, cells = list(weights), weights[1].shape[0] // 4
+    num_rows = shape.num_layers * (2 if shape.bidirectional else 1)
+    if flag.shape[2]:
+        # Matrices whose width is a multiple of 8 are what a GPU is fastest with.
+        num_flags = 8 - inputs.shape[2] % 8
+        inputs = torch.cat([inputs, nn.functional.pad(flag, (0, num_flags - 1))], dim=2)
+        for number in range(0, len(layers), len(layers) // num_rows):
+            closing = layers[number].new_zeros(len(layers[number]), num_flags)
+            closing[:cells, 0] = _CLOSED  # the input gate's rows are the first
+            layers[number] = torch.cat([layers[number], closing], dim=1)
+    if flag.shape[2] or shape.num_layers < shape.of_layers:
+        layers = _in_one_piece(layers)
+    state = inputs.new_zeros(num_rows, len(inputs), shape.projection or cells)
+    cell_state = inputs.new_zeros(num_rows, len(inputs), cells)
+    # has_biases, num_layers, dropout, train, bidirectional, batch_first
+    how = True, shape.num_layers, 0.0, torch.is_grad_enabled(), shape.bidirectional, True
+    return (torch.lstm(inputs, (state, cell_state), layers, *how)[0],)
 
 
 def _in_one_piece(weights: list[Tensor]) -> list[Tensor]:

@@ -46,6 +46,7 @@ _ADDED_LATER = (
     ("", "context"),
     ("", "tied_states"),
     ("", "precision"),
+    ("", "cuda_graphs"),
     ("model", "criterion"),
     ("model", "prior_scale"),
     ("model", "subsampling"),
@@ -92,6 +93,9 @@ class TrainOptions:
     precision: PrecisionName = "fp32"
     """Number format of forward and backward passes, and of evaluation; weights and exchanges keep float32.
     bf16: half precision by torch.autocast; fp16: likewise, with scaled losses (docs/training.md)."""
+    cuda_graphs: Literal["auto", "off"] = "auto"
+    """auto: on a GPU, recurrent layers train by CUDA graphs, one for each length of batches.
+    off: kernels are started one by one, which takes less memory and often twice the time."""
     epochs: Annotated[int | None, shown("N", "12; 16 with --recipe adpsgd-asr")] = None
     """Passes over the training split."""
     seed: Annotated[int, shown("SEED")] = 1

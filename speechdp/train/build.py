@@ -26,6 +26,7 @@ from speechdp.data.transforms.preprocess import CACHE_BYTES
 from speechdp.dealing.batch_client import Dealing
 from speechdp.dealing.batch_server import DealingLimits, Desk
 from speechdp.errors import ConfigError, ShardError
+from speechdp.models.captured import train_by_graphs
 from speechdp.models.precision import Precision
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import TrainOptions
@@ -247,6 +248,8 @@ def build_trainer(
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # before the weights become views: their layout is kept
+        if options.cuda_graphs == "auto":
+            train_by_graphs(model, session.device)
     replica = make_replica(model, options)
     if timeline is None:
         timeline = Timeline(

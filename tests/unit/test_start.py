@@ -109,3 +109,18 @@ def test_an_update_with_a_scaled_loss_imports_no_compiler() -> None:
         f"{_PRINT_MODULES}"
     )
     assert modules_after(program) & set(_HEAVY) == set()
+
+
+def test_capturing_graphs_imports_nothing_slow() -> None:
+    program = (
+        "import torch\n"
+        "from speechdp.models.captured import CapturedFunction\n"
+        "from tests.helpers.repeats import Repeats\n"
+        "recorder, weight = Repeats(), torch.ones(2, 3, requires_grad=True)\n"
+        "make = CapturedFunction(lambda x, w: (torch.tanh(x @ w),), recorder)\n"
+        "for _ in range(3):\n"
+        "    make([torch.ones(4, 2)], [weight])[0].sum().backward()\n"
+        "assert recorder.num_replayed == 4\n"
+        f"{_PRINT_MODULES}"
+    )
+    assert modules_after(program) & set(_HEAVY) == set()

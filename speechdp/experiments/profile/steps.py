@@ -17,6 +17,7 @@ from torch import Tensor
 
 from speechdp.data.loading.batch import Batch
 from speechdp.experiments.profile.measured import BACKWARD, FORWARD, FunctionTime
+from speechdp.models.captured import driving
 from speechdp.models.precision import Precision
 from speechdp.tasks.base import LOSS, Stage, Values
 
@@ -78,7 +79,7 @@ class _Passed:
         driven = [(out, self.leaves[name].grad) for name, out in self.outputs.items()]
         pairs = [(out, grad) for out, grad in driven if grad is not None and out.requires_grad]
         if pairs:
-            torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+            driving(*zip(*pairs, strict=True)).backward()  # type: ignore[no-untyped-call]
 
 
 def _pass(stage: Stage, values: Values, batch: Batch, precision: Precision) -> _Passed:

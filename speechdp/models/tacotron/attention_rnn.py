@@ -16,9 +16,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from speechdp.models.captured import CapturedFunction, Recorder, rounded_up
 from speechdp.models.tacotron import gru_steps
 from speechdp.models.tacotron.attention_steps import (
     AttentionWeights,
@@ -79,11 +80,43 @@ def attention_rnn(
     A key beyond ±43 (float32) counts as ±43: exact as long as no query is as large the other way.
     """
     assert len(prenet) >= 1, "a decoder needs at least one step"
-    outputs: tuple[Tensor, Tensor, Tensor]
     inputs = (x.to(weights.v.dtype) for x in (prenet, memory, keys))
+    return AttentionOutput(*attention_steps(*inputs, mask, *weights))
+
+
+def attention_steps(
+    prenet: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, *weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do that for inputs of the weights' type, with all parts as tensors: what graphs can replay."""
+    outputs: tuple[Tensor, Tensor, Tensor]
     with torch.autocast(memory.device.type, enabled=False):  # its operations write into memory of one type
-        outputs = _AttentionSteps.apply(*inputs, mask, *weights)  # type: ignore[no-untyped-call]
-    return AttentionOutput(*outputs)
+        outputs = _AttentionSteps.apply(prenet, memory, keys, mask, *weights)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class AttentionSteps:
+    """`attention_rnn` on a GPU, by graphs: over as many steps and symbols as come again.
+
+    Args:
+        recorder: of the GPU.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._captured = CapturedFunction(attention_steps, recorder)
+
+    def __call__(
+        self, prenet: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, weights: AttentionWeights
+    ) -> AttentionOutput:
+        """Return what `attention_rnn` returns."""
+        (num_steps, _, _), num_symbols = prenet.shape, memory.shape[1]
+        steps, symbols = rounded_up(num_steps) - num_steps, rounded_up(num_symbols) - num_symbols
+        longer = nn.functional.pad(prenet.to(weights.v.dtype), (0, 0, 0, 0, 0, steps))
+        wider = [nn.functional.pad(x.to(weights.v.dtype), (0, 0, 0, symbols)) for x in (memory, keys)]
+        inputs = [longer, *wider, nn.functional.pad(mask, (0, symbols))]
+        hidden, context, attention = self._captured(inputs, weights)
+        return AttentionOutput(
+            hidden[:num_steps], context[:num_steps], attention[:num_steps, :, :num_symbols]
+        )
 
 
 class _AttentionSteps(torch.autograd.Function):

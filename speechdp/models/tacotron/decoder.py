@@ -6,14 +6,16 @@ M mel bins, A config.attention_dim, D config.decoder_dim, P config.prenet_dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from speechdp.errors import ConfigError
+from speechdp.models.captured import Capturable, Recorder
 from speechdp.models.precision import at_least_float32
-from speechdp.models.tacotron.attention_rnn import attention_rnn
+from speechdp.models.tacotron.attention_rnn import AttentionSteps, attention_rnn
 from speechdp.models.tacotron.attention_steps import AttentionWeights
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.padding import frame_mask
@@ -73,7 +75,7 @@ class _Steps:
     attention: Tensor
 
 
-class Decoder(nn.Module):
+class Decoder(Capturable):
     """Pre-net, attention GRU, two residual GRUs, mel and stop layers (Wang et al. 2017, section 3.3).
 
     A step hears the last frame of the step before (zeros at first). Taught, all those frames are known
@@ -98,6 +100,11 @@ class Decoder(nn.Module):
         self.residual_2 = nn.GRUCell(decoder, decoder)
         self.mel = nn.Linear(decoder, config.reduction * mel_dim)
         self.stop = nn.Linear(decoder + memory, 1)
+        self._by_graphs: AttentionSteps | None = None
+
+    def capture(self, make_recorder: Callable[[], Recorder]) -> None:
+        """Let graphs go through the steps of attention when the decoder is taught."""
+        self._by_graphs = AttentionSteps(make_recorder())
 
     def forward(self, memory: Tensor, symbols: Tensor, mel: Tensor, lengths: Tensor) -> DecoderOutput:
         """Decode memory (B, S, C) of symbols (B, S), taught with mel (B, T, M) of CPU lengths (B,)."""
@@ -211,7 +218,8 @@ class Decoder(nn.Module):
             query=self.query.weight,
             v=self.score[0],
         )
-        hidden, context, attention = attention_rnn(
+        by_steps = self._by_graphs if self._by_graphs and torch.is_grad_enabled() else attention_rnn
+        hidden, context, attention = by_steps(
             self.prenet(heard, keep), text.memory, text.keys, text.mask, weights
         )
         inputs = self.project(torch.cat([hidden, context], dim=2))  # (N, B, D)

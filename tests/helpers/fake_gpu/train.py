@@ -28,6 +28,7 @@ from speechdp.comm.staging import Staged, as_bytes
 from speechdp.data.loading.batch import Batch
 from speechdp.data.loading.device_stream import DeviceStream
 from speechdp.data.loading.stage_times import StageTimes
+from speechdp.models.captured import Capturable
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.precision import Precision
 from speechdp.models.tacotron.config import TINY
@@ -41,6 +42,7 @@ from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import Task
 from speechdp.tasks.synthesis import SynthesisTask
 from speechdp.timing.timeline import Timeline
+from tests.helpers.repeats import Repeats
 
 DEVICE = torch.device("cuda", 0)
 MELS, LINEAR, SYMBOLS = 6, 9, 5
@@ -130,6 +132,9 @@ def train(task_name: str, precision_name: str, strategy: str, log: cuda.Log) -> 
     task, make_model, batch = {"acoustic": _acoustic, "synthesis": _synthesis}[task_name]()
     with DEVICE:
         model = make_model()
+    for module in model.modules():
+        if isinstance(module, Capturable):
+            module.capture(Repeats)
     precision = Precision(precision_name, DEVICE)  # type: ignore[arg-type]
     comm = StagedCommunicator()
     scaler = make_scaler(DEVICE) if precision.scales_losses else None

@@ -10,9 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from speechdp.models.captured import CudaRecorder, Recorder
 from speechdp.models.tacotron import attention_steps
-from speechdp.models.tacotron.attention_rnn import AttentionOutput, attention_rnn, attention_rnn_loop
+from speechdp.models.tacotron.attention_rnn import (
+    AttentionOutput,
+    AttentionSteps,
+    attention_rnn,
+    attention_rnn_loop,
+)
 from speechdp.models.tacotron.attention_steps import AttentionWeights
+from tests.helpers.repeats import Repeats
 
 
 class Case(NamedTuple):
@@ -98,6 +105,40 @@ def test_fast_is_the_loop_in_single_precision() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_fast_is_the_loop_on_a_gpu() -> None:
     assert_equal(LARGER, torch.float64, "cuda")
+
+
+def assert_graphs_equal(
+    sizes: Sizes, dtype: torch.dtype, make_recorder: Callable[[], Recorder], device: str
+) -> None:
+    """Steps and symbols are padded there, which may change the order of sums."""
+    case, by_graphs = make_case(sizes, dtype, device), AttentionSteps(make_recorder())
+    expected = attention_rnn(*case)
+    slopes = gradients(expected, case)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for _ in range(4):
+        output = by_graphs(*case)
+        for actual, other in zip(output, expected, strict=True):
+            torch.testing.assert_close(actual, other, rtol=tolerance, atol=tolerance)
+        for actual, other in zip(gradients(output, case), slopes, strict=True):
+            atol = 10 * tolerance * float(other.abs().max())
+            torch.testing.assert_close(actual, other, rtol=10 * tolerance, atol=atol)
+
+
+LONG = Sizes(37, 3, 21, 4, 6, 5, 8)
+
+
+@pytest.mark.parametrize("sizes", [*SIZES, LONG], ids=str)
+def test_by_graphs_it_is_the_same(sizes: Sizes) -> None:
+    assert_graphs_equal(sizes, torch.float64, Repeats, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("sizes", [LONG, LARGER], ids=str)
+def test_by_graphs_it_is_the_same_on_a_gpu(sizes: Sizes, capsys: pytest.CaptureFixture[str]) -> None:
+    device = torch.device("cuda")
+    assert_graphs_equal(sizes, torch.float64, lambda: CudaRecorder(device), "cuda")
+    assert not capsys.readouterr().err
 
 
 def test_gradients_are_those_of_differences() -> None:

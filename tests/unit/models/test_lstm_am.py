@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -10,9 +13,12 @@ from torch import Tensor, nn
 
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.errors import ConfigError
+from speechdp.models.captured import train_by_graphs
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.models.precision import Precision, PrecisionName
 from speechdp.models.presets import PRESETS
 from speechdp.tasks.acoustic import AcousticTask
+from tests.helpers.repeats import Repeats
 
 TOLERANCE = 1e-12
 FEATURES, CLASSES = 5, 7
@@ -52,6 +58,21 @@ def flagged(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tens
     return model(features, lengths)
 
 
+def on_gpu(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
+    """What a GPU does in training, here without one."""
+    model._recur = partial(  # type: ignore[method-assign]
+        model._train_on_gpu, is_even=bool((lengths == features.shape[1]).all())
+    )
+    return model(features, lengths)
+
+
+def by_graphs(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
+    """Likewise, by graphs from the second pass on."""
+    model.capture(Repeats)
+    gradients(model, on_gpu(model, features, lengths), lengths)
+    return on_gpu(model, features, lengths)
+
+
 def one_by_one(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
     """Each segment alone, in torch's own order of operations: the definition."""
     logits = features.new_zeros(*features.shape[:2], CLASSES)
@@ -78,7 +99,7 @@ def gradients(model: LstmAcousticModel, logits: Tensor, lengths: Tensor) -> list
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("way", [as_called, flagged])
+@pytest.mark.parametrize("way", [as_called, flagged, on_gpu, by_graphs])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_way_equals_each_segment_alone(config: LstmConfig, way: Way) -> None:
     model = make_model(config)
@@ -111,6 +132,51 @@ def test_a_gpu_gives_what_a_cpu_gives(config: LstmConfig) -> None:
         assert (one.cpu() - other).abs().max() <= 1e-9
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("error:RNN module weights")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_graphs_give_on_a_gpu_what_they_are_captured_from(
+    config: LstmConfig, precision: PrecisionName, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if config.projection and precision != "fp32":
+        pytest.skip("cuDNN's projections are not computed by autocast")
+    device = torch.device("cuda")
+    model = make_model(replace(config, dropout=0.3)).float().to(device)
+    train_by_graphs(model, device)
+    allocating = Event()
+    loader = Thread(target=allocate, args=(allocating,))  # as the loader's does, while graphs are captured
+    loader.start()
+    passes: dict[int, list[list[Tensor]]] = {1: [], 2: [], 3: []}
+    for turn in range(12):
+        number = 1 + turn % 3
+        features, lengths = make_segments()
+        features, lengths = features[number - 1 :].float().to(device), lengths[number - 1 :]
+        if number == 3:
+            lengths = torch.full_like(lengths, features.shape[1])
+        torch.manual_seed(number)
+        with Precision(precision, device).computing():
+            logits = model(features, lengths)
+        passes[number].append([logits.detach().clone(), *gradients(model, logits.double().cpu(), lengths)])
+    allocating.set()
+    loader.join()
+    assert not capsys.readouterr().err
+    for first, *others in passes.values():
+        for other in others:
+            assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
+    assert all(
+        part._captured and None not in part._captured._passes.values() and len(part._captured._passes) == 3
+        for part in model._parts
+    )
+
+
+def allocate(is_over: Event) -> None:
+    while not is_over.wait(0.001):
+        torch.empty(2**22, device="cuda", pin_memory=False).zero_()
+        torch.cuda.empty_cache()
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_segments_of_one_length_take_the_short_way_to_the_same_end(config: LstmConfig) -> None:
     model = make_model(config)
@@ -120,7 +186,7 @@ def test_segments_of_one_length_take_the_short_way_to_the_same_end(config: LstmC
     assert (logits - one_by_one(model, features, lengths)).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("way", [as_called, flagged])
+@pytest.mark.parametrize("way", [as_called, flagged, on_gpu, by_graphs])
 @pytest.mark.parametrize("name", ["BLSTM", "BLSTM with bottleneck, four frames a step"])
 def test_padding_reaches_no_frame(name: str, way: Way) -> None:
     model = make_model(CONFIGS[name])
