@@ -38,7 +38,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.strategies.paired import compare, run_rounds
-from speechdp.models.captured import train_by_graphs
+from speechdp.models.captured import CudaRecorder, Graphs
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.precision import Precision
 from speechdp.models.presets import LSTM_TINY
@@ -110,10 +110,10 @@ def measure(config: LstmConfig, size: int, frames: int, options: argparse.Namesp
         "padded": padded(model),
         "subsampled": subsampled,
     }
-    ratios = RATIOS
+    ratios, graphs = RATIOS, Graphs([], device)
     if device.type == "cuda":
         ways["graphs"] = LstmAcousticModel(FEATURES, CLASSES, config).to(device)
-        train_by_graphs(ways["graphs"], device)
+        graphs = Graphs.of(ways["graphs"], device, lambda: CudaRecorder(device))
         ratios += GPU_RATIOS
     features, lengths, targets = make_batch(size, frames)
     batch = features.to(device), lengths, targets.to(device)
@@ -123,7 +123,8 @@ def measure(config: LstmConfig, size: int, frames: int, options: argparse.Namesp
 
     for forward in ways.values():
         for _ in range(3):
-            rate(forward, batch, 0, precision)  # makes oneDNN's kernels, captures graphs
+            rate(forward, batch, 0, precision)  # makes oneDNN's kernels
+            graphs.capture()
     rates = run_rounds(list(ways), timed, options.rounds, "frames/s")
     return {f"{one}_vs_{other}": compare(rates, one, other) for one, other in ratios}
 

@@ -8,16 +8,19 @@ exactly what calling the function does, kernel for kernel, in memory of its own.
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from speechdp.errors import RunError
 from speechdp.process.notices import warn
 
 #: A function of inputs (B, ...) and of parameters, in this order; several outputs are a tuple.
@@ -26,6 +29,13 @@ Function = Callable[..., tuple[Tensor, ...]]
 #: Kinds of inputs of which one function keeps graphs; more are computed as without: each kind costs memory
 #: and, when it is captured, the time of some passes.
 MOST_KINDS = 32
+
+
+_REMEDY = "train with --cuda-graphs off"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 class Recorder(Protocol):
@@ -40,19 +50,24 @@ class Recorder(Protocol):
         ...
 
 
-class CudaRecorder:
-    """Records into CUDA graphs that share memory for what they compute in between.
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the one stream that records on a device: torch has 32 a device, which others use, too."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    So each function has one of its own: while one waits to go backward, others go forward.
+
+class CudaRecorder:
+    """Records into CUDA graphs that share a pool of memory for what they compute in between.
+
+    So each function has a recorder of its own: while one waits to go backward, others go forward.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._pool = torch.cuda.graph_pool_handle()
+        self._device, self._stream = device, _recording_stream(device)
 
     def warm_up(self, work: Callable[[], object]) -> None:
         """Do work on the stream that records."""
+        self._pool = torch.cuda.graph_pool_handle()  # one whose graphs are all gone cannot be used again
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -61,57 +76,155 @@ class CudaRecorder:
         torch.cuda.synchronize(self._device)
 
     def record(self, work: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-        """Record work; other threads may use the GPU meanwhile, as the loader's does."""
+        """Record work; other threads may use the GPU meanwhile, as the loader's does.
+
+        Raises:
+            RunError: the work cannot be recorded, and torch's memory is in no state to go on with.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 results = work()
-            finally:
-                graph.capture_end()
+            except RuntimeError as error:
+                try:
+                    graph.capture_end()
+                except RuntimeError:
+                    raise RunError(f"CUDA graphs cannot be captured ({_line(error)}); {_REMEDY}") from error
+                raise
+            graph.capture_end()
         return graph.replay, results
 
 
 class Capturable(nn.Module):
-    """A model, or part of one, that trains by graphs where it is asked to."""
+    """A model, or part of one, that can train by graphs."""
 
-    def capture(self, make_recorder: Callable[[], Recorder]) -> None:
-        """Train by graphs from now on; `make_recorder` is called for each function that is captured."""
+    def by_graphs(self, make_recorder: Callable[[], Recorder]) -> Sequence[CapturedFunction]:
+        """Train by graphs as soon as they are captured; return the functions that they are captured of.
+
+        `make_recorder` is called for each function.
+        """
         raise NotImplementedError
 
 
-def train_by_graphs(model: nn.Module, device: torch.device) -> None:
-    """Let all parts of a model that can be captured train by CUDA graphs on this device."""
-    for module in model.modules():
-        if isinstance(module, Capturable):
-            module.capture(lambda: CudaRecorder(device))
+class Graphs:
+    """The functions of a model that train by graphs, and when these are captured.
+
+    Capturing takes as long as some steps, and other ranks would wait for it.  So ranks that train together do
+    it at the same time, between steps: after the 4th, 16th, 64th, ... step of the process, and at each pause.
+
+    Args:
+        functions: of the model.
+        device: that they compute on.
+    """
+
+    def __init__(self, functions: Sequence[CapturedFunction], device: torch.device) -> None:
+        self._functions, self._device = functions, device
+        self._num_steps, self._due = 0, _FIRST_CAPTURE
+
+    @classmethod
+    def of(cls, model: nn.Module, device: torch.device, make_recorder: Callable[[], Recorder]) -> Graphs:
+        """Let all parts of a model that can be captured train by graphs."""
+        parts = [module for module in model.modules() if isinstance(module, Capturable)]
+        return cls([function for part in parts for function in part.by_graphs(make_recorder)], device)
+
+    def is_due(self) -> bool:
+        """Count a step; return whether it is one after which to capture what is new."""
+        self._num_steps += 1
+        if self._num_steps < self._due:
+            return False
+        self._due *= _FIRST_CAPTURE
+        return True
+
+    def wait_for_pauses(self) -> None:
+        """From now on capture at pauses alone: no step is one after which to do it."""
+        self._due = sys.maxsize
+
+    @property
+    def has_new(self) -> bool:
+        """Whether inputs of a kind have come again whose graphs are not there yet."""
+        return any(function.has_new for function in self._functions)
+
+    def capture(self) -> None:
+        """Capture what has come again since the last time.
+
+        Where that fails, as for lack of memory, a line says so, and training goes on without graphs.
+
+        Raises:
+            RunError: nor can it go on.
+        """
+        if not self.has_new:
+            return
+        if self._device.type == "cuda":  # while it is captured, torch cannot make room by itself
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        try:
+            for function in self._functions:
+                function.capture()
+        except RuntimeError as error:
+            for function in self._functions:
+                function.give_up()
+            warn(f"CUDA graphs cannot be captured, and training goes on without ({_line(error)}); {_REMEDY}")
+
+
+_FIRST_CAPTURE = 4
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What inputs must have in common to be computed by the same graphs.
+
+    Attributes:
+        autocast: what autocast computes in; None: it is off.
+        inputs: shape, type, and whether a gradient is asked for, of each.
+    """
+
+    autocast: torch.dtype | None
+    inputs: tuple[tuple[torch.Size, torch.dtype, bool], ...]
+
+    @classmethod
+    def of(cls, inputs: Sequence[Tensor]) -> _Kind:
+        return cls(_autocast(inputs[0]), tuple((x.shape, x.dtype, x.requires_grad) for x in inputs))
+
+    def make(self, device: torch.device) -> list[Tensor]:
+        """Return inputs of this kind, zeros."""
+        return [torch.zeros(x, dtype=t, device=device, requires_grad=asks) for x, t, asks in self.inputs]
 
 
 class CapturedFunction:
-    """A differentiable function, replayed as graphs for inputs of a kind that has been seen before.
+    """A differentiable function, replayed as graphs for inputs of the kinds that they have been captured for.
 
-    A kind is shapes, types, and whether gradients are asked for.  The first inputs of a kind are computed as
-    without graphs, which makes libraries ready for them.  So are those that come while a pass forward is
-    still to be gone through backward: graphs keep what backward needs in one place.  Results and gradients
-    are the same to the bit either way.
+    A kind is shapes, types, and whether gradients are asked for.  Inputs of others are computed by calling
+    the function, and so are inputs that come while a pass forward is still to be gone through backward:
+    graphs keep what backward needs in one place.  Results and gradients are the same to the bit either way.
 
     Example::
 
         captured = CapturedFunction(lambda x, weight: (torch.tanh(x @ weight),), CudaRecorder(device))
-        (y,) = captured([x], [weight])
+        for x in batches:
+            (y,) = captured([x], [weight])
+            ...
+            captured.capture()  # what has come twice
 
     Args:
-        function: returns the same for the same inputs (no dropout) and, of its inputs, writes none.
+        function: returns the same for the same inputs (no dropout) and, of its inputs, writes none.  What
+            `torch.autograd.grad` returns is in places that the next pass backward writes over.
         recorder: of the device that its inputs are on.
     """
 
     def __init__(self, function: Function, recorder: Recorder) -> None:
         self._function, self._recorder = function, recorder
-        self._passes: dict[object, _Passes | None] = {}  # None: seen once
-        self._parameters: tuple[tuple[int, bool], ...] = ()
+        self._passes: dict[_Kind, _Passes] = {}
+        self._seen: Counter[_Kind] = Counter()  # of kinds without graphs
+        self._parameters: list[Tensor] = []
+        self._places: tuple[tuple[int, bool], ...] = ()
         self._gradients: list[Tensor] = []
         self._under_way: weakref.ref[_Turn] | None = None
-        self._has_failed = False
+        self._has_given_up = False
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Be None in a copy of the model, or where it is saved: graphs belong to one model on one device."""
+        return type(None), ()
 
     def __call__(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the function's outputs."""
@@ -125,17 +238,15 @@ class CapturedFunction:
 
     def _find(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> _Passes | None:
         """Return the graphs for such inputs; None where the function is to be called."""
-        if self._has_failed or not torch.is_grad_enabled() or self._is_under_way:
+        if self._has_given_up or not torch.is_grad_enabled() or self._is_under_way:
+            return None
+        if not any(x.requires_grad for x in (*inputs, *parameters)):
             return None
         self._forget_others(parameters)
-        kind = (_autocast(inputs[0]), *((x.shape, x.dtype, x.requires_grad) for x in inputs))
-        if kind not in self._passes:
-            if len(self._passes) < MOST_KINDS:
-                self._passes[kind] = None
-            return None
-        passes = self._passes[kind]
+        kind = _Kind.of(inputs)
+        passes = self._passes.get(kind)
         if passes is None:
-            passes = self._passes[kind] = self._capture(inputs, parameters)
+            self._seen[kind] += 1
         return passes
 
     @property
@@ -146,28 +257,39 @@ class CapturedFunction:
     def _forget_others(self, parameters: Sequence[Tensor]) -> None:
         """Forget graphs that read parameters from elsewhere, or have gradients of others."""
         found = tuple((p.data_ptr(), p.requires_grad) for p in parameters)
-        if found != self._parameters:
-            self._parameters = found
+        if found != self._places:
+            # Other leaves on the same memory: the model's own belong to the stream that training is on.
+            self._parameters = [p.detach().requires_grad_(p.requires_grad) for p in parameters]
+            self._places = found
+            self._seen.update(dict.fromkeys(self._passes, 2))
             self._passes.clear()
             self._gradients = [torch.empty_like(p) for p in parameters if p.requires_grad]
 
-    def _capture(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> _Passes | None:
-        try:
-            passes = _Passes(
-                self._function,
-                self._recorder,
-                inputs,
-                parameters,
-                self._gradients,
-                is_first=not any(self._passes.values()),
-            )
-        except RuntimeError as error:  # no memory, or an operation that cannot be captured
-            self._has_failed = True
-            self._passes.clear()
-            said = " ".join(str(error).split())[:200]
-            warn(f"CUDA graphs cannot be captured, and training goes on without ({said}); --cuda-graphs off")
-            return None
-        return passes
+    @property
+    def has_new(self) -> bool:
+        """Whether `capture` has something to do."""
+        return bool(self._new())
+
+    def _new(self) -> list[_Kind]:
+        """Return the kinds that have come twice, the most frequent first, as many as there is room for."""
+        room = 0 if self._has_given_up else MOST_KINDS - len(self._passes)
+        return [kind for kind, times in self._seen.most_common(room) if times > 1]
+
+    def capture(self) -> None:
+        """Capture graphs for the kinds that have come twice.  Raises RuntimeError: that cannot be done."""
+        for kind in self._new():
+            work = _Work(self._function, kind, self._parameters, self._gradients)
+            if not self._passes:
+                self._recorder.warm_up(work.both)
+            self._passes[kind] = _Passes(work, self._recorder)
+            del self._seen[kind]
+
+    def give_up(self) -> None:
+        """Call the function from now on."""
+        self._has_given_up = True
+        self._passes.clear()
+        self._seen.clear()
+        self._gradients = []
 
 
 @dataclass(eq=False)
@@ -178,71 +300,87 @@ class _Turn:
     is_over: bool = False
 
 
-class _Passes:
-    """Graphs of both passes over inputs of one kind.
+class _Work:
+    """Both passes of a function over inputs of one kind: what is recorded.
 
-    Parameters are read where they are.  Inputs, outputs' gradients and results have places of their own.
+    Parameters are read where they are.  Inputs and outputs' gradients have places of their own.
     """
 
     def __init__(
-        self,
-        function: Function,
-        recorder: Recorder,
-        inputs: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        *,
-        is_first: bool,
+        self, function: Function, kind: _Kind, parameters: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        self._function, self._parameter_gradients = function, gradients
-        self._casting = _autocast_again(inputs[0])
-        self._inputs = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
-        # Other leaves on the same memory: those of the model belong to the stream that training is on.
-        self._parameters = [p.detach().requires_grad_(p.requires_grad) for p in parameters]
-        self._asks = [x.requires_grad for x in (*inputs, *parameters)]
+        self._function, self._autocast, self.gradients = function, kind.autocast, gradients
+        self._device = parameters[0].device
+        self.inputs = kind.make(self._device)
+        self._parameters = parameters
+        self.asks = [x.requires_grad for x in (*self.inputs, *parameters)]
         self._made: tuple[Tensor, ...] = ()
-        if is_first:
-            recorder.warm_up(self._both)
-        self._replay_forward, self._outputs = recorder.record(self._forward)
-        self._output_gradients = [torch.zeros_like(y) for y in self._outputs]
-        self._replay_backward, self._input_gradients = recorder.record(self._backward)
-        self._made = ()  # what backward needed, and may now be written over
+        self.output_gradients: list[Tensor] = []
 
-    def _both(self) -> None:
-        self._output_gradients = [torch.zeros_like(y) for y in self._forward()]
-        self._backward()
+    def both(self) -> None:
+        self.forward()
+        self.make_output_gradients()
+        self.backward()
 
-    def _forward(self) -> list[Tensor]:
-        with self._casting(), torch.enable_grad():
-            self._made = self._function(*self._inputs, *self._parameters)
+    def forward(self) -> list[Tensor]:
+        """Return the outputs."""
+        dtype = self._autocast
+        # Casts that were made before, outside of the graph, would not be there when it is replayed.
+        casting = torch.autocast(
+            self._device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False
+        )
+        with casting, torch.enable_grad():
+            self._made = self._function(*self.inputs, *self._parameters)
         return [y.detach() for y in self._made]
 
-    def _backward(self) -> list[Tensor]:
+    def make_output_gradients(self) -> None:
+        self.output_gradients = [torch.zeros_like(y) for y in self._made]
+
+    def backward(self) -> list[Tensor]:
         """Put the parameters' gradients in their place, which all kinds share; return the inputs'."""
-        leaves = [x for x in (*self._inputs, *self._parameters) if x.requires_grad]
-        pairs = [(y, g) for y, g in zip(self._made, self._output_gradients, strict=True) if y.requires_grad]
+        leaves = [x for x in (*self.inputs, *self._parameters) if x.requires_grad]
+        pairs = [(y, g) for y, g in zip(self._made, self.output_gradients, strict=True) if y.requires_grad]
         driven = driving(*zip(*pairs, strict=True))
-        with torch.autocast(driven.device.type, enabled=False):  # which a pass forward has around it
+        with torch.autocast(self._device.type, enabled=False):
             found = list(torch.autograd.grad(driven, leaves))
-        num_inputs = len(found) - len(self._parameter_gradients)
-        for place, gradient in zip(self._parameter_gradients, found[num_inputs:], strict=True):
+        num_inputs = len(found) - len(self.gradients)
+        for place, gradient in zip(self.gradients, found[num_inputs:], strict=True):
             place.copy_(gradient)
         return found[:num_inputs]
 
+    def forget(self) -> None:
+        """Let go of what backward needed, which graphs may now write over."""
+        self._made = ()
+
+
+class _Passes:
+    """Graphs of both passes over inputs of one kind."""
+
+    def __init__(self, work: _Work, recorder: Recorder) -> None:
+        self._work = work
+        self._replay_forward, self._outputs = recorder.record(work.forward)
+        work.make_output_gradients()
+        self._replay_backward, self._input_gradients = recorder.record(work.backward)
+        work.forget()
+
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the outputs, copies."""
-        for place, x in zip(self._inputs, inputs, strict=False):  # parameters follow
+        for place, x in zip(self._work.inputs, inputs, strict=False):  # parameters follow
             place.detach().copy_(x.detach())
         self._replay_forward()
         return tuple(y.clone() for y in self._outputs)
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of inputs and parameters, in places that the next pass writes over."""
-        for place, gradient in zip(self._output_gradients, gradients, strict=True):
+        """Return the gradients of inputs and parameters, in places that the next pass writes over.
+
+        They are these very tensors: of a tensor that nobody else holds autograd would make a parameter's
+        gradient, where it has none yet, without a copy.
+        """
+        for place, gradient in zip(self._work.output_gradients, gradients, strict=True):
             place.copy_(gradient)
         self._replay_backward()
-        found = iter([*self._input_gradients, *self._parameter_gradients])
-        return [next(found).detach() if asks else None for asks in self._asks]
+        found = iter([*self._input_gradients, *self._work.gradients])
+        return [next(found) if asks else None for asks in self._work.asks]
 
 
 class _Replayed(torch.autograd.Function):
@@ -258,7 +396,7 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         turn = ctx.turn
         if turn.is_over:
-            raise RuntimeError("a second pass backward through CUDA graphs; train with --cuda-graphs off")
+            raise RuntimeError(f"a second pass backward through CUDA graphs; {_REMEDY}")
         turn.is_over = True
         return None, *turn.passes.backward(gradients)
 
@@ -293,12 +431,6 @@ def _autocast(x: Tensor) -> torch.dtype | None:
     """Return what autocast computes in on the device of `x`; None: it is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
-
-def _autocast_again(x: Tensor) -> Callable[[], AbstractContextManager[object]]:
-    """Return what makes the autocast that is in force now, but never from casts that were made before."""
-    kind, dtype = x.device.type, _autocast(x)
-    return lambda: torch.autocast(kind, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def rounded_up(length: int) -> int:

@@ -33,8 +33,8 @@ class LstmAcousticModel(Capturable):
     kernels step by step, which has taken 7 times as long with `tiny` on an H100.
 
     Training on a GPU goes layer by layer, or over all layers of one direction at once where there is no
-    dropout between them, which cuDNN would draw from a generator that no checkpoint has.  `capture` lets
-    CUDA graphs replay these parts.
+    dropout between them, which cuDNN would draw from a generator that no checkpoint has.  CUDA graphs replay
+    these parts, if asked to (`by_graphs`).
 
     With subsampling, K frames side by side are one input of the LSTM, and from each of its outputs a
     linear layer (the bottleneck, if there is one) makes K vectors, one a frame: classes, alignments and
@@ -90,13 +90,9 @@ class LstmAcousticModel(Capturable):
         encoded: Tensor = vectors.reshape(len(vectors), -1, vectors.shape[2] // k)[:, :num_frames]
         return encoded
 
-    def capture(self, make_recorder: Callable[[], Recorder]) -> None:
-        """Train by graphs from now on, over batches padded to few lengths, which come again."""
-        for part in self._parts:
-            part.capture(make_recorder())
-        self._is_captured = True
-
-    _is_captured = False
+    def by_graphs(self, make_recorder: Callable[[], Recorder]) -> list[CapturedFunction]:
+        """Train by graphs from now on."""
+        return [part.by_graphs(make_recorder()) for part in self._parts]
 
     def _recur(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Return the last layer's outputs, (B, T, H)."""
@@ -112,7 +108,7 @@ class LstmAcousticModel(Capturable):
 
     def _train_on_gpu(self, features: Tensor, lengths: Tensor, *, is_even: bool) -> Tensor:
         num_frames = features.shape[1]
-        if self._is_captured and not is_even:
+        if not is_even:  # to one of few lengths, which come again: graphs are captured for each
             features = nn.functional.pad(features, (0, 0, 0, rounded_up(num_frames) - num_frames))
         if is_even or not self.config.bidirectional:
             return self._encode_plain(features)[:, :num_frames]
@@ -173,9 +169,10 @@ class _Part:
         self._function = partial(_run_layers, shape)
         self._captured: CapturedFunction | None = None
 
-    def capture(self, recorder: Recorder) -> None:
-        """Run them by graphs from now on."""
+    def by_graphs(self, recorder: Recorder) -> CapturedFunction:
+        """Run them by graphs where these are there; return what captures them."""
         self._captured = CapturedFunction(self._function, recorder)
+        return self._captured
 
     def __call__(self, inputs: Tensor, flag: Tensor) -> Tensor:
         """Return the outputs (B, T, H) over `inputs` (B, T, I).

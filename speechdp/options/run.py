@@ -94,7 +94,7 @@ class TrainOptions:
     """Number format of forward and backward passes, and of evaluation; weights and exchanges keep float32.
     bf16: half precision by torch.autocast; fp16: likewise, with scaled losses (docs/training.md)."""
     cuda_graphs: Literal["auto", "off"] = "auto"
-    """auto: on a GPU, recurrent layers train by CUDA graphs, one for each length of batches.
+    """auto: on a GPU, recurrent layers train by CUDA graphs, captured for each shape of batches.
     off: kernels are started one by one, which takes less memory and often twice the time."""
     epochs: Annotated[int | None, shown("N", "12; 16 with --recipe adpsgd-asr")] = None
     """Passes over the training split."""
@@ -422,7 +422,10 @@ class TrainOptions:
         Resolved values are hashed as well: a recipe that another version has changed is another run.
         """
         loading = LoadingOptions(preprocess_on=self.loading.preprocess_on)  # a GPU rounds in another way
-        values = dataclasses.replace(self, loading=loading, faults=FaultOptions()).to_json(1)
+        # Graphs compute the same, and whose GPU is too small for them goes on without.
+        values = dataclasses.replace(
+            self, loading=loading, faults=FaultOptions(), cuda_graphs="auto"
+        ).to_json(1)
         defaults = TrainOptions().to_json()
         for part in (values, values["resolved"]):
             _leave_out_added(part, defaults)

@@ -9,7 +9,7 @@ from typing import Any
 
 #: Order of the step spans in every list; the enum in timeline.py numbers them so.
 STEP_SPAN_NAMES = ("data_wait", "h2d", "forward", "backward", "comm", "update")
-EVENT_NAMES = ("eval", "checkpoint")
+EVENT_NAMES = ("eval", "checkpoint", "capture")
 #: Spans whose host time is kept beside the device's: there the host blocks.
 HOST_TIMED = (STEP_SPAN_NAMES.index("data_wait"), STEP_SPAN_NAMES.index("comm"))
 
@@ -172,7 +172,7 @@ class StepTotals:
         (self._warmup if in_warmup else self._measured).add(step)
 
     def add_event(self, name: str, wall_s: float) -> None:
-        """Count an evaluation or a checkpoint."""
+        """Count an event."""
         self._events_s[name] += wall_s
 
     @property

@@ -26,7 +26,7 @@ from speechdp.timing.steps import PendingStep, StepTotals
 
 
 class Span(str, Enum):
-    """What a rank spends time on.  The first six are parts of a step, the last two are outside of steps."""
+    """What a rank spends time on.  The first six are parts of a step, the others are outside of steps."""
 
     code: int
 
@@ -38,6 +38,7 @@ class Span(str, Enum):
     UPDATE = "update"
     EVAL = "eval"
     CHECKPOINT = "checkpoint"
+    CAPTURE = "capture"
 
     def __init__(self, _value: str) -> None:
         # A position in a list: hashing an Enum member runs Python code, which the hot path cannot afford.
@@ -45,6 +46,7 @@ class Span(str, Enum):
 
 
 STEP_SPANS = (Span.DATA_WAIT, Span.H2D, Span.FORWARD, Span.BACKWARD, Span.COMM, Span.UPDATE)
+EVENT_SPANS = (Span.EVAL, Span.CHECKPOINT, Span.CAPTURE)
 SPAN_NAMES = tuple(span.value for span in Span)
 #: Beside the timelines: from when on which averaging period was in force.
 PERIODS_FILE = "periods.jsonl"
@@ -120,8 +122,8 @@ class Timeline:
         return self._timers[span.code]
 
     def event(self, span: Span) -> AbstractContextManager[None]:
-        """Return the context manager that times an evaluation or a checkpoint, which is not step time."""
-        assert span in (Span.EVAL, Span.CHECKPOINT), span
+        """Return the context manager that times an evaluation, say, which is not step time."""
+        assert span in EVENT_SPANS, span
         return self._timers[span.code]
 
     def end_step(self, step: int, epoch: int, frames: int) -> None:
@@ -235,7 +237,7 @@ class Timeline:
                 timers.append(HostSpan(span.code, self._marks))
             else:
                 timers.append(DeviceSpan(span.code, self._marks, self._events, self._device_events))
-        return timers + [_Event(self, span) for span in (Span.EVAL, Span.CHECKPOINT)]
+        return timers + [_Event(self, span) for span in EVENT_SPANS]
 
     def _record_event(self) -> Any:
         return None if self._device_events is None else self._device_events.record()
@@ -262,7 +264,7 @@ class Timeline:
 
     def _begin_event(self, span: Span) -> tuple[int, int]:
         """Note the position in the record, after waiting for the device to finish the work of steps."""
-        assert self._event_start_ns is None, "an evaluation or checkpoint inside another"
+        assert self._event_start_ns is None, "an event inside another"
         if self._device_events is not None:
             self._device_events.synchronize()
         self._event_span, self._event_start_ns = span, perf_counter_ns()
@@ -294,7 +296,7 @@ class Timeline:
 
 
 class _Event:
-    """Times an evaluation or a checkpoint and takes it out of the step around it."""
+    """Times an event and takes it out of the step around it."""
 
     def __init__(self, timeline: Timeline, span: Span) -> None:
         self._timeline = timeline

@@ -26,7 +26,7 @@ from speechdp.data.transforms.preprocess import CACHE_BYTES
 from speechdp.dealing.batch_client import Dealing
 from speechdp.dealing.batch_server import DealingLimits, Desk
 from speechdp.errors import ConfigError, ShardError
-from speechdp.models.captured import train_by_graphs
+from speechdp.models.captured import CudaRecorder, Graphs
 from speechdp.models.precision import Precision
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import TrainOptions
@@ -248,8 +248,6 @@ def build_trainer(
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()  # before the weights become views: their layout is kept
-        if options.cuda_graphs == "auto":
-            train_by_graphs(model, session.device)
     replica = make_replica(model, options)
     if timeline is None:
         timeline = Timeline(
@@ -277,8 +275,16 @@ def build_trainer(
         on_metrics=_metrics_writer(session, task, run_dir, stack) if comm.rank == 0 else lambda metrics: None,
         slowness=options.slowness(comm.rank),
         pulse=pulse,
+        graphs=_graphs(model, session.device, options),
     )
     return Trainer(parts, run_dir, options), sources
+
+
+def _graphs(model: nn.Module, device: torch.device, options: TrainOptions) -> Graphs:
+    """Let what can be captured of a model train by graphs, on a GPU."""
+    if device.type != "cuda" or options.cuda_graphs == "off":
+        return Graphs([], device)
+    return Graphs.of(model, device, lambda: CudaRecorder(device))
 
 
 def _metrics_writer(

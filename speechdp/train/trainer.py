@@ -232,6 +232,8 @@ class Trainer:
             epoch=step.epoch,
         )
         self._check_loss_scale(ends_epoch=step.ends_epoch)
+        if parts.graphs.is_due():
+            self.capture_graphs()
         self._heap.after_step()
         parts.pulse.beat()
         parts.reporter.step(after, step.at.total_frames, self._shown_loss)
@@ -252,6 +254,12 @@ class Trainer:
                 if parts.device.type == "cuda":
                     torch.cuda.synchronize(parts.device)
                 time.sleep((parts.slowness - 1) * (time.perf_counter() - begun_s))
+
+    def capture_graphs(self) -> None:
+        """Capture what has come again, if anything has, while no step's time is taken."""
+        if self.parts.graphs.has_new:
+            with self.parts.timeline.event(Span.CAPTURE):
+                self.parts.graphs.capture()
 
     @property
     def _others_mend(self) -> bool:
@@ -302,6 +310,7 @@ class Trainer:
 
     def _end_epoch(self, epochs_done: int) -> None:
         self._evaluate(epochs_done)
+        self.capture_graphs()
         self.counters.epoch, self.counters.step_in_epoch = epochs_done, 0
         self._evaluated_at = self._place
         self._at.epoch_loss.zero_()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from speechdp.checkpoint.state import RankState, join_state, split_state
 from speechdp.comm.base import Communicator
 from speechdp.errors import RunError
+from speechdp.models.captured import Graphs
 from speechdp.models.precision import Precision
 from speechdp.options.schedule import Schedule
 from speechdp.parallel.replica import Replica
@@ -75,6 +76,8 @@ class TrainingParts:
     """Times as long as it takes that this rank pretends to compute."""
     pulse: Pulse = field(default_factory=Pulse)
     """Told of progress; the watchdog listens."""
+    graphs: Graphs = field(default_factory=lambda: Graphs([], torch.device("cpu")))
+    """That parts of the model train by."""
 
 
 @dataclass

@@ -244,4 +244,5 @@ def _take_steps(
         trainer.parts.pulse.beat()
         start_s = functions[0].start_s
         records.append(StepRecord(number, start_s, end_s - start_s, frames, functions))
+        trainer.parts.graphs.capture()  # a profile has too few steps to wait as training does
     return records

@@ -88,6 +88,7 @@ class Racer:
         self.trainer, sources = build_trainer(session, options, base.scratch, stack, timeline, base.pulse)
         stack.callback(self.trainer.close)
         self.trainer.parts.model.train()
+        self.trainer.parts.graphs.wait_for_pauses()
         resolved = options.resolve(training_ranks(options, session.comm.size))
         traits = self.trainer.parts.strategy.traits
         self._period = None if traits.whole_period is None else Period.parse(traits.whole_period)
@@ -131,6 +132,10 @@ class Racer:
     def ready(self) -> None:
         """Let batches be read for the turn that begins once all ranks have come here."""
         self._turns.ready(self.steps)
+        if self._pause is None:  # else the time that graphs take is no training time anyway
+            self.trainer.capture_graphs()
+        else:
+            self.trainer.parts.graphs.capture()
 
     def run(self) -> int:
         """Take a turn's steps; return this rank's frames.  Ends once nothing is under way.  Collective.

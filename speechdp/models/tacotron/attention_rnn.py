@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from speechdp.models.captured import CapturedFunction, Recorder, rounded_up
+from speechdp.models.captured import CapturedFunction, rounded_up
 from speechdp.models.tacotron import gru_steps
 from speechdp.models.tacotron.attention_steps import (
     AttentionWeights,
@@ -94,29 +94,22 @@ def attention_steps(
     return outputs
 
 
-class AttentionSteps:
-    """`attention_rnn` on a GPU, by graphs: over as many steps and symbols as come again.
-
-    Args:
-        recorder: of the GPU.
-    """
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._captured = CapturedFunction(attention_steps, recorder)
-
-    def __call__(
-        self, prenet: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, weights: AttentionWeights
-    ) -> AttentionOutput:
-        """Return what `attention_rnn` returns."""
-        (num_steps, _, _), num_symbols = prenet.shape, memory.shape[1]
-        steps, symbols = rounded_up(num_steps) - num_steps, rounded_up(num_symbols) - num_symbols
-        longer = nn.functional.pad(prenet.to(weights.v.dtype), (0, 0, 0, 0, 0, steps))
-        wider = [nn.functional.pad(x.to(weights.v.dtype), (0, 0, 0, symbols)) for x in (memory, keys)]
-        inputs = [longer, *wider, nn.functional.pad(mask, (0, symbols))]
-        hidden, context, attention = self._captured(inputs, weights)
-        return AttentionOutput(
-            hidden[:num_steps], context[:num_steps], attention[:num_steps, :, :num_symbols]
-        )
+def attention_rnn_by_graphs(
+    captured: CapturedFunction,
+    prenet: Tensor,
+    memory: Tensor,
+    keys: Tensor,
+    mask: Tensor,
+    weights: AttentionWeights,
+) -> AttentionOutput:
+    """Return what `attention_rnn` returns, by graphs of `attention_steps`: for numbers that come again."""
+    (num_steps, _, _), num_symbols = prenet.shape, memory.shape[1]
+    steps, symbols = rounded_up(num_steps) - num_steps, rounded_up(num_symbols) - num_symbols
+    longer = nn.functional.pad(prenet.to(weights.v.dtype), (0, 0, 0, 0, 0, steps))
+    wider = [nn.functional.pad(x.to(weights.v.dtype), (0, 0, 0, symbols)) for x in (memory, keys)]
+    inputs = [longer, *wider, nn.functional.pad(mask, (0, symbols))]
+    hidden, context, attention = captured(inputs, weights)
+    return AttentionOutput(hidden[:num_steps], context[:num_steps], attention[:num_steps, :, :num_symbols])
 
 
 class _AttentionSteps(torch.autograd.Function):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.errors import ConfigError
-from speechdp.models.captured import Capturable, Recorder
+from speechdp.models.captured import Capturable, CapturedFunction, Recorder
 from speechdp.models.precision import at_least_float32
-from speechdp.models.tacotron.attention_rnn import AttentionSteps, attention_rnn
+from speechdp.models.tacotron.attention_rnn import attention_rnn, attention_rnn_by_graphs, attention_steps
 from speechdp.models.tacotron.attention_steps import AttentionWeights
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.padding import frame_mask
@@ -100,11 +100,12 @@ class Decoder(Capturable):
         self.residual_2 = nn.GRUCell(decoder, decoder)
         self.mel = nn.Linear(decoder, config.reduction * mel_dim)
         self.stop = nn.Linear(decoder + memory, 1)
-        self._by_graphs: AttentionSteps | None = None
+        self._captured: CapturedFunction | None = None
 
-    def capture(self, make_recorder: Callable[[], Recorder]) -> None:
+    def by_graphs(self, make_recorder: Callable[[], Recorder]) -> list[CapturedFunction]:
         """Let graphs go through the steps of attention when the decoder is taught."""
-        self._by_graphs = AttentionSteps(make_recorder())
+        self._captured = CapturedFunction(attention_steps, make_recorder())
+        return [self._captured]
 
     def forward(self, memory: Tensor, symbols: Tensor, mel: Tensor, lengths: Tensor) -> DecoderOutput:
         """Decode memory (B, S, C) of symbols (B, S), taught with mel (B, T, M) of CPU lengths (B,)."""
@@ -218,14 +219,15 @@ class Decoder(Capturable):
             query=self.query.weight,
             v=self.score[0],
         )
-        by_steps = self._by_graphs if self._by_graphs and torch.is_grad_enabled() else attention_rnn
-        hidden, context, attention = by_steps(
-            self.prenet(heard, keep), text.memory, text.keys, text.mask, weights
-        )
-        inputs = self.project(torch.cat([hidden, context], dim=2))  # (N, B, D)
+        inputs = self.prenet(heard, keep), text.memory, text.keys, text.mask, weights
+        if self._captured is not None and torch.is_grad_enabled():
+            hidden, context, attention = attention_rnn_by_graphs(self._captured, *inputs)
+        else:
+            hidden, context, attention = attention_rnn(*inputs)
+        made = self.project(torch.cat([hidden, context], dim=2))  # (N, B, D)
         for cell in (self.residual_1, self.residual_2):
-            inputs = inputs + gru_sequence(inputs, cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
-        return self._make(inputs, context, attention)
+            made = made + gru_sequence(made, cell.weight_ih, cell.weight_hh, cell.bias_ih, cell.bias_hh)
+        return self._make(made, context, attention)
 
     def _make(self, hidden: Tensor, context: Tensor, attention: Tensor) -> _Steps:
         """Make frames and stop logits of hidden (..., B, D) and context (..., B, C)."""

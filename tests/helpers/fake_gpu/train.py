@@ -28,7 +28,7 @@ from speechdp.comm.staging import Staged, as_bytes
 from speechdp.data.loading.batch import Batch
 from speechdp.data.loading.device_stream import DeviceStream
 from speechdp.data.loading.stage_times import StageTimes
-from speechdp.models.captured import Capturable
+from speechdp.models.captured import Graphs
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.precision import Precision
 from speechdp.models.tacotron.config import TINY
@@ -132,9 +132,7 @@ def train(task_name: str, precision_name: str, strategy: str, log: cuda.Log) -> 
     task, make_model, batch = {"acoustic": _acoustic, "synthesis": _synthesis}[task_name]()
     with DEVICE:
         model = make_model()
-    for module in model.modules():
-        if isinstance(module, Capturable):
-            module.capture(Repeats)
+    graphs = Graphs.of(model, torch.device("cpu"), Repeats)
     precision = Precision(precision_name, DEVICE)  # type: ignore[arg-type]
     comm = StagedCommunicator()
     scaler = make_scaler(DEVICE) if precision.scales_losses else None
@@ -156,6 +154,9 @@ def train(task_name: str, precision_name: str, strategy: str, log: cuda.Log) -> 
         step.backward(loss.total)
         log.append(f"step {number} of {strategy}")
         step.end(Progress(number, 3.0 * FRAMES * number, 0.0, number / 5), number=number)
+        if number == 2:
+            assert graphs.has_new
+            graphs.capture()
     with attached.evaluation_parameters(), torch.no_grad(), precision.computing():
         task.score(model.eval(), moved)
     vectors = {"parameters": replica.parameters.values, **replica.optimizer_vectors()}

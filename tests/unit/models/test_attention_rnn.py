@@ -10,14 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from speechdp.models.captured import CudaRecorder, Recorder
+from speechdp.models.captured import CapturedFunction, CudaRecorder, Recorder
 from speechdp.models.tacotron import attention_steps
 from speechdp.models.tacotron.attention_rnn import (
     AttentionOutput,
-    AttentionSteps,
     attention_rnn,
+    attention_rnn_by_graphs,
     attention_rnn_loop,
 )
+from speechdp.models.tacotron.attention_rnn import attention_steps as attention_rnn_steps
 from speechdp.models.tacotron.attention_steps import AttentionWeights
 from tests.helpers.repeats import Repeats
 
@@ -111,17 +112,19 @@ def assert_graphs_equal(
     sizes: Sizes, dtype: torch.dtype, make_recorder: Callable[[], Recorder], device: str
 ) -> None:
     """Steps and symbols are padded there, which may change the order of sums."""
-    case, by_graphs = make_case(sizes, dtype, device), AttentionSteps(make_recorder())
+    case, captured = make_case(sizes, dtype, device), CapturedFunction(attention_rnn_steps, make_recorder())
     expected = attention_rnn(*case)
     slopes = gradients(expected, case)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for _ in range(4):
-        output = by_graphs(*case)
+        output = attention_rnn_by_graphs(captured, *case)
         for actual, other in zip(output, expected, strict=True):
             torch.testing.assert_close(actual, other, rtol=tolerance, atol=tolerance)
         for actual, other in zip(gradients(output, case), slopes, strict=True):
             atol = 10 * tolerance * float(other.abs().max())
             torch.testing.assert_close(actual, other, rtol=10 * tolerance, atol=atol)
+        captured.capture()
+    assert not captured.has_new
 
 
 LONG = Sizes(37, 3, 21, 4, 6, 5, 8)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from threading import Event, Thread
+from threading import Event
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.errors import ConfigError
-from speechdp.models.captured import train_by_graphs
+from speechdp.models.captured import CudaRecorder, Graphs
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.precision import Precision, PrecisionName
 from speechdp.models.presets import PRESETS
@@ -67,9 +68,12 @@ def on_gpu(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tenso
 
 
 def by_graphs(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
-    """Likewise, by graphs from the second pass on."""
-    model.capture(Repeats)
-    gradients(model, on_gpu(model, features, lengths), lengths)
+    """Likewise, by graphs from the third pass on."""
+    graphs = Graphs.of(model, torch.device("cpu"), Repeats)
+    for _ in range(2):
+        gradients(model, on_gpu(model, features, lengths), lengths)
+    assert graphs.has_new
+    graphs.capture()
     return on_gpu(model, features, lengths)
 
 
@@ -144,10 +148,19 @@ def test_graphs_give_on_a_gpu_what_they_are_captured_from(
         pytest.skip("cuDNN's projections are not computed by autocast")
     device = torch.device("cuda")
     model = make_model(replace(config, dropout=0.3)).float().to(device)
-    train_by_graphs(model, device)
     allocating = Event()
-    loader = Thread(target=allocate, args=(allocating,))  # as the loader's does, while graphs are captured
-    loader.start()
+    with ThreadPoolExecutor(1) as pool:  # as the loader's does, while graphs are captured
+        loader = pool.submit(allocate, allocating)
+        try:
+            check_graphs(model, device, precision)
+        finally:
+            allocating.set()
+        loader.result()
+    assert not capsys.readouterr().err
+
+
+def check_graphs(model: LstmAcousticModel, device: torch.device, precision: PrecisionName) -> None:
+    graphs = Graphs.of(model, device, lambda: CudaRecorder(device))
     passes: dict[int, list[list[Tensor]]] = {1: [], 2: [], 3: []}
     for turn in range(12):
         number = 1 + turn % 3
@@ -159,9 +172,7 @@ def test_graphs_give_on_a_gpu_what_they_are_captured_from(
         with Precision(precision, device).computing():
             logits = model(features, lengths)
         passes[number].append([logits.detach().clone(), *gradients(model, logits.double().cpu(), lengths)])
-    allocating.set()
-    loader.join()
-    assert not capsys.readouterr().err
+        graphs.capture()
     for first, *others in passes.values():
         for other in others:
             assert all(torch.equal(x, y) for x, y in zip(first, other, strict=True))
@@ -169,6 +180,22 @@ def test_graphs_give_on_a_gpu_what_they_are_captured_from(
         part._captured and None not in part._captured._passes.values() and len(part._captured._passes) == 3
         for part in model._parts
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_graphs_are_captured_again_for_parameters_that_have_moved() -> None:
+    device = torch.device("cuda")
+    model = make_model(CONFIGS["BLSTM"]).to(device)
+    graphs = Graphs.of(model, device, lambda: CudaRecorder(device))
+    features, lengths = make_segments()
+    for turn in range(8):
+        if turn == 4:
+            for parameter in model.parameters():
+                parameter.data = parameter.detach().clone()
+        gradients(model, model(features.to(device), lengths).cpu(), lengths)
+        graphs.capture()
+    assert all(part._captured and len(part._captured._passes) == 1 for part in model._parts)
 
 
 def allocate(is_over: Event) -> None:

@@ -28,6 +28,7 @@ from speechdp.errors import ConfigError, DivergedError, RunError
 from speechdp.experiments.race.plan import RaceOptions
 from speechdp.experiments.sweep.plan import SweepPlan
 from speechdp.experiments.sweep.training import run_sweep
+from speechdp.models.captured import Graphs
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.options.batch import BatchOptions
 from speechdp.options.optimizer import OptimizerOptions
@@ -51,6 +52,7 @@ from speechdp.train.run import _describe_recipe, train_run
 from speechdp.train.session import Session
 from tests.helpers.finished_run import evaluations, model_tensors
 from tests.helpers.options import options_with
+from tests.helpers.repeats import Repeats
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
 CPU = torch.device("cpu")
@@ -113,6 +115,49 @@ def test_all_frames_are_trained_on_once_an_epoch(
         if "step" in json.loads(line)
     ]
     assert sum(frames) == 2 * num_frames
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=2"])
+def test_graphs_are_captured_between_steps_and_change_nothing(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """As on a GPU: after step 4, and after each epoch; a run that is stopped and resumed is the same, too."""
+    recorders: list[Repeats] = []
+
+    def graphs(model: nn.Module, _device: torch.device, options: TrainOptions) -> Graphs:
+        if options.cuda_graphs == "off":
+            return Graphs([], CPU)
+        assert isinstance(model, LstmAcousticModel)
+        monkeypatch.setattr(LstmAcousticModel, "_recur", recur)
+        recorders.append(Repeats())
+        return Graphs.of(model, CPU, lambda: recorders[-1])
+
+    def recur(model: LstmAcousticModel, features: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return of_cpu(model, features, lengths)
+        return model._train_on_gpu(features, lengths, is_even=bool((lengths == features.shape[1]).all()))
+
+    of_cpu = LstmAcousticModel._recur
+    options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy), epochs=4)
+    options = dataclasses.replace(options, batch=BatchOptions(batch_size=4, chunk_frames=8))
+    train_run(Session(dataset, ALONE, CPU), dataclasses.replace(options, cuda_graphs="off"), tmp_path / "off")
+    monkeypatch.setattr(build, "_graphs", graphs)
+    train_run(Session(dataset, ALONE, CPU), options, tmp_path / "whole")
+    assert recorders[0].num_replayed > 2 * recorders[0].num_recorded > 0
+    lines = [json.loads(line) for line in (tmp_path / "whole/timeline/rank-0000.jsonl").open()]
+    names = [line.get("event", "step") for line in lines]
+    assert names.index("capture") == 4
+    first = model_tensors(tmp_path / "off")
+    for name, tensor in model_tensors(tmp_path / "whole").items():
+        assert (tensor - first[name]).abs().max() < 1e-5
+    reporter, request = asked_after(5)
+    stopped = Session(dataset, ALONE, CPU, reporter=reporter, stop=request)
+    with pytest.raises(Stopped):
+        train_run(stopped, options, tmp_path / "stopped")
+    off = dataclasses.replace(options, cuda_graphs="off")  # as for lack of memory
+    train_run(Session(dataset, ALONE, CPU), off, tmp_path / "stopped", resume=True)
+    for name, tensor in model_tensors(tmp_path / "whole").items():
+        assert torch.equal(tensor, model_tensors(tmp_path / "stopped")[name])
 
 
 @pytest.mark.parametrize(
