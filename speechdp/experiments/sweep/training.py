@@ -57,6 +57,8 @@ def check_sweep(
             begun on another number of ranks.
     """
     refuse_throughout(options)
+    if not restarted:
+        options.check_slow_ranks(session.comm.size)
     if plan.decode_split:
         refuse_kaldi_pdfs(session.dataset.classes_path, '--decode-split ("" for none)')
         session.dataset.shard_paths(plan.decode_split)

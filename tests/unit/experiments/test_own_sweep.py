@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from pathlib import Path
@@ -156,6 +157,9 @@ def test_what_cannot_be_swept_is_refused_before_a_run_is_trained(dataset: Datase
     check_sweep(session(dataset), OPTIONS, plan("2"), tmp_path, restarted=True)
     (tmp_path / "sweep.json").write_text(json.dumps({"runs": ["model_averaging-2"]}))
     check_sweep(session(dataset), OPTIONS, plan("2"), tmp_path)  # of an earlier version
+    slow = dataclasses.replace(OPTIONS, slow_ranks="7:3")
+    with pytest.raises(ConfigError, match="there is no rank 7"):
+        check_sweep(session(dataset), slow, plan("2"), tmp_path)
 
 
 def test_a_full_disk_ends_the_sweep(tmp_path: Path) -> None:
