@@ -104,7 +104,8 @@ def parts(num_gpus: int, folder: Path) -> list[Part]:
             prepares=True,
         ),
     ]
-    formats = [_format(folder, data, spectrograms, task, kind) for task in _PRESETS for kind in _FORMATS]
+    of_task = {"acoustic": data, "synthesis": spectrograms}
+    formats = [_format(folder, of_task, task, *how) for task in _PRESETS for how in _FORMATS]
     return [
         tests,
         build,
@@ -117,7 +118,8 @@ def parts(num_gpus: int, folder: Path) -> list[Part]:
     ]
 
 
-_FORMATS = ("fp32", "bf16", "fp16")
+#: Number formats, and whether recurrent layers train by CUDA graphs.
+_FORMATS = (("fp32", "auto"), ("bf16", "auto"), ("bf16", "off"), ("fp16", "auto"))
 _PRESETS = {"acoustic": "kaldi-4x800", "synthesis": "tacotron-small"}
 #: Sums float16, which MPI has no type for (`reducible` of its communicator).
 _IN_HALF = "gradient_averaging:compression=fp16"
@@ -135,13 +137,14 @@ _STRATEGIES = (
 )
 
 
-def _format(folder: Path, data: str, spectrograms: str, task: str, kind: str) -> Part:
+def _format(folder: Path, data: Mapping[str, str], task: str, kind: str, graphs: str) -> Part:
     """Train a model of some size in a number format on one GPU; its speed is in timing.json."""
-    run = folder / f"{task}-{kind}"
-    words = [SPEECHDP, "train", data if task == "acoustic" else spectrograms, str(run), "--task", task]
-    words += ["--preset", _PRESETS[task], "--precision", kind, "--device", "cuda", "--max-steps", "100"]
+    name = f"{task} in {kind}" + (", without graphs" if graphs == "off" else "")
+    run = folder / name.replace(",", "").replace(" ", "-")
+    words = [SPEECHDP, "train", data[task], str(run), "--task", task, "--preset", _PRESETS[task]]
+    words += ["--precision", kind, "--cuda-graphs", graphs, "--device", "cuda", "--max-steps", "100"]
     files = [run / name for name in ("run.json", "metrics.jsonl", "timing.json")]
-    return Part(f"{task} in {kind}", words, 900, _visible(1), files=files)
+    return Part(name, words, 900, _visible(1), files=files)
 
 
 def _visible(num_gpus: int) -> dict[str, str]:
