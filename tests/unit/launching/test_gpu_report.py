@@ -235,6 +235,6 @@ def test_some_parts_have_the_data_that_they_need(tmp_path: Path, monkeypatch: py
     nothing = [dataclasses.replace(part, command=["true"], says="") for part in listed]
     monkeypatch.setattr(gpu_report, "count_gpus", lambda: (1, ""))
     monkeypatch.setattr(gpu_report, "parts", lambda num_gpus, folder: nothing)
-    assert gpu_report.main(["--report", str(path), "--only", "acoustic in bf16"]) == 0
+    assert gpu_report.main(["--report", str(path), "--only", "acoustic in fp16"]) == 0
     outcomes = json.loads(path.read_text())["outcomes"]
-    assert list(outcomes) == ["data", "spectrograms", "acoustic in bf16"]
+    assert list(outcomes) == ["data", "spectrograms", "acoustic in fp16"]
