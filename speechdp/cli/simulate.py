@@ -81,7 +81,9 @@ class SimulateCommand:
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ConfigError(f"--ranks-per-node {self.ranks_per_node}: at least 1")
         if not 0 < self.compute_speedup < 1e6:
-            raise ConfigError(f"--compute-speedup {self.compute_speedup:g}: must be positive, e.g. 20")
+            raise ConfigError(
+                f"--compute-speedup {self.compute_speedup:g}: must be above 0 and below a million, e.g. 20"
+            )
         ranks = numbers("--ranks", self.ranks, MOST_RANKS)
         factors = slow_ranks("--slow", self.slow)
         if max(factors, default=0) >= max(ranks):

@@ -185,6 +185,16 @@ def wer_path(run_dir: Path, name: str) -> Path:
     return run_dir / f"wer-{name}.json"
 
 
+def has_word_errors(run_dir: Path, split: str) -> bool:
+    """Tell whether a split is decoded; a damaged record is none."""
+    try:
+        return isinstance(
+            parse_json(wer_path(run_dir, split).read_text(encoding="utf-8"))["wer"], int | float
+        )
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+
+
 def results_name(run_dir: Path, split: str, dataset: Dataset, trained_on: object) -> str:
     """Return how the files of a decoding are called: SPLIT, or SPLIT@FOLDER for other data than the run's.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.counting import counted
+from speechdp.decode.results import has_word_errors
 from speechdp.errors import RunError
 from speechdp.experiments.arguments import refuse_throughout, split_to_tune_on, train_arguments
 from speechdp.experiments.compare.plan import SEQUENTIAL, ComparePlan, stretched
@@ -117,11 +118,9 @@ class OwnTraining(ComparedTraining):
 
     def is_done(self, run_dir: Path) -> bool:
         """Tell whether a run is trained and decoded."""
-        decoded = self._request.decode_split == "" or self._errors_file(run_dir).is_file()
+        split = self._request.decode_split
+        decoded = split == "" or has_word_errors(run_dir, split)
         return decoded and (run_dir / "completed.json").is_file()
-
-    def _errors_file(self, run_dir: Path) -> Path:
-        return run_dir / f"wer-{self._request.decode_split}.json"
 
     def run(self, run: RunRecord, run_dir: Path) -> str | None:
         """Train and decode a run, as far as that is not done; return None, or what went wrong."""

@@ -115,7 +115,7 @@ def find_sweep(out_dir: Path) -> SweepRecord | None:
     path = out_dir / FILE_NAME
     if not path.is_file():
         return None
-    with reading(path, "choose another folder, or --overwrite"):
+    with reading(path, "delete it, and the same command writes it anew (its runs are kept)"):
         content = parse_json(path.read_text(encoding="utf-8"))
         ranks, threads = (
             None if content.get(key) is None else int(content[key]) for key in ("ranks", "threads")

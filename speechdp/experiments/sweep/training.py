@@ -9,7 +9,7 @@ from pathlib import Path
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.counting import counted
 from speechdp.decode.recognise import DecodingOptions, decode_split
-from speechdp.decode.results import wer_path
+from speechdp.decode.results import has_word_errors
 from speechdp.decode.tuning import tune
 from speechdp.experiments.arguments import refuse_throughout, split_to_tune_on
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
@@ -229,7 +229,7 @@ def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, ru
 def _decode(session: Session, held_out: str, split: str, run_dir: Path) -> None:
     """Decode a split once; a result that stands there is kept.  Raises Stopped, having kept nothing."""
     dataset, comm = session.dataset, session.comm
-    if session.comm.broadcast_object(wer_path(run_dir, split).is_file()):
+    if session.comm.broadcast_object(has_word_errors(run_dir, split)):
         return
     trained = load_model(run_dir, session.device)
     options, tuning = DecodingOptions(), None

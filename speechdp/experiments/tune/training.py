@@ -114,9 +114,9 @@ class TunedTraining(OwnTraining, TunedJobs):
         if expected_s > _MOST_LONGER * longest_s:
             raise ConfigError(
                 f"--budget: the shortest race of {counted(len(settings), 'setting')} takes about "
-                f"{formatting.seconds(expected_s)}, more than half of the budget; give "
-                f"{math.ceil(4 * expected_s)}s at least, or fewer --strategies or --periods (what was "
-                "measured is kept)"
+                f"{formatting.seconds(expected_s)}, more than half of the budget; go on with --budget "
+                f"{math.ceil(2.1 * expected_s)}s (what was measured is kept), or begin in another folder "
+                "with fewer --strategies or --periods"
             )
         if expected_s > longest_s:
             self._say(

@@ -138,13 +138,17 @@ def setting_text(title: str, value: Any) -> str:
         words = [item if isinstance(item, str) else json.dumps(item) for item in value]
         if title == "command":
             return shlex.join(words)
-        return ", ".join(f"{word} ({words.count(word)})" for word in dict.fromkeys(words))
+        return ", ".join(_how_often(word, words.count(word)) for word in dict.fromkeys(words))
     if isinstance(value, dict):
         given = {key: item for key, item in value.items() if item is not None}
         return ", ".join(f"{key} {_nested(item)}" for key, item in given.items())
     if isinstance(value, int) and not isinstance(value, bool) and value >= 10_000:
         return f"{value:,}"
     return json.dumps(value)
+
+
+def _how_often(word: str, times: int) -> str:
+    return word if times == 1 else f"{word} ({times})"
 
 
 def _nested(value: Any) -> str:

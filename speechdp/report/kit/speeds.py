@@ -87,12 +87,15 @@ def _has_interval(row: Raced) -> bool:
 
 def ratio_text(speed: RacedSpeed | None) -> str:
     """Write a ratio and its interval: `1.41 [1.38, 1.44]`."""
-    if speed is None:
-        return formatting.MISSING
-    if speed.interval is None:
-        return formatting.times(speed.ratio)
-    low, high = map(formatting.times, speed.interval)
-    return f"{formatting.times(speed.ratio)} [{low}, {high}]"
+    return formatting.MISSING if speed is None else times_text(speed.ratio, speed.interval)
+
+
+def times_text(ratio: float | None, interval: tuple[float, float] | None) -> str:
+    """Write a ratio with its interval, if it has one: `1.41 [1.38, 1.44]`."""
+    if ratio is None or interval is None:
+        return formatting.times(ratio)
+    low, high = map(formatting.times, interval)
+    return f"{formatting.times(ratio)} [{low}, {high}]"
 
 
 def speed_phrase(speed: RacedSpeed, name: str, baseline: str) -> str:

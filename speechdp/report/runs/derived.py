@@ -53,6 +53,7 @@ class RunFigures:
         score, best_score: of held-out data at the end, and the highest of all (`Evaluation.score`).
         values: the task's metrics at the end by their keys, as they are recorded.
         raced: how fast its setting was in a race; then speedup and efficiency are by the race, too.
+        speedup_interval: 95 % interval of a raced speedup.
     """
 
     run: RunResult
@@ -72,6 +73,7 @@ class RunFigures:
     training_time_s: float | None
     time_to_target_s: float | None
     raced: RacedSpeed | None = None
+    speedup_interval: tuple[float, float] | None = None
 
     @property
     def data_wait_share(self) -> float | None:
@@ -266,8 +268,15 @@ def _with_speed(row: RunFigures, speed: RacedSpeed | None, alone: RacedSpeed | N
         return replace(row, raced=speed)
     if speed is None:
         return replace(row, speedup=None, efficiency=None)
-    speedup = speed.over(alone).ratio
-    return replace(row, raced=speed, speedup=speedup, efficiency=speedup / row.run.size)
+    over_one = speed.over(alone)
+    speedup = over_one.ratio
+    return replace(
+        row,
+        raced=speed,
+        speedup=speedup,
+        speedup_interval=over_one.interval,
+        efficiency=speedup / row.run.size,
+    )
 
 
 def _comm_per_step(rank: RankTiming) -> float:

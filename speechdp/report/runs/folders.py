@@ -61,15 +61,17 @@ def read_sweep(out: Path, metric: str = "") -> Sweep:
     if (out / "run.json").is_file():
         return Sweep(out, (_read_with_samples(out, common_metric([out], metric)),))
     if not out.is_dir():
-        raise ConfigError(f"{out}: {why_no_folder(out)}; give that of a run, sweep, comparison or profile")
+        raise ConfigError(
+            f"{out}: {why_no_folder(out)}; give that of a run, sweep, comparison, search or profile"
+        )
     folders = [folder for folder in sorted(out.iterdir()) if (folder / "run.json").is_file()]
     metric = common_metric(folders, metric)
     runs = [_read_with_samples(folder, metric) for folder in folders]
     if not runs:
         raise ConfigError(
-            f"{out}: neither a sweep (sweep.json), a comparison (compare.json), a profile (profile.json), "
-            "a run (run.json) nor a folder of runs; give the folder of a run or the OUT of `speechdp sweep`, "
-            "`speechdp compare` or `speechdp profile`"
+            f"{out}: neither a sweep (sweep.json), a comparison (compare.json), a search (tune.json), a "
+            "profile (profile.json), a run (run.json) nor a folder of runs; give the folder of a run or the "
+            "OUT of `speechdp sweep`, `speechdp compare`, `speechdp tune` or `speechdp profile`"
         )
     return Sweep(out, tuple(runs))
 
@@ -203,7 +205,8 @@ def _read_sweep_file(path: Path) -> dict[str, Any]:
     names = sweep.get("runs")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
-            f"{path}: holds no list of runs; run `speechdp sweep` again with this OUT to rewrite it"
+            f"{path}: holds no list of runs; delete it and give the command of the sweep again, which writes "
+            "it anew (its runs are kept)"
         )
     for name in names:
         check_beside(path, name)

@@ -18,6 +18,7 @@ from speechdp.report.kit.speeds import (
     faster_than,
     ratio_text,
     speed_phrase,
+    times_text,
 )
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.runs.samples import Samples
@@ -262,8 +263,13 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
         )
     return (
         f"What holds {labels[row.run.name]} back most is {largest}: {formatting.percent(share)} % of the "
-        f"step time. The other losses: {rest}.{_communication(row)}"
+        f"step time{_in_its_run(row)}. The other losses: {rest}.{_communication(row)}"
     )
+
+
+def _in_its_run(row: RunFigures) -> str:
+    """Say that losses are not the race's, whose efficiency stands beside them."""
+    return " in its run, not in the race" if row.raced is not None else ""
 
 
 def starting_kernels(samples: Sequence[Samples]) -> str:
@@ -322,7 +328,8 @@ def _speed(row: RunFigures, labels: dict[str, str] | None = None) -> str:
     if labels is not None and row.raced is not None and row.raced.baseline != row.run.name:
         text = f"{_short_speed(row, labels)}, {text}"
     if row.speedup is not None and row.run.size != 1:
-        speedup, efficiency = formatting.times(row.speedup), formatting.percent(row.efficiency)
+        speedup = times_text(row.speedup, row.speedup_interval).replace(" ", "\u00a0")
+        efficiency = formatting.percent(row.efficiency)
         text += f" ({speedup} times one rank, efficiency {efficiency} %)"
     return text
 

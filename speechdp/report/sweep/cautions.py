@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from speechdp.counting import counted
 from speechdp.report.kit import formatting
 from speechdp.report.kit.choice import decoding_caution, several_tasks
 from speechdp.report.kit.metric_names import terms_of
@@ -20,6 +21,7 @@ def find_cautions(
 ) -> tuple[str, ...]:
     """Return one sentence a reservation; `comparable` are the rows that the choice is made from."""
     notes = [*_left_out(rows, labels), _sizes(comparable, labels), _unequal(comparable)]
+    notes.append(_never_averaged(comparable, labels))
     notes.append(_improving(comparable, labels))
     notes.insert(0, several_tasks([row.run for row in rows]))
     if comparable and terms_of(row.run for row in rows).task.decodes:
@@ -72,6 +74,22 @@ def _unequal(comparable: Sequence[RunFigures]) -> str:
     return (
         f"The runs trained on different amounts of {kind.material} ({formatting.count(min(trained))} to "
         f"{formatting.count(max(trained))} {kind.amount}), so their models are not strictly comparable."
+    )
+
+
+def _never_averaged(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
+    """Name the runs that were over before their first average."""
+    named = [
+        f"{labels[row.run.name]} ({counted(row.steps, 'step')})"
+        for row in comparable
+        if row.steps is not None and (row.run.model_period or "").isdecimal()
+        if int(row.run.model_period or 0) >= row.steps
+    ]
+    if not named:
+        return ""
+    return (
+        f"Too short for their period, so averaged at evaluations alone: {', '.join(named)}. What the period "
+        "does is not seen from that."
     )
 
 

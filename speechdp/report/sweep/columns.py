@@ -8,7 +8,7 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.columns import STEPS, FigureColumn, known_metrics, metric_column, throughput
 from speechdp.report.kit.formatting import ONE_RANK_LABEL
 from speechdp.report.kit.metric_names import Terms, terms_of
-from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED
+from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED, times_text
 from speechdp.report.kit.tables import Column, Value, csv_text, with_figures
 from speechdp.report.runs.derived import RunFigures, task_of
 from speechdp.report.runs.results import Estimate
@@ -57,8 +57,11 @@ def _before_metrics(terms: Terms) -> tuple[FigureColumn, ...]:
         throughput(terms),
         RACED_SPEED,
         Column(
-            "speedup", "speed-up", "times", f"{terms.amount.capitalize()}/s over those of one rank.",
+            "speedup", "speed-up", "times",
+            f"{terms.amount.capitalize()}/s over those of one rank; of a race the median of the ratios "
+            "within rounds and its 95 % interval.",
             lambda row: row.speedup, formatting.times,
+            cell=lambda row: times_text(row.speedup, row.speedup_interval).replace(" ", "\u00a0"),
         ),
         Column(
             "efficiency", "efficiency", "%", "Speed-up over the number of ranks.",

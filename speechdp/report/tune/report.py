@@ -124,7 +124,8 @@ def find_answer(search: Search) -> Answer:
     if end.mean_s == float("inf"):
         headline = f"No setting reaches {target}; {_label(best)} comes closest."
     else:
-        headline = f"{formatting.capital(_label(best))} reaches {target} soonest: {_range_text(end)}."
+        reaches = "reaches" if record.seen_s is None else "is expected to reach"
+        headline = f"{formatting.capital(_label(best))} {reaches} {target} soonest: {_range_text(end)}."
     details = [
         *_expected_text(record),
         f"It trains at {formatting.count(best.frames_per_s)} {terms.amount}/s with back-end {record.backend}"
@@ -144,8 +145,8 @@ def find_answer(search: Search) -> Answer:
         cautions.insert(0, "There was one seed: which differences are chance is not known.")
     ruled_out = sum(bool(one.out_in) for one in record.tried)
     details.append(
-        f"{counted(len(record.tried), 'setting')} were tried and {ruled_out} ruled out, in "
-        f"{formatting.seconds(record.spent_s)}."
+        f"{counted(len(record.tried), 'setting')} were tried, {ruled_out} of them ruled out before the end, "
+        f"in {formatting.seconds(record.spent_s)}."
     )
     return Answer(headline, tuple(details), tuple(cautions))
 
@@ -235,7 +236,8 @@ def _columns(record: TuneRecord, terms: Terms) -> tuple[Column[SettingRecord], .
         Column("time", "to target", "s", "Training time until the target [shortest, longest of the seeds]; "
                "after the last rung as it is expected.",
                _time_s, cell=_time_text),
-        Column("why", "ruled out", "", "In which stage, and why.", lambda one: _why(one) or None,
+        Column("why", "why not", "", "In which stage it was ruled out, and why; of the last "
+               "settings how far behind.", lambda one: _why(one) or None,
                is_number=False),
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
+from speechdp.decode.results import has_word_errors, wer_path
 from speechdp.errors import ConfigError, DivergedError, RunError, SpeechDPError
 from speechdp.experiments.race.plan import RaceOptions
 from speechdp.experiments.sweep import failures
@@ -172,3 +173,12 @@ def test_a_full_disk_ends_the_sweep(tmp_path: Path) -> None:
 
     run_threads(2, rank, timeout_s=240.0)
     assert not has_failed(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["", '{"wer": 0.1, "wor', '{"wer": null}', "[]"])
+def test_a_damaged_record_of_word_errors_is_none(tmp_path: Path, damage: str) -> None:
+    assert not has_word_errors(tmp_path, "test")
+    wer_path(tmp_path, "test").write_text('{"wer": 0.25}')
+    assert has_word_errors(tmp_path, "test")
+    wer_path(tmp_path, "test").write_text(damage)
+    assert not has_word_errors(tmp_path, "test")

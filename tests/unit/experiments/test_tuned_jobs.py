@@ -219,13 +219,13 @@ def test_a_race_that_would_use_the_budget_up_is_refused_with_what_is_needed(tmp_
     assert isinstance(jobs.measure("mpi", knows_start=False), Measurement)
     ranks.started.clear()
     with pytest.raises(
-        ConfigError, match=r"^--budget: the shortest race of 3 settings takes about .*; give "
+        ConfigError, match=r"^--budget: the shortest race of 3 settings takes about .*; go on "
     ) as e:
         jobs.hold_race(SETTINGS, "mpi", 0.001, 1.0)
     assert not ranks.started and not said
-    (wanted,) = re.findall(r"give (\d+)s at least", str(e.value))
+    (wanted,) = re.findall(r"--budget (\d+)s", str(e.value))
     assert isinstance(jobs.hold_race(SETTINGS, "mpi", int(wanted) / 4, 1.0), RacedSettings)
-    assert not said
+    assert len(said) == 1 and "more than a quarter of the budget" in said[0]
 
 
 def test_a_race_of_which_one_setting_is_left_is_none(tmp_path: Path) -> None:

@@ -66,6 +66,16 @@ def test_the_answer_is_the_fastest_run_that_keeps_the_accuracy(tmp_path: Path) -
     assert caution.startswith("Every run was still improving")
 
 
+def test_runs_shorter_than_their_period_are_named(tmp_path: Path) -> None:
+    runs = [
+        MadeUpRun("g", "gradient_averaging", None),
+        MadeUpRun("p1", period="1"),
+        MadeUpRun("long", period="100000"),
+    ]
+    (caution,) = [text for text in _answer(tmp_path, runs).cautions if "Too short" in text]
+    assert "period 100000 (" in caution.replace(",", "") and "period 1 (" not in caution
+
+
 def test_where_no_period_is_chosen_the_best_period_is_named(tmp_path: Path) -> None:
     gradient = MadeUpRun("g", "gradient_averaging", None, frames_per_s=30_000.0)
     answer = _answer(tmp_path / "a", [gradient, MadeUpRun("p1", period="1", final_log_prob=-0.41)])
@@ -399,5 +409,5 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 
 def test_nothing_there_is_refused_with_the_folder_and_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`speechdp sweep`, `speechdp compare` or `speechdp profile`"):
+    with pytest.raises(ConfigError, match=r"`speechdp sweep`, `speechdp compare`, `speechdp tune` or "):
         ReportCommand(tmp_path).run()

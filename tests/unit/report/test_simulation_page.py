@@ -142,7 +142,7 @@ def test_a_run_without_step_times_is_refused(tmp_path: Path, capsys: pytest.Capt
         ("--ranks-per-node", "0", "at least 1"),
         ("--slow", "1", "is not RANK:FACTOR"),
         ("--slow", "8:2", "there is no rank 8 among 8"),
-        ("--compute-speedup", "0", "must be positive"),
+        ("--compute-speedup", "0", "must be above 0"),
         ("--periods", "0", "no whole number from 1"),
         ("--target-frames", "many", "is no number of frames"),
         ("--strategies", "gossip", "gossip"),
