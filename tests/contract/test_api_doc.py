@@ -14,6 +14,7 @@ from speechdp import DataParallel, exit_codes
 from speechdp.parallel import script_folder, stop
 from speechdp.parallel.registry import strategy_names
 from speechdp.report.runs.folders import read_run
+from speechdp.testing import task_contract
 from tests.unit.parallel.test_stop import Clock
 
 DOC = Path(__file__).parents[2] / "docs" / "api.md"
@@ -105,3 +106,10 @@ def test_the_example_with_epochs_may_be_stopped_anywhere(
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
     metrics = Path("runs/epochs/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in metrics] == [0, 1, 2]
+
+
+def test_the_task_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (written,) = [example for example in EXAMPLES if "class Frames(Task)" in example]
+    (tmp_path / "own.py").write_text(written)
+    monkeypatch.syspath_prepend(tmp_path)
+    task_contract("own:Frames:width=8")

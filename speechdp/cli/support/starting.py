@@ -56,16 +56,17 @@ def threads_of_a_rank(
         before: of the finished jobs that are kept; None: there are none.
 
     Raises:
-        ConfigError: another number was asked for than there was before.
+        ConfigError: none was asked for, or another number than there was before.
     """
     if threads is not None:
-        asked = max(1, threads)
-        if before not in (None, asked):
+        if threads < 1:
+            raise ConfigError(f"--threads {threads}: at least 1")
+        if before not in (None, threads):
             raise ConfigError(
                 f"--threads {threads}: the ranks of what is finished had {before}, and speeds are compared; "
                 "leave it out, choose another folder, or --overwrite"
             )
-        return asked
+        return threads
     if before is not None:
         return before
     given = os.environ.get("OMP_NUM_THREADS", "")

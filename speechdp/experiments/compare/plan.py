@@ -142,9 +142,11 @@ def checked_strategies(text: str, *, others: bool = False) -> tuple[StrategyChoi
         others: names may be unknown here: a script can register strategies of its own.
 
     Raises:
-        ConfigError: an unknown strategy or option, or the same twice.
+        ConfigError: an unknown strategy or option, or the same twice, or none at all.
     """
     strategies = tuple(StrategyChoice(choice) for choice in split_strategies(text))
+    if text and not strategies:
+        raise ConfigError(f"--strategies {text!r}: names none; write them separated by commas")
     known = strategy_names()
     meanings = [
         choice.text if others and choice.name not in known else describe(choice.parsed)

@@ -47,11 +47,19 @@ def draw_efficiency(ax: Axes, families: Sequence[Family], canvas: Canvas) -> boo
     return drawn
 
 
+#: Hours that lie further apart are drawn on a logarithmic axis.
+_DECADE = 10.0
+
+
 def draw_hours(ax: Axes, families: Sequence[Family], target: TargetAmount, canvas: Canvas) -> bool:
     """Plot the hours of all ranks together to so many frames."""
     style_axes(ax, f"To {target}", "GPU-hours", canvas.theme)
     drawn = _draw_lines(ax, families, canvas, lambda one: one.gpu_hours(target.frames), 1.0, "GPU-hours")
-    ax.set_yscale("log")
+    low, high = ax.dataLim.intervaly
+    if drawn and 0 < low * _DECADE < high:
+        ax.set_yscale("log")
+    else:  # a logarithmic axis would have hardly a number on it
+        ax.set_ylim(bottom=0)
     ax.yaxis.set_major_formatter(lambda y, _: formatting.number(y))
     ax.minorticks_off()
     return drawn

@@ -81,6 +81,12 @@ def test_strategies_are_read_once_for_all_runs(monkeypatch: pytest.MonkeyPatch) 
         checked_strategies("bmuf")
 
 
+@pytest.mark.parametrize("text", [",", " , "])
+def test_strategies_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--strategies .*names none"):
+        checked_strategies(text)
+
+
 def test_the_same_strategies_in_other_words_are_refused() -> None:
     with pytest.raises(ConfigError, match="model_averaging and model_averaging:period=16 are the same"):
         checked_strategies("model_averaging,model_averaging:period=16")
