@@ -34,7 +34,7 @@ MOST_KINDS = 32
 _REMEDY = "train with --cuda-graphs off"
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
@@ -52,8 +52,12 @@ class Recorder(Protocol):
 
 @cache
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream that records on a device: torch has 32 a device, which others use, too."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    """Return the one stream that records on a device.
+
+    Of high priority: torch hands out the same 32 streams of a device again and again, and what another thread
+    did on this one would be recorded.  Nobody else here asks for one of the 32 of high priority.
+    """
+    return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class CudaRecorder:
@@ -70,10 +74,13 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()  # one whose graphs are all gone cannot be used again
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            work()
-        current.wait_stream(self._stream)
-        torch.cuda.synchronize(self._device)
+        try:
+            with torch.cuda.stream(self._stream):
+                work()
+        finally:
+            current.wait_stream(self._stream)
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()  # what that took would stay with the stream
 
     def record(self, work: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
         """Record work; other threads may use the GPU meanwhile, as the loader's does.
@@ -86,14 +93,19 @@ class CudaRecorder:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 results = work()
-            except RuntimeError as error:
-                try:
-                    graph.capture_end()
-                except RuntimeError:
-                    raise RunError(f"CUDA graphs cannot be captured ({_line(error)}); {_REMEDY}") from error
+            except BaseException as error:
+                _end(graph, error)
                 raise
-            graph.capture_end()
+            _end(graph)
         return graph.replay, results
+
+
+def _end(graph: torch.cuda.CUDAGraph, error: BaseException | None = None) -> None:
+    """End a recording.  Raises RunError: it has failed such that torch keeps what training needs back."""
+    try:
+        graph.capture_end()
+    except RuntimeError as failure:
+        raise RunError(f"CUDA graphs cannot be captured ({_line(error or failure)}); {_REMEDY}") from failure
 
 
 class Capturable(nn.Module):
@@ -146,28 +158,50 @@ class Graphs:
         return any(function.has_new for function in self._functions)
 
     def capture(self) -> None:
-        """Capture what has come again since the last time.
+        """Capture what has come again since the last time, as long as memory is left for training beside it.
 
-        Where that fails, as for lack of memory, a line says so, and training goes on without graphs.
+        Where that fails, a line says so, and training goes on without graphs.
 
         Raises:
             RunError: nor can it go on.
         """
         if not self.has_new:
             return
-        if self._device.type == "cuda":  # while it is captured, torch cannot make room by itself
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
+        has_room = _memory_left(self._device)
         try:
             for function in self._functions:
-                function.capture()
+                function.capture(has_room)
         except RuntimeError as error:
-            for function in self._functions:
-                function.give_up()
+            self.close()
             warn(f"CUDA graphs cannot be captured, and training goes on without ({_line(error)}); {_REMEDY}")
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether there are none any more, as capturing has failed."""
+        return any(function.has_given_up for function in self._functions)
+
+    def close(self) -> None:
+        """Let go of all graphs and their memory; from now on there are none."""
+        for function in self._functions:
+            function.give_up()
 
 
 _FIRST_CAPTURE = 4
+
+
+def _memory_left(device: torch.device) -> Callable[[], bool]:
+    """Return what tells whether a device has memory left for all that was ever in use beside what is now."""
+    if device.type != "cuda":
+        return lambda: True
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # while graphs are captured, torch cannot make room by itself
+    beside = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    total = torch.cuda.mem_get_info(device)[1]
+    return lambda: torch.cuda.mem_get_info(device)[0] > 1.1 * beside + _SPARE * total
+
+
+#: Share of a device's memory that graphs leave alone.
+_SPARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -220,7 +254,7 @@ class CapturedFunction:
         self._places: tuple[tuple[int, bool], ...] = ()
         self._gradients: list[Tensor] = []
         self._under_way: weakref.ref[_Turn] | None = None
-        self._has_given_up = False
+        self.has_given_up = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Be None in a copy of the model, or where it is saved: graphs belong to one model on one device."""
@@ -238,7 +272,7 @@ class CapturedFunction:
 
     def _find(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> _Passes | None:
         """Return the graphs for such inputs; None where the function is to be called."""
-        if self._has_given_up or not torch.is_grad_enabled() or self._is_under_way:
+        if self.has_given_up or not torch.is_grad_enabled() or self._is_under_way:
             return None
         if not any(x.requires_grad for x in (*inputs, *parameters)):
             return None
@@ -272,12 +306,18 @@ class CapturedFunction:
 
     def _new(self) -> list[_Kind]:
         """Return the kinds that have come twice, the most frequent first, as many as there is room for."""
-        room = 0 if self._has_given_up else MOST_KINDS - len(self._passes)
+        room = 0 if self.has_given_up else MOST_KINDS - len(self._passes)
         return [kind for kind, times in self._seen.most_common(room) if times > 1]
 
-    def capture(self) -> None:
-        """Capture graphs for the kinds that have come twice.  Raises RuntimeError: that cannot be done."""
+    def capture(self, has_room: Callable[[], bool] = lambda: True) -> None:
+        """Capture graphs for the kinds that have come twice, as long as there is room for them.
+
+        Raises:
+            RuntimeError: that cannot be done.
+        """
         for kind in self._new():
+            if not has_room():
+                return
             work = _Work(self._function, kind, self._parameters, self._gradients)
             if not self._passes:
                 self._recorder.warm_up(work.both)
@@ -286,10 +326,10 @@ class CapturedFunction:
 
     def give_up(self) -> None:
         """Call the function from now on."""
-        self._has_given_up = True
+        self.has_given_up = True
         self._passes.clear()
         self._seen.clear()
-        self._gradients = []
+        self._parameters, self._gradients = [], []
 
 
 @dataclass(eq=False)

@@ -258,6 +258,8 @@ def build_trainer(
     # From here on ranks draw different random numbers (dropout).
     torch.manual_seed(options.seed * 65_537 + comm.rank)
     precision = Precision(options.precision, session.device)
+    graphs = _graphs(model, session.device, options)
+    stack.callback(graphs.close)  # the next training of this process needs the memory
     pulse, task = pulse or Pulse(), options.make_task().for_data(session.dataset)
     sources.training.beat = pulse.beat
     parts = TrainingParts(
@@ -275,7 +277,7 @@ def build_trainer(
         on_metrics=_metrics_writer(session, task, run_dir, stack) if comm.rank == 0 else lambda metrics: None,
         slowness=options.slowness(comm.rank),
         pulse=pulse,
-        graphs=_graphs(model, session.device, options),
+        graphs=graphs,
     )
     return Trainer(parts, run_dir, options), sources
 

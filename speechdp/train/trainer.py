@@ -310,11 +310,12 @@ class Trainer:
 
     def _end_epoch(self, epochs_done: int) -> None:
         self._evaluate(epochs_done)
-        self.capture_graphs()
         self.counters.epoch, self.counters.step_in_epoch = epochs_done, 0
         self._evaluated_at = self._place
         self._at.epoch_loss.zero_()
         self.save()
+        if epochs_done < self._options.num_epochs and not self._is_over:
+            self.capture_graphs()
 
     def _end_part(self) -> None:
         """Evaluate and save, unless that was just done.  Collective."""

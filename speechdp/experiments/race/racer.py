@@ -131,11 +131,11 @@ class Racer:
 
     def ready(self) -> None:
         """Let batches be read for the turn that begins once all ranks have come here."""
-        self._turns.ready(self.steps)
         if self._pause is None:  # else the time that graphs take is no training time anyway
             self.trainer.capture_graphs()
         else:
             self.trainer.parts.graphs.capture()
+        self._turns.ready(self.steps)
 
     def run(self) -> int:
         """Take a turn's steps; return this rank's frames.  Ends once nothing is under way.  Collective.

@@ -234,6 +234,7 @@ class _Race:
         """Hold the rounds that count; return how busy this rank's host was.  Collective."""
         load, told_s = LoadMeter(), time.monotonic()
         for number, names in enumerate(self._order[1:], start=1):
+            self._go_by_graphs_alike()
             for name in names:
                 if name not in self._left_out:
                     self._turn(number, name)
@@ -241,6 +242,14 @@ class _Race:
                 told_s = time.monotonic()
                 self._session.reporter.notice(f"race: round {number} of {plan.rounds}")
         return load.so_far()
+
+    def _go_by_graphs_alike(self) -> None:
+        """Let no setting train by graphs where some rank lacks the memory for one's.  Collective."""
+        all_graphs = [racer.trainer.parts.graphs for racer in self._racers.values() if racer is not None]
+        has_given_up = any(graphs.has_given_up for graphs in all_graphs)
+        if any(self._session.comm.allgather_object(has_given_up)):
+            for graphs in all_graphs:
+                graphs.close()
 
     def _turn(self, number: int, name: str) -> Turn:
         """Run a turn.  Collective.  Raises Stopped (a rank was asked to), RunError (a rank was lost)."""

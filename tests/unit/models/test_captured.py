@@ -220,7 +220,7 @@ def test_what_cannot_be_captured_is_said_once_and_computed_without(
         for each in make:
             gradients(each(inputs(number), weights), weights)
         graphs.capture()
-    assert not graphs.has_new
+    assert not graphs.has_new and graphs.has_given_up
     assert_right(make[1], inputs(1), weights)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -302,3 +302,28 @@ def test_a_copy_of_a_model_is_computed_without(copied: Callable[[Any], Any]) -> 
     Graphs.of(decoder, torch.device("cpu"), Repeats)
     assert decoder.decoder._captured is not None
     assert copied(decoder).decoder._captured is None
+
+
+def test_graphs_that_are_closed_are_gone() -> None:
+    recorder, weights = Repeats(), parameters()
+    make = CapturedFunction(function, recorder)
+    graphs = Graphs([make], torch.device("cpu"))
+    for number in range(3):
+        gradients(make(inputs(number), weights), weights)
+        graphs.capture()
+    assert not graphs.has_given_up
+    graphs.close()
+    replayed = recorder.num_replayed
+    for number in range(3):
+        assert_right(make, inputs(number), weights)
+    assert recorder.num_replayed == replayed > 0
+
+
+def test_without_room_no_more_graphs_are_captured() -> None:
+    recorder, weights = Repeats(), parameters()
+    make = CapturedFunction(function, recorder)
+    for number in range(8):
+        gradients(make(inputs(number, rows=2 + number % 2), weights), weights)
+        make.capture(lambda: recorder.num_recorded == 0)
+    assert recorder.num_recorded == 2
+    assert make.has_new

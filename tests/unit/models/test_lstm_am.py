@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.errors import ConfigError
-from speechdp.models.captured import CudaRecorder, Graphs
+from speechdp.models.captured import CudaRecorder, Graphs, _recording_stream
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.precision import Precision, PrecisionName
 from speechdp.models.presets import PRESETS
@@ -188,6 +188,8 @@ def test_graphs_are_captured_again_for_parameters_that_have_moved() -> None:
     device = torch.device("cuda")
     model = make_model(CONFIGS["BLSTM"]).to(device)
     graphs = Graphs.of(model, device, lambda: CudaRecorder(device))
+    streams = [torch.cuda.Stream(device) for _ in range(40)]  # none is the one that records
+    assert _recording_stream(device) not in streams
     features, lengths = make_segments()
     for turn in range(8):
         if turn == 4:

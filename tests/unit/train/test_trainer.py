@@ -290,6 +290,7 @@ def test_a_run_is_resumed_that_was_begun_before_there_were_options_for_alignment
             "context",
             "tied_states",
             "precision",
+            "cuda_graphs",
         )
         for name in added:
             del options[name]
