@@ -211,4 +211,6 @@ def test_a_script_that_does_not_pause_is_refused_with_what_to_do(tmp_path: Path)
     ended = ended_within(200, alone(*words))
     assert ended.exit_code != 0
     line = " ".join(ended.stderr.split())
-    assert "own.py trained to its end and did not pause at step 48: let it look at run.should_stop" in line
+    logs = "".join(path.read_text()[-5000:] for path in (out / "measure" / "logs").glob("*.log"))
+    wanted = "own.py trained to its end and did not pause at step 48: let it look at run.should_stop"
+    assert wanted in line, ended.stderr + logs
