@@ -348,14 +348,26 @@ def _run(arguments: list[str]) -> None:
     exec(compile(script.read_bytes(), str(script), "exec"), vars(main))
 
 
+def renew_thread_pool() -> None:
+    """Make torch's pool of threads, which a fork has lost, now: two threads that do it at once find none.
+
+    Whoever computes first makes it anew (`caffe2::pthreadpool`), and a second one that comes meanwhile ends
+    with "Invalid thread pool!", or crashes.
+    """
+    import torch  # noqa: PLC0415
+
+    torch.set_num_threads(torch.get_num_threads())
+
+
 def do_and_exit(work: Callable[[], int | None]) -> NoReturn:
-    """Do something and end the process with the exit code it returns, as Python ends.
+    """Do something in a fork and end the process with the exit code it returns, as Python ends.
 
     But for taking the interpreter apart, which touches, and so copies, all memory that a fork shares: half of
     what a tiny training costs.
     """
     code: int | None = 1
     try:
+        renew_thread_pool()
         code = work()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
