@@ -51,6 +51,14 @@ def assert_right(make: CapturedFunction, given: list[Tensor], weights: list[Tens
     assert not make.has_new
 
 
+def with_graphs(recorder: Repeats) -> tuple[CapturedFunction, list[Tensor]]:
+    """Return the function with graphs for inputs of two rows, and its parameters."""
+    make, weights = CapturedFunction(function, recorder), parameters()
+    for _ in range(2):
+        assert_right(make, inputs(1), weights)
+    return make, weights
+
+
 def test_kinds_in_turn_are_replayed_from_the_third_time_on() -> None:
     recorder, weights = Repeats(), parameters()
     make = CapturedFunction(function, recorder)
@@ -95,10 +103,8 @@ def test_other_parameters_make_other_graphs(change: str) -> None:
 
 
 def test_a_second_pass_forward_before_the_first_has_gone_backward_is_computed_without() -> None:
-    recorder, weights = Repeats(), parameters()
-    make = CapturedFunction(function, recorder)
-    for _ in range(2):
-        assert_right(make, inputs(1), weights)
+    recorder = Repeats()
+    make, weights = with_graphs(recorder)
     first, second = inputs(2), inputs(3)
     outputs = make(first, weights), make(second, weights)
     assert recorder.num_replayed == 1
@@ -111,20 +117,15 @@ def test_a_second_pass_forward_before_the_first_has_gone_backward_is_computed_wi
 
 
 def test_a_pass_forward_that_nobody_follows_is_forgotten() -> None:
-    recorder, weights = Repeats(), parameters()
-    make = CapturedFunction(function, recorder)
-    for _ in range(2):
-        assert_right(make, inputs(1), weights)
+    recorder = Repeats()
+    make, weights = with_graphs(recorder)
     make(inputs(2), weights)
     assert_right(make, inputs(3), weights)
     assert recorder.num_replayed == 3
 
 
 def test_outputs_outlive_the_next_pass() -> None:
-    weights = parameters()
-    make = CapturedFunction(function, Repeats())
-    for _ in range(2):
-        assert_right(make, inputs(1), weights)
+    make, weights = with_graphs(Repeats())
     kept = make(inputs(2), weights)
     gradients(kept, weights)
     assert_right(make, inputs(3), weights)
@@ -133,10 +134,7 @@ def test_outputs_outlive_the_next_pass() -> None:
 
 
 def test_a_second_pass_backward_is_refused() -> None:
-    weights = parameters()
-    make = CapturedFunction(function, Repeats())
-    for _ in range(2):
-        assert_right(make, inputs(1), weights)
+    make, weights = with_graphs(Repeats())
     total = sum(y.sum() for y in make(inputs(2), weights))
     assert isinstance(total, Tensor)
     total.backward(retain_graph=True)  # type: ignore[no-untyped-call]
@@ -273,10 +271,7 @@ def test_what_asks_for_no_gradient_at_all_is_computed_without() -> None:
 
 def test_gradients_add_up_where_there_were_none() -> None:
     """Autograd must not make a parameter's gradient of a place that the next pass writes over."""
-    weights, expected = parameters(), parameters()
-    make = CapturedFunction(function, Repeats())
-    for _ in range(2):
-        assert_right(make, inputs(1), weights)
+    (make, weights), expected = with_graphs(Repeats()), parameters()
     for number in range(3):
         make(inputs(number), weights)[0].sum().backward()  # type: ignore[no-untyped-call]
         function(*inputs(number), *expected)[0].sum().backward()  # type: ignore[no-untyped-call]
