@@ -61,10 +61,15 @@ class DecodeCommand:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: on a GPU if there is one, else on the CPU."""
 
+    def check(self) -> None:
+        """Refuse options that do not go together.  Raises ConfigError."""
+        self._decoding_options(self.search)
+
     def run(self) -> int:
         """Decode and print the word error rate."""
         from speechdp.cli.support.ranks import over_ranks  # noqa: PLC0415 - keeps --help fast
 
+        self.check()
         return over_ranks(self.backend, self.device, self._on_rank)
 
     def _on_rank(self, comm: Communicator) -> int:
@@ -75,7 +80,6 @@ class DecodeCommand:
         from speechdp.decode.tuning import tune  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
 
-        self._decoding_options(self.search)
         dataset = Dataset.open(self.data)
         check_world(comm, {"data checksum": dataset.checksum, "configuration": repr(self)})
         trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank))

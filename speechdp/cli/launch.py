@@ -37,7 +37,7 @@ from speechdp.launching.command import (
     srun_command,
     srun_environment,
 )
-from speechdp.launching.cores import available_cores
+from speechdp.launching.cores import available_cores, most_ranks
 from speechdp.launching.faults import located
 from speechdp.launching.forwarded_options import has_option, split_words
 from speechdp.launching.hostfile import Host, Hostfile, is_this_machine, local_hosts, read_hostfile
@@ -161,6 +161,8 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
     place = _find_place(options)
     scheduler = None if place.allocation is None else place.allocation.scheduler
     policy = check_options(options, place.num_ranks, scheduler, is_script=is_script)
+    hosts = place.hostfile.allocate(place.num_ranks)
+    _check_room(hosts)
     # Signals between two starts count as well.
     with ExitStack() as stack:
         request = stack.enter_context(noted_signals())
@@ -170,7 +172,7 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         restarts = Restarts(
             policy, place.hostfile, place.num_ranks, target, starter.reachable, is_script=is_script
         )
-        _warn_of_short_grace(options, place.hostfile.allocate(place.num_ranks))
+        _warn_of_short_grace(options, hosts)
         if options.dry_run:
             _print_command(*starter.prepare(restarts.begin(), command))
             return 0
@@ -217,6 +219,20 @@ def check_options(
     target = None if is_script else find_target(options.command)
     policy.check(num_ranks, target, is_script=is_script)
     return policy
+
+
+def _check_room(hosts: Sequence[Host]) -> None:
+    """Refuse more ranks on this machine than its memory can hold: it would be beyond use before one failed.
+
+    Raises:
+        ConfigError: there are.
+    """
+    here = sum(host.slots for host in hosts if is_this_machine(host.name))
+    if here > most_ranks():
+        raise ConfigError(
+            f"{here:,} ranks on this machine: its memory has room for {most_ranks():,} at most; start "
+            "fewer, or name more hosts with --hostfile FILE"
+        )
 
 
 def _give_back(allocation: Allocation, target: Target | None, is_script: bool) -> int:

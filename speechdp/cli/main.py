@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import tyro
 
@@ -304,6 +304,14 @@ def _with_quoted_options(arguments: Sequence[str]) -> list[str]:
     return found
 
 
+@runtime_checkable
+class _CheckedBefore(Protocol):
+    """A command that knows before it has any rank what of its options cannot be."""
+
+    def check(self) -> None:
+        """Raise ConfigError: they cannot."""
+
+
 def check_forwarded(arguments: Sequence[str]) -> Any:
     """Refuse an invalid forwarded command line here, once, instead of on every rank or after a queue.
 
@@ -321,7 +329,10 @@ def check_forwarded(arguments: Sequence[str]) -> Any:
         known = "speechdp --help lists them"
         print(f"speechdp: unknown command {name!r}{meant or f'; {known}'}; {script}", file=sys.stderr)
         raise SystemExit(exit_codes.USAGE)
-    return parse(name, rest)
+    command = parse(name, rest)
+    if isinstance(command, _CheckedBefore):
+        command.check()
+    return command
 
 
 def _refuse_others(name: str, refused: Mapping[str, str], arguments: Sequence[str]) -> None:

@@ -70,7 +70,7 @@ class SimulateCommand:
         request = self._request()
         frames = frame_count("--target-frames", self.target_frames) if self.target_frames else None
         measured = read_measured(self.out)
-        simulation = simulate(measured.runs, request, measured.left_out)
+        simulation = simulate(measured.runs, request, measured.notes)
         show_report(write_simulation(self.out, simulation, frames))
         return 0
 

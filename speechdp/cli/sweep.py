@@ -63,12 +63,17 @@ class SweepCommand:
     overwrite: bool = False
     """Delete the sweep in OUT and start over."""
 
+    def check(self) -> None:
+        """Refuse periods, strategies and races that cannot be.  Raises ConfigError."""
+        self._plan()
+        self._race()
+
     def run(self) -> int:
         """Run the sweep; return the exit code."""
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
         from speechdp.ownership.overwrite import SWEEP  # noqa: PLC0415
 
-        self._race()
+        self.check()
         check_target(self.target, self.options.make_task().record())
         check_new(self.options, self.out_dir, SWEEP)
         sweep = [self.swept, self.periods, self.reference, self.one_rank_steps, self.decode_split]

@@ -39,15 +39,19 @@ class TrainCommand:
     """Once the run has taken this many steps, evaluate, save and leave with exit code 75; --resume goes on.
     Unlike --max-steps it does not make another run of it."""
 
+    def check(self) -> None:
+        """Refuse options that exclude each other.  Raises ConfigError."""
+        if self.resume and self.overwrite:
+            raise ConfigError("--resume and --overwrite exclude each other")
+        if self.pause_at < 0:
+            raise ConfigError(f"--pause-at {self.pause_at}: must be at least 0")
+
     def run(self) -> int:
         """Train; return the exit code."""
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415 - fast --help
         from speechdp.comm.environment import expect_rare_exchanges  # noqa: PLC0415
 
-        if self.resume and self.overwrite:
-            raise ConfigError("--resume and --overwrite exclude each other")
-        if self.pause_at < 0:
-            raise ConfigError(f"--pause-at {self.pause_at}: must be at least 0")
+        self.check()
         if not self.options.strategy.parsed.traits.exchanges_every_step:
             expect_rare_exchanges()
         others = {"RUN folder": self.run_dir, "--resume": self.resume, "--overwrite": self.overwrite}

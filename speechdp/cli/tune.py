@@ -87,10 +87,15 @@ class TuneOptions:
 
     def tried(self, hostfile: Path | None, ranks: int) -> tuple[Setting, ...]:
         """Return the settings to try.  Raises ConfigError."""
-        from speechdp.experiments.compare.plan import checked_strategies, whole_numbers  # noqa: PLC0415
+        from speechdp.experiments.compare.plan import (  # noqa: PLC0415
+            checked_strategies,
+            refuse_twice,
+            whole_numbers,
+        )
         from speechdp.experiments.tune.plan import settings_of  # noqa: PLC0415
 
         periods = whole_numbers("periods", self.periods, least=1)
+        refuse_twice("periods", periods)
         strategies = self.strategies or _strategies_for(hostfile, ranks, periods)
         return settings_of(checked_strategies(strategies), periods)
 

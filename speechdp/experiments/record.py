@@ -11,10 +11,13 @@ from typing import Any
 
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_written, record_cannot_be_read, write_text_atomically
+from speechdp.parallel.run_files import difference
 
 #: States of a run or job.
 STATES = PENDING, COMPLETE, FAILED = "pending", "complete", "failed"
 _VERSION = 1
+#: Letters of a setting's value that a message shows.
+_LONGEST_VALUE = 60
 
 
 def write_record_file(path: Path, kind: str, content: Mapping[str, Any]) -> None:
@@ -57,14 +60,14 @@ def refuse_others(
     path: Path,
     before: Mapping[str, Any],
     settings: Mapping[str, Any],
-    named: Callable[[str], str] = "another {}".format,
+    named: Callable[[str], str] = str,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Refuse to go on with what was begun with other settings.
 
     Args:
         path: the file that holds those before.
-        named: names a setting that differs.
+        named: writes the name of a setting that differs.
         defaults: of settings, or of parts of them, that an earlier version did not have.
 
     Raises:
@@ -76,7 +79,24 @@ def refuse_others(
             _whole(values.get(key, defaults.get(key)), defaults.get(key)) for values in (before, now)
         )
         if was != given:
-            raise ConfigError(f"{path}: was begun with {named(key)}; choose another folder, or --overwrite")
+            name = named(key).replace("_", " ")
+            raise ConfigError(
+                f"{path}: was begun with {'other' if name.endswith('s') else 'another'} {name}"
+                f"{_values(was, given)}; choose another folder, or --overwrite"
+            )
+
+
+def _values(was: Any, given: Any) -> str:
+    """Return both values of a setting in brackets; "" where they say nothing to people, as checksums do."""
+    if isinstance(was, dict) and isinstance(given, dict):
+        return difference(was, given)
+    if was is None or given is None or max(len(str(was)), len(str(given))) > _LONGEST_VALUE:
+        return ""
+    return f" (was {_text(was)}, is {_text(given)})"
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _whole(value: Any, default: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Count the cores this process may really use, and share them among the ranks of a host."""
+"""Count the cores this process may really use and the ranks a machine has room for, and share them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _CGROUP_V2_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+#: Memory that nothing takes less of that has loaded Python and MPI, bytes; a rank of ours takes four times as
+#: much before it has a model.
+_LEAST_OF_A_RANK = 2**26
 
 
 def available_cores(quota_file: Path = _CGROUP_V2_QUOTA) -> int:
@@ -24,6 +27,12 @@ def available_cores(quota_file: Path = _CGROUP_V2_QUOTA) -> int:
     except (OSError, ValueError):
         pass  # no such limit here
     return max(1, cores)
+
+
+def most_ranks() -> int:
+    """Return how many ranks, of whatever program, this machine's memory has room for at most."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, memory // _LEAST_OF_A_RANK)
 
 
 def share_cores(hosts: Sequence[str], here: str) -> None:

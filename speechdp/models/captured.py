@@ -133,6 +133,7 @@ class Graphs:
     def __init__(self, functions: Sequence[CapturedFunction], device: torch.device) -> None:
         self._functions, self._device = functions, device
         self._num_steps, self._due = 0, _FIRST_CAPTURE
+        self._is_told = False
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device, make_recorder: Callable[[], Recorder]) -> Graphs:
@@ -160,7 +161,8 @@ class Graphs:
     def capture(self) -> None:
         """Capture what has come again since the last time, as long as memory is left for training beside it.
 
-        Where that fails, a line says so, and training goes on without graphs.
+        Where it is not, a line says so once.  Where capturing fails, another does, and training goes on
+        without graphs.
 
         Raises:
             RunError: nor can it go on.
@@ -169,8 +171,15 @@ class Graphs:
             return
         has_room = _memory_left(self._device)
         try:
+            had_room = True
             for function in self._functions:
-                function.capture(has_room)
+                had_room = function.capture(has_room) and had_room
+            if not (had_room or self._is_told):
+                self._is_told = True
+                warn(
+                    "the GPU's memory has no room for more CUDA graphs beside training: batches of further "
+                    "lengths are computed without, which takes longer; smaller batches leave more room"
+                )
         except RuntimeError as error:
             self.close()
             warn(f"CUDA graphs cannot be captured, and training goes on without ({_line(error)}); {_REMEDY}")
@@ -309,20 +318,24 @@ class CapturedFunction:
         room = 0 if self.has_given_up else MOST_KINDS - len(self._passes)
         return [kind for kind, times in self._seen.most_common(room) if times > 1]
 
-    def capture(self, has_room: Callable[[], bool] = lambda: True) -> None:
+    def capture(self, has_room: Callable[[], bool] = lambda: True) -> bool:
         """Capture graphs for the kinds that have come twice, as long as there is room for them.
+
+        Returns:
+            Whether there was for all.
 
         Raises:
             RuntimeError: that cannot be done.
         """
         for kind in self._new():
             if not has_room():
-                return
+                return False
             work = _Work(self._function, kind, self._parameters, self._gradients)
             if not self._passes:
                 self._recorder.warm_up(work.both)
             self._passes[kind] = _Passes(work, self._recorder)
             del self._seen[kind]
+        return True
 
     def give_up(self) -> None:
         """Call the function from now on."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from speechdp import remedies
@@ -210,9 +211,9 @@ class RunDirectory:
             begun, data = record["fingerprint"], record["data"]
             same_data = data["checksum"] == data_checksum
         if begun != fingerprint:
-            difference = _difference(record.get("options"), options, defaults or {})
+            differs = difference(record.get("options"), options, defaults or {})
             raise ConfigError(
-                f"{path}: the run was begun with other options{difference}; "
+                f"{path}: the run was begun with other options{differs}; "
                 f"repeat its command (it stands in run.json){remedies.repeating()}, or choose another folder"
             )
         if not same_data:
@@ -334,17 +335,28 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def _difference(begun: Any, given: dict[str, Any] | None, defaults: dict[str, Any]) -> str:
-    """Name the first option that differs between what run.json holds and what was given."""
+def difference(
+    begun: Any, given: dict[str, Any] | None, defaults: Mapping[str, Any] = MappingProxyType({})
+) -> str:
+    """Name the first option that differs between what was recorded and what was given, in brackets.
+
+    Returns:
+        "" where none is known to differ.
+
+    Example:
+        >>> difference({"seed": 1}, {"seed": 5})
+        ' (--seed was 1, is 5)'
+    """
     if not isinstance(begun, dict) or given is None:
         return ""
     for name, value in given.items():
         default = defaults.get(name)
         before = begun.get(name, default)
         if isinstance(value, dict) and isinstance(before, dict):
-            inner = _difference(before, value, default if isinstance(default, dict) else {})
+            inner = difference(before, value, default if isinstance(default, dict) else {})
             if inner:
                 return inner
         elif name != "resolved" and before != value:
-            return f" (--{name.replace('_', '-')} was {before}, is {value})"
+            was, now = ("not given" if one is None else one for one in (before, value))
+            return f" (--{name.replace('_', '-')} was {was}, is {now})"
     return ""

@@ -17,6 +17,8 @@ from speechdp.experiments.profile.measured import BACKWARD, FORWARD
 from speechdp.experiments.profile.record import WEAK, ProfileJob, read_profile
 from speechdp.files import cannot_be_read
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.kit.formatting import run_labels
+from speechdp.report.kit.same_machine import PREDICTIONS, machine_warning
 from speechdp.report.runs.data_path import data_figures
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.runs.records import finite
@@ -124,11 +126,11 @@ class MeasuredFolder:
 
     Attributes:
         runs: one at least, of one model.
-        left_out: of runs that have finished but cannot be read, why, one sentence each.
+        notes: that a machine was not the same for all of them, and why others were left out.
     """
 
     runs: tuple[MeasuredRun, ...]
-    left_out: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def read_measured(folder: Path) -> MeasuredFolder:
@@ -140,29 +142,31 @@ def read_measured(folder: Path) -> MeasuredFolder:
         ConfigError: there is none, or none with the times of its steps; the message says what to do.
         RunError: files of a profile are damaged.
     """
-    left_out: list[str] = []
+    notes: list[str] = []
     if (folder / profile_record.FILE_NAME).is_file():
         runs = _runs_of_profile(folder)
     else:
         results = read_sweep(folder).runs
         if len(results) == 1 and results[0].path.resolve() == folder.resolve():
             return MeasuredFolder((measured_run(results[0]),))
-        runs = []
+        runs, usable = [], []
         for result in results:
             if result.status != "complete":
                 continue
             try:
                 runs.append(measured_run(result))
+                usable.append(result)
             except ConfigError as error:
-                left_out.append(f"A run was left out: {error}.")
+                notes.append(f"A run was left out: {error}.")
                 last = error
-        if left_out and not runs:
+        if notes and not runs:
             raise last
+        notes = list(filter(None, [machine_warning(usable, run_labels(results), PREDICTIONS), *notes]))
     if not runs:
         raise ConfigError(f"{folder}: none of its runs has finished; give the command that made it again")
     if len({run.nbytes for run in runs}) > 1:
         raise ConfigError(f"{folder}: holds runs of models of different sizes; give the folder of one run")
-    return MeasuredFolder(tuple(runs), tuple(left_out))
+    return MeasuredFolder(tuple(runs), tuple(notes))
 
 
 def measured_run(result: RunResult, *, may_have_paused: bool = False) -> MeasuredRun:

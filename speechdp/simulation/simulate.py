@@ -98,12 +98,12 @@ class Simulation:
     refusals: tuple[str, ...] = ()
 
 
-def simulate(runs: Sequence[MeasuredRun], request: Request, left_out: Sequence[str] = ()) -> Simulation:
+def simulate(runs: Sequence[MeasuredRun], request: Request, notes: Sequence[str] = ()) -> Simulation:
     """Predict the speed of strategies on clusters.
 
     Args:
         runs: finished runs of one model, one at least.
-        left_out: what is to be said of others.
+        notes: what is to be said of others.
 
     Raises:
         ConfigError: a strategy that is not known or cannot be used, none that can be on any of the numbers of
@@ -121,7 +121,7 @@ def simulate(runs: Sequence[MeasuredRun], request: Request, left_out: Sequence[s
     found.sort(key=lambda one: (order[one.strategy.text, one.period], one.ranks))
     chosen = basis(runs)
     assumptions += _beyond_measured(chosen, most, scenario.cluster.ranks_per_node)
-    said = (*left_out, *assumptions)
+    said = (*notes, *assumptions)
     return Simulation(chosen, request, scenario, tuple(found), said, tuple(filter(None, refusals)))
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import speechdp as package
-from speechdp.cli import main
+from speechdp.cli import launch, main
 from speechdp.cli.main import SUBCOMMANDS
 from speechdp.cli.main import run as speechdp
 from speechdp.cli.train import TrainCommand
@@ -164,6 +164,32 @@ def test_options_that_cannot_be_used_are_one_line(
     assert line.startswith("speechdp: ") and message in line
     # A run is begun only where nothing but its data can still be wrong.
     assert not (tmp_path / "run" / "run.json").exists() or "--alignments" in options
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["train", "DATA", "RUN", "--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
+        (["train", "DATA", "RUN", "--pause-at", "-1"], "--pause-at -1: must be at least 0"),
+        (["sweep", "DATA", "OUT", "--periods", "4,4"], "--periods 4,4: a period is given twice"),
+        (["sweep", "DATA", "OUT", "--race=-1"], "--race -1: "),
+        (["decode", "RUN", "DATA", "--words", "words.txt"], "--words and --mdl go with --graph HCLG.fst"),
+    ],
+)
+def test_options_that_cannot_be_used_are_told_before_ranks_are_started(
+    command: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "run_job", None)
+    assert speechdp(["launch", "-np", "2", "--", *command]) == 1
+    assert message in one_line(capsys)
+
+
+def test_more_ranks_than_there_is_memory_for_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "run_job", None)
+    assert speechdp(["launch", "-np", "1000000", "--", "train", "DATA", "RUN"]) == 1
+    assert "1,000,000 ranks on this machine: its memory has room for" in one_line(capsys)
 
 
 def test_data_that_are_not_there_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,12 @@ import shutil
 import sys
 
 from rich.console import Console
+from rich.text import Text
 
 from speechdp.comm.environment import announced
+
+#: Columns of a file: more than any table has, and those of a line of sentences.
+_NO_EDGE, _READABLE = 2_000, 200
 
 
 def make_console() -> Console:
@@ -29,8 +33,13 @@ def make_console() -> Console:
 
 
 def _plain_console() -> Console:
-    # Without a terminal rich would fold tables at 80 columns; a file has no edge.
-    return Console(force_terminal=False, width=200, markup=False, emoji=False)
+    # Without a terminal rich would fold tables at 80 columns; a file has no edge, and no word is broken.
+    return Console(force_terminal=False, width=_NO_EDGE, markup=False, emoji=False)
+
+
+def print_text(console: Console, text: str) -> None:
+    """Print sentences, in lines that can be read where there is no terminal whose width would do."""
+    console.print(Text(text), width=min(console.width, _READABLE))
 
 
 def describe_terminal() -> str:

@@ -176,14 +176,12 @@ def _check_same(out: Path, before: Settings, now: Settings) -> None:
         | dict(settings.options or {})  # which has a device, too: the one that was asked for
         for settings in (before, now)
     )
-    refuse_others(out / FILE_NAME, old, new, _other, TrainOptions().to_json())
+    refuse_others(out / FILE_NAME, old, new, _named, TrainOptions().to_json())
 
 
-def _other(key: str) -> str:
-    """Name a setting that differs, where it is an option as the command has it."""
-    option = {"steps": "--steps", "warmup_steps": "--warmup", "threads": "--threads"}.get(key)
-    name = option or key.replace("_", " ")
-    return f"other {name}" if name.endswith("s") else f"another {name}"
+def _named(key: str) -> str:
+    """Name a setting, where it is an option as the command has it."""
+    return {"steps": "--steps", "warmup_steps": "--warmup", "threads": "--threads"}.get(key, key)
 
 
 def news(job: ProfileJob, warmup: int) -> str:

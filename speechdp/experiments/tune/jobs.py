@@ -23,6 +23,7 @@ from speechdp.simulation.exchanges import exchange_of, is_known
 from speechdp.simulation.measured import MeasuredRun, measured_run
 from speechdp.simulation.predict import Interval, is_too_long, predict
 from speechdp.simulation.simulate import Request, scenario_of
+from speechdp.tasks.metrics import TaskRecord
 
 #: What stands for the folder of a run in the command that is shown: the user may have a RUN.
 NEW_RUN = "NEW_RUN"
@@ -71,11 +72,13 @@ class Scored:
         points: (step, held-out score) of its evaluations, by step, from step 1 on.
         is_over: it has trained all its epochs.
         has_diverged: its last score is not finite.
+        task: whose scores they are; None: not known.
     """
 
     points: tuple[tuple[int, float], ...]
     is_over: bool
     has_diverged: bool = False
+    task: TaskRecord | None = None
 
 
 @dataclass(frozen=True)
@@ -259,7 +262,7 @@ class TunedJobs(ABC):
             return "its held-out value is not finite"
         # A run that is over was not, where it stood at that step.
         is_over = found.is_over and len(points) == len(found.points)
-        return Scored(points, is_over) if points else "it was not evaluated"
+        return Scored(points, is_over, task=found.task) if points else "it was not evaluated"
 
     def has_trained_to(self, setting: Setting, seed: int, step: int) -> bool:
         """Return whether a setting's run has come so far, or can go no further: no job would be started."""
@@ -283,7 +286,7 @@ class TunedJobs(ABC):
         )
         last = result.evaluations[-1].score if result.evaluations else 0.0
         has_diverged = last is None or not math.isfinite(last)
-        return Scored(points, result.completed, has_diverged)
+        return Scored(points, result.completed, has_diverged, result.task)
 
 
 def is_timed(run_dir: Path) -> bool:

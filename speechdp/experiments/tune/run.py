@@ -169,6 +169,8 @@ class Tuner:
         self._clock_s = time.monotonic()
         self._before_s = 0.0
         self._settings: dict[str, Setting] = {}
+        #: What scores are shown as; which value of a script's they are, if nobody named one, its runs tell.
+        self._terms = Terms(request.target.task)
         self._backend = ""  # that an earlier command chose
         #: Rungs of an earlier command: as long as they were, and recorded until this one has come so far.
         self._earlier: tuple[RungRecord, ...] = ()
@@ -607,7 +609,7 @@ class Tuner:
         return f"[{legs.index(leg) + 1}/{len(legs)}] {leg.name}{seed}"
 
     def _say_score(self, leg: _Leg, legs: Sequence[_Leg], curve: Curve) -> None:
-        self._say(f"halving: {self._place(leg, legs)}: {curve.at(leg.end_s):.4g}")
+        self._say(f"halving: {self._place(leg, legs)}: {self._terms.with_unit(curve.at(leg.end_s))}")
 
     def _step(self, leg: _Leg) -> int:
         """Return the step until which a part of a run trains."""
@@ -724,6 +726,8 @@ class Tuner:
         rate = self._steps_per_s(leg.name)
         if isinstance(found, str):
             return found
+        if found.task is not None:
+            self._terms = Terms(found.task)
         return Curve(tuple((at / rate, score) for at, score in found.points), found.is_over)
 
     def _finish(self, backend: str) -> None:

@@ -13,7 +13,7 @@ from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.choice import accurate_enough, decoding_caution, several_tasks
-from speechdp.report.kit.same_machine import machine_warning
+from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
 from speechdp.report.kit.speeds import any_raced, choose_fastest, ratio_text, speed_phrase
 
 #: Seeds that a claim needs.
@@ -269,6 +269,8 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
             if run.result is not None and len(run.result.sizes) > 1:
                 sizes = " and then ".join(map(str, run.result.sizes))
                 notes.append(f"{_title(run)}: it trained on {sizes} ranks, which changes speed and accuracy.")
+            if run.result is not None:
+                notes += [f"{_title(run)}: {problem}." for problem in run.result.problems]
         for run in group.failures:
             notes.append(f"Failed: {run.record.planned.title}: {run.record.message}")
     waiting = sum(not run.is_finished for group in groups for run in group.runs)
@@ -316,7 +318,7 @@ def _machine(groups: Sequence[Group], *, raced: bool) -> str:
     return machine_warning(
         [result for result, _ in runs.values()],
         {name: title for name, (_, title) in runs.items()},
-        raced=raced,
+        ALL_BUT_SPEEDS if raced else SPEEDS,
     )
 
 

@@ -8,29 +8,35 @@ from speechdp.report.kit import formatting
 from speechdp.report.runs.results import RunResult
 from speechdp.report.runs.steadiness import Circumstances, find_unsteadiness
 
+#: What is in doubt of runs that a machine has timed which was not the same: speeds that are compared, all but
+#: the speeds where those come from a race, and what is predicted from the runs.
+SPEEDS = (
+    "Speeds that were measured one after another under such conditions say little about the settings: "
+    "measure them again while nothing else runs there."
+)
+ALL_BUT_SPEEDS = (
+    "The race's speeds do not suffer from it, but the runs' own figures of time do (throughput, time "
+    "to target, shares of the step time)."
+)
+PREDICTIONS = (
+    "What is predicted from both may be off by as much: train again while nothing else runs there, or "
+    "simulate from one run that nothing disturbed."
+)
 
-def machine_warning(runs: Iterable[RunResult], labels: Mapping[str, str], *, raced: bool = False) -> str:
+
+def machine_warning(runs: Iterable[RunResult], labels: Mapping[str, str], doubt: str = SPEEDS) -> str:
     """Return a sentence or two, by what to measure and when; "" where nothing speaks against the runs.
 
     Args:
-        runs: those whose speeds are compared.
+        runs: those that are taken together.
         labels: of runs, by their names.
-        raced: speeds are compared by a race, and only what else the runs timed is in doubt.
+        doubt: what follows from it, a sentence.
     """
     found = find_unsteadiness(runs)
     if found is None:
         return ""
     slow, fast = found.slow, found.fast
     where = f" on {slow.host}" if slow.host else ""
-    doubt = (
-        "Speeds that were measured one after another under such conditions say little about the settings: "
-        "measure them again while nothing else runs there."
-    )
-    if raced:
-        doubt = (
-            "The race's speeds do not suffer from it, but the runs' own figures of time do (throughput, time "
-            "to target, shares of the step time)."
-        )
     return (
         f"The machine was not the same for all runs: on rank {slow.rank}{where} a forward pass of the same "
         f"model took {formatting.percent(found.excess)} % longer in {_named(slow, labels)} than in "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
-from math import comb
-from statistics import median
+from functools import cached_property, lru_cache
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
 
 #: Of the intervals.
 _CONFIDENCE = 0.95
@@ -28,13 +31,38 @@ class RacedSpeed:
 
     @property
     def ratio(self) -> float:
-        """Median over the rounds."""
-        return median(self.ratios)
+        """What the rounds' ratios scatter around: the median of the geometric means of all pairs of them.
+
+        A quarter of the rounds may be far off, as with the median of the ratios themselves, and its error is
+        that of the mean to within 5 %, where that of the median is a fourth larger.
+
+        Source: Hodges and Lehmann (1963); Hollander, Wolfe and Chicken, Nonparametric Statistical Methods,
+        section 3.2; recalled.
+
+        Example:
+            >>> RacedSpeed((1.0, 1.1, 1.2, 1.3, 1.4, 9.0), "gradient_averaging").ratio
+            1.2489...
+        """
+        return float(np.median(self._pairs))
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95 % interval of the median; None where there were too few rounds for one."""
-        return median_interval(self.ratios)
+        """Interval that holds the ratio with 95 % confidence; None: there were fewer than 6 rounds.
+
+        Logarithms of ratios are taken to scatter alike to both sides, as they do where what disturbs the
+        machine hits one turn as well as the other.
+
+        Source: Tukey's interval of Wilcoxon's signed-rank test (the same book, section 3.3; recalled).
+        """
+        rank = _signed_rank(len(self.ratios))
+        return None if rank == 0 else (float(self._pairs[rank - 1]), float(self._pairs[-rank]))
+
+    @cached_property
+    def _pairs(self) -> npt.NDArray[np.float64]:
+        """Geometric means of all pairs of ratios, each with itself among them, by size."""
+        ratios = np.array(self.ratios)
+        one, other = np.triu_indices(len(ratios))
+        return np.sort(np.sqrt(ratios[one] * ratios[other]))
 
     def over(self, other: RacedSpeed) -> RacedSpeed:
         """Return it as ratios to another setting of the same race, of whose name nothing is known here."""
@@ -50,29 +78,27 @@ class RacedSpeed:
         return self.is_faster_than(other) or other.is_faster_than(self)
 
 
-def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return an interval that holds the median with 95 % confidence, whatever the distribution.
+@lru_cache
+def _signed_rank(rounds: int) -> int:
+    """Return which of the means of pairs, from both ends, are those of the interval; 0: there is none.
 
-    The k-th smallest and k-th largest of n independent values enclose the median unless fewer than k of them
-    lie on one side of it: k is the largest for which that has a probability of 5 % at most.  Fewer than 6
-    values have no such k.
-
-    Source: the order statistics' interval of the sign test (Hollander, Wolfe and Chicken, Nonparametric
-    Statistical Methods, section 3.6; recalled).
-
-    Example::
-
-        median_interval([1.1, 1.2, 1.3, 1.4, 1.5, 1.6])  # (1.1, 1.6)
+    Of n differences that scatter around 0, the ranks of the negative ones add up to less than k with a
+    probability that is counted here: the ways in which some of 1, 2, ..., n make a sum, of 2^n.
     """
-    n = len(values)
-    outside, k = 0.0, 0
-    while k < n // 2 and (outside := outside + 2 * comb(n, k) / 2**n) <= 1 - _CONFIDENCE:
+    if rounds > _MANY:
+        mean, variance = rounds * (rounds + 1) / 4, rounds * (rounds + 1) * (2 * rounds + 1) / 24
+        return math.floor(mean - NormalDist().inv_cdf((1 + _CONFIDENCE) / 2) * math.sqrt(variance))
+    ways = [1]
+    for rank in range(1, rounds + 1):
+        without, with_it = ways + [0] * rank, [0] * rank + ways
+        ways = [one + other for one, other in zip(without, with_it, strict=True)]
+    outside, k = 0, 0
+    while k < len(ways) // 2 and (outside := outside + 2 * ways[k]) <= (1 - _CONFIDENCE) * 2**rounds:
         k += 1
-    if k == 0:
-        return None
-    ordered = sorted(values)
-    return ordered[k - 1], ordered[n - k]
+    return k
 
 
+#: Rounds of more than which the sums of ranks are as good as normally distributed.
+_MANY = 60
 #: Rounds from which on there is an interval.
 LEAST_ROUNDS = 6

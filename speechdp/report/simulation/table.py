@@ -14,6 +14,8 @@ from speechdp.simulation.predict import Interval, Prediction
 
 #: Columns of a terminal that holds a prediction on one line.
 _WIDE = 110
+#: Hours of which the usual number of digits after the point shows too few that count.
+_FEW_HOURS = 0.1
 
 
 def _between(interval: Interval, number: str = "count") -> str:
@@ -82,7 +84,8 @@ def _efficiency(amount: str) -> Column[Prediction]:
 def _hours(target: TargetAmount) -> Column[Prediction]:
     return Column(
         "gpu_hours", "GPU-hours", "", f"Hours of all ranks together to {target}.",
-        lambda one: one.gpu_hours(target.frames).mean, formatting.number,
+        lambda one: one.gpu_hours(target.frames).mean,
+        lambda hours: f"{hours:.2g}" if hours < _FEW_HOURS else formatting.number(hours),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.choice import accurate_enough, splits_of
 from speechdp.report.kit.metric_names import terms_of
-from speechdp.report.kit.same_machine import machine_warning
+from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
 from speechdp.report.kit.speeds import (
     any_raced,
     choose_fastest,
@@ -74,7 +74,7 @@ def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> Sw
     details = _comparison(comparable, chosen, best, labels)
     if chosen.run.model_period is None:
         details.append(_best_period(comparable, eligible, labels))
-    warning = machine_warning((row.run for row in comparable), labels, raced=raced)
+    warning = machine_warning((row.run for row in comparable), labels, ALL_BUT_SPEEDS if raced else SPEEDS)
     return SweepAnswer(
         _headline(chosen, alike, comparable, labels),
         tuple(filter(None, details)),

@@ -20,7 +20,8 @@ def find_cautions(
     rows: Sequence[RunFigures], comparable: Sequence[RunFigures], labels: dict[str, str]
 ) -> tuple[str, ...]:
     """Return one sentence a reservation; `comparable` are the rows that the choice is made from."""
-    notes = [*_left_out(rows, labels), _sizes(comparable, labels), _unequal(comparable)]
+    notes = [*_left_out(rows, labels), *_damages(rows, labels)]
+    notes += [_sizes(comparable, labels), _unequal(comparable)]
     notes.append(_never_averaged(comparable, labels))
     notes.append(_improving(comparable, labels))
     notes.insert(0, several_tasks([row.run for row in rows]))
@@ -52,6 +53,19 @@ def _left_out(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
         if without:
             notes.append(f"Not compared, because their last score is no number: {', '.join(without)}.")
     return notes
+
+
+def _damages(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
+    """Say what of finished runs cannot be read: what their figures lack nobody would see.
+
+    Of a single run the answer is no comparison, and its own page names it.
+    """
+    return [
+        f"{formatting.capital(labels[row.run.name])}: {problem}."
+        for row in rows
+        if row.run.status == "complete" and len(rows) > 1
+        for problem in row.run.problems
+    ]
 
 
 def _sizes(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:

@@ -58,7 +58,7 @@ def _before_metrics(terms: Terms) -> tuple[FigureColumn, ...]:
         RACED_SPEED,
         Column(
             "speedup", "speed-up", "times",
-            f"{terms.amount.capitalize()}/s over those of one rank; of a race the median of the ratios "
+            f"{terms.amount.capitalize()}/s over those of one rank; of a race the ratio "
             "within rounds and its 95 % interval.",
             lambda row: row.speedup, formatting.times,
             cell=lambda row: times_text(row.speedup, row.speedup_interval).replace(" ", "\u00a0"),

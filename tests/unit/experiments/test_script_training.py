@@ -214,12 +214,12 @@ def test_a_sweeps_report_does_not_count_a_script_that_failed_after_its_training(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--ranks", "3"], "number of ranks"),
-        (["--seed", "2"], "seed"),
-        (["--backend", "mpi"], "backend"),
-        (["--script", "b.py"], "script"),
-        (["--swept", "bmuf:eta=0.5"], "--swept"),
-        (["--", "--epochs", "3"], "command line"),
+        (["--ranks", "3"], "other number of ranks (was 2, is 3)"),
+        (["--seed", "2"], "another seed (was 1, is 2)"),
+        (["--backend", "mpi"], "another backend (was auto, is mpi)"),
+        (["--script", "b.py"], "another script"),
+        (["--swept", "bmuf:eta=0.5"], "another --swept (was bmuf, is bmuf:eta=0.5)"),
+        (["--", "--epochs", "3"], "another command line (was , is --epochs 3)"),
     ],
 )
 def test_runs_of_another_sweep_are_not_taken_for_its_own(
@@ -231,7 +231,8 @@ def test_runs_of_another_sweep_are_not_taken_for_its_own(
     command = ["sweep", "out", "--script", str(script), "--swept", "bmuf", "--periods", "4"]
     assert run(command) == 0
     assert run([*command, *more]) == 1
-    assert f"out/sweep.json: was begun with another {words}; choose another folder" in capsys.readouterr().err
+    assert f"out/sweep.json: was begun with {words}" in (error := capsys.readouterr().err)
+    assert "; choose another folder, or --overwrite" in error
     assert run(command) == 0 and len(ranks.calls) == 3
 
 

@@ -322,3 +322,19 @@ def test_without_room_no_more_graphs_are_captured() -> None:
         make.capture(lambda: recorder.num_recorded == 0)
     assert recorder.num_recorded == 2
     assert make.has_new
+
+
+def test_kinds_for_which_there_is_no_room_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(captured, "_memory_left", lambda device: lambda: False)
+    weights = parameters()
+    make = [CapturedFunction(function, Repeats()) for _ in range(2)]
+    graphs = Graphs(make, torch.device("cpu"))
+    for number in range(4):
+        for each in make:
+            assert_right(each, inputs(number), weights)
+        graphs.capture()
+    assert not graphs.has_given_up
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "no room for more CUDA graphs" in said

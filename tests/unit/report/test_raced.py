@@ -1,10 +1,12 @@
-"""Speeds by a race: the interval of the median, and what reports say of it."""
+"""Speeds by a race: the ratio and its interval, and what reports say of them."""
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
+import math
 import random
 import statistics
 from collections.abc import Callable
@@ -16,7 +18,8 @@ import pytest
 from speechdp.report.compare.report import write_comparison as write_comparison_report
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.kit.speeds import choose_fastest, faster_than
-from speechdp.report.runs.raced import LEAST_ROUNDS, RacedSpeed, median_interval
+from speechdp.report.runs import raced
+from speechdp.report.runs.raced import LEAST_ROUNDS, RacedSpeed
 from speechdp.report.sweep.report import write_report
 from tests.helpers.comparisons import MadeUpStrategy, write_comparison
 from tests.helpers.races import made_up_race, write_made_up_race
@@ -34,43 +37,55 @@ SPEEDS = {
 
 
 @pytest.mark.parametrize("draw", [
-    lambda d: d.gauss(1.3, 0.1), lambda d: d.lognormvariate(0, 1), lambda d: d.random(),
-    lambda d: 1 + 10 * (d.random() < 0.1) + d.random(),
+    lambda d: d.lognormvariate(0.2, 0.3), lambda d: math.exp(d.random()),
+    lambda d: math.exp(d.gauss(0.0, 2.0 if d.random() < 0.2 else 0.1)),  # disturbed a fifth of the time
 ])  # fmt: skip
 @pytest.mark.parametrize("rounds", [6, 7, 12, 25])
-def test_the_interval_holds_the_median_in_95_of_100_races(
+def test_the_interval_holds_the_ratio_in_95_of_100_races(
     draw: Callable[[random.Random], float], rounds: int
 ) -> None:
     drawn = random.Random(rounds)
-    median = statistics.median(draw(drawn) for _ in range(20_000))
+    truth = statistics.median(draw(drawn) for _ in range(20_000))
     held = 0
     for _ in range(1_000):
-        interval = median_interval([draw(drawn) for _ in range(rounds)])
+        interval = RacedSpeed(tuple(draw(drawn) for _ in range(rounds)), "b").interval
         assert interval is not None
-        held += interval[0] <= median <= interval[1]
+        held += interval[0] <= truth <= interval[1]
     assert held >= 930  # 950 on average at least; 3 standard deviations of a binomial are 21
 
 
 def test_the_interval_is_as_narrow_as_it_may_be() -> None:
-    """Order statistics as tables of the sign test have them."""
-    expected = {
-        6: (1, 6),
-        7: (1, 7),
-        8: (1, 8),
-        9: (2, 8),
-        12: (3, 10),
-        15: (4, 12),
-        20: (6, 15),
-        25: (8, 18),
-    }
-    for rounds, (low, high) in expected.items():
-        assert median_interval(random.Random(1).sample(range(1, rounds + 1), rounds)) == (low, high)
+    """Tables of the signed-rank test: the largest sum of ranks that is rare enough, with both sides 5 %."""
+    tables = {6: 0, 7: 2, 8: 3, 9: 5, 10: 8, 12: 13, 15: 25, 20: 52, 25: 89, 30: 137, 50: 434}
+    for rounds, largest in tables.items():
+        ratios = [random.Random(rounds).lognormvariate(0, 1) for _ in range(rounds)]
+        ratios = [ratio * (1 + number / 1_000) for number, ratio in enumerate(ratios)]
+        pairs = sorted(math.sqrt(a * b) for a, b in itertools.combinations_with_replacement(ratios, 2))
+        expected = pairs[largest], pairs[-1 - largest]
+        assert RacedSpeed(tuple(ratios), "b").interval == pytest.approx(expected, rel=1e-12)
+
+
+def test_many_rounds_have_nearly_the_interval_of_as_many_that_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ratios = tuple(random.Random(number).lognormvariate(0, 1) for number in range(100))
+    quick = RacedSpeed(ratios, "b").interval
+    monkeypatch.setattr(raced, "_MANY", 100)
+    raced._signed_rank.cache_clear()
+    assert RacedSpeed(ratios, "b").interval == pytest.approx(quick, rel=0.01)
+    raced._signed_rank.cache_clear()
+
+
+def test_the_ratio_of_two_is_the_same_from_either_side_and_rounds_far_off_count_little() -> None:
+    drawn = random.Random(1)
+    one, other = (RacedSpeed(tuple(drawn.lognormvariate(0, 0.2) for _ in range(10)), "b") for _ in range(2))
+    assert one.over(other).ratio == pytest.approx(1 / other.over(one).ratio)
+    assert RacedSpeed((1.2,) * 8 + (50.0,) * 2, "b").ratio == pytest.approx(1.2)
 
 
 def test_fewer_rounds_have_no_interval_and_tell_nothing_apart() -> None:
-    assert median_interval([1.0] * (LEAST_ROUNDS - 1)) is None
-    assert median_interval([1.0] * LEAST_ROUNDS) == (1.0, 1.0)
-    few, fast = RacedSpeed((1.0,) * 5, "b"), RacedSpeed((2.0,) * 5, "b")
+    few, fast = RacedSpeed((1.0,) * (LEAST_ROUNDS - 1), "b"), RacedSpeed((2.0,) * (LEAST_ROUNDS - 1), "b")
+    assert RacedSpeed((1.0,) * LEAST_ROUNDS, "b").interval == (1.0, 1.0)
     assert (few.ratio, few.interval) == (1.0, None)
     assert not few.is_apart_from(fast) and not fast.is_faster_than(few)
 
@@ -99,10 +114,11 @@ def test_settings_that_are_as_fast_are_told_apart_in_5_of_100_races() -> None:
 
 
 def test_settings_are_apart_where_nearly_all_rounds_say_the_same() -> None:
-    """Of 6 rounds all must; of 12, ten."""
+    """Of 6 rounds all must; of 12 eleven, or ten where the other two say little."""
     slow = RacedSpeed((1.0,) * 12, "b")
-    assert RacedSpeed((1.1,) * 10 + (0.9,) * 2, "b").is_apart_from(slow)
-    assert not RacedSpeed((1.1,) * 9 + (0.9,) * 3, "b").is_apart_from(slow)
+    assert RacedSpeed((1.1,) * 11 + (0.9,), "b").is_apart_from(slow)
+    assert not RacedSpeed((1.1,) * 10 + (0.9,) * 2, "b").is_apart_from(slow)
+    assert RacedSpeed((1.1,) * 10 + (0.95,) * 2, "b").is_apart_from(slow)
     assert not slow.is_apart_from(slow)
     assert RacedSpeed((1.1,) * 6, "b").is_apart_from(RacedSpeed((1.0,) * 6, "b"))
     assert not RacedSpeed((1.1,) * 5 + (1.0,), "b").is_apart_from(RacedSpeed((1.0,) * 6, "b"))
@@ -150,9 +166,9 @@ def test_few_rounds_choose_the_fastest() -> None:
 
 
 def test_nobody_is_left_out_where_each_is_known_to_be_slower_than_another() -> None:
-    """Six in a circle: each is ahead of the next in 10 of 12 rounds."""
-    rounds = [[(place - number) % 6 for place in range(6)] for number in range(6)] * 2
-    rows = [Row(RacedSpeed(tuple(2.0 - turns[n] / 10 for turns in rounds), "b"), -1.0) for n in range(6)]
+    """Twelve in a circle: each is ahead of the next in 11 of 12 rounds."""
+    rounds = [[(place - number) % 12 for place in range(12)] for number in range(12)]
+    rows = [Row(RacedSpeed(tuple(2.0 - turns[n] / 20 for turns in rounds), "b"), -1.0) for n in range(12)]
     assert all(faster_than(row, [rows[n - 1], row], of_runs) for n, row in enumerate(rows))
     assert choose_fastest(rows, of_runs) == (rows[0], [])
 

@@ -18,8 +18,8 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import metric_text
 from speechdp.report.kit.pages import WrittenReport
-from speechdp.report.runs.derived import common_target, sweep_figures
-from speechdp.report.runs.folders import read_sweep
+from speechdp.report.runs.derived import common_target, run_figures, sweep_figures
+from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.runs.results import RankTiming
 from speechdp.report.sweep.answer import SweepAnswer, find_answer
 from speechdp.report.sweep.bars import shown_ranks
@@ -411,3 +411,25 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 def test_nothing_there_is_refused_with_the_folder_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`speechdp sweep`, `speechdp compare`, `speechdp tune` or "):
         ReportCommand(tmp_path).run()
+
+
+def test_a_table_without_a_terminal_breaks_no_word_and_sentences_can_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"a-run-whose-name-is-by-far-the-longest-{number}" for number in range(12)]
+    out = write_sweep(tmp_path / "sweep", [MadeUpRun(name) for name in names])
+    ReportCommand(out).run()
+    lines = capsys.readouterr().out.splitlines()
+    assert all(any(name in line for line in lines) for name in names)
+    assert all(len(line.rstrip()) <= 200 for line in lines if line.startswith(("What ", "No ", "Every ")))
+
+
+def test_damages_of_finished_runs_are_told_with_the_answer(tmp_path: Path) -> None:
+    runs = [MadeUpRun("a", period="1"), MadeUpRun("b", period="4")]
+    out = write_sweep(tmp_path, runs)
+    with (out / "b" / "metrics.jsonl").open("a") as file:
+        file.write("{torn\n")
+    assert (
+        "Period 4: metrics.jsonl: 1 damaged line passed over."
+        in find_answer([run_figures(read_run(out / name), None, None) for name in ("a", "b")]).cautions
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from speechdp.report.runs.results import RunResult
 from speechdp.report.runs.steadiness import find_unsteadiness
 from speechdp.report.sweep.answer import find_answer
 from speechdp.report.sweep.report import write_report
+from speechdp.simulation.measured import read_measured
+from tests.helpers.measured_runs import MadeUpSteps
 from tests.helpers.runs import MadeUpRun, write_run, write_sweep
 
 QUIET = MadeUpRun("quiet", period="16", frames_per_s=20_000.0, others=0.1)
@@ -69,3 +72,19 @@ def test_the_page_says_it_before_its_headline(tmp_path: Path) -> None:
     assert "fastest setting" in answer.sentences[1]
     page = write_report(out).html.read_text(encoding="utf-8")
     assert page.index("The machine was not the same") < page.index("fastest setting")
+
+
+def test_a_simulation_of_such_runs_says_it_too(tmp_path: Path) -> None:
+    for name in ("quiet", "busy"):
+        MadeUpSteps().write(tmp_path, name)
+    assert read_measured(tmp_path).notes == ()
+    path = tmp_path / "busy" / "timing.json"
+    timing = json.loads(path.read_text())
+    for rank in timing["ranks"]:
+        rank["spans_s"]["forward"] *= 1.6
+        rank["load"]["host"] += 1.3
+    path.write_text(json.dumps(timing))
+    (note,) = read_measured(tmp_path).notes
+    assert "a forward pass of the same model took 60 % longer in busy" in note
+    assert note.endswith("or simulate from one run that nothing disturbed.")
+    assert read_measured(tmp_path / "busy").notes == ()

@@ -214,3 +214,12 @@ def test_nothing_would_help_a_run_that_loses_nothing(
     steps = MadeUpSteps(["node-a"] * 2, "model_averaging:period=1", exchange_s=1e-6)
     assert speechdp(["report", str(steps.write(tmp_path))]) == 0
     assert "What would help" not in capsys.readouterr().out
+
+
+def test_few_gpu_hours_have_digits_that_count(tmp_path: Path) -> None:
+    MadeUpSteps().write(tmp_path)
+    assert speechdp(["simulate", str(tmp_path / "run"), "--ranks", "2", "--target-frames", "1000"]) == 0
+    page = (tmp_path / "run" / "simulation" / "simulation.html").read_text(encoding="utf-8")
+    text = (tmp_path / "run" / "simulation" / "simulation.csv").read_text()
+    hours = {float(row["gpu_hours"]) for row in csv.DictReader(io.StringIO(text))}
+    assert all(0 < one < 0.01 and f"{one:.2g}" in page for one in hours)

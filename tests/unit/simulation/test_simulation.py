@@ -677,9 +677,9 @@ def test_a_damaged_run_among_others_is_left_out_and_named(tmp_path: Path) -> Non
     (tmp_path / "torn" / "timeline" / "rank-0001.jsonl").write_text("{")
     found = read_measured(tmp_path)
     assert [run.name for run in found.runs] == ["good"]
-    (said,) = found.left_out
+    (said,) = found.notes
     assert "torn/timeline/rank-0001.jsonl: damaged" in said
-    assert simulate(found.runs, Request((2,)), found.left_out).assumptions[0] == said
+    assert simulate(found.runs, Request((2,)), found.notes).assumptions[0] == said
     (tmp_path / "good" / "timeline" / "rank-0000.jsonl").unlink()
     with pytest.raises(ConfigError, match="timeline"):
         read_measured(tmp_path)
