@@ -51,7 +51,7 @@ def test_only_what_the_quiet_race_tells_apart_is_ranked() -> None:
 def test_a_try_is_judged_by_its_race_and_by_its_runs() -> None:
     quiet = speeds()
     assert judge(quiet, speeds(as_fast=1.29)).race_is_right
-    verdict = judge(quiet, speeds(of_runs={**RATIOS, "slow": 1.4}, fast=1.305))
+    verdict = judge(quiet, speeds(of_runs={**RATIOS, "slow": 1.4}, fast=1.302))
     assert verdict == Verdict(True, False, {"slow": True, "fast": True, "as fast": True})
     verdict = judge(quiet, speeds(slow=1.2))
     assert not verdict.race_is_right and not verdict.covered["slow"] and verdict.covered["fast"]
