@@ -63,7 +63,12 @@ class DecodeCommand:
 
     def check(self) -> None:
         """Refuse options that do not go together.  Raises ConfigError."""
-        self._decoding_options(self.search)
+        if self.graph is None and (self.words or self.mdl):
+            raise ConfigError("--words and --mdl go with --graph HCLG.fst; add it or leave them out")
+        if self.graph is not None and self.grammar != "auto":
+            raise ConfigError(f"--graph replaces --grammar {self.grammar}; leave one of them out")
+        if self.graph is not None:
+            self._refuse_weights(("lm_scale", "insertion_log_prob", "silence_probability"), "--graph")
 
     def run(self) -> int:
         """Decode and print the word error rate."""
@@ -80,6 +85,7 @@ class DecodeCommand:
         from speechdp.decode.tuning import tune  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
 
+        self._decoding_options(self.search)
         dataset = Dataset.open(self.data)
         check_world(comm, {"data checksum": dataset.checksum, "configuration": repr(self)})
         trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank))
@@ -143,7 +149,7 @@ class DecodeCommand:
         if result.speed is not None:
             print(result.speed.summary())
         page = write_decoding_page(result, dataset, self.run_dir)
-        make_console().print(page.table)
+        make_console().print(page.table, crop=False)
         print(f"hypotheses: {result.hypotheses}")
         print(f"page: {page.html}")
 
@@ -153,12 +159,6 @@ class DecodeCommand:
         from speechdp.decode.kaldi_graph import KaldiGraphFiles  # noqa: PLC0415
 
         grammar = None if self.grammar == "auto" else Grammar(self.grammar)
-        if self.graph is None and (self.words or self.mdl):
-            raise ConfigError("--words and --mdl go with --graph HCLG.fst; add it or leave them out")
-        if self.graph is not None and self.grammar != "auto":
-            raise ConfigError(f"--graph replaces --grammar {self.grammar}; leave one of them out")
-        if self.graph is not None:
-            self._refuse_weights(("lm_scale", "insertion_log_prob", "silence_probability"), "--graph")
         if grammar is not None and grammar not in OF_ANY_LENGTH:
             self._refuse_weights(("insertion_log_prob",), f"--grammar {self.grammar}")
         return search.decoding(

@@ -37,7 +37,7 @@ from speechdp.launching.command import (
     srun_command,
     srun_environment,
 )
-from speechdp.launching.cores import available_cores, most_ranks
+from speechdp.launching.cores import available_cores, room_for_ranks
 from speechdp.launching.faults import located
 from speechdp.launching.forwarded_options import has_option, split_words
 from speechdp.launching.hostfile import Host, Hostfile, is_this_machine, local_hosts, read_hostfile
@@ -228,9 +228,9 @@ def _check_room(hosts: Sequence[Host]) -> None:
         ConfigError: there are.
     """
     here = sum(host.slots for host in hosts if is_this_machine(host.name))
-    if here > most_ranks():
+    if here > room_for_ranks():
         raise ConfigError(
-            f"{here:,} ranks on this machine: its memory has room for {most_ranks():,} at most; start "
+            f"{here:,} ranks on this machine: its memory has room for {room_for_ranks():,} at most; start "
             "fewer, or name more hosts with --hostfile FILE"
         )
 

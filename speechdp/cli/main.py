@@ -306,10 +306,10 @@ def _with_quoted_options(arguments: Sequence[str]) -> list[str]:
 
 @runtime_checkable
 class _CheckedBefore(Protocol):
-    """A command that knows before it has any rank what of its options cannot be."""
+    """A command some of whose options can be refused before any rank is started, and without torch."""
 
     def check(self) -> None:
-        """Raise ConfigError: they cannot."""
+        """Refuse them.  Raises ConfigError."""
 
 
 def check_forwarded(arguments: Sequence[str]) -> Any:

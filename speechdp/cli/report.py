@@ -50,12 +50,12 @@ def show_report(report: WrittenReport) -> None:
     """Print the table, the answer and the paths of a report."""
     from rich.text import Text  # noqa: PLC0415 (keeps `speechdp --help` fast)
 
-    from speechdp.cli.support.console import make_console, print_text  # noqa: PLC0415
+    from speechdp.cli.support.console import make_console  # noqa: PLC0415
 
     console = make_console()
-    console.print(report.table)
+    console.print(report.table, crop=False)
     for sentence in report.answer:
-        print_text(console, sentence)
+        console.print(Text(sentence))
     for path in (report.html, report.csv, report.png):
         if path is not None:
             console.print(Text(str(path)), soft_wrap=True)

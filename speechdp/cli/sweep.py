@@ -64,9 +64,15 @@ class SweepCommand:
     """Delete the sweep in OUT and start over."""
 
     def check(self) -> None:
-        """Refuse periods, strategies and races that cannot be.  Raises ConfigError."""
-        self._plan()
+        """Refuse periods and races that cannot be, whatever the strategy.  Raises ConfigError."""
+        from speechdp.experiments.sweep.plan import check_periods  # noqa: PLC0415 - fast --help
+
+        check_periods(self._periods)
         self._race()
+
+    @property
+    def _periods(self) -> tuple[str, ...]:
+        return tuple(filter(None, self.periods.split(",")))
 
     def run(self) -> int:
         """Run the sweep; return the exit code."""
@@ -87,7 +93,7 @@ class SweepCommand:
 
         plan = SweepPlan(
             strategy=self.swept,
-            periods=tuple(filter(None, self.periods.split(","))),
+            periods=self._periods,
             reference=tuple(filter(None, [self.reference])),
             one_rank_steps=self.one_rank_steps,
             decode_split=self.options.to_decode(self.decode_split),

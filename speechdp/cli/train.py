@@ -40,7 +40,7 @@ class TrainCommand:
     Unlike --max-steps it does not make another run of it."""
 
     def check(self) -> None:
-        """Refuse options that exclude each other.  Raises ConfigError."""
+        """Refuse options that cannot be, or exclude each other.  Raises ConfigError."""
         if self.resume and self.overwrite:
             raise ConfigError("--resume and --overwrite exclude each other")
         if self.pause_at < 0:

@@ -11,13 +11,13 @@ from typing import Any
 
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_written, record_cannot_be_read, write_text_atomically
-from speechdp.parallel.run_files import difference
+from speechdp.parallel.run_files import difference, was_and_is
 
 #: States of a run or job.
 STATES = PENDING, COMPLETE, FAILED = "pending", "complete", "failed"
 _VERSION = 1
-#: Letters of a setting's value that a message shows.
-_LONGEST_VALUE = 60
+#: The setting that is a checksum.
+_CHECKSUM = "data"
 
 
 def write_record_file(path: Path, kind: str, content: Mapping[str, Any]) -> None:
@@ -79,24 +79,17 @@ def refuse_others(
             _whole(values.get(key, defaults.get(key)), defaults.get(key)) for values in (before, now)
         )
         if was != given:
-            name = named(key).replace("_", " ")
-            raise ConfigError(
-                f"{path}: was begun with {'other' if name.endswith('s') else 'another'} {name}"
-                f"{_values(was, given)}; choose another folder, or --overwrite"
-            )
+            what = _told(named(key).replace("_", " "), was, given)
+            raise ConfigError(f"{path}: was begun otherwise{what}; choose another folder, or --overwrite")
 
 
-def _values(was: Any, given: Any) -> str:
-    """Return both values of a setting in brackets; "" where they say nothing to people, as checksums do."""
+def _told(name: str, was: Any, given: Any) -> str:
+    """Name a setting that differs, with both values where these say something, in brackets."""
+    if name == _CHECKSUM:
+        return " (on other data)"
     if isinstance(was, dict) and isinstance(given, dict):
-        return difference(was, given)
-    if was is None or given is None or max(len(str(was)), len(str(given))) > _LONGEST_VALUE:
-        return ""
-    return f" (was {_text(was)}, is {_text(given)})"
-
-
-def _text(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        return difference(was, given) or f" ({name})"
+    return f" ({name} {was_and_is(was, given)})"
 
 
 def _whole(value: Any, default: Any) -> Any:

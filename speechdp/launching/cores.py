@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 _CGROUP_V2_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-#: Memory that nothing takes less of that has loaded Python and MPI, bytes; a rank of ours takes four times as
-#: much before it has a model.
+_CGROUP_V2_MEMORY = Path("/sys/fs/cgroup/memory.max")
+#: Bytes: any program that has loaded Python and MPI takes as much, and a rank of ours four times that before
+#: it has a model.
 _LEAST_OF_A_RANK = 2**26
 
 
@@ -29,9 +31,15 @@ def available_cores(quota_file: Path = _CGROUP_V2_QUOTA) -> int:
     return max(1, cores)
 
 
-def most_ranks() -> int:
-    """Return how many ranks, of whatever program, this machine's memory has room for at most."""
+def room_for_ranks(limit_file: Path = _CGROUP_V2_MEMORY) -> int:
+    """Return how many ranks, of whatever program, this machine's memory has room for at the very most.
+
+    Args:
+        limit_file: cgroup v2's `memory.max`, bytes, or "max".
+    """
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):  # no such limit here
+        memory = min(memory, int(limit_file.read_text(encoding="utf-8")))
     return max(1, memory // _LEAST_OF_A_RANK)
 
 

@@ -357,6 +357,16 @@ def difference(
             if inner:
                 return inner
         elif name != "resolved" and before != value:
-            was, now = ("not given" if one is None else one for one in (before, value))
-            return f" (--{name.replace('_', '-')} was {was}, is {now})"
+            return f" (--{name.replace('_', '-')} {was_and_is(before, value)})"
     return ""
+
+
+def was_and_is(before: Any, now: Any) -> str:
+    """Put both values of a setting into words: `was 1, is 5`."""
+
+    def text(value: Any) -> str:
+        if value in (None, "", []):
+            return "not given"
+        return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+    return f"was {text(before)}, is {text(now)}"

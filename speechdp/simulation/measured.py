@@ -126,7 +126,8 @@ class MeasuredFolder:
 
     Attributes:
         runs: one at least, of one model.
-        notes: that a machine was not the same for all of them, and why others were left out.
+        notes: that the machine was not the same for those that steps are drawn from, and why others were left
+            out; a sentence or two each.
     """
 
     runs: tuple[MeasuredRun, ...]
@@ -161,7 +162,9 @@ def read_measured(folder: Path) -> MeasuredFolder:
                 last = error
         if notes and not runs:
             raise last
-        notes = list(filter(None, [machine_warning(usable, run_labels(results), PREDICTIONS), *notes]))
+        drawn_from = {run.name for run in basis(runs)} if runs else set()
+        alike = [result for result in usable if result.name in drawn_from]
+        notes = list(filter(None, [machine_warning(alike, run_labels(results), PREDICTIONS), *notes]))
     if not runs:
         raise ConfigError(f"{folder}: none of its runs has finished; give the command that made it again")
     if len({run.nbytes for run in runs}) > 1:

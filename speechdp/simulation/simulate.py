@@ -85,8 +85,8 @@ class Simulation:
     Attributes:
         runs: that steps were drawn from.
         predictions: by strategy, period, and number of ranks, in this order.
-        assumptions: what was neither measured nor given, and how far beyond what was measured the predictions
-            go, a sentence each.
+        assumptions: what is to be said of the runs, what was neither measured nor given, and how far beyond
+            what was measured the predictions go, a sentence or two each.
         refusals: why strategies cannot train on the most ranks, in their words.
     """
 
@@ -103,7 +103,7 @@ def simulate(runs: Sequence[MeasuredRun], request: Request, notes: Sequence[str]
 
     Args:
         runs: finished runs of one model, one at least.
-        notes: what is to be said of others.
+        notes: what is to be said of them and of others.
 
     Raises:
         ConfigError: a strategy that is not known or cannot be used, none that can be on any of the numbers of

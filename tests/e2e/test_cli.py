@@ -25,6 +25,7 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.exit_codes import STOPPED
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.state_tying import StateTying
+from speechdp.launching.cores import room_for_ranks
 from speechdp.ownership.overwrite import RUN, check_overwrite, empty
 from speechdp.process.ending import Stopped
 from tests.helpers.jobs import SPEECHDP
@@ -185,9 +186,14 @@ def test_options_that_cannot_be_used_are_told_before_ranks_are_started(
 
 
 def test_more_ranks_than_there_is_memory_for_are_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "run_job", None)
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{2**30}\n")
+    assert room_for_ranks(limit) == 16
+    limit.write_text("max\n")
+    assert room_for_ranks(limit) == room_for_ranks(tmp_path / "none") > 16
     assert speechdp(["launch", "-np", "1000000", "--", "train", "DATA", "RUN"]) == 1
     assert "1,000,000 ranks on this machine: its memory has room for" in one_line(capsys)
 

@@ -162,7 +162,7 @@ def test_another_comparison_in_the_same_folder_is_refused(
 ) -> None:
     before = (compared[0] / "compare.json").read_text()
     assert speechdp(["compare", str(dataset.path), str(compared[0]), *OPTIONS, "--epochs", "3"]) == 1
-    expected = "was begun with other epochs (was 2, is 3); choose another folder, or --overwrite"
+    expected = "was begun otherwise (epochs was 2, is 3); choose another folder, or --overwrite"
     assert expected in capsys.readouterr().err
     assert (compared[0] / "compare.json").read_text() == before
 

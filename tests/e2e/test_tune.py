@@ -104,7 +104,7 @@ def test_the_same_command_changes_nothing_and_another_is_refused(
     assert ended.exit_code == 0 and (out / "tune.json").read_bytes() == before
     ended = ended_within(200, alone("tune", dataset.path, out, *OPTIONS, "--epochs", "5"))
     assert ended.exit_code != 0
-    assert f"{out / 'tune.json'}: was begun with other epochs (was 4, is 5)" in ended.stderr
+    assert f"{out / 'tune.json'}: was begun otherwise (epochs was 4, is 5)" in ended.stderr
 
 
 def test_another_target_is_judged_by_the_runs_that_are_there(

@@ -58,10 +58,12 @@ def test_help_imports_nothing_slow() -> None:
     assert found & {"torch", "jinja2", *_HEAVY} == set()
 
 
-def test_the_launcher_checks_a_training_without_torch(tmp_path: Path) -> None:
+def test_the_launcher_checks_a_command_without_torch(tmp_path: Path) -> None:
     words = ["train", str(tmp_path / "data"), str(tmp_path / "run"), "--preset", "swb2000", "--realign", "1"]
     words += ["--strategy", "model_averaging:period=16", "--spec-augment", "--seed", "3"]
-    found = modules_after(running([["launch", "-np", "2", "--dry-run", "--", *words]]))
+    others = [["sweep", "data", "out", "--periods", "4,16"], ["decode", "run", "data", "--graph", "HCLG.fst"]]
+    launch = ["launch", "-np", "2", "--dry-run", "--"]
+    found = modules_after(running([[*launch, *command] for command in (words, *others)]))
     assert "speechdp.launching.command" in found
     assert found & {"torch", "h5py", "jinja2", *_HEAVY} == set()
 

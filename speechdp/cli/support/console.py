@@ -7,12 +7,8 @@ import shutil
 import sys
 
 from rich.console import Console
-from rich.text import Text
 
 from speechdp.comm.environment import announced
-
-#: Columns of a file: more than any table has, and those of a line of sentences.
-_NO_EDGE, _READABLE = 2_000, 200
 
 
 def make_console() -> Console:
@@ -33,13 +29,8 @@ def make_console() -> Console:
 
 
 def _plain_console() -> Console:
-    # Without a terminal rich would fold tables at 80 columns; a file has no edge, and no word is broken.
-    return Console(force_terminal=False, width=_NO_EDGE, markup=False, emoji=False)
-
-
-def print_text(console: Console, text: str) -> None:
-    """Print sentences, in lines that can be read where there is no terminal whose width would do."""
-    console.print(Text(text), width=min(console.width, _READABLE))
+    # Without a terminal rich would fold at 80 columns.  A file has no edge; tables know that by themselves.
+    return Console(force_terminal=False, width=200, markup=False, emoji=False)
 
 
 def describe_terminal() -> str:

@@ -17,6 +17,8 @@ from speechdp.parallel.strategy import Strategy
 ROUNDS, LEAST_STEPS = 24, 16
 #: A turn has as many steps at most: the machine is to be the same for all turns of a round.
 MOST_STEPS = 1024
+#: Reports compare all pairs of rounds.
+MOST_ROUNDS = 1000
 TOO_LONG = f"its period is longer than the {MOST_STEPS} steps that a turn of a race has at most"
 #: Exchanges of a turn, at least, where a period may end anywhere in a step: one more or less says little.
 _SEVERAL = 4
@@ -94,6 +96,8 @@ class RaceOptions:
     def __post_init__(self) -> None:
         if self.rounds < 0:
             raise ConfigError(f"--race {self.rounds}: write a number of rounds, or 0 for no race")
+        if self.rounds > MOST_ROUNDS:
+            raise ConfigError(f"--race {self.rounds}: at most {MOST_ROUNDS:,} rounds")
         if not 1 <= self.least_steps <= MOST_STEPS:
             raise ConfigError(f"--race-steps {self.least_steps}: must be from 1 to {MOST_STEPS}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,9 @@ class SweepPlan:
         """
         name, _, rest = self.strategy.partition(":")
         option, kind = (_PERIOD_OPTIONS[0], Period) if self._is_other(name) else _period_option(name)
-        if not self.periods:
-            raise ConfigError("--periods: give at least one, e.g. --periods 1,4,16,64")
+        check_periods(self.periods)
         if option in split_options(rest):
             raise ConfigError(f"--swept {self.strategy}: --periods sets the {option}; leave it out there")
-        if len(set(self.periods)) < len(self.periods):
-            raise ConfigError(f"--periods {','.join(self.periods)}: a period is given twice")
         result = {text.replace(":", "-"): StrategyChoice(text) for text in self.reference}
         for text in self.periods:
             period = Period.parse(text)
@@ -70,6 +67,14 @@ class SweepPlan:
 
     def _is_other(self, name: str) -> bool:
         return self.others and name not in strategy_names()
+
+
+def check_periods(periods: Sequence[str]) -> None:
+    """Refuse periods that are none, or twice the same.  Raises ConfigError."""
+    if not periods:
+        raise ConfigError("--periods: give at least one, e.g. --periods 1,4,16,64")
+    if len({str(Period.parse(text)) for text in periods}) < len(periods):
+        raise ConfigError(f"--periods {','.join(periods)}: a period is given twice")
 
 
 def _period_option(name: str) -> tuple[str, Any]:

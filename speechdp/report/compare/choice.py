@@ -269,8 +269,8 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
             if run.result is not None and len(run.result.sizes) > 1:
                 sizes = " and then ".join(map(str, run.result.sizes))
                 notes.append(f"{_title(run)}: it trained on {sizes} ranks, which changes speed and accuracy.")
-            if run.result is not None:
-                notes += [f"{_title(run)}: {problem}." for problem in run.result.problems]
+            if run.result is not None and run.result.damage:
+                notes.append(f"{_title(run)}: {run.result.damage}.")
         for run in group.failures:
             notes.append(f"Failed: {run.record.planned.title}: {run.record.message}")
     waiting = sum(not run.is_finished for group in groups for run in group.runs)

@@ -19,6 +19,9 @@ from speechdp.report.kit.formatting import MISSING
 #: Units that a figure needs not say where its title stands alone.
 _PLAIN_UNITS = ("", "times", "nats/frame", "per frame")
 
+#: More columns than any table has.
+_NO_EDGE = 10_000
+
 Value = float | int | str | None
 Row = TypeVar("Row")
 
@@ -134,8 +137,10 @@ class ShownTable(Generic[Row]):
             header_style="bold",
             box=box.SIMPLE_HEAD,
         )
+        if not console.is_terminal:
+            options = options.update(max_width=_NO_EDGE)  # of a file: no word has to be broken
         (self._fill_wide if options.max_width >= self.wide_columns else self._fill_tall)(table)
-        yield table
+        yield from console.render(table, options)
 
     def _fill_wide(self, table: Table) -> None:
         """Add one line per row."""

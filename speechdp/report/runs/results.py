@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from speechdp.counting import counted
 from speechdp.extensions import split_options
 from speechdp.parallel.period import Period
 from speechdp.report.runs.records import words
@@ -266,6 +267,10 @@ SCRIPT = RunKind(
 )
 
 
+#: What problems say of files that are there.
+_DAMAGES = ("damaged", "cannot be read", "not valid JSON", "not a JSON object", "incomplete")
+
+
 @dataclass(frozen=True)
 class RunResult:
     """A run directory as it was found.
@@ -307,6 +312,17 @@ class RunResult:
         if not self.exists:
             return "missing"
         return "complete" if self.completed else "unfinished"
+
+    @property
+    def damage(self) -> str:
+        """What of the files that its figures come from cannot be read, the first by name; "": nothing."""
+        found = [
+            problem
+            for problem in self.problems
+            if not problem.startswith("timeline/") and any(word in problem for word in _DAMAGES)
+        ]
+        more = f", and {counted(len(found) - 1, 'more problem')} that its page names" if found[1:] else ""
+        return found[0] + more if found else ""
 
     @property
     def strategy(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,11 +82,18 @@ def _efficiency(amount: str) -> Column[Prediction]:
     )  # fmt: skip
 
 
+def _hours_text(hours: float) -> str:
+    """Write hours with two digits that count where there are very few."""
+    if not 0 < hours < _FEW_HOURS:
+        return formatting.number(hours)
+    return f"{hours:.{1 - math.floor(math.log10(hours))}f}"
+
+
 def _hours(target: TargetAmount) -> Column[Prediction]:
     return Column(
         "gpu_hours", "GPU-hours", "", f"Hours of all ranks together to {target}.",
         lambda one: one.gpu_hours(target.frames).mean,
-        lambda hours: f"{hours:.2g}" if hours < _FEW_HOURS else formatting.number(hours),
+        _hours_text,
     )  # fmt: skip
 
 

@@ -56,16 +56,9 @@ def _left_out(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
 
 
 def _damages(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
-    """Say what of finished runs cannot be read: what their figures lack nobody would see.
-
-    Of a single run the answer is no comparison, and its own page names it.
-    """
-    return [
-        f"{formatting.capital(labels[row.run.name])}: {problem}."
-        for row in rows
-        if row.run.status == "complete" and len(rows) > 1
-        for problem in row.run.problems
-    ]
+    """Say of which finished runs files are damaged: what their figures lack nobody would see."""
+    damaged = [row.run for row in rows if row.run.status == "complete" and row.run.damage]
+    return [f"{formatting.capital(labels[run.name])}: {run.damage}." for run in damaged]
 
 
 def _sizes(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
 
 from speechdp.counting import counted
-from speechdp.errors import RunError
-from speechdp.experiments.race.record import RaceRecord, find_race
+from speechdp.experiments.race.shown import ShownRaces, read_races
 from speechdp.experiments.tune.plan import Finish
 from speechdp.experiments.tune.record import RUNS, BackendRecord, SettingRecord, TuneRecord, read_tune
 from speechdp.report.kit import formatting, theme
@@ -39,12 +38,12 @@ class Search:
 
     Attributes:
         runs: of each setting that was trained, by seed.
-        race: None: none was held yet, its record is damaged, or a script's runs have raced.
+        races: that of the search, unless none was held yet or a script's runs have raced.
     """
 
     record: TuneRecord
     runs: Mapping[str, tuple[RunResult, ...]]
-    race: RaceRecord | None = None
+    races: ShownRaces = field(default_factory=ShownRaces)
 
     @property
     def terms(self) -> Terms:
@@ -64,14 +63,7 @@ def read_search(out: Path) -> Search:
         )
         for one in record.tried
     }
-    return Search(record, {name: found for name, found in runs.items() if found}, _race_of(out, record))
-
-
-def _race_of(out: Path, record: TuneRecord) -> RaceRecord | None:
-    try:
-        return find_race(out, int(record.settings["ranks"]))
-    except (RunError, KeyError, TypeError, ValueError):
-        return None
+    return Search(record, {name: found for name, found in runs.items() if found}, read_races(out))
 
 
 def write_search(out: Path) -> WrittenReport:
@@ -179,17 +171,13 @@ def make_table(search: Search, marks: Mapping[str, object]) -> ShownTable[Settin
         )
         for one in order
     ]
-    held = ""
-    if search.race is not None:
-        plan = search.race.plan
-        held = (
-            f" in {counted(plan.rounds, 'round')} of turns of {counted(plan.least_steps, 'step')} at least, "
-            f"held in {formatting.seconds(search.race.wall_s)}"
-        )
-    note = (
-        f"Predicted: 90 % interval; raced: ratio within rounds, 95 % interval{held}. Times "
-        "are at the raced speed; brackets hold the runs of the seeds."
+    held = " ".join(
+        search.races.notes({ranks: list(race.speeds()) for ranks, race in search.races.races.items()})
     )
+    note = (
+        "Predicted: 90 % interval; raced: ratio within rounds, 95 % interval. Times are at the raced speed; "
+        f"brackets hold the runs of the seeds. {held}"
+    ).rstrip()
     return ShownTable(
         "settings", "What was tried", columns, rows, first="setting", note=note, wide_columns=_WIDE
     )

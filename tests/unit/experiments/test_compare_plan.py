@@ -305,8 +305,11 @@ def test_settings_that_an_earlier_version_did_not_have_count_as_their_defaults(t
     del before["flat_start"], before["model"]["criterion"]
     refuse_others(tmp_path, before, TrainOptions().to_json(), defaults=defaults)
     flat_start, ctc = TrainOptions(flat_start=True), TrainOptions(ModelOptions(criterion="ctc"))
-    for options, name in ((flat_start, "flat start"), (ctc, r"model \(--criterion was not given, is ctc\)")):
-        with pytest.raises(ConfigError, match=f"was begun with another {name}"):
+    for options, name in (
+        (flat_start, "flat start was False, is True"),
+        (ctc, "--criterion was not given, is ctc"),
+    ):
+        with pytest.raises(ConfigError, match=rf"was begun otherwise \({name}\)"):
             refuse_others(tmp_path, before, options.to_json(), defaults=defaults)
 
 

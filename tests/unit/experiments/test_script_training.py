@@ -112,7 +112,7 @@ def test_a_failure_is_a_line_and_is_tried_again(
     record = read_record(script.parent / "out")
     assert record.completed and record.metric == "valid_loss" and len(record.runs) == 4
     assert compare(script, *options, "--", "--epochs", "3") == 1
-    assert "was begun with another command line" in capsys.readouterr().err
+    assert "was begun otherwise (command line was not given, is --epochs 3)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -214,12 +214,12 @@ def test_a_sweeps_report_does_not_count_a_script_that_failed_after_its_training(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--ranks", "3"], "other number of ranks (was 2, is 3)"),
-        (["--seed", "2"], "another seed (was 1, is 2)"),
-        (["--backend", "mpi"], "another backend (was auto, is mpi)"),
-        (["--script", "b.py"], "another script"),
-        (["--swept", "bmuf:eta=0.5"], "another --swept (was bmuf, is bmuf:eta=0.5)"),
-        (["--", "--epochs", "3"], "another command line (was , is --epochs 3)"),
+        (["--ranks", "3"], "number of ranks was 2, is 3"),
+        (["--seed", "2"], "seed was 1, is 2"),
+        (["--backend", "mpi"], "backend was auto, is mpi"),
+        (["--script", "b.py"], "script was "),
+        (["--swept", "bmuf:eta=0.5"], "--swept was bmuf, is bmuf:eta=0.5"),
+        (["--", "--epochs", "3"], "command line was not given, is --epochs 3"),
     ],
 )
 def test_runs_of_another_sweep_are_not_taken_for_its_own(
@@ -231,7 +231,7 @@ def test_runs_of_another_sweep_are_not_taken_for_its_own(
     command = ["sweep", "out", "--script", str(script), "--swept", "bmuf", "--periods", "4"]
     assert run(command) == 0
     assert run([*command, *more]) == 1
-    assert f"out/sweep.json: was begun with {words}" in (error := capsys.readouterr().err)
+    assert f"out/sweep.json: was begun otherwise ({words}" in (error := capsys.readouterr().err)
     assert "; choose another folder, or --overwrite" in error
     assert run(command) == 0 and len(ranks.calls) == 3
 
@@ -240,7 +240,7 @@ def test_a_sweep_of_ours_and_one_of_a_script_are_told_apart(tmp_path: Path) -> N
     ours = SweepRecord(("bmuf-4",), completed=True)
     write_sweep(tmp_path, ours)
     assert refuse_other_sweep(tmp_path, SweepRecord(("bmuf-8",))) == ours  # each run checks its own options
-    with pytest.raises(ConfigError, match="was begun with another script"):
+    with pytest.raises(ConfigError, match=r"was begun otherwise \(script was not given, is train\.py\)"):
         refuse_other_sweep(tmp_path, SweepRecord(("bmuf-4",), settings={"script": "train.py"}))
 
 

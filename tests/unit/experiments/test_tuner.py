@@ -727,7 +727,7 @@ def test_a_budget_that_trains_hardly_a_step_is_refused_with_what_is_needed(tmp_p
 
 def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
     search(tmp_path, Jobs(tmp_path))
-    with pytest.raises(ConfigError, match="was begun with another data"):
+    with pytest.raises(ConfigError, match=r"was begun otherwise \(on other data\)"):
         search(tmp_path, Jobs(tmp_path), trained={"data": "y"})
 
 

@@ -196,7 +196,7 @@ def test_the_command_report_recognises_a_comparison(
 
 
 def test_the_terminal_table_has_a_line_a_group(realistic: tuple[Path, WrittenReport]) -> None:
-    console = Console(file=io.StringIO(), width=220)
+    console = Console(file=io.StringIO(), width=220, force_terminal=True, color_system=None)
     console.print(realistic[1].table)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("bmuf (period=16)") == 4
@@ -244,7 +244,7 @@ def test_synthesis_is_compared_in_its_own_terms(tmp_path: Path) -> None:
     for path in out.glob("*/run.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"task": "synthesis"}))
     report = write_report(out)
-    console = Console(width=250, record=True, file=io.StringIO())
+    console = Console(width=250, record=True, file=io.StringIO(), force_terminal=True, color_system=None)
     console.print(report.table)
     for text in (console.export_text(), " ".join(report.answer), report.html.read_text()):
         assert "nats" not in text and "log-prob" not in text and "frame acc" not in text

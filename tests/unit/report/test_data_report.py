@@ -50,7 +50,7 @@ def _said(tmp_path: Path, *runs: MadeUpRun) -> str:
 
 
 def _printed(report: WrittenReport, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width)
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     console.print(report.table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()

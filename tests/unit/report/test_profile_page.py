@@ -210,7 +210,7 @@ def test_foreign_names_stay_text(tmp_path: Path) -> None:
 
 
 def test_the_terminal_shows_the_tables(realistic: tuple[Path, WrittenReport]) -> None:
-    console = Console(file=io.StringIO(), width=180)
+    console = Console(file=io.StringIO(), width=180, force_terminal=True, color_system=None)
     console.print(realistic[1].table)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     line = next(line for line in text.splitlines() if line.strip().startswith("decoder"))

@@ -46,7 +46,7 @@ def _csv(report: WrittenReport) -> dict[str, dict[str, str]]:
 
 
 def _printed(report: WrittenReport, width: int = 250) -> str:
-    console = Console(file=io.StringIO(), width=width)
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     console.print(report.table)
     text = console.file
     assert isinstance(text, io.StringIO)
@@ -416,12 +416,15 @@ def test_nothing_there_is_refused_with_the_folder_and_the_remedy(tmp_path: Path)
 def test_a_table_without_a_terminal_breaks_no_word_and_sentences_can_be_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = [f"a-run-whose-name-is-by-far-the-longest-{number}" for number in range(12)]
-    out = write_sweep(tmp_path / "sweep", [MadeUpRun(name) for name in names])
+    names = [f"a-run-whose-name-is-by-far-the-longest-of-all-names-of-runs-{number}" for number in range(12)]
+    out = write_sweep(tmp_path / "sweep", [MadeUpRun(name, others=None) for name in names])
     ReportCommand(out).run()
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    rows = [line for line in lines if line.lstrip().startswith(names[0])]
+    assert any(len(row) > 200 for row in rows)  # the table is wider than sentences are
     assert all(any(name in line for line in lines) for name in names)
-    assert all(len(line.rstrip()) <= 200 for line in lines if line.startswith(("What ", "No ", "Every ")))
+    answer = lines[[line.startswith("There is no timed run") for line in lines].index(True) :]
+    assert answer and all(len(line) <= 200 for line in answer)
 
 
 def test_damages_of_finished_runs_are_told_with_the_answer(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def _csv(report: WrittenReport) -> dict[str, dict[str, str]]:
 
 
 def _printed(report: WrittenReport) -> str:
-    console = Console(file=io.StringIO(), width=250, record=True)
+    console = Console(file=io.StringIO(), width=250, record=True, force_terminal=True, color_system=None)
     console.print(report.table)
     return console.export_text()
 

@@ -222,4 +222,4 @@ def test_few_gpu_hours_have_digits_that_count(tmp_path: Path) -> None:
     page = (tmp_path / "run" / "simulation" / "simulation.html").read_text(encoding="utf-8")
     text = (tmp_path / "run" / "simulation" / "simulation.csv").read_text()
     hours = {float(row["gpu_hours"]) for row in csv.DictReader(io.StringIO(text))}
-    assert all(0 < one < 0.01 and f"{one:.2g}" in page for one in hours)
+    assert all(2e-5 < one < 1e-4 and f">{one:.6f}<" in page for one in hours)
