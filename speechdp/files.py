@@ -89,6 +89,27 @@ def cannot_be_read(path: Path | str, error: Exception, then: str = "run again") 
     return f"{path}: cannot be read ({disk_reason(error)}); {remedy_of(error, reading=True)}, then {then}"
 
 
+def refused_by_disk(line: str) -> str | None:
+    """Return what a process has said of a file that the disk refused, without how it would go on itself.
+
+    Args:
+        line: one that it has ended with.
+
+    Returns:
+        None where the line says nothing of the kind.
+
+    Example:
+        >>> refused_by_disk("a.h5: cannot be written (No space left); free some space, then run again")
+        'a.h5: cannot be written (No space left); free some space'
+    """
+    found = _REFUSED.match(line)
+    return found.group(1) if found else None
+
+
+#: As `cannot_be_written` and its like put it.
+_REFUSED = re.compile(r"(.*: cannot be (?:written|read|used) \([^;]*; [^;]*?), then ")
+
+
 def record_cannot_be_read(path: Path | str, error: Exception, remedy: str) -> str:
     """Return one line that says why a record cannot be read: the disk refuses, or what it holds is damaged.
 

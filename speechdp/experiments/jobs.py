@@ -11,7 +11,7 @@ from pathlib import Path
 
 from speechdp import exit_codes
 from speechdp.errors import RunError
-from speechdp.files import cannot_be_written
+from speechdp.files import cannot_be_written, refused_by_disk
 from speechdp.launching.supervise import JobEnd, StopPolicy, run_job
 from speechdp.process.notices import WARNING
 
@@ -61,7 +61,7 @@ class JobStarter:
 
         Raises:
             JobStopped: a signal came meanwhile.
-            RunError: the log cannot be written.
+            RunError: the disk refused the log or a file of the command's: no fault of what was tried.
         """
         argv = [*self.program, *arguments]
         if num_ranks > 1 or self._names_hosts():
@@ -110,7 +110,11 @@ class JobStarter:
             raise JobStopped
         if may_pause and end.exit_code == exit_codes.STOPPED:
             return None
-        return what_went_wrong(end, printed)
+        message = what_went_wrong(end, printed)
+        refused = None if message is None else refused_by_disk(message)
+        if refused is not None:
+            raise RunError(f"{refused}, then give the same command again (its output is in {log})")
+        return message
 
     def _names_hosts(self) -> bool:
         return any(word.partition("=")[0] == "--hostfile" for word in self.launch_options)

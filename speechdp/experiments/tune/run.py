@@ -69,8 +69,12 @@ _RACE_SHARE = 0.25
 _RESERVE = 0.05
 #: Share of the budget by which a job may be expected to end too late, and is begun nevertheless.
 _LATE = 0.01
+#: What a command takes that goes on before it starts a job, s.
+_READING_S = 2.0
 #: Steps by which ranks at their own pace may pass the end of a rung.
 _PASSED = 2
+#: How the end of a rank is told that somebody, or the kernel, has ended.
+_LOST = " was killed by SIG"
 _USED_UP = "halving: the budget is used up, so settings are judged by what they have trained"
 
 
@@ -265,6 +269,9 @@ class Tuner:
         for name in [self._backend] if self._backend else self._request.backends:
             self._say(f"measure: computing, data and exchanges with back-end {name}")
             result = self._training.measure(name, knows_start=name in known)
+            if isinstance(result, str) and _LOST in result:  # that is no fault of the back-end
+                self._say(f"measure: back-end {name} is tried once more: {result}")
+                result = self._training.measure(name, knows_start=name in known)
             if isinstance(result, Measurement):
                 found[name] = result
                 if result.besides is not None:
@@ -277,11 +284,12 @@ class Tuner:
                     f"{result}; the same command tries again"
                 )
             self._say(f"measure: back-end {name} is left out: {result}")
-            self._keep_backend(name, why=f"it does not work here: {result}")
+            self._keep_backend(name, why=result)
         if not found:
+            reasons = "; ".join(f"with {one.name}: {one.why}" for one in self._record.backends)
             raise RunError(
-                f"{self._request.out}: no back-end can train: {self._record.backends[0].why}; their output "
-                f"is in {self._request.out / MEASURED / LOGS}"
+                f"{self._request.out}: nothing could be trained {reasons}; the output is in "
+                f"{self._request.out / MEASURED / LOGS}, and the same command tries again"
             )
         return found
 
@@ -429,8 +437,8 @@ class Tuner:
             self._keep_rungs(*done)
             if not rung.scores:
                 raise RunError(
-                    f"{self._request.out}: no setting can be trained; their output is in "
-                    f"{self._request.out / RUNS / LOGS}"
+                    f"{self._request.out}: no setting could be trained; their output is in "
+                    f"{self._request.out / RUNS / LOGS}, and the same command tries again"
                 )
             self._choose(_by_score(rung))
             count, end_s = self._rung_after(done)
@@ -513,8 +521,7 @@ class Tuner:
 
     def _enough_s(self, rungs_s: float) -> float:
         """Return a budget that the same command will find to be enough, which first reads all again."""
-        again_s = time.monotonic() - self._clock_s
-        return math.ceil(1.1 * (self._spent_s + again_s + rungs_s))
+        return math.ceil(1.1 * (self._spent_s + rungs_s) + _READING_S)
 
     def _steps_per_s(self, name: str) -> float:
         rate = self._record.of(name).steps_per_s

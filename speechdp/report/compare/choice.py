@@ -124,13 +124,19 @@ def _tolerance(best: Group) -> float:
     return max(group_terms([best]).metric.near_enough(best.score or 0.0), deviation or 0.0)
 
 
+def _lacks_scores(groups: Sequence[Group]) -> str:
+    """Say why no run on several ranks has a score."""
+    terms = group_terms(groups)
+    runs = [run.result for group in groups if group.ranks > 1 for run in group.finished]
+    if any(run is not None and run.evaluations for run in runs):
+        return f"The last {terms.metric.name} of no finished run on several ranks is a number"
+    return f"No finished run on several ranks has {terms.kind.evaluation}"
+
+
 def _headline(chosen: dict[int, Group], unsure: set[int], groups: Sequence[Group]) -> str:
     """Say what to choose; on numbers of ranks in `unsure` others may be as fast."""
     if not chosen and any(group.frames_per_s for group in groups if group.ranks > 1):
-        return (
-            f"No finished run on several ranks has {group_terms(groups).kind.evaluation}, so only speeds can "
-            "be compared."
-        )
+        return f"{_lacks_scores(groups)}, so only speeds can be compared."
     if not chosen:
         return "No strategy has finished on more than one rank, so there is nothing to choose from yet."
     keeps = group_terms(groups).keeps

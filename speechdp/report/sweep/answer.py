@@ -119,11 +119,14 @@ def _without_comparison(
     rows: Sequence[RunFigures], finished: Sequence[RunFigures], cautions: tuple[str, ...]
 ) -> SweepAnswer:
     timed = [row for row in finished or rows if row.frames_per_s is not None]
+    if len(rows) > 1 and not finished:
+        timed = []
     labels = formatting.run_labels([row.run for row in rows])
     if len(rows) == 1 and (rows[0].run.status != "complete" or timed):
         headline = _of_single_run(rows[0], formatting.capital(labels[rows[0].run.name]))
     elif not timed:
-        headline = "No run was timed, so there is nothing to choose from yet."
+        done = "was timed" if finished else "on several ranks has finished"
+        headline = f"No run {done}, so there is nothing to choose from yet."
     else:
         fastest = max(timed, key=_rate)
         headline = (

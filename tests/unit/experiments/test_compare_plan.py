@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
 import tyro
 
 from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.compare.plan import (
     ComparePlan,
@@ -23,7 +24,7 @@ from speechdp.experiments.compare.plan import (
 )
 from speechdp.experiments.compare.record import CompareRecord, RunRecord, read_record, write_record
 from speechdp.experiments.compare.run import estimate_left_s, plan_time_runs
-from speechdp.experiments.jobs import what_went_wrong
+from speechdp.experiments.jobs import JobStarter, what_went_wrong
 from speechdp.experiments.record import COMPLETE, FAILED, PENDING, refuse_others
 from speechdp.launching.supervise import JobEnd
 from speechdp.options.batch import BatchOptions, LoadingOptions
@@ -298,6 +299,18 @@ def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
 )
 def test_what_went_wrong_is_one_line(exit_code: int, printed: str, expected: str | None) -> None:
     assert what_went_wrong(JobEnd(exit_code, None), printed) == expected
+
+
+def test_a_disk_that_refuses_is_no_fault_of_what_was_tried(tmp_path: Path) -> None:
+    said = "rank 0 on vm: a.h5: cannot be written (No space left on device); free some space, then continue"
+    script = f"echo 'speechdp: {said} with --resume; there is no earlier checkpoint' >&2; exit 1"
+    log = tmp_path / "logs" / "a.log"
+    with pytest.raises(RunError) as failed:
+        JobStarter(("/bin/sh", "-c", script), dict(os.environ)).run(1, [], log)
+    begin = (
+        "rank 0 on vm: a.h5: cannot be written (No space left on device); free some space, then give the same"
+    )
+    assert str(failed.value) == f"{begin} command again (its output is in {log})"
 
 
 def test_settings_that_an_earlier_version_did_not_have_count_as_their_defaults(tmp_path: Path) -> None:
