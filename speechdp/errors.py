@@ -14,6 +14,19 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def one_line(error: object, longest: int | None = None) -> str:
+    """Return the text of an error that is not ours without line breaks, to complete a message of ours.
+
+    Args:
+        longest: letters of it that are kept; None: all.
+
+    Example:
+        >>> one_line(ValueError("no such\n  entry"))
+        'no such entry'
+    """
+    return " ".join(str(error).split())[:longest]
+
+
 class SpeechDPError(Exception):
     """Base of all errors that the user can fix; never raised itself.
 

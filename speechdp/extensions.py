@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from speechdp.counting import did_you_mean
-from speechdp.errors import ConfigError, SpeechDPError
+from speechdp.errors import ConfigError, SpeechDPError, one_line
 
 _T = TypeVar("_T")
 _Class = TypeVar("_Class", bound=type[Any])
@@ -194,7 +194,7 @@ def imported(where: str, load: Callable[[], Any], remedy: str) -> Any:
         if place:
             reason, remedy = f"{place}: {_description(error)}", "mend the module"
         else:
-            reason = " ".join(str(error).split())
+            reason = one_line(error)
         raise ConfigError(f"{where} cannot be imported ({reason}); {remedy}") from error
 
 
@@ -224,7 +224,7 @@ def code_of(cls: type[Any], where: str, remedy: str) -> Iterator[None]:
 
 def _description(error: Exception) -> str:
     """Return an error's class and its text, on one line."""
-    return ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
+    return ": ".join(filter(None, (type(error).__name__, one_line(error))))
 
 
 def _place_in_module(error: Exception) -> str:
@@ -377,7 +377,7 @@ def _convert(where: str, text: str, kind: Any) -> Any:
         try:
             return kind.parse(text)
         except ValueError as error:
-            raise ConfigError(f"{where}={text!r}: {' '.join(str(error).split())}") from error
+            raise ConfigError(f"{where}={text!r}: {one_line(error)}") from error
     if typing.get_origin(kind) is typing.Literal:
         if text not in typing.get_args(kind):
             raise ConfigError(f"{where}={text!r}: choose one of {', '.join(typing.get_args(kind))}")

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from speechdp.errors import one_line
+
 _NETWORK_DISK = "see that the network disk is mounted and answers"
 _PERMIT = "permit writing there"
 _SPACE = "free some space"
@@ -59,7 +61,7 @@ def disk_reason(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror and "\n" not in error.strerror:
         # HDF5's and safetensors' own texts name the number somewhere in the middle.
         return os.strerror(number) if _NUMBER.search(error.strerror) else error.strerror
-    return os.strerror(number) if number else " ".join(str(error).split())
+    return os.strerror(number) if number else one_line(error)
 
 
 def remedy_of(error: Exception, *, reading: bool = False) -> str:
@@ -90,24 +92,30 @@ def cannot_be_read(path: Path | str, error: Exception, then: str = "run again") 
 
 
 def refused_by_disk(line: str) -> str | None:
-    """Return what a process has said of a file that the disk refused, without how it would go on itself.
+    """Return what a process has said of a disk that takes nothing more, without how it would go on itself.
 
     Args:
-        line: one that it has ended with.
+        line: one that it has ended with, ours or the system's.
 
     Returns:
-        None where the line says nothing of the kind.
+        None where the line says nothing of the kind: a file that is missing or damaged may be the fault of
+        what the process was given.
 
     Example:
-        >>> refused_by_disk("a.h5: cannot be written (No space left); free some space, then run again")
-        'a.h5: cannot be written (No space left); free some space'
+        >>> refused_by_disk("a.h5: cannot be written (No space left on device); free some space, then go on")
+        'a.h5: cannot be written (No space left on device); free some space'
+        >>> refused_by_disk("rank 0: OSError: [Errno 28] No space left on device")
+        'rank 0: OSError: [Errno 28] No space left on device; free some space'
     """
-    found = _REFUSED.match(line)
-    return found.group(1) if found else None
+    number = next((number for number in _TAKES_NO_MORE if os.strerror(number) in line), None)
+    if number is None:
+        return None
+    remedy = _REMEDIES[number]
+    return line.partition(f"; {remedy}")[0] + f"; {remedy}"
 
 
-#: As `cannot_be_written` and its like put it.
-_REFUSED = re.compile(r"(.*: cannot be (?:written|read|used) \([^;]*; [^;]*?), then ")
+#: Errors of a disk to which nothing can be written, whatever is tried.
+_TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def record_cannot_be_read(path: Path | str, error: Exception, remedy: str) -> str:
@@ -129,7 +137,7 @@ def record_cannot_be_read(path: Path | str, error: Exception, remedy: str) -> st
 
 def damage(error: Exception) -> str:
     """Return in words what parsing a record, or looking into it, has found wrong."""
-    return f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+    return f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
 
 
 def cannot_be_used(error: OSError) -> str | None:

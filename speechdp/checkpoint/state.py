@@ -20,7 +20,7 @@ from torch import Tensor
 
 from speechdp import remedies
 from speechdp.comm.base import Communicator
-from speechdp.errors import RunError
+from speechdp.errors import RunError, one_line
 from speechdp.files import cannot_be_read, cannot_be_written, disk_reason, hand_over, remedy_of
 from speechdp.json_input import parse_json
 
@@ -205,7 +205,7 @@ def _try_load(
         safetensors.SafetensorError,
     ) as error:
         # What a damaged JSON file gives: another type than expected, or none at all.
-        return None, _Problem(f"{folder}: cannot be read ({' '.join(str(error).split())})")
+        return None, _Problem(f"{folder}: cannot be read ({one_line(error)})")
     return RankState(values, tensors, size, is_copy=rank != comm.rank), None
 
 

@@ -75,6 +75,7 @@ class DecodeCommand:
         from speechdp.cli.support.ranks import over_ranks  # noqa: PLC0415 - keeps --help fast
 
         self.check()
+        self._decoding_options(self.search)
         return over_ranks(self.backend, self.device, self._on_rank)
 
     def _on_rank(self, comm: Communicator) -> int:

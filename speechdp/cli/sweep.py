@@ -80,6 +80,7 @@ class SweepCommand:
         from speechdp.ownership.overwrite import SWEEP  # noqa: PLC0415
 
         self.check()
+        self._plan()
         check_target(self.target, self.options.make_task().record())
         check_new(self.options, self.out_dir, SWEEP)
         sweep = [self.swept, self.periods, self.reference, self.one_rank_steps, self.decode_split]

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, one_line
 from speechdp.files import cannot_be_read, write_text_atomically
 from speechdp.json_input import parse_json
 from speechdp.labels.hmm import STATES_PER_PHONE, IntArray, StateInventory
@@ -252,7 +252,7 @@ def tying_in(folder: Path | None) -> StateTying | None:
     except OSError as error:
         raise ConfigError(cannot_be_read(path, error, remedy)) from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
-        raise ConfigError(f"{path}: damaged ({' '.join(str(error).split())}); {remedy}") from error
+        raise ConfigError(f"{path}: damaged ({one_line(error)}); {remedy}") from error
 
 
 def _first_equal(rows: IntArray) -> list[int]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from speechdp.errors import RunError
+from speechdp.errors import RunError, one_line
 from speechdp.process.notices import warn
 
 #: A function of inputs (B, ...) and of parameters, in this order; several outputs are a tuple.
@@ -32,10 +32,6 @@ MOST_KINDS = 32
 
 
 _REMEDY = "train with --cuda-graphs off"
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 class Recorder(Protocol):
@@ -105,7 +101,8 @@ def _end(graph: torch.cuda.CUDAGraph, error: BaseException | None = None) -> Non
     try:
         graph.capture_end()
     except RuntimeError as failure:
-        raise RunError(f"CUDA graphs cannot be captured ({_line(error or failure)}); {_REMEDY}") from failure
+        why = one_line(error or failure, 200)
+        raise RunError(f"CUDA graphs cannot be captured ({why}); {_REMEDY}") from failure
 
 
 class Capturable(nn.Module):
@@ -182,7 +179,8 @@ class Graphs:
                 )
         except RuntimeError as error:
             self.close()
-            warn(f"CUDA graphs cannot be captured, and training goes on without ({_line(error)}); {_REMEDY}")
+            why = one_line(error, 200)
+            warn(f"CUDA graphs cannot be captured, and training goes on without ({why}); {_REMEDY}")
 
     @property
     def has_given_up(self) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator, Work
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import ConfigError, RunError, one_line
 from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
 from speechdp.parallel.joined_batches import BatchJoiner
 from speechdp.parallel.registry import describe, parse_strategy
@@ -386,7 +386,7 @@ class DataParallel:
 
     def _note_left(self, block: str, error: BaseException) -> None:
         """Note by which error a block was left, after which this rank is not where the others are."""
-        said = " ".join(str(error).split())[:200]
+        said = one_line(error, 200)
         self._left_by = (block, f"{type(error).__name__}{said and ': '}{said}")
 
     def _sum_of_weights(self, *, evaluates: bool = False) -> int:
@@ -810,7 +810,7 @@ def _of_same_model() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        said = " ".join(str(error).split())[:200]
+        said = one_line(error, 200)
         raise ConfigError(
             f"the state that was loaded is of another model or optimizer ({said}); make the model and "
             "optimizer that it was saved with, or begin in another folder"
@@ -828,7 +828,7 @@ def _plain(name: str, value: SupportsFloat | str | None) -> float | int | str | 
     try:
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     except (TypeError, ValueError, RuntimeError) as error:  # the last is torch's
-        said = " ".join(str(error).split())
+        said = one_line(error)
         raise ConfigError(
             f"run.log({name}=...): is no number that float() takes ({said}); give a number or a text"
         ) from error

@@ -22,7 +22,7 @@ from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.startup.folder_owner import OwningProcess, owner_of
 from speechdp.comm.startup.world import versions
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import ConfigError, RunError, one_line
 from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk
 from speechdp.launching.outcome import FOLDER_VARIABLE
 from speechdp.launching.restarts import RESUME_VARIABLE
@@ -295,7 +295,7 @@ class ScriptFolder:
         except OSError as error:
             raise RunError(cannot_be_read(path, error)) from error
         except Exception as error:  # whatever torch.load finds wrong in a file
-            said = " ".join(str(error).split())[:80]
+            said = one_line(error, 80)
             raise RunError(f"{path}: is damaged ({said}); remove {folder}, then run again") from error
         return state
 
@@ -327,7 +327,7 @@ def _check_readable(state: dict[str, Any]) -> None:
                 file.seek(0)
                 torch.load(file, weights_only=True)
             except Exception as error:  # whatever torch finds wrong in it
-                said = " ".join(str(error).split())
+                said = one_line(error)
                 kind = next(iter(re.findall(r"GLOBAL ([\w.]+)", said)), type(error).__name__)
                 raise ConfigError(
                     f"save_checkpoint: {name} holds what a checkpoint cannot ({kind}); give numbers, texts, "

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from speechdp import remedies
 from speechdp.data.shards.dataset import MANIFEST_NAME
 from speechdp.data.signal.features import FeatureConfig
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import ConfigError, RunError, one_line
 from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk, why_no_folder
 from speechdp.json_input import parse_json
 from speechdp.labels.hmm import log_priors, self_loop_probabilities
@@ -272,5 +272,5 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
     ) as error:
         if is_of_disk(error):
             raise RunError(cannot_be_read(path, error)) from error
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise RunError(f"{path}: damaged ({reason}); train again or copy the file again") from error

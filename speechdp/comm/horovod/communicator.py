@@ -18,7 +18,7 @@ from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.horovod.gloo import GlooMeeting, gloo_is_better
 from speechdp.comm.staging import Staged, as_bytes
 from speechdp.comm.waiting import sleep_until
-from speechdp.errors import CommunicationError
+from speechdp.errors import CommunicationError, one_line
 
 environment.prepare_horovod()
 
@@ -181,5 +181,5 @@ def _checked(what: str, call: Callable[[], T]) -> Any:
     try:
         return call()
     except HorovodInternalError as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise CommunicationError(f"{what} failed in Horovod: {reason}") from error

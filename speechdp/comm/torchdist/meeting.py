@@ -24,7 +24,7 @@ import torch.distributed as dist
 from speechdp.comm import doors, environment, network
 from speechdp.comm.base import Communicator
 from speechdp.comm.device import refuse_mixed_kinds
-from speechdp.errors import CommunicationError
+from speechdp.errors import CommunicationError, one_line
 
 T = TypeVar("T")
 
@@ -162,5 +162,5 @@ def checked(what: str, call: Callable[[], T]) -> Any:
     try:
         return call()
     except RuntimeError as error:  # torch.distributed's errors are all of this class
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise CommunicationError(f"{what} failed in torch.distributed: {reason}") from error

@@ -16,7 +16,7 @@ from speechdp.data.shards.hdf5_file import create_hdf5
 from speechdp.data.shards.hdf5_input import HDF5_ERRORS, open_hdf5
 from speechdp.data.shards.layout import check_format, printable
 from speechdp.data.shards.shard import Shard, check_targets
-from speechdp.errors import ShardError
+from speechdp.errors import ShardError, one_line
 from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk
 
 TARGETS_FORMAT = "speechdp-targets"
@@ -144,7 +144,7 @@ def _read_head(path: Path, shard: Shard) -> tuple[str, int, npt.NDArray[np.uint3
     except HDF5_ERRORS as error:
         if is_of_disk(error):
             raise ShardError(cannot_be_read(path, error)) from error
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ShardError(f"{path}: truncated or damaged ({reason}); {_AGAIN}") from error
     if attributes.get("shard_index_sha256") != shard.index_sha256:
         raise ShardError(f"{path}: belongs to another shard than {shard.path}; {_AGAIN}")

@@ -31,7 +31,7 @@ from speechdp.data.shards.layout import (
 )
 from speechdp.data.shards.writer import ShardWriter
 from speechdp.data.signal.features import num_frames_of
-from speechdp.errors import ShardError
+from speechdp.errors import ShardError, one_line
 from speechdp.files import cannot_be_read, is_of_disk
 
 __all__ = ["AudioUtterance", "Shard", "ShardHeader", "ShardIndex", "ShardWriter", "Utterance"]
@@ -251,7 +251,7 @@ def _open(path: Path) -> _Opened:
     except HDF5_ERRORS as error:
         if is_of_disk(error):
             raise ShardError(cannot_be_read(path, error)) from error
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         raise ShardError(f"{path}: truncated, damaged or not HDF5 ({reason}); {_AGAIN}") from error
     _check_index(path, header, index)
     _check_places(path, header, index, places)

@@ -15,7 +15,7 @@ import soundfile
 import soxr
 
 from speechdp.data.signal.features import FeatureConfig, shift_samples
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, one_line
 
 _REMEDY = "convert it to mono 16-bit WAV or FLAC, or leave it out"
 #: What soundfile raises for files: the last two for raw samples without a header, and names in no encoding.
@@ -226,5 +226,5 @@ def _unreadable(source: AudioSource, error: Exception) -> ConfigError:
         return ConfigError(f"{source}: is empty; copy or record it again, or leave it out")
     if isinstance(error, UnicodeError):
         return ConfigError(f"{source}: its name is not UTF-8; rename it")
-    reason = " ".join(str(getattr(error, "error_string", error)).split()).rstrip(".")
+    reason = one_line(getattr(error, "error_string", error)).rstrip(".")
     return ConfigError(f"{source}: unreadable audio ({reason}); {_REMEDY}")

@@ -29,7 +29,7 @@ class ComparedTraining(ABC):
 
         Raises:
             JobStopped: a signal came meanwhile.
-            RunError: its log cannot be written.
+            RunError: the disk is full, or its log cannot be written.
         """
         return None
 
@@ -43,7 +43,7 @@ class ComparedTraining(ABC):
 
         Raises:
             JobStopped: a signal came meanwhile.
-            RunError: its log cannot be written.
+            RunError: the disk is full, or its log cannot be written.
         """
 
 

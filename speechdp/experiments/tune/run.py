@@ -73,8 +73,8 @@ _LATE = 0.01
 _READING_S = 2.0
 #: Steps by which ranks at their own pace may pass the end of a rung.
 _PASSED = 2
-#: How the end of a rank is told that somebody, or the kernel, has ended.
-_LOST = " was killed by SIG"
+#: How it is told that somebody, the kernel for want of memory, or the network has ended a rank.
+_LOST = ("SIGKILL", "SIGTERM", "signal 9", "signal 15", "was lost")
 _USED_UP = "halving: the budget is used up, so settings are judged by what they have trained"
 
 
@@ -269,7 +269,7 @@ class Tuner:
         for name in [self._backend] if self._backend else self._request.backends:
             self._say(f"measure: computing, data and exchanges with back-end {name}")
             result = self._training.measure(name, knows_start=name in known)
-            if isinstance(result, str) and _LOST in result:  # that is no fault of the back-end
+            if isinstance(result, str) and any(word in result for word in _LOST):  # no fault of the back-end
                 self._say(f"measure: back-end {name} is tried once more: {result}")
                 result = self._training.measure(name, knows_start=name in known)
             if isinstance(result, Measurement):

@@ -9,7 +9,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -268,7 +268,9 @@ class _Watch:
         if self._on_trained is not None:
             self._over.set()
             self._thread.join()
-            self._look()
+            # What the block raises, of a full disk say, tells more than that the same disk takes no record.
+            with suppress(SpeechDPError) if exception[0] is not None else nullcontext():
+                self._look()
 
     def _run(self) -> None:
         while not self._over.wait(_LOOK_S):

@@ -12,7 +12,7 @@ from speechdp.report.compare.groups import ComparedRun, Group
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
-from speechdp.report.kit.choice import accurate_enough, decoding_caution, several_tasks
+from speechdp.report.kit.choice import accurate_enough, decoding_caution, lacks_scores, several_tasks
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
 from speechdp.report.kit.speeds import any_raced, choose_fastest, ratio_text, speed_phrase
 
@@ -124,19 +124,12 @@ def _tolerance(best: Group) -> float:
     return max(group_terms([best]).metric.near_enough(best.score or 0.0), deviation or 0.0)
 
 
-def _lacks_scores(groups: Sequence[Group]) -> str:
-    """Say why no run on several ranks has a score."""
-    terms = group_terms(groups)
-    runs = [run.result for group in groups if group.ranks > 1 for run in group.finished]
-    if any(run is not None and run.evaluations for run in runs):
-        return f"The last {terms.metric.name} of no finished run on several ranks is a number"
-    return f"No finished run on several ranks has {terms.kind.evaluation}"
-
-
 def _headline(chosen: dict[int, Group], unsure: set[int], groups: Sequence[Group]) -> str:
     """Say what to choose; on numbers of ranks in `unsure` others may be as fast."""
     if not chosen and any(group.frames_per_s for group in groups if group.ranks > 1):
-        return f"{_lacks_scores(groups)}, so only speeds can be compared."
+        runs = [run.result for group in groups if group.ranks > 1 for run in group.finished if run.result]
+        lacks = lacks_scores(runs, group_terms(groups), "finished run on several ranks")
+        return f"{formatting.capital(lacks)}, so only speeds can be compared."
     if not chosen:
         return "No strategy has finished on more than one rank, so there is nothing to choose from yet."
     keeps = group_terms(groups).keeps

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from speechdp.report.kit import formatting
-from speechdp.report.kit.metric_names import terms_of
+from speechdp.report.kit.metric_names import Terms, terms_of
 from speechdp.report.runs.results import RunResult, WordErrors
 
 
@@ -50,6 +50,17 @@ def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Ro
         if close and overlaps:
             kept.append(row)
     return kept or [best]
+
+
+def lacks_scores(runs: Sequence[RunResult], terms: Terms, which: str = "finished run") -> str:
+    """Return why none of some runs has a score, a clause.
+
+    Args:
+        which: what the runs are called.
+    """
+    if any(run.evaluations for run in runs):
+        return f"the last {terms.metric.name} of no {which} is a number"
+    return f"no {which} has {terms.kind.evaluation}"
 
 
 def splits_of(rows: Sequence[Accuracy]) -> list[str]:

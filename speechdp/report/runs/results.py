@@ -267,10 +267,6 @@ SCRIPT = RunKind(
 )
 
 
-#: What problems say of files that are there.
-_DAMAGES = ("damaged", "cannot be read", "not valid JSON", "not a JSON object", "incomplete")
-
-
 @dataclass(frozen=True)
 class RunResult:
     """A run directory as it was found.
@@ -315,11 +311,14 @@ class RunResult:
 
     @property
     def damage(self) -> str:
-        """What of the files that its figures come from cannot be read, the first by name; "": nothing."""
+        """What is wrong with the files that its figures come from, the first of it; "": nothing.
+
+        Not what is missing, nor a last score that is no number: where these count, they are told otherwise.
+        """
         found = [
             problem
             for problem in self.problems
-            if not problem.startswith("timeline/") and any(word in problem for word in _DAMAGES)
+            if not (problem.startswith("timeline/") or ": missing" in problem or "is not finite" in problem)
         ]
         more = f", and {counted(len(found) - 1, 'more problem')} that its page names" if found[1:] else ""
         return found[0] + more if found else ""

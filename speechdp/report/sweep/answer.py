@@ -9,7 +9,7 @@ import numpy as np
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
-from speechdp.report.kit.choice import accurate_enough, splits_of
+from speechdp.report.kit.choice import accurate_enough, lacks_scores, splits_of
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
 from speechdp.report.kit.speeds import (
@@ -125,14 +125,14 @@ def _without_comparison(
     if len(rows) == 1 and (rows[0].run.status != "complete" or timed):
         headline = _of_single_run(rows[0], formatting.capital(labels[rows[0].run.name]))
     elif not timed:
-        done = "was timed" if finished else "on several ranks has finished"
+        done = "was timed" if finished or len(rows) == 1 else "that could be chosen has finished"
         headline = f"No run {done}, so there is nothing to choose from yet."
     else:
         fastest = max(timed, key=_rate)
         headline = (
             f"{formatting.capital(labels[fastest.run.name])} is the fastest with {_speed(fastest)}; how "
-            f"accurate the runs are is not known, because no finished run has "
-            f"{terms_of(row.run for row in rows).kind.evaluation}."
+            f"accurate the runs are is not known, because "
+            f"{lacks_scores([row.run for row in finished], terms_of(row.run for row in rows))}."
         )
     if not timed:
         return SweepAnswer(headline, cautions=cautions)

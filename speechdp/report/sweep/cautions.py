@@ -56,8 +56,12 @@ def _left_out(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
 
 
 def _damages(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
-    """Say of which finished runs files are damaged: what their figures lack nobody would see."""
-    damaged = [row.run for row in rows if row.run.status == "complete" and row.run.damage]
+    """Say of which finished runs files are damaged: what their figures lack nobody would see.
+
+    Of a single run its own page says it all.
+    """
+    damaged = [row.run for row in rows[: len(rows) if len(rows) > 1 else 0] if row.run.damage]
+    damaged = [run for run in damaged if run.status == "complete"]
     return [f"{formatting.capital(labels[run.name])}: {run.damage}." for run in damaged]
 
 

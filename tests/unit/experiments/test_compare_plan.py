@@ -301,14 +301,49 @@ def test_what_went_wrong_is_one_line(exit_code: int, printed: str, expected: str
     assert what_went_wrong(JobEnd(exit_code, None), printed) == expected
 
 
-def test_a_disk_that_refuses_is_no_fault_of_what_was_tried(tmp_path: Path) -> None:
-    said = "rank 0 on vm: a.h5: cannot be written (No space left on device); free some space, then continue"
-    script = f"echo 'speechdp: {said} with --resume; there is no earlier checkpoint' >&2; exit 1"
+FULL = "a.h5: cannot be written (No space left on device on rank 0); free some space"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (f"speechdp: {FULL}, then continue with --resume; there is no earlier checkpoint", FULL),
+        (
+            "speechdp: rank 1 on vm: unexpected OSError: [Errno 28] No space left on device",
+            "rank 1 on vm: unexpected OSError: [Errno 28] No space left on device; free some space",
+        ),
+        (
+            "speechdp: x: cannot be used (Read-only file system); have the disk mounted for writing, then",
+            "x: cannot be used (Read-only file system); have the disk mounted for writing",
+        ),
+    ],
+)
+def test_a_full_disk_is_no_fault_of_what_was_tried(said: str, expected: str, tmp_path: Path) -> None:
     log = tmp_path / "logs" / "a.log"
+    starter = JobStarter(("/bin/sh", "-c", f"echo '{said}' >&2; exit 1"), dict(os.environ))
     with pytest.raises(RunError) as failed:
-        JobStarter(("/bin/sh", "-c", script), dict(os.environ)).run(1, [], log)
-    expected = said.replace("continue", f"give the same command again (its output is in {log})")
-    assert str(failed.value) == expected
+        starter.run(1, [], log)
+    assert str(failed.value) == f"{expected}, then give the same command again (its output is in {log})"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "a.txt: cannot be used (No such file or directory); see that nothing moves it, then run again",
+        "no checkpoint can be used: a: cannot be read (Expecting value); delete a, then run again",
+        "a.h5: cannot be read (Interrupted system call); wait a moment, then run again",
+    ],
+)
+def test_other_faults_of_files_may_be_those_of_what_was_tried(said: str, tmp_path: Path) -> None:
+    starter = JobStarter(("/bin/sh", "-c", f"echo 'speechdp: {said}' >&2; exit 1"), dict(os.environ))
+    assert starter.run(1, [], tmp_path / "a.log") == said
+
+
+def test_lists_of_settings_that_differ_are_told_by_what_is_new_and_gone(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"otherwise \(strategies: now without b and with c, d\); choose"):
+        refuse_others(tmp_path, {"strategies": ["a", "b"]}, {"strategies": ["a", "c", "d"]})
+    with pytest.raises(ConfigError, match=r"otherwise \(strategies: now in another order\)"):
+        refuse_others(tmp_path, {"strategies": ["a", "b"]}, {"strategies": ["b", "a"]})
 
 
 def test_settings_that_an_earlier_version_did_not_have_count_as_their_defaults(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from speechdp.experiments.tune.plan import Besides, Setting
 from speechdp.experiments.tune.record import TuneRecord, read_tune
 from speechdp.experiments.tune.run import TunedTarget, Tuner, TuneRequest
 from speechdp.experiments.tune.training import fitting_race
+from speechdp.launching.faults import Fault
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.script_metric import script_task
 from speechdp.report.tune.report import Search, find_answer
@@ -717,6 +718,22 @@ def test_no_back_end_works(tmp_path: Path) -> None:
         search(tmp_path, Jobs(tmp_path, factors={}))
 
 
+def test_a_full_disk_ends_the_search_and_rules_out_nothing(tmp_path: Path) -> None:
+    class Full(Jobs):
+        def train_together(self, *arguments: Any) -> Trained:
+            raise RunError("a: cannot be written (No space left on device); free some space, then go on")
+
+    with pytest.raises(RunError, match="No space left on device"):
+        search(tmp_path, Full(tmp_path))
+    before = read_tune(tmp_path)
+    raced_out = {one.name for one in before.tried if one.out_in}
+    assert not before.completed and not any(one.out_in == "halving" for one in before.tried)
+    record = search(tmp_path, Jobs(tmp_path))
+    expected = search(tmp_path / "other", Jobs(tmp_path / "other"))
+    assert record.completed and record.chosen == expected.chosen
+    assert raced_out == {one.name for one in expected.tried if one.out_in and one.out_in != "halving"}
+
+
 def test_a_rank_that_is_killed_is_no_fault_of_the_back_end(tmp_path: Path) -> None:
     class Loses(Jobs):
         lost: list[str] = []  # noqa: RUF012 (of this test alone)
@@ -724,7 +741,7 @@ def test_a_rank_that_is_killed_is_no_fault_of_the_back_end(tmp_path: Path) -> No
         def measure(self, backend: str, *, knows_start: bool) -> Measurement | str:
             if backend not in self.lost:
                 self.lost.append(backend)
-                return "rank 1 on vm was killed by SIGKILL, by a user or by the kernel (exit code 137)"
+                return Fault("killed", 1, "vm", signal=9).describe()
             return super().measure(backend, knows_start=knows_start)
 
     told: list[str] = []
