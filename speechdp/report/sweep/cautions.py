@@ -60,8 +60,9 @@ def _damages(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
 
     Of a single run its own page says it all.
     """
-    damaged = [row.run for row in rows[: len(rows) if len(rows) > 1 else 0] if row.run.damage]
-    damaged = [run for run in damaged if run.status == "complete"]
+    if len(rows) == 1:
+        return []
+    damaged = [row.run for row in rows if row.run.status == "complete" and row.run.damage]
     return [f"{formatting.capital(labels[run.name])}: {run.damage}." for run in damaged]
 
 
