@@ -173,4 +173,4 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ),
     ):
         with pytest.raises(ConfigError, match=about):
-            DecodeCommand(tmp_path, tmp_path, **options)._on_rank(SerialCommunicator())  # type: ignore[arg-type]
+            DecodeCommand(tmp_path, tmp_path, **options).run()  # type: ignore[arg-type]

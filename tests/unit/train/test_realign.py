@@ -291,7 +291,7 @@ def test_rounds_that_an_earlier_version_began_go_on_as_they_were_begun(
     assert folder is not None
     whole = model_tensors(tmp_path / "realign" / "2")
     (folder / "completed.json").unlink()
-    with pytest.raises(ConfigError, match=r"realign/2/run.json: .* \(--initial-model was None"):
+    with pytest.raises(ConfigError, match=r"realign/2/run.json: .* \(--initial-model was not given"):
         make_alignments(session, OPTIONS, tmp_path)
     change(tmp_path / "alignments" / "1" / "completed.json", lambda c: c.pop("made_by"))
     change(tmp_path / "realign" / "2" / "run.json", lambda c: c["options"].pop("initial_model"))
