@@ -11,7 +11,7 @@ from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.svg import Panel
 from speechdp.report.kit.theme import Theme
 from speechdp.report.simulation.ranges import Family, has_periods
-from speechdp.report.simulation.table import TargetAmount
+from speechdp.report.simulation.table import TargetAmount, hours_text
 from speechdp.simulation.predict import Interval, Prediction
 
 SIZE = (5.6, 3.6)
@@ -60,7 +60,7 @@ def draw_hours(ax: Axes, families: Sequence[Family], target: TargetAmount, canva
         ax.set_yscale("log")
     else:  # a logarithmic axis would have hardly a number on it
         ax.set_ylim(bottom=0)
-    ax.yaxis.set_major_formatter(lambda y, _: formatting.number(y))
+    ax.yaxis.set_major_formatter(lambda y, _: hours_text(y))
     ax.minorticks_off()
     return drawn
 

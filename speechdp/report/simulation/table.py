@@ -82,7 +82,7 @@ def _efficiency(amount: str) -> Column[Prediction]:
     )  # fmt: skip
 
 
-def _hours_text(hours: float) -> str:
+def hours_text(hours: float) -> str:
     """Write hours with two digits that count where there are very few."""
     if not 0 < hours < _FEW_HOURS:
         return formatting.number(hours)
@@ -93,7 +93,7 @@ def _hours(target: TargetAmount) -> Column[Prediction]:
     return Column(
         "gpu_hours", "GPU-hours", "", f"Hours of all ranks together to {target}.",
         lambda one: one.gpu_hours(target.frames).mean,
-        _hours_text,
+        hours_text,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import pytest
 from speechdp.cli.main import run as speechdp
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.simulation.report import TIME_ONLY
+from speechdp.report.simulation.table import hours_text
 from speechdp.simulation import fit
 from tests.helpers.measured_runs import MadeUpSteps
 from tests.helpers.page_reader import PageReader
@@ -223,3 +224,10 @@ def test_few_gpu_hours_have_digits_that_count(tmp_path: Path) -> None:
     text = (tmp_path / "run" / "simulation" / "simulation.csv").read_text()
     hours = {float(row["gpu_hours"]) for row in csv.DictReader(io.StringIO(text))}
     assert all(2e-5 < one < 1e-4 and f">{one:.6f}<" in page for one in hours)
+
+
+def test_hours_beside_an_axis_differ() -> None:
+    ticks = [0.0, 0.0005, 0.001, 0.0015, 0.002, 0.05, 0.1, 1.5, 20.0, 1200.0]
+    assert [hours_text(hours) for hours in ticks] == [
+        *("0", "0.00050", "0.0010", "0.0015", "0.0020", "0.050", "0.100", "1.50", "20.0", "1,200")
+    ]
