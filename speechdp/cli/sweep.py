@@ -67,12 +67,8 @@ class SweepCommand:
         """Refuse periods and races that cannot be, whatever the strategy.  Raises ConfigError."""
         from speechdp.experiments.sweep.plan import check_periods  # noqa: PLC0415 - fast --help
 
-        check_periods(self._periods)
+        check_periods(_split(self.periods))
         self._race()
-
-    @property
-    def _periods(self) -> tuple[str, ...]:
-        return tuple(filter(None, self.periods.split(",")))
 
     def run(self) -> int:
         """Run the sweep; return the exit code."""
@@ -94,7 +90,7 @@ class SweepCommand:
 
         plan = SweepPlan(
             strategy=self.swept,
-            periods=self._periods,
+            periods=_split(self.periods),
             reference=tuple(filter(None, [self.reference])),
             one_rank_steps=self.one_rank_steps,
             decode_split=self.options.to_decode(self.decode_split),
@@ -191,7 +187,7 @@ class SweepScriptCommand:
             raise ConfigError(f"--ranks {self.ranks}: must be at least 1")
         plan = SweepPlan(
             strategy=self.swept,
-            periods=tuple(filter(None, self.periods.split(","))),
+            periods=_split(self.periods),
             reference=tuple(filter(None, [self.reference])),
             others=True,
         )
@@ -210,3 +206,8 @@ class SweepScriptCommand:
         print_report(self.out_dir, self.script.target, self.script.metric)
         say_how_many_failed(failed, len(names), self.out_dir / LOGS)
         return 1 if failed else 0
+
+
+def _split(periods: str) -> tuple[str, ...]:
+    """Return the periods of `1,4,16`."""
+    return tuple(filter(None, periods.split(",")))

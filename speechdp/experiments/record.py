@@ -87,14 +87,12 @@ def _told(name: str, was: Any, given: Any) -> str:
     """Name a setting that differs, with both values where these say something, in brackets."""
     if name == _CHECKSUM:
         return " (on other data)"
-    if isinstance(was, dict) and isinstance(given, dict):
-        return difference(was, given) or f" ({name})"
+    if isinstance(was, dict) or isinstance(given, dict):
+        return difference(was, given if isinstance(given, dict) else None) or f" ({name})"
     if isinstance(was, list) and isinstance(given, list):
         gone, new = ([str(x) for x in one if x not in other] for one, other in ((was, given), (given, was)))
         told = [f"{word} {', '.join(of)}" for word, of in (("without", gone), ("with", new)) if of]
         return f" ({name}: now {' and '.join(told) or 'in another order'})"
-    if isinstance(was, dict) or isinstance(given, dict):
-        return f" ({name})"
     return f" ({name} {was_and_is(was, given)})"
 
 

@@ -144,32 +144,32 @@ def read_measured(folder: Path) -> MeasuredFolder:
         RunError: files of a profile are damaged.
     """
     notes: list[str] = []
+    results: Sequence[RunResult] = ()
     if (folder / profile_record.FILE_NAME).is_file():
         runs = _runs_of_profile(folder)
     else:
         results = read_sweep(folder).runs
         if len(results) == 1 and results[0].path.resolve() == folder.resolve():
             return MeasuredFolder((measured_run(results[0]),))
-        runs, usable = [], []
+        runs = []
         for result in results:
             if result.status != "complete":
                 continue
             try:
                 runs.append(measured_run(result))
-                usable.append(result)
             except ConfigError as error:
                 notes.append(f"A run was left out: {error}.")
                 last = error
         if notes and not runs:
             raise last
-        drawn_from = {run.name for run in basis(runs)} if runs else set()
-        alike = [result for result in usable if result.name in drawn_from]
-        notes = list(filter(None, [machine_warning(alike, run_labels(results), PREDICTIONS), *notes]))
     if not runs:
         raise ConfigError(f"{folder}: none of its runs has finished; give the command that made it again")
     if len({run.nbytes for run in runs}) > 1:
         raise ConfigError(f"{folder}: holds runs of models of different sizes; give the folder of one run")
-    return MeasuredFolder(tuple(runs), tuple(notes))
+    drawn_from = {run.name for run in basis(runs)}
+    alike = [result for result in results if result.name in drawn_from]
+    warning = machine_warning(alike, run_labels(results), PREDICTIONS)
+    return MeasuredFolder(tuple(runs), tuple(filter(None, (warning, *notes))))
 
 
 def measured_run(result: RunResult, *, may_have_paused: bool = False) -> MeasuredRun:

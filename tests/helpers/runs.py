@@ -77,6 +77,16 @@ def write_run(run: MadeUpRun, parent: Path) -> Path:
     return path
 
 
+def disturb(run: Path, *, forward: float, others: float) -> None:
+    """Have a run's forward passes take so many times as long, while so many more cores work for others."""
+    path = run / "timing.json"
+    timing = json.loads(path.read_text())
+    for rank in timing["ranks"]:
+        rank["spans_s"]["forward"] *= forward
+        rank["load"]["host"] += others
+    _write(path, timing)
+
+
 def write_sweep(out: Path, runs: Sequence[MadeUpRun], missing: Sequence[str] = ()) -> Path:
     """Write OUT/sweep.json and its runs; `missing` are listed without a folder.  Return OUT."""
     out.mkdir(parents=True, exist_ok=True)

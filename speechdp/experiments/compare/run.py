@@ -18,7 +18,6 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import run_figures
 from speechdp.report.runs.folders import common_metric, read_run
-from speechdp.report.runs.results import RunResult
 
 
 class Comparer:
@@ -246,20 +245,15 @@ def _training_time_s(run_dir: Path) -> float:
     return (evaluations[-1].time_s or 0.0) if evaluations else 0.0
 
 
-def _without_score(run: RunResult) -> str:
-    """Say why a run has no score: it logged none, or one that is no number."""
-    if not run.evaluations:
-        return "no metric logged"
-    return f"its last {terms_of([run]).metric.name} is no number"
-
-
 def run_news(run_dir: Path, message: str | None, wall_s: float | None, metric: str = "") -> str:
     """Return the figures of a run in a line, or why it failed."""
     if message is not None:
         return f"failed: {message}"
     figures = run_figures(read_run(run_dir, metric), None, None)
     terms = terms_of([figures.run])
-    score = terms.with_unit(figures.score) if figures.score is not None else _without_score(figures.run)
+    score = f"its last {terms.metric.name} is no number" if figures.run.evaluations else "no metric logged"
+    if figures.score is not None:
+        score = terms.with_unit(figures.score)
     words = [f"{formatting.count(figures.frames_per_s)} {terms.amount}/s", score]
     if figures.word_errors is not None:
         words.append(f"WER {formatting.percent(figures.word_errors.wer, 1)} %")

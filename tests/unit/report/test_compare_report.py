@@ -10,7 +10,6 @@ import statistics
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from speechdp.cli.report import ReportCommand
 from speechdp.report.compare.choice import choose
@@ -29,6 +28,7 @@ from tests.helpers.comparisons import (
     write_record,
 )
 from tests.helpers.page_reader import PageReader
+from tests.helpers.terminal import on_terminal
 
 HOSTILE = "<script>alert(1)</script>:x=$y_1$&[red]"
 
@@ -196,9 +196,7 @@ def test_the_command_report_recognises_a_comparison(
 
 
 def test_the_terminal_table_has_a_line_a_group(realistic: tuple[Path, WrittenReport]) -> None:
-    console = Console(file=io.StringIO(), width=220, force_terminal=True, color_system=None)
-    console.print(realistic[1].table)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = on_terminal(realistic[1].table, 220)
     assert text.count("bmuf (period=16)") == 4
     line = next(line for line in text.splitlines() if "ad psgd" in line)
     assert "± " in line and " 22 ± 0" in line and "1.5 ± 0" in line
@@ -244,9 +242,7 @@ def test_synthesis_is_compared_in_its_own_terms(tmp_path: Path) -> None:
     for path in out.glob("*/run.json"):
         path.write_text(json.dumps(json.loads(path.read_text()) | {"task": "synthesis"}))
     report = write_report(out)
-    console = Console(width=250, record=True, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(report.table)
-    for text in (console.export_text(), " ".join(report.answer), report.html.read_text()):
+    for text in (on_terminal(report.table), " ".join(report.answer), report.html.read_text()):
         assert "nats" not in text and "log-prob" not in text and "frame acc" not in text
         assert re.search(r"0\.4\d\d\d", text)
     assert "L1 error by speed" in report.html.read_text()

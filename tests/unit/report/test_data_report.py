@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.runs.data_path import data_figures, data_wait
@@ -20,6 +19,7 @@ from speechdp.report.sweep.answer import SweepAnswer, find_answer
 from speechdp.report.sweep.report import write_report
 from tests.helpers.page_reader import PageReader
 from tests.helpers.runs import MadeUpRun, write_run, write_sweep
+from tests.helpers.terminal import on_terminal
 
 HOSTILE = '<script>alert("x")</script>$x_1$&[red]'
 #: Shares of the step time with 12 % of waiting for data on one rank and 1 % on the other.
@@ -50,10 +50,7 @@ def _said(tmp_path: Path, *runs: MadeUpRun) -> str:
 
 
 def _printed(report: WrittenReport, width: int) -> str:
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(report.table)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return on_terminal(report.table, width)
 
 
 def _timing(*data: DataTimes, feeders: tuple[Feeder, ...] = (), exchange_s: float | None = 0.0) -> RunTiming:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from speechdp.cli.report import ReportCommand
 from speechdp.errors import ConfigError, RunError
@@ -30,6 +29,7 @@ from speechdp.report.profile.table import make_tables
 from tests.helpers.page_reader import PageReader
 from tests.helpers.profile_checks import answer_of, job_of_one_step, recorded_seconds, small_profile
 from tests.helpers.profiles import MadeUpProfile, write_profile
+from tests.helpers.terminal import on_terminal
 
 HOSTILE = "<img src=x onerror=alert(1)>&\"'"
 PICTURES = ("utilisation", "first_steps", "functions", "single", "memory", "gantt")
@@ -210,9 +210,7 @@ def test_foreign_names_stay_text(tmp_path: Path) -> None:
 
 
 def test_the_terminal_shows_the_tables(realistic: tuple[Path, WrittenReport]) -> None:
-    console = Console(file=io.StringIO(), width=180, force_terminal=True, color_system=None)
-    console.print(realistic[1].table)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
+    text = on_terminal(realistic[1].table, 180)
     line = next(line for line in text.splitlines() if line.strip().startswith("decoder"))
     assert "91.8 + 173 = 265" in line and " 57 " in line
     for title in ("Weak scaling", "Strong scaling", "A module alone", "First steps", "Memory of weak-4"):

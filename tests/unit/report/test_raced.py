@@ -23,7 +23,7 @@ from speechdp.report.runs.raced import LEAST_ROUNDS, RacedSpeed
 from speechdp.report.sweep.report import write_report
 from tests.helpers.comparisons import MadeUpStrategy, write_comparison
 from tests.helpers.races import made_up_race, write_made_up_race
-from tests.helpers.runs import realistic_sweep, write_sweep
+from tests.helpers.runs import disturb, realistic_sweep, write_sweep
 
 #: As the runs of `realistic_sweep` would race on a quiet machine; period 16 is the fastest accurate one.
 SPEEDS = {
@@ -306,12 +306,7 @@ def test_a_damaged_record_is_a_caution_and_the_runs_are_shown(tmp_path: Path) ->
 
 def test_a_race_answers_although_the_machine_changed_between_the_runs(tmp_path: Path) -> None:
     out = write_sweep(tmp_path / "sweep", realistic_sweep())
-    timing = out / "model_averaging-16" / "timing.json"
-    content = json.loads(timing.read_text())
-    for rank in content["ranks"]:
-        rank["spans_s"]["forward"] *= 2
-        rank["load"]["host"] += 1.5
-    timing.write_text(json.dumps(content))
+    disturb(out / "model_averaging-16", forward=2.0, others=1.5)
     before = write_report(out).answer
     assert before[0].startswith("The machine was not the same for all runs")
     write_made_up_race(out, made_up_race(SPEEDS))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from speechdp.cli.report import ReportCommand
 from speechdp.errors import ConfigError, RunError
@@ -27,6 +26,7 @@ from speechdp.report.sweep.report import write_report
 from speechdp.tasks.metrics import LOG_PROB
 from tests.helpers.page_reader import PageReader
 from tests.helpers.runs import MadeUpRun, add_newer_figures, realistic_sweep, write_run, write_sweep
+from tests.helpers.terminal import on_terminal
 
 HOSTILE = '<script>alert("x")</script>$x_1$&[red]'
 
@@ -46,11 +46,7 @@ def _csv(report: WrittenReport) -> dict[str, dict[str, str]]:
 
 
 def _printed(report: WrittenReport, width: int = 250) -> str:
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(report.table)
-    text = console.file
-    assert isinstance(text, io.StringIO)
-    return text.getvalue()
+    return on_terminal(report.table, width)
 
 
 def test_the_answer_is_the_fastest_run_that_keeps_the_accuracy(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
-from rich.console import Console
 
 from speechdp.errors import ConfigError
 from speechdp.report.compare.table import measures
@@ -39,6 +38,7 @@ from speechdp.tasks.metrics import (
     task_record,
 )
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
+from tests.helpers.terminal import on_terminal
 
 
 def _csv(report: WrittenReport) -> dict[str, dict[str, str]]:
@@ -46,9 +46,7 @@ def _csv(report: WrittenReport) -> dict[str, dict[str, str]]:
 
 
 def _printed(report: WrittenReport) -> str:
-    console = Console(file=io.StringIO(), width=250, record=True, force_terminal=True, color_system=None)
-    console.print(report.table)
-    return console.export_text()
+    return on_terminal(report.table)
 
 
 def _record_as(run: Path, values: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

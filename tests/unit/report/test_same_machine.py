@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from speechdp.report.sweep.answer import find_answer
 from speechdp.report.sweep.report import write_report
 from speechdp.simulation.measured import read_measured
 from tests.helpers.measured_runs import MadeUpSteps
-from tests.helpers.runs import MadeUpRun, write_run, write_sweep
+from tests.helpers.runs import MadeUpRun, disturb, write_run, write_sweep
 
 QUIET = MadeUpRun("quiet", period="16", frames_per_s=20_000.0, others=0.1)
 #: Its forward passes take 60 % longer.
@@ -78,12 +77,7 @@ def test_a_simulation_of_such_runs_says_it_too(tmp_path: Path) -> None:
     for name in ("quiet", "busy"):
         MadeUpSteps().write(tmp_path, name)
     assert read_measured(tmp_path).notes == ()
-    path = tmp_path / "busy" / "timing.json"
-    timing = json.loads(path.read_text())
-    for rank in timing["ranks"]:
-        rank["spans_s"]["forward"] *= 1.6
-        rank["load"]["host"] += 1.3
-    path.write_text(json.dumps(timing))
+    disturb(tmp_path / "busy", forward=1.6, others=1.3)
     (note,) = read_measured(tmp_path).notes
     assert "a forward pass of the same model took 60 % longer in busy" in note
     assert note.endswith("or simulate from one run that nothing disturbed.")
