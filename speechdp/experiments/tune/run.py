@@ -381,7 +381,6 @@ class Tuner:
         """Let what is left race, and rule settings out by that."""
         self._keep(stage=RACE)
         racing = [self._settings[name] for name in self._record.left]
-        self._say(f"race: {counted(len(racing), 'setting')} in turn")
         longest_s = _RACE_SHARE * self._request.budget_s
         start_s = self._measured(backend).cost_s(1)
         race = self._training.hold_race(racing, backend, longest_s, start_s)
@@ -436,15 +435,24 @@ class Tuner:
             done.append(rung)
             self._keep_rungs(*done)
             if not rung.scores:
-                raise RunError(
-                    f"{self._request.out}: no setting could be trained; their output is in "
-                    f"{self._request.out / RUNS / LOGS}, and the same command tries again"
-                )
+                raise RunError(self._nothing_trained(rung))
             self._choose(_by_score(rung))
             count, end_s = self._rung_after(done)
             self._leave_behind(rung, count)
         self._keep(rungs=tuple(done))
         self._finish(backend)
+
+    def _nothing_trained(self, rung: RungRecord) -> str:
+        """Return what to say and do where no setting has come through a rung."""
+        legs = [_Leg(name, self._request.seeds[0], 0.0, rung.seconds) for name in rung.settings]
+        remedy = "the same command tries again"
+        if all(map(self._has_trained, legs)):  # nothing is left to be tried
+            remedy = "change what is trained (a smaller learning rate?), and give another folder"
+        return (
+            f"{self._request.out}: no setting could be trained: {rung.settings[0]}: "
+            f"{self._record.of(rung.settings[0]).why}; their output is in "
+            f"{self._request.out / RUNS / LOGS}; {remedy}"
+        )
 
     def _keep_rungs(self, *rungs: RungRecord) -> None:
         self._keep(rungs=(*rungs, *self._earlier[len(rungs) :]))
@@ -590,6 +598,8 @@ class Tuner:
         for number, leg in enumerate(legs):
             if leg.name in failed:
                 continue
+            if leg in due and leg not in tries and self._has_trained(leg):
+                due.remove(leg)  # the part before has come to the training's end
             if leg in due and leg not in tries:
                 ahead = [one for one in legs[number:] if one in due and one.name not in failed]
                 is_over = may_end and not self._fits(ahead)
@@ -713,14 +723,18 @@ class Tuner:
                 itself; None: it was trained before.
         """
         self._keep_folder(leg)
-        curve = tried if isinstance(tried, str) else self._scored(leg)
-        if isinstance(curve, str):  # a rank may have been lost: that is no fault of the setting
+        has_trained = self._has_trained(leg)
+        curve = tried if isinstance(tried, str) and not has_trained else self._scored(leg)
+        if isinstance(curve, str):
+            if has_trained:  # and has diverged: so it would again
+                return curve
+            # A rank may have been lost: that is no fault of the setting.
             self._say(f"halving: {leg.name} failed and is tried once more: {curve}")
             step = self._step(leg)
             return self._curve_of(
                 leg, self._training.train_to(self._settings[leg.name], backend, leg.seed, step)
             )
-        if isinstance(tried, float):  # it has come to its first evaluation at least
+        if isinstance(tried, float) and not curve.is_over:  # it has come to its first evaluation at least
             begin_s, end_s = self._ends_s(leg)
             self._besides_s.append(tried - (max(end_s, curve.points[0][0]) - begin_s))
         return curve

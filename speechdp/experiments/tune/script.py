@@ -92,7 +92,7 @@ class TunedScript(TunedJobs):
         found: dict[str, list[_Turn]] = {one.name: [] for one in settings}
         left_out: dict[str, str] = {}
         for number, order in enumerate(order_of_rounds(len(settings), rounds, self._seeds[0])[1:], start=1):
-            self._say(f"race: round {number} of {rounds}")
+            self._say(f"race: {counted(len(settings), 'setting')}, round {number} of {rounds}")
             for setting in (settings[index] for index in order if settings[index].name not in left_out):
                 folder = self._out / FOLDER / f"{readable_name(setting.strategy)}-{number}"
                 turn = self._take_turn(folder, setting, backend, steps[setting])
@@ -152,7 +152,8 @@ class TunedScript(TunedJobs):
 
     def _train_on(self, run_dir: Path, setting: Setting, backend: str, seed: int, step: int) -> str | None:
         message = self._run(run_dir, setting.strategy, backend, seed, Pause(step, evaluated=True))
-        if message is None and not self._scored(run_dir).points:
+        scored = self._scored(run_dir)
+        if message is None and not scored.points and not scored.has_diverged:
             return (
                 f"it logged no value by which it can be judged within {counted(step, 'step')}: call run.log "
                 "inside `with run.evaluating()` (docs/api.md), and name the value by --metric"

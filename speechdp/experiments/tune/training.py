@@ -123,6 +123,7 @@ class TunedTraining(OwnTraining, TunedJobs):
                 f"race: the shortest takes {formatting.seconds(expected_s)}, more than a quarter of the "
                 "budget; fewer --strategies or --periods shorten it"
             )
+        self._say(f"race: {counted(len(settings), 'setting')} in turn")
         words = [f"--racing={racing_text(given)}", f"--race={length.rounds}"]
         words += [f"--race-steps={length.least_steps}"]
         noted = failure_path(out, self._ranks)

@@ -225,7 +225,7 @@ def test_a_race_that_would_use_the_budget_up_is_refused_with_what_is_needed(tmp_
     assert not ranks.started and not said
     (wanted,) = re.findall(r"--budget (\d+)s", str(e.value))
     assert isinstance(jobs.hold_race(SETTINGS, "mpi", int(wanted) / 4, 1.0), RacedSettings)
-    assert len(said) == 1 and "more than a quarter of the budget" in said[0]
+    assert "more than a quarter of the budget" in said[0] and said[1:] == ["race: 3 settings in turn"]
 
 
 def test_a_race_of_which_one_setting_is_left_is_none(tmp_path: Path) -> None:

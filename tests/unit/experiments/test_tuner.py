@@ -505,6 +505,45 @@ def test_a_job_that_is_lost_once_is_tried_again(tmp_path: Path) -> None:
     )
 
 
+def test_a_run_that_has_diverged_is_not_tried_again(tmp_path: Path) -> None:
+    class Diverging(Jobs):
+        def scored(self, setting: Setting, seed: int, step: int) -> Scored | str:
+            if setting.strategy.text == SHORT:
+                return "its held-out value is not finite"
+            return super().scored(setting, seed, step)
+
+    told: list[str] = []
+    jobs = Diverging(tmp_path)
+    record = search(tmp_path, jobs, say=told.append)
+    assert record.of(SHORT).why == "it failed: its held-out value is not finite"
+    assert [name for name, _, _ in jobs.trained].count(SHORT) == 1
+    assert not any("tried once more" in line for line in told)
+
+
+def test_where_all_settings_diverge_the_same_command_is_not_advised(tmp_path: Path) -> None:
+    class Diverging(Jobs):
+        def scored(self, setting: Setting, seed: int, step: int) -> Scored | str:
+            return "its held-out value is not finite"
+
+    with pytest.raises(RunError, match=r"value is not finite; .*; change what is trained .* another folder$"):
+        search(tmp_path, Diverging(tmp_path))
+
+
+def test_a_training_that_comes_to_its_end_before_the_others_is_not_started_again(tmp_path: Path) -> None:
+    class Ending(Jobs):
+        def has_trained_to(self, setting: Setting, seed: int, step: int) -> bool:
+            # SHORT ends within the first part, whatever is asked for.
+            is_over = setting.strategy.text == SHORT and self.stands(setting, seed) > 0
+            return is_over or super().has_trained_to(setting, seed, step)
+
+    told: list[str] = []
+    jobs = Ending(tmp_path)
+    record = search(tmp_path, jobs, say=told.append)
+    assert len(record.rungs) > 1 and record.chosen == SHORT  # which has gone through all of them
+    assert [(name, seed) for name, seed, _ in jobs.trained].count((SHORT, 2)) == 1
+    assert not any("tried once more" in line for line in told)
+
+
 def test_a_rung_is_one_start(tmp_path: Path) -> None:
     told: list[str] = []
     jobs = Together(tmp_path)
@@ -686,7 +725,9 @@ def test_what_cannot_be_trained_is_ruled_out_with_its_message(tmp_path: Path) ->
 
 def test_nothing_can_be_trained(tmp_path: Path) -> None:
     with pytest.raises(
-        RunError, match=r"no setting could be trained; their output is in .*runs/logs, and the same"
+        RunError,
+        match=r"no setting could be trained: gradient_averaging: it failed: the loss is nan; their output "
+        r"is in .*runs/logs; the same command tries again",
     ):
         search(tmp_path, Jobs(tmp_path, fails=tuple(SPEEDS)))
 
