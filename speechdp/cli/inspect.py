@@ -14,7 +14,7 @@ from rich.text import Text
 
 from speechdp.cli.support.console import make_console
 from speechdp.data.prepare.language_model import describe_language_model
-from speechdp.data.shards.dataset import FLAT, Dataset
+from speechdp.data.shards.dataset import FLAT, UNALIGNED, Dataset
 from speechdp.data.shards.layout import Stored, printable
 from speechdp.labels.kaldi_pdfs import classes_of
 from speechdp.labels.symbols import symbols_of
@@ -95,11 +95,12 @@ def _of_features(dataset: Dataset) -> str:
     content = f"audio, for {kind}" if dataset.stored == "audio" else f"{kind} {features.dtype}"
     rate = f"{dataset.sampling_rate} Hz, " if dataset.sampling_rate else ""  # only Kaldi knows its own
     whose = " by cmvn.scp" if normalised and features.cmvn == "speaker" else ""
+    alignment = "no" if dataset.alignment == UNALIGNED else printable(dataset.alignment)
     return (
         f"{rate}{content}, "
         f"{features.frame_length_ms:g} ms every {features.frame_shift_ms:g} ms, "
         f"{' and '.join(normalised) or 'nothing'} normalised{whose}\n"
-        f"{dataset.num_classes} classes, {printable(dataset.alignment)} alignment, "
+        f"{dataset.num_classes} classes, {alignment} alignment, "
         f"split by {printable(dataset.split)}"
     )
 

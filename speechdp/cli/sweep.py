@@ -20,13 +20,18 @@ from speechdp.cli.support.script_options import (
     say_how_many_failed,
 )
 from speechdp.errors import ConfigError
-from speechdp.options.run import TrainOptions
+from speechdp.options.run import FLAT_NOTICE, TrainOptions
 from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
     from speechdp.experiments.race.plan import RaceOptions
     from speechdp.experiments.sweep.plan import SweepPlan
     from speechdp.train.session import Session
+
+_ALONE = (
+    "one rank has nobody to average with, so that periods differ by chance alone: speechdp launch -np 2 -- "
+    "sweep ... starts several"
+)
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,7 @@ class SweepCommand:
     def _on_rank(self, session: Session) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.support.distributed import reporter_maker  # noqa: PLC0415
+        from speechdp.data.shards.dataset import FLAT  # noqa: PLC0415
         from speechdp.experiments.sweep.training import check_sweep, names_of, run_sweep  # noqa: PLC0415
         from speechdp.ownership.overwrite import SWEEP, check_kind, check_overwrite, empty  # noqa: PLC0415
         from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
@@ -124,6 +130,10 @@ class SweepCommand:
                 if owner is not None and self.overwrite and (stays := empty(owner, SWEEP)):
                     session.reporter.notice(stays)
                 comm.barrier()
+                if session.dataset.alignment == FLAT and self.options.trusts_alignment:
+                    session.reporter.notice(FLAT_NOTICE)
+                if comm.size == 1:
+                    session.reporter.notice(_ALONE)
                 reporter_for = reporter_maker(comm)
                 failed = run_sweep(session, self.options, plan, self.out_dir, reporter_for, self._race())
         except Stopped as stop:

@@ -16,10 +16,7 @@ from speechdp.decode.wer import WerResult, errors_by_group, oracle_of, word_erro
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.json_input import parse_json
-from speechdp.parallel.run_files import TRAINED_ON
-
-#: What the latest decoding with --tune-on chose for a run.
-TUNED_NAME = "tuned.json"
+from speechdp.parallel.run_files import TRAINED_ON, TUNED_NAME
 
 
 @dataclass(frozen=True)

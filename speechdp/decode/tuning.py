@@ -21,12 +21,12 @@ from speechdp.decode.recognise import (
     check_decodable,
     recogniser_for,
 )
-from speechdp.decode.results import TUNED_NAME
 from speechdp.decode.wer import count_errors
 from speechdp.errors import RunError
 from speechdp.files import record_cannot_be_read
 from speechdp.json_input import parse_json
 from speechdp.labels.hmm import FloatArray, scaled_log_likelihoods
+from speechdp.parallel.run_files import TUNED_NAME, WEIGHTS
 from speechdp.process.ending import Stopped
 
 #: Values tried of each option.
@@ -43,8 +43,6 @@ _RATIOS = ("acoustic_scale", "lm_scale")
 _BOUNDED = ("prior_scale",)
 _ROUNDS = 2
 _PATIENCE = 3  # values in a row that are worse than the best, beyond which none is tried
-#: What belongs together: values were chosen with these, and say nothing with others.
-_WEIGHTS = ("acoustic_scale", "prior_scale", "insertion_log_prob", "lm_scale", "silence_probability")
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,7 @@ def earlier_tuning(run_dir: Path, rescore_lm: Path | None = None) -> EarlierTuni
     try:
         values = parse_json(path.read_bytes())
         options, tuning = values["options"], values["tuning"]
-        weights = {name: float(options[name]) for name in _WEIGHTS}
+        weights = {name: float(options[name]) for name in WEIGHTS}
         chosen = {name: float(value) for name, value in tuning["chosen"].items()}
         weight = chosen.pop("rescore_weight", None)
         if weight is not None and options["rescore_lm"] == str(rescore_lm.resolve() if rescore_lm else None):

@@ -275,7 +275,7 @@ def built_in_pronunciations(words: Iterable[str]) -> tuple[Lexicon, str]:
     wanted = sorted(set(words))
     found = _look_up(wanted, own_lexicon())
     missing = [word for word in wanted if word not in found]
-    remedy = "give a Kaldi lexicon.txt with --lexicon"
+    remedy = "give a Kaldi lexicon.txt with --lexicon, or --lexicon graphemes to spell words by their letters"
     if missing:
         cmu = _cmudict(missing)
         if cmu is None:

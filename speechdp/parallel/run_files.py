@@ -23,6 +23,10 @@ RUN_VERSION = 1
 #: Folder of a run with copies of what stands beside the shards of its data: settings, classes, lexicon,
 #: language model.
 TRAINED_ON = "trained_on"
+#: What the latest decoding with --tune-on chose for a run, and which of its options scores are weighted with:
+#: values of them belong together, and say nothing with others.
+TUNED_NAME = "tuned.json"
+WEIGHTS = ("acoustic_scale", "prior_scale", "insertion_log_prob", "lm_scale", "silence_probability")
 #: Written where a script's job has ended well, also after its training.
 SCRIPT_ENDED = "script-ended.json"
 
@@ -42,6 +46,8 @@ class Metrics:
         heldout_frames: frames scored.
         replica_distance: largest over ranks of |w_i - w| / |w|, w the parameters evaluated.
         period: averaging period in force, where the strategy changes it.
+        frames_per_s: of all ranks since the evaluation before, or this start; not in the file, as it is
+            another one in each run.
     """
 
     epoch: float
@@ -54,10 +60,12 @@ class Metrics:
     heldout_frames: int
     replica_distance: float = 0.0
     period: str | None = None
+    frames_per_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """Return the line."""
         values = asdict(self)
+        del values["frames_per_s"]
         held_out = {f"heldout_{key}": value for key, value in values.pop("held_out").items()}
         if self.period is None:
             del values["period"]

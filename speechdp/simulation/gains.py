@@ -32,10 +32,12 @@ class Gain:
 
     Attributes:
         change: e.g. "at 10 Gbit/s", "with period 64".
+        averages_less: the change is a longer period.
     """
 
     change: str
     times: Interval
+    averages_less: bool = False
 
 
 def gains_of(run: MeasuredRun, others: Sequence[MeasuredRun] = ()) -> list[Gain]:
@@ -78,7 +80,7 @@ def gains_of(run: MeasuredRun, others: Sequence[MeasuredRun] = ()) -> list[Gain]
             exchange,
         )
     gains = [
-        Gain(change, Interval.of(_rate(changed, run, other) / now))
+        Gain(change, Interval.of(_rate(changed, run, other) / now), other is not exchange)
         for change, (changed, other) in changes.items()
     ]
     return sorted(gains, key=lambda gain: -gain.times.mean)

@@ -121,6 +121,7 @@ def simulate(runs: Sequence[MeasuredRun], request: Request, notes: Sequence[str]
     found.sort(key=lambda one: (order[one.strategy.text, one.period], one.ranks))
     chosen = basis(runs)
     assumptions += _beyond_measured(chosen, most, scenario.cluster.ranks_per_node)
+    assumptions += _in_one_piece(exchanges)
     said = (*notes, *assumptions)
     return Simulation(chosen, request, scenario, tuple(found), said, tuple(filter(None, refusals)))
 
@@ -176,6 +177,21 @@ def exchanges_of(request: Request, model: Model) -> list[tuple[StrategyChoice, E
                 "fewer --ranks"
             )
     return list(found.values())
+
+
+def _in_one_piece(exchanges: Sequence[tuple[StrategyChoice, Exchange]]) -> tuple[str, ...]:
+    """Say why gradient averaging takes as long as averages of parameters at every step, where it does."""
+    whole = [
+        one for choice, one in exchanges if choice.name == "gradient_averaging" and len(one.buckets) == 1
+    ]
+    others = [one for choice, one in exchanges if choice.name == "model_averaging" and one.period == 1]
+    if not whole or not others:
+        return ()
+    return (
+        "The model's gradients are one piece (bucket_mib), which is sent when backward is over: nothing of "
+        "it overlaps with computing, and gradient averaging takes as long as averaging parameters at every "
+        "step.",
+    )
 
 
 def _beyond_measured(chosen: Sequence[MeasuredRun], ranks: int, per_node: int) -> tuple[str, ...]:

@@ -14,7 +14,9 @@ from speechdp.train.evaluate import HeldOutScores, choose_final_model, relative_
 from speechdp.train.trainer_state import Standing, TrainingParts
 
 
-def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: float, time_s: float) -> Metrics:
+def measure_epoch(
+    parts: TrainingParts, at: Standing, epochs_done: float, time_s: float, frames_per_s: float
+) -> Metrics:
     """Return the metrics of an epoch, or of its first part, over all ranks, finite or not.  Collective.
 
     Args:
@@ -22,6 +24,7 @@ def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: float, time_s
         at: where training stands; holds this rank's loss of the epoch.
         epochs_done: with this one, or as much of it as is done.
         time_s: training time of the run so far, s.
+        frames_per_s: of all ranks since the evaluation before.
 
     Raises:
         DivergedError: no loss was finite.
@@ -52,6 +55,7 @@ def measure_epoch(parts: TrainingParts, at: Standing, epochs_done: float, time_s
         heldout_frames=held_out.num_frames,
         replica_distance=distance,
         period=parts.strategy.statistics().get("period"),
+        frames_per_s=frames_per_s,
     )
 
 

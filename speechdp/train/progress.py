@@ -110,7 +110,7 @@ class ConsoleReporter(SilentReporter):
         )
         self.notice(
             f"{self._label}: epoch {metrics.epoch:g}/{self._num_epochs}, "
-            f"{metrics.frames / max(metrics.time_s, 1e-9):,.0f} frames/s, "
+            f"{metrics.frames_per_s:,.0f} frames/s, "
             f"train loss {metrics.train_loss:.3f}, {', '.join(judged)}"
         )
         self._window_frames, self._window_start_s = 0, time.monotonic()

@@ -114,7 +114,7 @@ def _records(metrics: Metrics, held_out: Sequence[Metric]) -> bytes:
     values = {
         "train/loss": metrics.train_loss,
         "train/learning_rate": metrics.learning_rate,
-        "train/frames_per_s": metrics.frames / max(metrics.time_s, 1e-9),
+        "train/frames_per_s": metrics.frames_per_s,
         **{
             _tag(metric): metrics.held_out[metric.key]
             for metric in held_out

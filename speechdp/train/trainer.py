@@ -52,6 +52,7 @@ class Trainer:
         self._at = Standing(torch.zeros(3, dtype=torch.float64, device=parts.device))
         self._sent_bytes = 0.0
         self._begun_s = 0.0
+        self._measured_from = (0, 0.0)
         #: Told of the ranks that are gone.
         self.on_loss: Callable[[Collection[int]], None] = lambda ranks: None
 
@@ -332,7 +333,10 @@ class Trainer:
         parts, counters = self.parts, self.counters
         time_s = parts.timeline.training_time_s
         with parts.timeline.event(Span.EVAL):
-            metrics = measure_epoch(parts, self._at, epochs_done, time_s)
+            before_frames, before_s = self._measured_from
+            speed = (counters.frames - before_frames) / max(time_s - before_s, 1e-9)
+            metrics = measure_epoch(parts, self._at, epochs_done, time_s, speed)
+            self._measured_from = counters.frames, time_s
             main = parts.task.metrics[0]
             if not math.isfinite(metrics.train_loss + metrics.held_out[main.key]):
                 self._refuse(
@@ -386,6 +390,7 @@ class Trainer:
         """Take up a checkpoint's state.  Collective.  Raises RunError if it is another device's."""
         self._at = restore_state(self.parts, state, self._run_dir, self._options.seed)
         self._begun_s = self.counters.time_s
+        self._measured_from = self.counters.frames, self.counters.time_s
         self._writer.go_on_from(self.counters.step)
         self._saved_at = self._place
         if self._was_evaluated():

@@ -69,7 +69,11 @@ class MadeUpSteps:
                 name,
                 size=len(self.hosts),
                 completed=completed,
-                settings={"strategy": self.strategy, "num_parameters": int(self.nbytes / 4)},
+                settings={
+                    "strategy": self.strategy,
+                    "period": str(measured.strategy.parsed.traits.period),
+                    "num_parameters": int(self.nbytes / 4),
+                },
             ),
             parent,
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from speechdp.counting import counted
-from speechdp.data.shards.dataset import FLAT, Dataset
+from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError, SpeechDPError
 from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.compare.own_training import NOTHING_LEFT, CompareRequest, OwnTraining
@@ -46,7 +46,7 @@ from speechdp.experiments.tune.jobs import (
 from speechdp.experiments.tune.parts import Part, Parts, forget_took, read_took, with_setting
 from speechdp.experiments.tune.plan import Besides, Setting
 from speechdp.experiments.tune.record import RUNS
-from speechdp.options.run import FLAT_NOTICE, TrainOptions
+from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.kit import formatting
 from speechdp.report.runs.raced import LEAST_ROUNDS
@@ -69,12 +69,6 @@ class TunedTraining(OwnTraining, TunedJobs):
         OwnTraining.__init__(self, request, starter, say)
         TunedJobs.__init__(self, request.out)
         self._ranks = request.plan.ranks[0]
-
-    def begin(self) -> None:
-        """See TunedJobs; say, once for all runs, what `train` says of targets that are no alignment."""
-        if self._request.options.trusts_alignment and Dataset.open(self._request.data).alignment == FLAT:
-            self._say(FLAT_NOTICE)
-        super().begin()
 
     def hold_race(
         self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float

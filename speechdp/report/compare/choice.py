@@ -219,7 +219,10 @@ def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Gro
         text += f"; the {name} is that of {best.label}: {_accuracy(best)} at {_rate(best)}"
     elif len(rows) > 1:
         text += f", the {terms.best} on {fastest.ranks} ranks"
-    return [f"{text}."]
+    sentences = [f"{text}."]
+    if one_rank is not None and _times_one_rank(fastest, one_rank) < 1 and not _is_like_one_rank(fastest):
+        sentences.append(f"So {fastest.ranks} ranks are slower than one alone.")
+    return sentences
 
 
 def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[str]:

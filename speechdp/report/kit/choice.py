@@ -28,14 +28,15 @@ Row = TypeVar("Row", bound=Accuracy)
 def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Row]:
     """Return the rows whose score and word errors are as good as the best; if no row's are, the best alone.
 
-    Word errors on different splits say nothing of one another, and are left aside.
+    Word errors on different splits, or with scores weighted otherwise, say nothing of one another, and are
+    left aside.
 
     Args:
         tolerance: how far from the best score is near enough.
     """
     assert best.score is not None
     rates = [row.word_errors for row in rows if row.word_errors is not None]
-    if len(splits_of(rows)) > 1:
+    if not are_decoded_alike(rows):
         rates = []
     lowest = min(rates, key=lambda errors: errors.wer, default=None)
     kept: list[Row] = []
@@ -68,6 +69,16 @@ def splits_of(rows: Sequence[Accuracy]) -> list[str]:
     return sorted({row.word_errors.split for row in rows if row.word_errors is not None})
 
 
+def are_decoded_alike(rows: Sequence[Accuracy]) -> bool:
+    """Say whether the word errors of these rows can be compared, as far as they have any."""
+    return len(splits_of(rows)) <= 1 and len(_weights_of(rows)) <= 1
+
+
+def _weights_of(rows: Sequence[Accuracy]) -> list[str]:
+    known = (row.word_errors.weights for row in rows if row.word_errors is not None)
+    return list(dict.fromkeys(filter(None, known)))
+
+
 def decoding_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
     """Say what part word errors played in a choice among rows, one label each; "": that of the rule."""
     without = [label for row, label in zip(rows, labels, strict=True) if row.word_errors is None]
@@ -78,6 +89,17 @@ def decoding_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
         return (
             f"The runs were decoded on different splits ({', '.join(splits)}), so the word error rate played "
             "no part in the choice."
+        )
+    weights = _weights_of(rows)
+    if len(weights) > 1:
+        named: dict[str, list[str]] = {text: [] for text in weights}
+        for row, label in zip(rows, labels, strict=True):
+            if row.word_errors is not None and row.word_errors.weights:
+                named[row.word_errors.weights].append(label)
+        told = "; ".join(f"{', '.join(of)} with {text}" for text, of in named.items())
+        return (
+            f"The runs were not decoded alike ({told}), so the word error rate played no part in the choice: "
+            "decode all of them in the same way."
         )
     return f"Not eligible, because not decoded: {', '.join(without)}." if without else ""
 

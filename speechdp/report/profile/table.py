@@ -23,6 +23,7 @@ from speechdp.report.profile.words import SCALING_TITLES, loader_title
 
 #: An efficiency below this catches the eye.
 LOW_EFFICIENCY = 0.75
+_MEDIANS = "Times are of the median step."
 EFFICIENCY = {
     WEAK: "Time on the fewest ranks over time on so many.",
     STRONG: "Time on the fewest ranks, shared among so many, over their time.",
@@ -116,7 +117,9 @@ def _scaling_table(scaling: Scaling) -> ProfileTable:
     ]
     rows = {function: _scaling_row(scaling, function) for function in scaling.costs}
     formula = "t1 / tN" if scaling.kind == WEAK else "t1 / (N·tN)"
-    note = f"Efficiency is {formula}, against {rank_count(scaling.ranks[0])}." if scaling.ranks[1:] else ""
+    note = f"{_MEDIANS} Shares are of the time of all steps, so that they do not follow from the medians."
+    if scaling.ranks[1:]:
+        note = f"Efficiency is {formula}, against {rank_count(scaling.ranks[0])}. {note}"
     return _table(f"times-{scaling.kind}", SCALING_TITLES[scaling.kind], "function", columns, rows, note)
 
 
@@ -167,7 +170,8 @@ def _loader_table(profile: Profile) -> list[ProfileTable]:
         _number_column("rate", "frames/s", "", "Frames of all ranks over the longest rank's step time."),
         _number_column("use", "utilisation", "%", "Mean over ranks and time, as in the picture."),
     )
-    return [_table("loaders", "Trainloaders", "trainloader", columns, rows)] if rows else []
+    note = "Times are means over all steps: a batch is waited for in few of them, which no median shows."
+    return [_table("loaders", "Trainloaders", "trainloader", columns, rows, note)] if rows else []
 
 
 def _memory_table(job: ProfileJob) -> ProfileTable:

@@ -6,7 +6,7 @@ file is named among its problems.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from speechdp.errors import ConfigError, RunError, printable
 from speechdp.files import cannot_be_read, why_no_folder
 from speechdp.json_input import parse_json
 from speechdp.jsonl import read_lines
-from speechdp.parallel.run_files import SCRIPT_ENDED, RunDirectory
+from speechdp.parallel.run_files import SCRIPT_ENDED, TUNED_NAME, WEIGHTS, RunDirectory
 from speechdp.report.runs.periods import read_periods
 from speechdp.report.runs.records import check_beside, files_of, number, read_object, words
 from speechdp.report.runs.results import SCRIPT, TRAINER, Estimate, Evaluation, RunResult, Sweep, WordErrors
@@ -277,6 +277,23 @@ def _find_word_errors(run_dir: Path, split: str, problems: list[str]) -> WordErr
     return _read_word_errors(found[0], problems) if found else None
 
 
+def _weights_text(record: Mapping[str, Any], run_dir: Path) -> str:
+    """Say what scores were weighted with as a run was decoded; "" where that was not recorded."""
+    tuned = record if isinstance(record.get("tuning"), dict) else read_object(run_dir / TUNED_NAME, []) or {}
+    used, chosen = _weights(record), _weights(tuned)
+    if used and used == chosen:
+        return f"scales chosen on {tuned['tuning'].get('split')}"
+    return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in used.items())
+
+
+def _weights(record: Mapping[str, Any]) -> dict[str, float]:
+    options = record.get("options")
+    if not isinstance(options, dict):
+        return {}
+    known = {name: number(options, name) for name in WEIGHTS}
+    return {name: value for name, value in known.items() if value is not None}
+
+
 def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
     record = read_object(path, problems)
     if record is None:
@@ -295,5 +312,6 @@ def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
         split=str(record.get("split", "")),
         grammar=str(record.get("grammar", "")),
         ser=None if ser is None else Estimate(ser, number(record, "ser_low"), number(record, "ser_high")),
+        weights=_weights_text(record, path.parent),
         **whole,
     )

@@ -195,7 +195,8 @@ class Estimate:
 class WordErrors:
     """The figures of wer-<split>.json; rates 0 to 1, `low` and `high` bound the 95 % interval.
 
-    `ser` is the share of the utterances with an error; older files do not have it.
+    `ser` is the share of the utterances with an error, `weights` says what scores were weighted with; older
+    files do not have them.
     """
 
     wer: float
@@ -208,6 +209,7 @@ class WordErrors:
     split: str
     grammar: str
     ser: Estimate | None = None
+    weights: str = ""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from speechdp.report.runs.results import RankTiming, RunResult
 
 #: Forward passes of the same model that differ by more show that the machine was not the same.
 TOLERANCE = 0.05
-#: Cores, as a share of one for each rank, by which other work must differ to be a cause: ranks whose
-#: strategy exchanges in the background slow down their own forward passes.
+#: Cores, as a share of one for each rank, that other work must take, or by which it must differ, to be a
+#: cause: ranks whose strategy exchanges in the background slow down their own forward passes.
 NOTABLE_LOAD = 0.05
 
 
@@ -71,6 +71,16 @@ def find_unsteadiness(runs: Iterable[RunResult]) -> Unsteadiness | None:
         if pair.excess > TOLERANCE and _is_from_outside(pair):
             pairs.append(pair)
     return max(pairs, key=lambda pair: pair.excess, default=None)
+
+
+def notable_load(run: RunResult) -> float:
+    """Return the cores of a run's busiest host that worked for others, mean; 0 where too few to matter."""
+    known = [
+        one.elsewhere
+        for one in _circumstances(run)
+        if one.elsewhere is not None and one.elsewhere > NOTABLE_LOAD * one.ranks_there
+    ]
+    return max(known, default=0.0)
 
 
 def _circumstances(run: RunResult) -> list[Circumstances]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
-from speechdp.report.kit.choice import accurate_enough, lacks_scores, splits_of
+from speechdp.report.kit.choice import accurate_enough, are_decoded_alike, lacks_scores, splits_of
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
 from speechdp.report.kit.speeds import (
@@ -21,7 +21,9 @@ from speechdp.report.kit.speeds import (
     times_text,
 )
 from speechdp.report.runs.derived import RunFigures
+from speechdp.report.runs.results import RunResult
 from speechdp.report.runs.samples import Samples
+from speechdp.report.runs.steadiness import notable_load
 from speechdp.report.sweep.cautions import find_cautions
 from speechdp.report.sweep.data_answer import data_advice, other_runs
 from speechdp.report.sweep.gain_answer import gain_sentence
@@ -72,6 +74,7 @@ def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> Sw
     raced = any_raced(comparable)
     chosen, alike = choose_fastest(eligible, _rate)
     details = _comparison(comparable, chosen, best, labels)
+    details.append(_slower_than_one(chosen))
     if chosen.run.model_period is None:
         details.append(_best_period(comparable, eligible, labels))
     warning = machine_warning((row.run for row in comparable), labels, ALL_BUT_SPEEDS if raced else SPEEDS)
@@ -82,7 +85,7 @@ def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> Sw
         "" if raced else warning,
         limit=_limit(chosen, labels),
         data=_data(rows, chosen, labels),
-        gain=gain_sentence(chosen.run, labels[chosen.run.name]),
+        gain=gain_sentence(chosen.run, labels[chosen.run.name], [row.run for row in rows]),
         chosen=chosen,
     )
 
@@ -138,7 +141,7 @@ def _without_comparison(
         return SweepAnswer(headline, cautions=cautions)
     fastest = max(timed, key=_rate)
     limit, data = _limit(fastest, labels), _data(rows, fastest, labels)
-    gain = gain_sentence(fastest.run, labels[fastest.run.name])
+    gain = gain_sentence(fastest.run, labels[fastest.run.name], [row.run for row in rows])
     return SweepAnswer(headline, cautions=cautions, limit=limit, data=data, gain=gain)
 
 
@@ -214,6 +217,15 @@ def _comparison(
     return sentences
 
 
+def _slower_than_one(chosen: RunFigures) -> str:
+    """Say so where several ranks are slower than one."""
+    if chosen.speedup is None or chosen.speedup >= 1 or chosen.run.size == 1:
+        return ""
+    if chosen.speedup_interval is not None and chosen.speedup_interval[1] >= 1:
+        return ""
+    return f"So {chosen.run.size} ranks are slower than one alone."
+
+
 def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], labels: dict[str, str]) -> str:
     """Say which period is the best where a run without one was chosen."""
     with_period = [row for row in rows if row.run.model_period is not None]
@@ -236,7 +248,7 @@ def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], lab
 
 def _awaits_decoding(row: RunFigures, rows: Sequence[RunFigures]) -> bool:
     """Return whether a row has no word errors yet where others have some, by which they are compared."""
-    return row.word_errors is None and len(splits_of(rows)) == 1
+    return row.word_errors is None and bool(splits_of(rows)) and are_decoded_alike(rows)
 
 
 def _limit(row: RunFigures, labels: dict[str, str]) -> str:
@@ -251,7 +263,7 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
     ]
     if lost.slower_compute is not None and row.run.size != 1:
         causes.append(
-            (lost.slower_compute, "computing slower than one rank does alone (shared cores or memory)")
+            (lost.slower_compute, f"computing slower than one rank does alone ({_sharing(row.run)})")
         )
     causes.sort(key=lambda cause: -cause[0])
     share, largest = causes[0]
@@ -268,6 +280,13 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
         f"What holds {labels[row.run.name]} back most is {largest}: {formatting.percent(share)} % of the "
         f"step time{_in_its_run(row)}. The other losses: {rest}.{_communication(row)}"
     )
+
+
+def _sharing(run: RunResult) -> str:
+    """Say what ranks share that makes them slower, and with whom."""
+    load = notable_load(run)
+    others = f", and other work that kept {load:.2g} cores busy" if load else ""
+    return f"shared cores or memory{others}"
 
 
 def _in_its_run(row: RunFigures) -> str:
@@ -328,12 +347,15 @@ def _speed(row: RunFigures, labels: dict[str, str] | None = None) -> str:
     """Say how fast a run is: beside the others by the race, if labels are given, and by itself."""
     ranks = "" if row.run.size is None else f" on {row.run.size} rank{'s' if row.run.size != 1 else ''}"
     text = f"{formatting.count(row.frames_per_s)} {row.run.kind.amount}/s{ranks}"
+    if row.raced is not None:
+        text += " in its run"
     if labels is not None and row.raced is not None and row.raced.baseline != row.run.name:
         text = f"{_short_speed(row, labels)}, {text}"
     if row.speedup is not None and row.run.size != 1:
         speedup = times_text(row.speedup, row.speedup_interval).replace(" ", "\u00a0")
         efficiency = formatting.percent(row.efficiency)
-        text += f" ({speedup} times one rank, efficiency {efficiency} %)"
+        raced = "" if row.speedup_interval is None else "in the race "
+        text += f" ({raced}{speedup} times one rank, efficiency {efficiency} %)"
     return text
 
 

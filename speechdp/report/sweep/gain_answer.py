@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from speechdp.errors import ConfigError
 from speechdp.report.kit import formatting
 from speechdp.report.runs.results import RunResult
@@ -14,11 +16,13 @@ _NOTABLE = 1.02
 _MOST_STEPS = 250_000
 
 
-def gain_sentence(run: RunResult, label: str) -> str:
+def gain_sentence(run: RunResult, label: str, others: Sequence[RunResult] = ()) -> str:
     """Return one sentence on what would help a run most; "" where its steps say nothing of that.
 
     Args:
         label: the run's name for people.
+        others: runs that the reader sees beside it.  Where one of them averages less often, what that brings
+            was measured, and no longer period is proposed.
     """
     if run.status != "complete" or run.timing is None:
         return ""
@@ -28,15 +32,30 @@ def gain_sentence(run: RunResult, label: str) -> str:
         measured = measured_run(run)
     except ConfigError:  # of an older run, or of a short one: there are no steps to change anything in
         return ""
-    notable = [gain for gain in gains_of(measured) if gain.times.low >= _NOTABLE]
+    was_tried = any(_averages_less(other, run) for other in others)
+    notable = [
+        gain
+        for gain in gains_of(measured)
+        if gain.times.low >= _NOTABLE and not (was_tried and gain.averages_less)
+    ]
     if not notable:
         return ""
     first, *rest = notable
-    others = "".join(f"; {gain.change}, {_times(gain)}" for gain in rest)
+    more = "".join(f"; {gain.change}, {_times(gain)}" for gain in rest)
     return (
         f"What would help {label} most, by the model of speechdp simulate (time alone, not accuracy): "
-        f"{first.change} it would be {_times(first)} as fast{others}."
+        f"{first.change} it would be {_times(first)} as fast{more}."
     )
+
+
+def _averages_less(other: RunResult, run: RunResult) -> bool:
+    """Return whether a run averages less often than another, or at times that cannot be compared."""
+    theirs, own = other.model_period, run.model_period
+    if theirs is None or own is None:
+        return theirs is not None
+    if theirs.isdecimal() and own.isdecimal():
+        return int(theirs) > int(own)
+    return theirs != own
 
 
 def _times(gain: Gain) -> str:

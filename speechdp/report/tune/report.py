@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 
 from speechdp.counting import counted
 from speechdp.experiments.race.shown import ShownRaces, read_races
+from speechdp.experiments.tune.jobs import MEASURED
 from speechdp.experiments.tune.plan import Finish
 from speechdp.experiments.tune.record import RUNS, BackendRecord, SettingRecord, TuneRecord, read_tune
 from speechdp.report.kit import formatting, theme
@@ -23,11 +24,14 @@ from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text, wi
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.records import words
 from speechdp.report.runs.results import RunResult
+from speechdp.report.runs.steadiness import notable_load
 
 FOLDER = "tune"
 _SIZE = (7.6, 4.2)
 #: Columns of a terminal that holds a setting on one line.
 _WIDE = 120
+#: By which factor a raced speed lies beyond an interval that is called wrong: a race scatters, too.
+_OFF = 1.1
 #: Settings that the page shows elsewhere, or that say nothing to a reader.
 _UNSHOWN = ("data", "strategies", "backends")
 
@@ -39,11 +43,13 @@ class Search:
     Attributes:
         runs: of each setting that was trained, by seed.
         races: that of the search, unless none was held yet or a script's runs have raced.
+        load: cores that worked for others as the back-end that was chosen was measured; 0: too few to matter.
     """
 
     record: TuneRecord
     runs: Mapping[str, tuple[RunResult, ...]]
     races: ShownRaces = field(default_factory=ShownRaces)
+    load: float = 0.0
 
     @property
     def terms(self) -> Terms:
@@ -63,7 +69,10 @@ def read_search(out: Path) -> Search:
         )
         for one in record.tried
     }
-    return Search(record, {name: found for name, found in runs.items() if found}, read_races(out))
+    measured = [read_run(run) for run in sorted((out / MEASURED).glob(f"{record.backend}-*"))]
+    load = max(map(notable_load, measured), default=0.0)
+    runs = {name: found for name, found in runs.items() if found}
+    return Search(record, runs, read_races(out), load)
 
 
 def write_search(out: Path) -> WrittenReport:
@@ -112,23 +121,23 @@ def find_answer(search: Search) -> Answer:
     best = record.of(record.chosen)
     if record.completed and not best.times_s:
         speed = best.frames_per_s or best.predicted
-        headline = f"{formatting.capital(_label(best))}: all other settings are ruled out by their speed."
+        headline = f"{best.name}: all other settings are ruled out by their speed."
         return Answer(headline, (f"It trains at {formatting.count(speed)} {terms.amount}/s.",))
     if not best.times_s:
         shown = f"{formatting.count(best.frames_per_s)} {terms.amount}/s"
         cautions = ["The search is not over: the same command goes on with it."]
         if not best.rungs:
             cautions.insert(0, "It was chosen by its speed alone: how well settings learn was not seen yet.")
-        headline = f"{'Best' if best.rungs else 'Fastest'} so far: {_label(best)}, at {shown}."
+        headline = f"{'Best' if best.rungs else 'Fastest'} so far: {best.name}, at {shown}."
         return Answer(headline, (), tuple(cautions))
     end = Finish(best.times_s, best.scores)
     assert record.target is not None
     target = terms.with_unit(record.target)
     if end.mean_s == float("inf"):
-        headline = f"No setting reaches {target}; {_label(best)} comes closest."
+        headline = f"No setting reaches {target}; {best.name} comes closest."
     else:
         reaches = "reaches" if record.seen_s is None else "is expected to reach"
-        headline = f"{formatting.capital(_label(best))} {reaches} {target} soonest: {_range_text(end)}."
+        headline = f"{best.name} {reaches} {target} soonest: {_range_text(end)}."
     details = [
         *_expected_text(record),
         f"It trains at {formatting.count(best.frames_per_s)} {terms.amount}/s with back-end {record.backend}"
@@ -136,22 +145,37 @@ def find_answer(search: Search) -> Answer:
     ]
     for one in record.tried:
         if one.name != record.chosen and one.times_s:
-            details.append(
-                f"{formatting.capital(_label(one))}: {_range_text(Finish(one.times_s, one.scores))}."
-            )
+            details.append(f"{one.name}: {_range_text(Finish(one.times_s, one.scores))}.")
     if record.untold:
-        names = ", ".join(_label(record.of(name)) for name in record.untold)
-        cautions.insert(
-            0, f"{formatting.capital(names)} cannot be told from it by so few seeds and so short a race."
-        )
+        names = ", ".join(record.untold)
+        cautions.insert(0, f"{names} cannot be told from it by so few seeds and so short a race.")
     if len(best.times_s) < 2:
         cautions.insert(0, "There was one seed: which differences are chance is not known.")
+    cautions += filter(None, [_mispredicted(search)])
     ruled_out = sum(bool(one.out_in) for one in record.tried)
     details.append(
         f"{counted(len(record.tried), 'setting')} were tried, {ruled_out} of them ruled out before the end, "
         f"in {formatting.seconds(record.spent_s)}."
     )
     return Answer(headline, tuple(details), tuple(cautions))
+
+
+def _mispredicted(search: Search) -> str:
+    """Say where most settings were raced at other speeds than were predicted; "" where they were not."""
+    both = [
+        (one.frames_per_s, one.predicted_low, one.predicted_high)
+        for one in search.record.tried
+        if one.frames_per_s is not None and one.predicted_low is not None and one.predicted_high is not None
+    ]
+    off = [speed for speed, low, high in both if not low / _OFF <= speed <= high * _OFF]
+    if 2 * len(off) <= len(both):
+        return ""
+    why = f" (as it was measured, {search.load:.2g} cores were busy with other work)" if search.load else ""
+    return (
+        f"The predictions were off: {len(off)} of {len(both)} settings were raced at speeds far outside "
+        f"their intervals{why}. What was ruled out by prediction, and which back-end was chosen, rests on them: to "
+        "be sure, search again in another folder, while nothing else runs there."
+    )
 
 
 def make_table(search: Search, marks: Mapping[str, object]) -> ShownTable[SettingRecord]:
@@ -162,7 +186,7 @@ def make_table(search: Search, marks: Mapping[str, object]) -> ShownTable[Settin
     rows = [
         (
             RowHead(
-                _label(one),
+                one.name,
                 mark=marks.get(one.name),  # type: ignore[arg-type]
                 is_pale=bool(one.out_in),
                 is_chosen=one.name == record.chosen,
@@ -317,11 +341,6 @@ def _ratio_text(one: SettingRecord) -> str:
 
 def _why(one: SettingRecord) -> str:
     return f"{one.out_in}: {one.why}" if one.out_in else one.why
-
-
-def _label(one: SettingRecord) -> str:
-    name = one.strategy
-    return f"{name}, batch {one.batch_size}" if one.batch_size else name
 
 
 def _backend_text(one: BackendRecord) -> str:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from speechdp.cli.sweep import SweepCommand
 from speechdp.comm.background import ExchangeThread
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
-from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.dataset import FLAT, Dataset
 from speechdp.decode.results import has_word_errors, wer_path
 from speechdp.errors import ConfigError, DivergedError, RunError, SpeechDPError
 from speechdp.experiments.race.plan import RaceOptions
@@ -74,6 +75,30 @@ def test_a_run_that_diverges_ends_no_other_and_is_shown(
     record = json.loads((tmp_path / "sweep.json").read_text())
     assert record["runs"] == ["model_averaging-2", "model_averaging-4"] and record["completed"] is True
     assert record["ranks"] == 1 and "failed" not in record
+
+
+@pytest.mark.parametrize("alignment", [FLAT, "exact"])
+def test_one_rank_and_targets_that_are_only_spread_are_told_of_first(
+    dataset: Dataset, tmp_path: Path, alignment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        "speechdp.experiments.sweep.training.run_sweep", lambda *given: said.append("runs") or 0
+    )
+    monkeypatch.setattr("speechdp.cli.report.print_report", lambda *given: None)
+
+    class Noting(SilentReporter):
+        def notice(self, text: str) -> None:
+            said.append(text)
+
+    data = Dataset.open(dataset.path)
+    data.alignment = alignment
+    alone = Session(data, SerialCommunicator(), torch.device("cpu"), Noting())
+    command = SweepCommand(data.path, tmp_path, OPTIONS, "1,2", reference="", decode_split="", race=0)
+    assert command._on_rank(alone) == 0
+    *spread, on_one, runs = said
+    assert "speechdp launch -np 2 -- sweep" in on_one and runs == "runs"
+    assert len(spread) == (alignment == FLAT) and all("only spread each transcript" in one for one in spread)
 
 
 @pytest.mark.parametrize("failing", [[0, 1], [1], [0]])

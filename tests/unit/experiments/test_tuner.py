@@ -321,6 +321,21 @@ def test_a_setting_that_is_about_to_lead_is_chosen(tmp_path: Path) -> None:
     assert later.chosen == SHORT
 
 
+def test_predictions_that_the_race_refutes_are_told_of(tmp_path: Path) -> None:
+    def cautions(name: str, factor: float, load: float = 0.0) -> str:
+        record = search(tmp_path / name, Jobs(tmp_path / name, factors={"mpi": factor}))
+        return " ".join(find_answer(Search(record, {}, load=load)).cautions)
+
+    assert "The predictions were off" not in cautions("right", 1.0)
+    off = cautions("slow", 0.7)
+    assert (
+        "The predictions were off: 3 of 3 settings were raced at speeds far outside their intervals. What"
+        in off
+    )
+    busy = cautions("busy", 0.7, load=0.98)
+    assert "intervals (as it was measured, 0.98 cores were busy with other work). What was ruled out" in busy
+
+
 @pytest.mark.parametrize("target", [0.9, math.nan, math.inf])
 def test_a_target_that_no_model_reaches_is_refused_before_anything_else(target: float) -> None:
     with pytest.raises(ConfigError, match=f"--target {target:g}: "):

@@ -23,6 +23,7 @@ from speechdp.experiments.profile.derived import (
 from speechdp.experiments.profile.measured import MeasuredMemory, Memory
 from speechdp.experiments.profile.record import STRONG, WEAK, Profile, read_profile
 from speechdp.report.kit.formatting import MISSING
+from speechdp.report.profile import loading_answer
 from speechdp.report.profile.answer import find_answer
 from speechdp.report.profile.table import make_tables
 from tests.helpers.profile_checks import answer_of, job_of_one_step, recorded_seconds, small_profile
@@ -128,6 +129,16 @@ def test_modules_alone_have_no_whole_step_in_the_cautions(tmp_path: Path) -> Non
     only = replace(profile, jobs=tuple(alone))
     (caution,) = (c for c in find_answer(only, all_scalings(only)).cautions if "far above" in c)
     assert "differ. Decoder alone: 14" in caution and "% on 2 ranks." in caution and "whole" not in caution
+
+
+def test_what_waiting_does_not_explain_is_no_merit_of_a_trainloader(realistic: Path) -> None:
+    profile = read_profile(realistic)
+    blocking, pooled = (make_loading(profile.of_kind(kind)[-1], 3) for kind in ("blocking", "pooled"))
+    explained = (1 - pooled.share) / (1 - blocking.share)
+    for factor in (1.0, 1.2):
+        faster = replace(pooled, frames_per_s=factor * explained * blocking.frames_per_s)
+        text = loading_answer._blocking(blocking, faster)
+        assert (f"less waiting explains {explained:.2f} times, and the rest" in text) == (factor > 1)
 
 
 @pytest.mark.parametrize(("steps", "verdict"), [(64, False), (65, True)])

@@ -197,7 +197,8 @@ def test_a_sweep_is_ranked_by_its_race(tmp_path: Path) -> None:
     """The runs themselves say that period 4 is slower than period 16; the race says the reverse."""
     answer = raced_report(tmp_path, {**SPEEDS, "model_averaging-4": 1.5}).answer
     assert answer[0].startswith("Period 4 is the fastest setting that keeps the accuracy: 1.")
-    assert "times the speed of gradient averaging, 19,800 frames/s on 2 ranks (2.1" in answer[0]
+    assert "times the speed of gradient averaging, 19,800 frames/s on 2 ranks in its run " in answer[0]
+    assert "(in the race 2.1" in answer[0]
     assert not any("cannot be told apart" in sentence for sentence in answer)
 
 

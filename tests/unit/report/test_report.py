@@ -92,6 +92,69 @@ def test_a_run_that_is_not_decoded_yet_is_not_called_less_accurate(tmp_path: Pat
     assert answer.details[-1] == "No averaging period that has been decoded keeps the accuracy."
 
 
+def _decode_otherwise(run: Path, *, acoustic_scale: float, tuned_on: str = "") -> None:
+    path = run / "wer-test.json"
+    record = json.loads(path.read_text())
+    record["options"] = {"acoustic_scale": acoustic_scale, "prior_scale": 1.0, "beam": 16.0}
+    if tuned_on:
+        record["tuning"] = {"split": tuned_on}
+        (run / "tuned.json").write_text(json.dumps(record))
+    path.write_text(json.dumps(record))
+
+
+def test_word_errors_with_other_weights_of_the_scores_are_not_compared(tmp_path: Path) -> None:
+    runs = [
+        MadeUpRun("exact", period="1", frames_per_s=10.0, wer=(0.01, 0.005, 0.015)),
+        MadeUpRun("worse", period="4", frames_per_s=20.0, wer=(0.02, 0.016, 0.025)),
+    ]
+    sweep = write_sweep(tmp_path / "sweep", runs)
+
+    def answer() -> SweepAnswer:
+        return find_answer(sweep_figures(read_sweep(sweep), None))
+
+    for name in ("exact", "worse"):
+        _decode_otherwise(sweep / name, acoustic_scale=1.0)
+    fixed = answer()
+    assert fixed.chosen is not None and fixed.chosen.run.name == "exact"
+    assert not any("decoded alike" in text for text in fixed.cautions)
+    _decode_otherwise(sweep / "exact", acoustic_scale=0.4, tuned_on="dev")
+    mixed = answer()
+    assert mixed.chosen is not None and mixed.chosen.run.name == "worse"
+    assert (
+        "The runs were not decoded alike (period 1 with scales chosen on dev; period 4 with acoustic scale "
+        "1, prior scale 1), so the word error rate played no part in the choice: decode all of them in the "
+        "same way."
+    ) in mixed.cautions
+    # Values may differ that were chosen in the same way; a later decoding takes what was chosen before.
+    _decode_otherwise(sweep / "worse", acoustic_scale=0.6, tuned_on="dev")
+    record = json.loads((sweep / "worse" / "wer-test.json").read_text())
+    del record["tuning"]
+    (sweep / "worse" / "wer-test.json").write_text(json.dumps(record))
+    tuned = answer()
+    assert tuned.chosen is not None and tuned.chosen.run.name == "exact"
+
+
+def test_work_of_others_is_named_beside_what_ranks_share(tmp_path: Path) -> None:
+    alone = MadeUpRun("one-rank", "gradient_averaging", None, size=1, frames_per_s=30_000.0, wer=None)
+    spans = (0.01, 0.0, 0.38, 0.56, 0.02, 0.03)
+    quiet, busy = (MadeUpRun("p4", period="4", others=others, spans=spans) for others in (0.05, 0.9))
+    said = [_answer(tmp_path / name, [alone, run]).limit for name, run in (("a", quiet), ("b", busy))]
+    assert "does alone (shared cores or memory):" in said[0]
+    assert "(shared cores or memory, and other work that kept 0.9 cores busy):" in said[1]
+
+
+def test_ranks_that_are_slower_than_one_are_called_so(tmp_path: Path) -> None:
+    alone = MadeUpRun("one-rank", "gradient_averaging", None, size=1, frames_per_s=30_000.0, wer=None)
+    for rate, is_slower in ((20_000.0, True), (40_000.0, False)):
+        runs = [
+            alone,
+            MadeUpRun("p4", period="4", frames_per_s=rate),
+            MadeUpRun("p8", period="8", frames_per_s=5.0),
+        ]
+        said = "So 2 ranks are slower than one alone." in _answer(tmp_path / f"{rate}", runs).details
+        assert said is is_slower
+
+
 def test_many_evaluations_make_a_curve_of_some_hundred_points_and_no_dots(tmp_path: Path) -> None:
     def page(name: str, evaluations: int) -> str:
         runs = [MadeUpRun("p4", period="4", num_evaluations=evaluations), MadeUpRun("p8", period="8")]

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from speechdp.cli.main import run as speechdp
-from speechdp.report.runs.folders import read_sweep
+from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.simulation.report import TIME_ONLY
 from speechdp.report.simulation.table import hours_text
+from speechdp.report.sweep.gain_answer import gain_sentence
 from speechdp.simulation import fit
 from tests.helpers.measured_runs import MadeUpSteps
 from tests.helpers.page_reader import PageReader
@@ -184,6 +185,19 @@ def test_a_report_says_what_would_help_most(
     assert "without waiting for data, 1.10 [1.10, 1.10] times" in sentence
     assert "differences" not in sentence  # its ranks are alike
     assert "not accuracy" in sentence
+
+
+def test_a_longer_period_is_proposed_where_none_was_tried(tmp_path: Path) -> None:
+    def told(name: str, *periods: int) -> str:
+        for period in periods:
+            steps = MadeUpSteps(["node-a"] * 2, f"model_averaging:period={period}", exchange_s=0.1)
+            steps.write(tmp_path / name, f"p{period}")
+        runs = [read_run(tmp_path / name / f"p{period}") for period in periods]
+        return gain_sentence(runs[0], "it", runs)
+
+    assert "with period 4, " in told("one", 1)
+    assert "What would help it most" in told("two", 1, 2) and "with period" not in told("again", 1, 2)
+    assert "with period 8, " in told("shorter", 2, 1)
 
 
 def test_a_damaged_timeline_is_no_reason_to_report_nothing(

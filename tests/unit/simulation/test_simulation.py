@@ -605,10 +605,23 @@ def test_what_goes_beyond_the_measured_is_said_with_both_numbers() -> None:
 
 def test_a_bandwidth_that_has_no_effect_for_want_of_one_inside_is_told() -> None:
     run = MadeUpSteps(["a", "a"], "model_averaging:period=1").measured()
-    (said,) = simulate([run], Request((4,), 2, GivenLink(1e12, 1e-6))).assumptions
+    request = Request((4,), 2, GivenLink(1e12, 1e-6), strategies=(run.strategy,))
+    (said,) = simulate([run], request).assumptions
     assert "give --intra-bandwidth" in said
-    request = Request((4,), 2, GivenLink(1e12, 1e-6), GivenLink(1e13))
-    assert simulate([run], request).assumptions == ()
+    assert simulate([run], replace(request, within=GivenLink(1e13))).assumptions == ()
+
+
+def test_gradients_in_one_piece_explain_two_rows_that_are_alike() -> None:
+    run = MadeUpSteps(["a", "a"], "model_averaging:period=1").measured()
+
+    def said(*texts: str, periods: tuple[int, ...] = (1, 4)) -> bool:
+        request = Request((2,), strategies=tuple(map(StrategyChoice, texts)), periods=periods)
+        return any("are one piece" in one for one in simulate([run], request).assumptions)
+
+    assert said("gradient_averaging", "model_averaging")
+    assert not said("gradient_averaging", "model_averaging", periods=(4,))
+    assert not said("gradient_averaging") and not said("model_averaging")
+    assert not said(f"gradient_averaging:bucket_mib={run.nbytes / 3 / 2**20}", "model_averaging")
 
 
 def test_a_period_that_a_strategy_cannot_use_is_named() -> None:

@@ -38,7 +38,7 @@ TAGS = {
 
 def metrics(step: int, loss: float = 2.0) -> Metrics:
     held_out = {"log_prob": -2.5, "frame_accuracy": 0.5, "frame_accuracy_no_silence": 0.4}
-    return Metrics(step / 6, step, 100 * step, 1.0, loss, 0.1, held_out, 100)
+    return Metrics(step / 6, step, 100 * step, 1.0, loss, 0.1, held_out, 100, frames_per_s=7.0 * step)
 
 
 def shown(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -68,6 +68,7 @@ def test_a_later_start_takes_the_place_of_what_it_does_again(
                 scalars.add(metrics(step, loss=float(start)))
     assert notices == [] and set(shown(tmp_path)) == TAGS
     assert shown(tmp_path)["train/loss"] == [(6, 0.0), (12, 2.0), (18, 2.0)]
+    assert shown(tmp_path)["train/frames_per_s"] == [(6, 42.0), (12, 84.0), (18, 126.0)]
 
 
 class DeliberateError(Exception):

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,13 @@ from speechdp.ownership.overwrite import RUN, check_overwrite
 from speechdp.parallel import stop
 from speechdp.parallel.loss_scale import LEAST_SCALE
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.run_files import Metrics
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Paused, Stopped
 from speechdp.report.runs.folders import read_run
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import FrameScores, LossSum
+from speechdp.tasks.metrics import Metric
 from speechdp.testing import make_replica
 from speechdp.train import build
 from speechdp.train.build import build_trainer, open_loader
@@ -65,6 +67,29 @@ STEPS_AN_EPOCH = 6
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return write_tiny_data(tmp_path_factory.mktemp("trainer") / "data")
+
+
+def test_the_speed_of_an_evaluation_is_that_since_the_one_before(dataset: Dataset, tmp_path: Path) -> None:
+    seen: list[Metrics] = []
+
+    class Watching(SilentReporter):
+        def evaluated(self, metrics: Metrics, held_out: Sequence[Metric]) -> None:
+            seen.append(metrics)
+
+    session = Session(dataset, ALONE, CPU, Watching())
+    options = dataclasses.replace(OPTIONS, epochs=4)
+    with pytest.raises(Paused):  # the next start counts from its checkpoint
+        paused = dataclasses.replace(session, pause_at=2 * STEPS_AN_EPOCH)
+        train_run(paused, options, tmp_path / "run")
+    train_run(session, options, tmp_path / "run", resume=True)
+    before = [(0, 0.0), *((one.frames, one.time_s) for one in seen[:-1])]
+    counted = [
+        one.frames_per_s * (one.time_s - time_s) / (one.frames - frames)
+        for one, (frames, time_s) in zip(seen, before, strict=True)
+    ]
+    assert len(seen) == 4 and [counted[place] for place in (0, 1, 3)] == pytest.approx([1.0] * 3)
+    assert counted[2] >= 1.0  # what passed between the evaluation and the checkpoint does not count
+    assert "frames_per_s" not in evaluations(tmp_path / "run")[-1]  # it differs from run to run
 
 
 class AtStep(SilentReporter):
