@@ -173,8 +173,8 @@ def _mispredicted(search: Search) -> str:
     why = f" (as it was measured, {search.load:.2g} cores were busy with other work)" if search.load else ""
     return (
         f"The predictions were off: {len(off)} of {len(both)} settings were raced at speeds far outside "
-        f"their intervals{why}. What was ruled out by prediction, and which back-end was chosen, rests on them: to "
-        "be sure, search again in another folder, while nothing else runs there."
+        f"their intervals{why}. What was ruled out by prediction, and which back-end was chosen, rests on "
+        "them: to be sure, search again in another folder, while nothing else runs there."
     )
 
 
