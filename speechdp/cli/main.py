@@ -242,7 +242,10 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     if of_script:
         given, hidden["script_arguments"] = _split_script_arguments(given)
     elif command.script_class_name and "--" in given:
-        raise ConfigError("after -- stand a script's own arguments, and there is no --script: leave -- out")
+        raise ConfigError(
+            "after -- stand a script's own arguments, and there is no --script: give --script SCRIPT before "
+            "--, or leave -- out"
+        )
     _refuse_empty(given)
     # Only the module that is needed: `speechdp --help` must not wait for torch.
     module = importlib.import_module(f"speechdp.cli.{command.module}")

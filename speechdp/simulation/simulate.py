@@ -85,8 +85,8 @@ class Simulation:
     Attributes:
         runs: that steps were drawn from.
         predictions: by strategy, period, and number of ranks, in this order.
-        assumptions: what is to be said of the runs, what was neither measured nor given, and how far beyond
-            what was measured the predictions go, a sentence or two each.
+        assumptions: what is to be said of the runs, what was neither measured nor given, how far beyond
+            what was measured the predictions go, and why rows are alike, a sentence or two each.
         refusals: why strategies cannot train on the most ranks, in their words.
     """
 
@@ -181,11 +181,11 @@ def exchanges_of(request: Request, model: Model) -> list[tuple[StrategyChoice, E
 
 def _in_one_piece(exchanges: Sequence[tuple[StrategyChoice, Exchange]]) -> tuple[str, ...]:
     """Say why gradient averaging takes as long as averages of parameters at every step, where it does."""
-    whole = [
-        one for choice, one in exchanges if choice.name == "gradient_averaging" and len(one.buckets) == 1
-    ]
-    others = [one for choice, one in exchanges if choice.name == "model_averaging" and one.period == 1]
-    if not whole or not others:
+    gradients = [one for choice, one in exchanges if choice.name == "gradient_averaging"]
+    averages = [one for choice, one in exchanges if choice.name == "model_averaging" and one.rounds == 0]
+    # Without its pieces an exchange is one of the whole vector, when all have computed.
+    whole = [replace(one, buckets=(), nbytes_between=0.0) for one in gradients if len(one.buckets) == 1]
+    if not any(one in averages for one in whole):
         return ()
     return (
         "The model's gradients are one piece (bucket_mib), which is sent when backward is over: nothing of "

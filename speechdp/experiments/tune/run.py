@@ -445,9 +445,9 @@ class Tuner:
     def _nothing_trained(self, rung: RungRecord) -> str:
         """Return what to say and do where no setting has come through a rung."""
         legs = [_Leg(name, self._request.seeds[0], 0.0, rung.seconds) for name in rung.settings]
-        remedy = "the same command tries again"
-        if all(map(self._has_trained, legs)):  # nothing is left to be tried
-            remedy = "change what is trained (a smaller learning rate?), and give another folder"
+        remedy = "the same command tries again; other options need another folder"
+        if all(map(self._has_trained, legs)):
+            remedy = "the same command would find no more: correct what is trained, and give another folder"
         return (
             f"{self._request.out}: no setting could be trained: {rung.settings[0]}: "
             f"{self._record.of(rung.settings[0]).why}; their output is in "
@@ -726,8 +726,8 @@ class Tuner:
         has_trained = self._has_trained(leg)
         curve = tried if isinstance(tried, str) and not has_trained else self._scored(leg)
         if isinstance(curve, str):
-            if has_trained:  # and has diverged: so it would again
-                return curve
+            if has_trained:  # no job would go on with it
+                return tried if isinstance(tried, str) else curve
             # A rank may have been lost: that is no fault of the setting.
             self._say(f"halving: {leg.name} failed and is tried once more: {curve}")
             step = self._step(leg)

@@ -92,7 +92,8 @@ class TunedScript(TunedJobs):
         found: dict[str, list[_Turn]] = {one.name: [] for one in settings}
         left_out: dict[str, str] = {}
         for number, order in enumerate(order_of_rounds(len(settings), rounds, self._seeds[0])[1:], start=1):
-            self._say(f"race: {counted(len(settings), 'setting')}, round {number} of {rounds}")
+            left = counted(len(settings) - len(left_out), "setting")
+            self._say(f"race: {left}, round {number} of {rounds}")
             for setting in (settings[index] for index in order if settings[index].name not in left_out):
                 folder = self._out / FOLDER / f"{readable_name(setting.strategy)}-{number}"
                 turn = self._take_turn(folder, setting, backend, steps[setting])

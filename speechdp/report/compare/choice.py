@@ -12,9 +12,15 @@ from speechdp.report.compare.groups import ComparedRun, Group
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
-from speechdp.report.kit.choice import accurate_enough, decoding_caution, lacks_scores, several_tasks
+from speechdp.report.kit.choice import (
+    accurate_enough,
+    lacks_scores,
+    several_tasks,
+    undecoded_caution,
+    unlike_caution,
+)
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
-from speechdp.report.kit.speeds import any_raced, choose_fastest, ratio_text, speed_phrase
+from speechdp.report.kit.speeds import any_raced, choose_fastest, is_surely_slower, ratio_text, speed_phrase
 
 #: Seeds that a claim needs.
 CLAIM_SEEDS = 3
@@ -99,6 +105,11 @@ def _times_one_rank(group: Group, one_rank: Group) -> float:
     if group.raced is not None and group.alone is not None:
         return group.raced.over(group.alone).ratio
     return _speed(group) / _speed(one_rank)
+
+
+def _is_slower_than_one_rank(group: Group, one_rank: Group) -> bool:
+    raced = None if group.raced is None or group.alone is None else group.raced.over(group.alone)
+    return is_surely_slower(_times_one_rank(group, one_rank), None if raced is None else raced.interval)
 
 
 def _is_like_one_rank(group: Group) -> bool:
@@ -220,7 +231,7 @@ def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Gro
     elif len(rows) > 1:
         text += f", the {terms.best} on {fastest.ranks} ranks"
     sentences = [f"{text}."]
-    if one_rank is not None and _times_one_rank(fastest, one_rank) < 1 and not _is_like_one_rank(fastest):
+    if one_rank is not None and _is_slower_than_one_rank(fastest, one_rank):
         sentences.append(f"So {fastest.ranks} ranks are slower than one alone.")
     return sentences
 
@@ -288,12 +299,19 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
         notes.append(note)
     elif groups and group_terms(groups).task.decodes:
         rows = [group for group in groups if group.mode == FRAMES and group.score is not None]
-        rows = rows or list(groups)
-        labels = [
-            group.label if group.ranks == 1 else f"{group.label} on {group.ranks} ranks" for group in rows
-        ]
-        notes.append(decoding_caution(rows, labels))
+        notes += _decoding(rows or list(groups))
     return tuple(filter(None, notes))
+
+
+def _decoding(rows: Sequence[Group]) -> list[str]:
+    """Say what part word errors played in the choices, each of which is among rows on as many ranks."""
+    labels = {
+        id(group): group.label if group.ranks == 1 else f"{group.label} on {group.ranks} ranks"
+        for group in rows
+    }
+    sizes = {group.ranks: [other for other in rows if other.ranks == group.ranks] for group in rows}
+    unlike = [unlike_caution(of, [labels[id(group)] for group in of]) for of in sizes.values()]
+    return list(filter(None, unlike)) or [undecoded_caution(rows, list(labels.values()))]
 
 
 def _title(run: ComparedRun) -> str:

@@ -230,7 +230,7 @@ def _mean_errors(errors: Sequence[WordErrors | None]) -> WordErrors | None:
     known = [item for item in errors if item is not None]
     if not known or len({item.split for item in known}) > 1:
         return None
-    weights = dict.fromkeys(item.weights for item in known)
+    weights, chosen_on = ({getattr(item, name): 0 for item in known} for name in ("weights", "chosen_on"))
     low, high = (Spread.of(getattr(item, name) for item in known) for name in ("low", "high"))
     return WordErrors(
         wer=statistics.fmean(item.wer for item in known),
@@ -243,4 +243,5 @@ def _mean_errors(errors: Sequence[WordErrors | None]) -> WordErrors | None:
         split=known[0].split,
         grammar=known[0].grammar,
         weights=" or ".join(filter(None, weights)),
+        chosen_on="" if len(chosen_on) > 1 else next(iter(chosen_on)),
     )

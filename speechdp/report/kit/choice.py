@@ -70,37 +70,44 @@ def splits_of(rows: Sequence[Accuracy]) -> list[str]:
 
 
 def are_decoded_alike(rows: Sequence[Accuracy]) -> bool:
-    """Say whether the word errors of these rows can be compared, as far as they have any."""
-    return len(splits_of(rows)) <= 1 and len(_weights_of(rows)) <= 1
+    """Say whether the word errors of these rows can be compared, as far as they have any.
+
+    They can on the same split, with the same weights of the scores or with weights that were chosen alike.
+    """
+    known = [row.word_errors for row in rows if row.word_errors is not None and row.word_errors.weights]
+    chosen_alike = len({errors.chosen_on for errors in known}) == 1 and all(e.chosen_on for e in known)
+    weighted_alike = len({errors.weights for errors in known}) <= 1
+    return len(splits_of(rows)) <= 1 and (chosen_alike or weighted_alike)
 
 
-def _weights_of(rows: Sequence[Accuracy]) -> list[str]:
-    known = (row.word_errors.weights for row in rows if row.word_errors is not None)
-    return list(dict.fromkeys(filter(None, known)))
-
-
-def decoding_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
-    """Say what part word errors played in a choice among rows, one label each; "": that of the rule."""
-    without = [label for row, label in zip(rows, labels, strict=True) if row.word_errors is None]
+def unlike_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
+    """Say why word errors played no part in a choice among rows, one label each; "" where they are alike."""
+    if are_decoded_alike(rows):
+        return ""
     splits = splits_of(rows)
-    if not splits:
-        return "No run was decoded: the word error rate played no part in the choice."
     if len(splits) > 1:
         return (
             f"The runs were decoded on different splits ({', '.join(splits)}), so the word error rate played "
             "no part in the choice."
         )
-    weights = _weights_of(rows)
-    if len(weights) > 1:
-        named: dict[str, list[str]] = {text: [] for text in weights}
-        for row, label in zip(rows, labels, strict=True):
-            if row.word_errors is not None and row.word_errors.weights:
-                named[row.word_errors.weights].append(label)
-        told = "; ".join(f"{', '.join(of)} with {text}" for text, of in named.items())
-        return (
-            f"The runs were not decoded alike ({told}), so the word error rate played no part in the choice: "
-            "decode all of them in the same way."
-        )
+    named: dict[str, list[str]] = {}
+    for row, label in zip(rows, labels, strict=True):
+        errors = row.word_errors
+        if errors is not None and errors.weights:
+            how = f"weights chosen on {errors.chosen_on}" if errors.chosen_on else errors.weights
+            named.setdefault(how, []).append(label)
+    told = "; ".join(f"{', '.join(of)} with {how}" for how, of in named.items())
+    return (
+        f"The runs were not decoded alike ({told}), so the word error rate played no part in the choice: "
+        "decode all of them in the same way."
+    )
+
+
+def undecoded_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
+    """Say which rows, one label each, could not be chosen since they are not decoded; "" where all are."""
+    if not splits_of(rows):
+        return "No run was decoded: the word error rate played no part in the choice."
+    without = [label for row, label in zip(rows, labels, strict=True) if row.word_errors is None]
     return f"Not eligible, because not decoded: {', '.join(without)}." if without else ""
 
 

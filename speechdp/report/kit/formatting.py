@@ -73,9 +73,8 @@ def megabytes(value: float | None) -> str:
 
 
 def capital(text: str) -> str:
-    """Upper-case the first letter of a label, but leave names of folders and strategies as they are."""
-    first, space, _ = text.partition(" ")
-    return text[:1].upper() + text[1:] if space and not set("_:=") & set(first) else text
+    """Upper-case the first letter of a label, but leave folder names as they are."""
+    return text[:1].upper() + text[1:] if " " in text else text
 
 
 def word_errors(value: WordErrors | None) -> str:

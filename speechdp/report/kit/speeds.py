@@ -10,6 +10,9 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.tables import Column
 from speechdp.report.runs.raced import RacedSpeed
 
+#: By which share speeds of runs differ although nothing else does.
+_BY_CHANCE = 0.05
+
 
 class Raced(Protocol):
     """What is compared."""
@@ -96,6 +99,13 @@ def times_text(ratio: float | None, interval: tuple[float, float] | None) -> str
         return formatting.times(ratio)
     low, high = map(formatting.times, interval)
     return f"{formatting.times(ratio)} [{low}, {high}]"
+
+
+def is_surely_slower(times: float | None, interval: tuple[float, float] | None) -> bool:
+    """Return whether a speed is below another: by the interval of its ratio, else by more than by chance."""
+    if times is None:
+        return False
+    return times < 1 - _BY_CHANCE if interval is None else interval[1] < 1
 
 
 def speed_phrase(speed: RacedSpeed, name: str, baseline: str) -> str:

@@ -53,8 +53,10 @@ def _blocking(blocking: Loading, pooled: Loading | None) -> str:
         return text + "."
     more = pooled.frames_per_s / blocking.frames_per_s
     text += f", with {more:.2f} times as many frames per second"
-    by_waiting = (1 - pooled.share) / (1 - blocking.share) if blocking.share > pooled.share else 1.0
-    if blocking.share < 1 and abs(more / by_waiting - 1) > _OTHERWISE:
+    if not pooled.share < blocking.share < 1:
+        return f"{text}."
+    by_waiting = (1 - pooled.share) / (1 - blocking.share)
+    if abs(more / by_waiting - 1) > _OTHERWISE:
         text += (
             f"; less waiting explains {by_waiting:.2f} times, and the rest differed otherwise between the "
             "two jobs, which followed one another"

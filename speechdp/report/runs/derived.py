@@ -53,7 +53,8 @@ class RunFigures:
         score, best_score: of held-out data at the end, and the highest of all (`Evaluation.score`).
         values: the task's metrics at the end by their keys, as they are recorded.
         raced: how fast its setting was in a race; then speedup and efficiency are by the race, too.
-        speedup_interval: 95 % interval of a raced speedup.
+        has_raced_speedup: the speedup is that of the race; else it is that of the runs.
+        speedup_interval: 95 % interval of a raced speedup; None where a race had too few rounds.
     """
 
     run: RunResult
@@ -73,6 +74,7 @@ class RunFigures:
     training_time_s: float | None
     time_to_target_s: float | None
     raced: RacedSpeed | None = None
+    has_raced_speedup: bool = False
     speedup_interval: tuple[float, float] | None = None
 
     @property
@@ -274,6 +276,7 @@ def _with_speed(row: RunFigures, speed: RacedSpeed | None, alone: RacedSpeed | N
         row,
         raced=speed,
         speedup=speedup,
+        has_raced_speedup=True,
         speedup_interval=over_one.interval,
         efficiency=speedup / row.run.size,
     )

@@ -277,21 +277,27 @@ def _find_word_errors(run_dir: Path, split: str, problems: list[str]) -> WordErr
     return _read_word_errors(found[0], problems) if found else None
 
 
-def _weights_text(record: Mapping[str, Any], run_dir: Path) -> str:
+def _weights_text(record: Mapping[str, Any]) -> str:
     """Say what scores were weighted with as a run was decoded; "" where that was not recorded."""
-    tuned = record if isinstance(record.get("tuning"), dict) else read_object(run_dir / TUNED_NAME, []) or {}
-    used, chosen = _weights(record), _weights(tuned)
-    if used and used == chosen:
-        return f"scales chosen on {tuned['tuning'].get('split')}"
-    return ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in used.items())
-
-
-def _weights(record: Mapping[str, Any]) -> dict[str, float]:
     options = record.get("options")
     if not isinstance(options, dict):
-        return {}
+        return ""
     known = {name: number(options, name) for name in WEIGHTS}
-    return {name: value for name, value in known.items() if value is not None}
+    told = [f"{name.replace('_', ' ')} {value:g}" for name, value in known.items() if value is not None]
+    if model := words(options.get("rescore_lm")):
+        told.append(f"rescored with {Path(model).name} at {number(options, 'rescore_weight') or 0.0:g}")
+    return ", ".join(told)
+
+
+def _chosen_on(record: Mapping[str, Any], run_dir: Path) -> str:
+    """Return the split on which the weights of a decoding were chosen, by itself or before; "": on none."""
+    tuned: Mapping[str, Any] = record
+    if "tuning" not in record:  # `decode` takes what was chosen last
+        tuned = read_object(run_dir / TUNED_NAME, []) or {}
+        if _weights_text(tuned) != _weights_text(record):
+            return ""
+    tuning = tuned.get("tuning")
+    return words(tuning.get("split")) if isinstance(tuning, dict) else ""
 
 
 def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
@@ -312,6 +318,7 @@ def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
         split=str(record.get("split", "")),
         grammar=str(record.get("grammar", "")),
         ser=None if ser is None else Estimate(ser, number(record, "ser_low"), number(record, "ser_high")),
-        weights=_weights_text(record, path.parent),
+        weights=_weights_text(record),
+        chosen_on=_chosen_on(record, path.parent),
         **whole,
     )

@@ -195,8 +195,8 @@ class Estimate:
 class WordErrors:
     """The figures of wer-<split>.json; rates 0 to 1, `low` and `high` bound the 95 % interval.
 
-    `ser` is the share of the utterances with an error, `weights` says what scores were weighted with; older
-    files do not have them.
+    `ser` is the share of the utterances with an error, `weights` says what scores were weighted with, and
+    `chosen_on` on which split those weights were chosen, where they were; older files do not have them.
     """
 
     wer: float
@@ -210,6 +210,7 @@ class WordErrors:
     grammar: str
     ser: Estimate | None = None
     weights: str = ""
+    chosen_on: str = ""
 
 
 @dataclass(frozen=True)

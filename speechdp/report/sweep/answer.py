@@ -16,6 +16,7 @@ from speechdp.report.kit.speeds import (
     any_raced,
     choose_fastest,
     faster_than,
+    is_surely_slower,
     ratio_text,
     speed_phrase,
     times_text,
@@ -219,9 +220,7 @@ def _comparison(
 
 def _slower_than_one(chosen: RunFigures) -> str:
     """Say so where several ranks are slower than one."""
-    if chosen.speedup is None or chosen.speedup >= 1 or chosen.run.size == 1:
-        return ""
-    if chosen.speedup_interval is not None and chosen.speedup_interval[1] >= 1:
+    if chosen.run.size == 1 or not is_surely_slower(chosen.speedup, chosen.speedup_interval):
         return ""
     return f"So {chosen.run.size} ranks are slower than one alone."
 
@@ -354,7 +353,7 @@ def _speed(row: RunFigures, labels: dict[str, str] | None = None) -> str:
     if row.speedup is not None and row.run.size != 1:
         speedup = times_text(row.speedup, row.speedup_interval).replace(" ", "\u00a0")
         efficiency = formatting.percent(row.efficiency)
-        raced = "" if row.speedup_interval is None else "in the race "
+        raced = "in the race " if row.has_raced_speedup else ""
         text += f" ({raced}{speedup} times one rank, efficiency {efficiency} %)"
     return text
 

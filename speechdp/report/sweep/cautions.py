@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from speechdp.counting import counted
 from speechdp.report.kit import formatting
-from speechdp.report.kit.choice import decoding_caution, several_tasks
+from speechdp.report.kit.choice import several_tasks, undecoded_caution, unlike_caution
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import RunFigures
 
@@ -26,7 +26,8 @@ def find_cautions(
     notes.append(_improving(comparable, labels))
     notes.insert(0, several_tasks([row.run for row in rows]))
     if comparable and terms_of(row.run for row in rows).task.decodes:
-        notes.append(decoding_caution(comparable, [labels[row.run.name] for row in comparable]))
+        named = [labels[row.run.name] for row in comparable]
+        notes.append(unlike_caution(comparable, named) or undecoded_caution(comparable, named))
     if len(comparable) > 1 and all(row.speedup is None for row in comparable):
         notes.append("There is no timed run of one rank, so speed-up and efficiency are not known.")
     return tuple(filter(None, notes))

@@ -21,8 +21,8 @@ def gain_sentence(run: RunResult, label: str, others: Sequence[RunResult] = ()) 
 
     Args:
         label: the run's name for people.
-        others: runs that the reader sees beside it.  Where one of them averages less often, what that brings
-            was measured, and no longer period is proposed.
+        others: runs that the reader sees beside it.  Where one that is finished averages less often, what
+            that brings was measured, and no longer period is proposed.
     """
     if run.status != "complete" or run.timing is None:
         return ""
@@ -32,7 +32,7 @@ def gain_sentence(run: RunResult, label: str, others: Sequence[RunResult] = ()) 
         measured = measured_run(run)
     except ConfigError:  # of an older run, or of a short one: there are no steps to change anything in
         return ""
-    was_tried = any(_averages_less(other, run) for other in others)
+    was_tried = any(other.status == "complete" and _averages_less(other, run) for other in others)
     notable = [
         gain
         for gain in gains_of(measured)
@@ -52,7 +52,7 @@ def _averages_less(other: RunResult, run: RunResult) -> bool:
     """Return whether a run averages less often than another, or at times that cannot be compared."""
     theirs, own = other.model_period, run.model_period
     if theirs is None or own is None:
-        return theirs is not None
+        return theirs not in (None, "1")
     if theirs.isdecimal() and own.isdecimal():
         return int(theirs) > int(own)
     return theirs != own

@@ -13,7 +13,14 @@ from speechdp.counting import counted
 from speechdp.experiments.race.shown import ShownRaces, read_races
 from speechdp.experiments.tune.jobs import MEASURED
 from speechdp.experiments.tune.plan import Finish
-from speechdp.experiments.tune.record import RUNS, BackendRecord, SettingRecord, TuneRecord, read_tune
+from speechdp.experiments.tune.record import (
+    PREDICT,
+    RUNS,
+    BackendRecord,
+    SettingRecord,
+    TuneRecord,
+    read_tune,
+)
 from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
@@ -30,7 +37,7 @@ FOLDER = "tune"
 _SIZE = (7.6, 4.2)
 #: Columns of a terminal that holds a setting on one line.
 _WIDE = 120
-#: By which factor a raced speed lies beyond an interval that is called wrong: a race scatters, too.
+#: By which factor the interval of a race lies from a prediction that is called wrong.
 _OFF = 1.1
 #: Settings that the page shows elsewhere, or that say nothing to a reader.
 _UNSHOWN = ("data", "strategies", "backends")
@@ -43,13 +50,13 @@ class Search:
     Attributes:
         runs: of each setting that was trained, by seed.
         races: that of the search, unless none was held yet or a script's runs have raced.
-        load: cores that worked for others as the back-end that was chosen was measured; 0: too few to matter.
+        loads: cores that worked for others as each back-end was measured; 0: too few to matter.
     """
 
     record: TuneRecord
     runs: Mapping[str, tuple[RunResult, ...]]
     races: ShownRaces = field(default_factory=ShownRaces)
-    load: float = 0.0
+    loads: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def terms(self) -> Terms:
@@ -69,10 +76,12 @@ def read_search(out: Path) -> Search:
         )
         for one in record.tried
     }
-    measured = [read_run(run) for run in sorted((out / MEASURED).glob(f"{record.backend}-*"))]
-    load = max(map(notable_load, measured), default=0.0)
+    loads = {
+        one.name: max(map(notable_load, map(read_run, (out / MEASURED).glob(f"{one.name}-*"))), default=0.0)
+        for one in record.backends
+    }
     runs = {name: found for name, found in runs.items() if found}
-    return Search(record, runs, read_races(out), load)
+    return Search(record, runs, read_races(out), loads)
 
 
 def write_search(out: Path) -> WrittenReport:
@@ -122,7 +131,8 @@ def find_answer(search: Search) -> Answer:
     if record.completed and not best.times_s:
         speed = best.frames_per_s or best.predicted
         headline = f"{best.name}: all other settings are ruled out by their speed."
-        return Answer(headline, (f"It trains at {formatting.count(speed)} {terms.amount}/s.",))
+        speeds = f"It trains at {formatting.count(speed)} {terms.amount}/s."
+        return Answer(headline, (speeds,), tuple(_doubts(search)))
     if not best.times_s:
         shown = f"{formatting.count(best.frames_per_s)} {terms.amount}/s"
         cautions = ["The search is not over: the same command goes on with it."]
@@ -151,7 +161,7 @@ def find_answer(search: Search) -> Answer:
         cautions.insert(0, f"{names} cannot be told from it by so few seeds and so short a race.")
     if len(best.times_s) < 2:
         cautions.insert(0, "There was one seed: which differences are chance is not known.")
-    cautions += filter(None, [_mispredicted(search)])
+    cautions += _doubts(search)
     ruled_out = sum(bool(one.out_in) for one in record.tried)
     details.append(
         f"{counted(len(record.tried), 'setting')} were tried, {ruled_out} of them ruled out before the end, "
@@ -160,21 +170,40 @@ def find_answer(search: Search) -> Answer:
     return Answer(headline, tuple(details), tuple(cautions))
 
 
-def _mispredicted(search: Search) -> str:
-    """Say where most settings were raced at other speeds than were predicted; "" where they were not."""
-    both = [
-        (one.frames_per_s, one.predicted_low, one.predicted_high)
-        for one in search.record.tried
-        if one.frames_per_s is not None and one.predicted_low is not None and one.predicted_high is not None
-    ]
-    off = [speed for speed, low, high in both if not low / _OFF <= speed <= high * _OFF]
-    if 2 * len(off) <= len(both):
+def _doubts(search: Search) -> list[str]:
+    """Say what speaks against the predictions, where something rests on them: a sentence for each doubt."""
+    record = search.record
+    ruled_out = sum(one.out_in == PREDICT for one in record.tried)
+    rests = [f"what was ruled out by prediction ({counted(ruled_out, 'setting')})"] if ruled_out else []
+    rests += ["which back-end was chosen"] if len(record.backends) > 1 else []
+    if not rests:
+        return []
+    notes = []
+    busy = [f"{name} {load:.2g}" for name, load in search.loads.items() if load]
+    if busy:
+        notes.append(
+            f"As back-ends were measured, other work kept cores busy ({', '.join(busy)}), by which "
+            f"predictions may be off: {' and '.join(rests)} should be searched for again, in another folder, "
+            "while nothing else runs there."
+        )
+    if ruled_out and (refuted := next(filter(None, map(partial(_refuted, record), record.tried)), "")):
+        notes.append(
+            f"The race refutes a prediction: {refuted}. To be sure of {rests[0]}, name those settings in a "
+            "search of their own."
+        )
+    return notes
+
+
+def _refuted(record: TuneRecord, one: SettingRecord) -> str:
+    """Say how far a setting's race is from its prediction, beside gradient averaging; "" where it is near."""
+    reference = record.tried[0]
+    if not (one.predicted and reference.predicted) or one.ratio_low is None or one.ratio_high is None:
         return ""
-    why = f" (as it was measured, {search.load:.2g} cores were busy with other work)" if search.load else ""
+    predicted = one.predicted / reference.predicted
+    if one.ratio_low <= predicted * _OFF and one.ratio_high >= predicted / _OFF:
+        return ""
     return (
-        f"The predictions were off: {len(off)} of {len(both)} settings were raced at speeds far outside "
-        f"their intervals{why}. What was ruled out by prediction, and which back-end was chosen, rests on "
-        "them: to be sure, search again in another folder, while nothing else runs there."
+        f"{one.name} was to be {predicted:.2f} times as fast as {reference.name}, and is {_ratio_text(one)}"
     )
 
 

@@ -21,7 +21,7 @@ from speechdp.experiments.race.record import RaceRecord, Turn
 from speechdp.experiments.tune import run as tune_run
 from speechdp.experiments.tune.jobs import Measurement, RacedSettings, Scored, Stretch, Trained, up_to
 from speechdp.experiments.tune.plan import Besides, Setting
-from speechdp.experiments.tune.record import TuneRecord, read_tune
+from speechdp.experiments.tune.record import BackendRecord, TuneRecord, read_tune
 from speechdp.experiments.tune.run import TunedTarget, Tuner, TuneRequest
 from speechdp.experiments.tune.training import fitting_race
 from speechdp.launching.faults import Fault
@@ -321,19 +321,35 @@ def test_a_setting_that_is_about_to_lead_is_chosen(tmp_path: Path) -> None:
     assert later.chosen == SHORT
 
 
-def test_predictions_that_the_race_refutes_are_told_of(tmp_path: Path) -> None:
-    def cautions(name: str, factor: float, load: float = 0.0) -> str:
-        record = search(tmp_path / name, Jobs(tmp_path / name, factors={"mpi": factor}))
-        return " ".join(find_answer(Search(record, {}, load=load)).cautions)
+def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_path: Path) -> None:
+    def cautions(search: Search) -> str:
+        return " ".join(find_answer(search).cautions)
 
-    assert "The predictions were off" not in cautions("right", 1.0)
-    off = cautions("slow", 0.7)
+    # DPSGD is ruled out by its prediction, and there is a single back-end.
+    record = search(tmp_path, Jobs(tmp_path), texts=(GRADIENTS, SHORT, LONG, DPSGD))
+    assert record.of(DPSGD).out_in == "predict"
+    assert "predict" not in cautions(Search(record, {}, loads={"mpi": 0.0}))
+    busy = cautions(Search(record, {}, loads={"mpi": 0.98}))
     assert (
-        "The predictions were off: 3 of 3 settings were raced at speeds far outside their intervals. What"
-        in off
+        "other work kept cores busy (mpi 0.98), by which predictions may be off: what was ruled out" in busy
     )
-    busy = cautions("busy", 0.7, load=0.98)
-    assert "intervals (as it was measured, 0.98 cores were busy with other work). What was ruled out" in busy
+    assert "(1 setting) should be searched for again" in busy and "back-end was chosen" not in busy
+    two = replace(record, backends=(*record.backends, BackendRecord("torch")))
+    assert "and which back-end was chosen should" in cautions(Search(two, {}, loads={"mpi": 0.98}))
+    # A common factor rules nothing out wrongly; what was predicted otherwise than the others may be.
+    slow = replace(
+        record, tried=tuple(replace(one, predicted=0.5 * (one.predicted or 0.0)) for one in record.tried)
+    )
+    assert "refutes" not in cautions(Search(slow, {}))
+    off = replace(record.of(SHORT), predicted=400.0)
+    told = cautions(Search(replace(record, tried=(record.tried[0], off, *record.tried[2:])), {}))
+    assert (
+        f"The race refutes a prediction: {SHORT} was to be 4.00 times as fast as {GRADIENTS}, and is 1.5"
+        in told
+    )
+    # Nothing was ruled out by prediction.
+    all_raced = search(tmp_path / "all", Jobs(tmp_path / "all"), texts=(GRADIENTS, SHORT, LONG))
+    assert "cores busy" not in cautions(Search(all_raced, {}, loads={"mpi": 0.98}))
 
 
 @pytest.mark.parametrize("target", [0.9, math.nan, math.inf])
@@ -540,7 +556,9 @@ def test_where_all_settings_diverge_the_same_command_is_not_advised(tmp_path: Pa
         def scored(self, setting: Setting, seed: int, step: int) -> Scored | str:
             return "its held-out value is not finite"
 
-    with pytest.raises(RunError, match=r"value is not finite; .*; change what is trained .* another folder$"):
+    with pytest.raises(
+        RunError, match=r"value is not finite; .*; the same command would find no more: .* another folder$"
+    ):
         search(tmp_path, Diverging(tmp_path))
 
 
@@ -742,7 +760,7 @@ def test_nothing_can_be_trained(tmp_path: Path) -> None:
     with pytest.raises(
         RunError,
         match=r"no setting could be trained: gradient_averaging: it failed: the loss is nan; their output "
-        r"is in .*runs/logs; the same command tries again",
+        r"is in .*runs/logs; the same command tries again; other options need another folder",
     ):
         search(tmp_path, Jobs(tmp_path, fails=tuple(SPEEDS)))
 

@@ -121,7 +121,7 @@ def test_word_errors_with_other_weights_of_the_scores_are_not_compared(tmp_path:
     mixed = answer()
     assert mixed.chosen is not None and mixed.chosen.run.name == "worse"
     assert (
-        "The runs were not decoded alike (period 1 with scales chosen on dev; period 4 with acoustic scale "
+        "The runs were not decoded alike (period 1 with weights chosen on dev; period 4 with acoustic scale "
         "1, prior scale 1), so the word error rate played no part in the choice: decode all of them in the "
         "same way."
     ) in mixed.cautions
@@ -132,6 +132,12 @@ def test_word_errors_with_other_weights_of_the_scores_are_not_compared(tmp_path:
     (sweep / "worse" / "wer-test.json").write_text(json.dumps(record))
     tuned = answer()
     assert tuned.chosen is not None and tuned.chosen.run.name == "exact"
+    # Values that were chosen may be those of the other run, whose own record of the choice is damaged.
+    (sweep / "worse" / "tuned.json").write_text(json.dumps({"options": record["options"], "tuning": []}))
+    assert any("decoded alike" in text for text in answer().cautions)
+    _decode_otherwise(sweep / "exact", acoustic_scale=0.6, tuned_on="dev")
+    same = answer()
+    assert same.chosen is not None and same.chosen.run.name == "exact"
 
 
 def test_work_of_others_is_named_beside_what_ranks_share(tmp_path: Path) -> None:
