@@ -15,7 +15,7 @@ from speechdp.experiments.compare.plan import readable_name
 from speechdp.experiments.compare.script_training import SEED, UserScript
 from speechdp.experiments.compare.training import log_of
 from speechdp.experiments.jobs import JobStarter
-from speechdp.experiments.race.plan import order_of_rounds
+from speechdp.experiments.race.plan import order_of_rounds, why_left_out
 from speechdp.experiments.race.record import FOLDER
 from speechdp.experiments.tune.jobs import (
     NEW_RUN,
@@ -86,14 +86,15 @@ class TunedScript(TunedJobs):
         self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
     ) -> RacedSettings | str:
         """See TunedJobs: round after round, each setting once in random order."""
+        left_out = {one.name: why for one in settings if (why := why_left_out(one.strategy.parsed))}
+        settings = [one for one in settings if one.name not in left_out]
         steps = {one: DEFAULT_WARMUP_STEPS + steps_of_turn(one, self._length.least_steps) for one in settings}
         round_s = len(settings) * start_s + sum(steps.values()) * self._step_s(backend)
         rounds = max(1, min(self._length.rounds, int(longest_s / max(round_s, 1e-9))))
         found: dict[str, list[_Turn]] = {one.name: [] for one in settings}
-        left_out: dict[str, str] = {}
         for number, order in enumerate(order_of_rounds(len(settings), rounds, self._seeds[0])[1:], start=1):
-            left = counted(len(settings) - len(left_out), "setting")
-            self._say(f"race: {left}, round {number} of {rounds}")
+            left = sum(one.name not in left_out for one in settings)
+            self._say(f"race: {counted(left, 'setting')}, round {number} of {rounds}")
             for setting in (settings[index] for index in order if settings[index].name not in left_out):
                 folder = self._out / FOLDER / f"{readable_name(setting.strategy)}-{number}"
                 turn = self._take_turn(folder, setting, backend, steps[setting])

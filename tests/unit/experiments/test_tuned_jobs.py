@@ -194,7 +194,10 @@ def test_a_scripts_short_runs_that_were_cut_short_are_started_over(tmp_path: Pat
         (cut / "timing.json").unlink()
         (cut / "checkpoints" / "step-00000037").mkdir(parents=True)
     assert isinstance(script.measure("mpi", knows_start=False), Measurement)
-    assert isinstance(script.hold_race(SETTINGS, "mpi", 60.0, 1.0), RacedSettings)
+    changing = Setting(StrategyChoice("adaptive_averaging"))
+    raced = script.hold_race((*SETTINGS, changing), "mpi", 60.0, 1.0)
+    assert isinstance(raced, RacedSettings) and set(raced.speeds) == {one.name for one in SETTINGS}
+    assert "changes in the course of training" in raced.left_out[changing.name]  # and was not started
     assert len(ranks.found) == 2 + len(SETTINGS) and not any(ranks.found.values())
 
 
