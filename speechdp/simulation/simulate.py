@@ -182,7 +182,11 @@ def exchanges_of(request: Request, model: Model) -> list[tuple[StrategyChoice, E
 def _in_one_piece(exchanges: Sequence[tuple[StrategyChoice, Exchange]]) -> tuple[str, ...]:
     """Say why gradient averaging takes as long as averages of parameters at every step, where it does."""
     gradients = [one for choice, one in exchanges if choice.name == "gradient_averaging"]
-    averages = [one for choice, one in exchanges if choice.name == "model_averaging" and one.rounds == 0]
+    averages = [
+        one
+        for choice, one in exchanges
+        if choice.name == "model_averaging" and one.period == 1 and one.rounds == 0
+    ]
     # Without its pieces an exchange is one of the whole vector, when all have computed.
     whole = [replace(one, buckets=(), nbytes_between=0.0) for one in gradients if len(one.buckets) == 1]
     if not any(one in averages for one in whole):

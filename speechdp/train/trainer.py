@@ -334,9 +334,8 @@ class Trainer:
         time_s = parts.timeline.training_time_s
         with parts.timeline.event(Span.EVAL):
             before_frames, before_s = self._measured_from
-            if (
-                counters.frames == before_frames
-            ):  # nothing has been trained since: the run's mean stands for it
+            # Where nothing has been trained since, the run's mean stands for it.
+            if counters.frames == before_frames:
                 before_frames, before_s = 0, 0.0
             speed = (counters.frames - before_frames) / max(time_s - before_s, 1e-9)
             metrics = measure_epoch(parts, self._at, epochs_done, time_s, speed)

@@ -195,7 +195,7 @@ class TunedJobs(ABC):
         Args:
             knows_start: it is known what a job takes besides its steps; else one is run again to know it.
         """
-        folders = {self._measured_dir(backend, text): text for text in MEASURED_STRATEGIES}
+        folders = measured_dirs(self._out, backend)
         due = {
             run_dir: StrategyChoice(text)
             for run_dir, text in folders.items()
@@ -210,14 +210,11 @@ class TunedJobs(ABC):
             return str(error)
         return Measurement(tuple(runs), besides)
 
-    def _measured_dir(self, backend: str, strategy: str) -> Path:
-        return self._out / MEASURED / f"{backend}-{strategy.partition(':')[0]}"
-
     def _step_s(self, backend: str) -> float:
         """Return how long a step takes, by the slower of the measuring runs of a back-end."""
         found = []
-        for text in MEASURED_STRATEGIES:
-            timing = read_run(self._measured_dir(backend, text)).timing
+        for run_dir in measured_dirs(self._out, backend):
+            timing = read_run(run_dir).timing
             found += [r.wall_s / r.steps for r in timing.ranks if r.steps] if timing is not None else []
         return max(found, default=0.0)
 
@@ -287,6 +284,11 @@ class TunedJobs(ABC):
         last = result.evaluations[-1].score if result.evaluations else 0.0
         has_diverged = last is None or not math.isfinite(last)
         return Scored(points, result.completed, has_diverged, result.task)
+
+
+def measured_dirs(out: Path, backend: str) -> dict[Path, str]:
+    """Return the folders of the short runs by which a back-end is measured, with their strategies."""
+    return {out / MEASURED / f"{backend}-{text.partition(':')[0]}": text for text in MEASURED_STRATEGIES}
 
 
 def is_timed(run_dir: Path) -> bool:

@@ -88,6 +88,8 @@ class TunedScript(TunedJobs):
         """See TunedJobs: round after round, each setting once in random order."""
         left_out = {one.name: why for one in settings if (why := why_left_out(one.strategy.parsed))}
         settings = [one for one in settings if one.name not in left_out]
+        if len(settings) < 2:
+            return RacedSettings({}, 0.0, {}, left_out)
         steps = {one: DEFAULT_WARMUP_STEPS + steps_of_turn(one, self._length.least_steps) for one in settings}
         round_s = len(settings) * start_s + sum(steps.values()) * self._step_s(backend)
         rounds = max(1, min(self._length.rounds, int(longest_s / max(round_s, 1e-9))))

@@ -232,7 +232,7 @@ def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Gro
         text += f", the {terms.best} on {fastest.ranks} ranks"
     sentences = [f"{text}."]
     if one_rank is not None and _is_slower_than_one_rank(fastest, one_rank):
-        sentences.append(f"So {fastest.ranks} ranks are slower than one alone.")
+        sentences.append(f"On {fastest.ranks} ranks {fastest.label} is slower than one rank alone.")
     return sentences
 
 
@@ -304,14 +304,20 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
 
 
 def _decoding(rows: Sequence[Group]) -> list[str]:
-    """Say what part word errors played in the choices, each of which is among rows on as many ranks."""
+    """Say what part word errors played in the choices: each is among as many ranks, and one rank alone."""
     labels = {
         id(group): group.label if group.ranks == 1 else f"{group.label} on {group.ranks} ranks"
         for group in rows
     }
-    sizes = {group.ranks: [other for other in rows if other.ranks == group.ranks] for group in rows}
-    unlike = [unlike_caution(of, [labels[id(group)] for group in of]) for of in sizes.values()]
-    return list(filter(None, unlike)) or [undecoded_caution(rows, list(labels.values()))]
+    notes, alike = list[str](), dict[int, Group]()
+    for ranks in sorted({group.ranks for group in rows if group.ranks > 1} or {1}):
+        compared = [group for group in rows if group.ranks in (1, ranks)]
+        unlike = unlike_caution(compared, [labels[id(group)] for group in compared])
+        notes += [unlike] if unlike else []
+        alike |= {} if unlike else {id(group): group for group in compared}
+    if alike:
+        notes.append(undecoded_caution(list(alike.values()), [labels[key] for key in alike]))
+    return notes
 
 
 def _title(run: ComparedRun) -> str:

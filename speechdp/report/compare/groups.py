@@ -230,7 +230,7 @@ def _mean_errors(errors: Sequence[WordErrors | None]) -> WordErrors | None:
     known = [item for item in errors if item is not None]
     if not known or len({item.split for item in known}) > 1:
         return None
-    weights, chosen_on = ({getattr(item, name): 0 for item in known} for name in ("weights", "chosen_on"))
+    decoded = [item for item in known if item.weights]  # of the others it was not recorded how
     low, high = (Spread.of(getattr(item, name) for item in known) for name in ("low", "high"))
     return WordErrors(
         wer=statistics.fmean(item.wer for item in known),
@@ -242,6 +242,12 @@ def _mean_errors(errors: Sequence[WordErrors | None]) -> WordErrors | None:
         substitutions=None,
         split=known[0].split,
         grammar=known[0].grammar,
-        weights=" or ".join(filter(None, weights)),
-        chosen_on="" if len(chosen_on) > 1 else next(iter(chosen_on)),
+        weights=_common([item.weights for item in decoded]),
+        chosen_on=decoded[0].chosen_on if len({item.chosen_on for item in decoded}) == 1 else "",
+        rescoring=_common([item.rescoring for item in decoded]),
     )
+
+
+def _common(texts: Sequence[str]) -> str:
+    """Return what seeds have in common, or what each has: groups that mix otherwise are not alike."""
+    return texts[0] if len(set(texts)) == 1 else " or ".join(sorted(texts))

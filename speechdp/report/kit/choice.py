@@ -72,12 +72,14 @@ def splits_of(rows: Sequence[Accuracy]) -> list[str]:
 def are_decoded_alike(rows: Sequence[Accuracy]) -> bool:
     """Say whether the word errors of these rows can be compared, as far as they have any.
 
-    They can on the same split, with the same weights of the scores or with weights that were chosen alike.
+    They can on the same split, in the same grammar and rescored alike, with the same weights of the scores or
+    with weights that were chosen alike.
     """
-    known = [row.word_errors for row in rows if row.word_errors is not None and row.word_errors.weights]
-    chosen_alike = len({errors.chosen_on for errors in known}) == 1 and all(e.chosen_on for e in known)
+    known = [row.word_errors for row in rows if row.word_errors is not None and row.word_errors.how]
+    searched_alike = len({(errors.grammar, errors.rescoring) for errors in known}) <= 1
+    chosen_alike = len({errors.chosen_on for errors in known}) <= 1 and all(e.chosen_on for e in known)
     weighted_alike = len({errors.weights for errors in known}) <= 1
-    return len(splits_of(rows)) <= 1 and (chosen_alike or weighted_alike)
+    return len(splits_of(rows)) <= 1 and searched_alike and (chosen_alike or weighted_alike)
 
 
 def unlike_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
@@ -92,10 +94,8 @@ def unlike_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
         )
     named: dict[str, list[str]] = {}
     for row, label in zip(rows, labels, strict=True):
-        errors = row.word_errors
-        if errors is not None and errors.weights:
-            how = f"weights chosen on {errors.chosen_on}" if errors.chosen_on else errors.weights
-            named.setdefault(how, []).append(label)
+        if row.word_errors is not None and row.word_errors.how:
+            named.setdefault(row.word_errors.how, []).append(label)
     told = "; ".join(f"{', '.join(of)} with {how}" for how, of in named.items())
     return (
         f"The runs were not decoded alike ({told}), so the word error rate played no part in the choice: "

@@ -23,7 +23,6 @@ from speechdp.report.profile.words import SCALING_TITLES, loader_title
 
 #: An efficiency below this catches the eye.
 LOW_EFFICIENCY = 0.75
-_MEDIANS = "Times are of the median step."
 EFFICIENCY = {
     WEAK: "Time on the fewest ranks over time on so many.",
     STRONG: "Time on the fewest ranks, shared among so many, over their time.",
@@ -117,7 +116,7 @@ def _scaling_table(scaling: Scaling) -> ProfileTable:
     ]
     rows = {function: _scaling_row(scaling, function) for function in scaling.costs}
     formula = "t1 / tN" if scaling.kind == WEAK else "t1 / (N·tN)"
-    note = f"{_MEDIANS} Shares are of the time of all steps, so that they do not follow from the medians."
+    note = "Times are medians of the steps; shares are of the time of all steps, and do not follow from them."
     if scaling.ranks[1:]:
         note = f"Efficiency is {formula}, against {rank_count(scaling.ranks[0])}. {note}"
     return _table(f"times-{scaling.kind}", SCALING_TITLES[scaling.kind], "function", columns, rows, note)

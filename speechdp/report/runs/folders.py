@@ -279,14 +279,23 @@ def _find_word_errors(run_dir: Path, split: str, problems: list[str]) -> WordErr
 
 def _weights_text(record: Mapping[str, Any]) -> str:
     """Say what scores were weighted with as a run was decoded; "" where that was not recorded."""
-    options = record.get("options")
-    if not isinstance(options, dict):
+    known = {name: number(_options(record), name) for name in WEIGHTS}
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value:g}" for name, value in known.items() if value is not None
+    )
+
+
+def _rescoring_text(record: Mapping[str, Any]) -> str:
+    """Say with which language model a decoding rescored its lists; "" where it did not."""
+    model, weight = _options(record).get("rescore_lm"), number(_options(record), "rescore_weight")
+    if not isinstance(model, str) or not model:
         return ""
-    known = {name: number(options, name) for name in WEIGHTS}
-    told = [f"{name.replace('_', ' ')} {value:g}" for name, value in known.items() if value is not None]
-    if model := words(options.get("rescore_lm")):
-        told.append(f"rescored with {Path(model).name} at {number(options, 'rescore_weight') or 0.0:g}")
-    return ", ".join(told)
+    return f"rescored with {words(Path(model).name)}" + ("" if weight is None else f" at {weight:g}")
+
+
+def _options(record: Mapping[str, Any]) -> dict[str, Any]:
+    options = record.get("options")
+    return options if isinstance(options, dict) else {}
 
 
 def _chosen_on(record: Mapping[str, Any], run_dir: Path) -> str:
@@ -320,5 +329,6 @@ def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
         ser=None if ser is None else Estimate(ser, number(record, "ser_low"), number(record, "ser_high")),
         weights=_weights_text(record),
         chosen_on=_chosen_on(record, path.parent),
+        rescoring=_rescoring_text(record),
         **whole,
     )

@@ -195,8 +195,9 @@ class Estimate:
 class WordErrors:
     """The figures of wer-<split>.json; rates 0 to 1, `low` and `high` bound the 95 % interval.
 
-    `ser` is the share of the utterances with an error, `weights` says what scores were weighted with, and
-    `chosen_on` on which split those weights were chosen, where they were; older files do not have them.
+    `ser` is the share of the utterances with an error, `weights` says what scores were weighted with,
+    `chosen_on` on which split those weights were chosen, and `rescoring` what lists were rescored with, where
+    they were; older files do not have them.
     """
 
     wer: float
@@ -211,6 +212,13 @@ class WordErrors:
     ser: Estimate | None = None
     weights: str = ""
     chosen_on: str = ""
+    rescoring: str = ""
+
+    @property
+    def how(self) -> str:
+        """How the split was decoded, as far as word errors depend on it; "" where that was not recorded."""
+        weights = f"weights chosen on {self.chosen_on}" if self.chosen_on else self.weights
+        return ", ".join(filter(None, (self.grammar, weights, self.rescoring))) if self.weights else ""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,9 @@ def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> Sw
     raced = any_raced(comparable)
     chosen, alike = choose_fastest(eligible, _rate)
     details = _comparison(comparable, chosen, best, labels)
-    details.append(_slower_than_one(chosen))
+    if chosen.run.size != 1 and is_surely_slower(chosen.speedup, chosen.speedup_interval):
+        label = labels[chosen.run.name]
+        details.append(f"On {chosen.run.size} ranks {label} is slower than one rank alone.")
     if chosen.run.model_period is None:
         details.append(_best_period(comparable, eligible, labels))
     warning = machine_warning((row.run for row in comparable), labels, ALL_BUT_SPEEDS if raced else SPEEDS)
@@ -216,13 +218,6 @@ def _comparison(
             + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
         )
     return sentences
-
-
-def _slower_than_one(chosen: RunFigures) -> str:
-    """Say so where several ranks are slower than one."""
-    if chosen.run.size == 1 or not is_surely_slower(chosen.speedup, chosen.speedup_interval):
-        return ""
-    return f"So {chosen.run.size} ranks are slower than one alone."
 
 
 def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], labels: dict[str, str]) -> str:

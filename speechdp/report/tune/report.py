@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from speechdp.counting import counted
 from speechdp.experiments.race.shown import ShownRaces, read_races
-from speechdp.experiments.tune.jobs import MEASURED
+from speechdp.experiments.tune.jobs import measured_dirs
 from speechdp.experiments.tune.plan import Finish
 from speechdp.experiments.tune.record import (
     PREDICT,
@@ -77,7 +77,7 @@ def read_search(out: Path) -> Search:
         for one in record.tried
     }
     loads = {
-        one.name: max(map(notable_load, map(read_run, (out / MEASURED).glob(f"{one.name}-*"))), default=0.0)
+        one.name: max(notable_load(read_run(run_dir)) for run_dir in measured_dirs(out, one.name))
         for one in record.backends
     }
     runs = {name: found for name, found in runs.items() if found}
@@ -172,24 +172,24 @@ def find_answer(search: Search) -> Answer:
 
 def _doubts(search: Search) -> list[str]:
     """Say what speaks against the predictions, where something rests on them: a sentence for each doubt."""
-    record = search.record
+    record, notes = search.record, list[str]()
     ruled_out = sum(one.out_in == PREDICT for one in record.tried)
-    rests = [f"what was ruled out by prediction ({counted(ruled_out, 'setting')})"] if ruled_out else []
-    rests += ["which back-end was chosen"] if len(record.backends) > 1 else []
-    if not rests:
-        return []
-    notes = []
-    busy = [f"{name} {load:.2g}" for name, load in search.loads.items() if load]
-    if busy:
+    what = f"what was ruled out by prediction ({counted(ruled_out, 'setting')})"
+    compared = [one.name for one in record.backends if one.speed is not None]
+    rests = [what] if ruled_out and search.loads.get(record.backend) else []
+    rests += ["which back-end was chosen"] if len(compared) > 1 else []
+    busy = [f"{name} {search.loads[name]:.2g}" for name in compared if search.loads.get(name)]
+    if busy and rests:
         notes.append(
             f"As back-ends were measured, other work kept cores busy ({', '.join(busy)}), by which "
             f"predictions may be off: {' and '.join(rests)} should be searched for again, in another folder, "
             "while nothing else runs there."
         )
-    if ruled_out and (refuted := next(filter(None, map(partial(_refuted, record), record.tried)), "")):
+    refuted = [text for one in record.tried if (text := _refuted(record, one))]
+    if ruled_out and refuted:
         notes.append(
-            f"The race refutes a prediction: {refuted}. To be sure of {rests[0]}, name those settings in a "
-            "search of their own."
+            f"The race refutes a prediction: {refuted[0]}. To be sure of {what}, compare those settings by "
+            "`speechdp compare`."
         )
     return notes
 

@@ -334,8 +334,12 @@ def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_pat
         "other work kept cores busy (mpi 0.98), by which predictions may be off: what was ruled out" in busy
     )
     assert "(1 setting) should be searched for again" in busy and "back-end was chosen" not in busy
-    two = replace(record, backends=(*record.backends, BackendRecord("torch")))
+    failed = replace(record, backends=(*record.backends, BackendRecord("torch")))
+    assert "back-end was chosen" not in cautions(Search(failed, {}, loads={"mpi": 0.98}))
+    two = replace(record, backends=(*record.backends, BackendRecord("torch", 90.0, why="slower")))
     assert "and which back-end was chosen should" in cautions(Search(two, {}, loads={"mpi": 0.98}))
+    other = cautions(Search(two, {}, loads={"torch": 0.98}))
+    assert "(torch 0.98)" in other and ": which back-end was chosen should" in other
     # A common factor rules nothing out wrongly; what was predicted otherwise than the others may be.
     slow = replace(
         record, tried=tuple(replace(one, predicted=0.5 * (one.predicted or 0.0)) for one in record.tried)

@@ -284,6 +284,19 @@ def test_word_errors_of_different_splits_are_not_compared(tmp_path: Path) -> Non
     assert "Not eligible, because not decoded: b on 2 ranks." in choice.cautions
 
 
+def test_word_errors_with_other_weights_count_where_they_are_compared_with_none(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a", 9_000, wer=0.3), MadeUpStrategy("b", 8_000, wer=0.02)]
+    out = write_comparison(tmp_path / "out", strategies, (2, 4), modes=("frames",))
+    assert choose(list(_groups(out).values())).chosen[4].strategy == "b"
+    for path in out.glob("*/wer-test.json"):
+        scale = 0.4 if path.parent.name.startswith("frames-4x-b") else 1.0
+        path.write_text(json.dumps({**json.loads(path.read_text()), "options": {"acoustic_scale": scale}}))
+    choice = choose(list(_groups(out).values()))
+    assert choice.chosen[2].strategy == "b" and choice.chosen[4].strategy == "a"
+    (caution,) = (text for text in choice.cautions if "not decoded alike" in text)
+    assert "b on 4 ranks with word-loop, acoustic scale 0.4" in caution and "2 ranks" not in caution
+
+
 def test_a_strategy_one_of_whose_seeds_came_to_nothing_is_not_preferred(tmp_path: Path) -> None:
     strategies = [MadeUpStrategy("a", 9_000), MadeUpStrategy("b", 8_000)]
     out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))

@@ -121,9 +121,9 @@ def test_word_errors_with_other_weights_of_the_scores_are_not_compared(tmp_path:
     mixed = answer()
     assert mixed.chosen is not None and mixed.chosen.run.name == "worse"
     assert (
-        "The runs were not decoded alike (period 1 with weights chosen on dev; period 4 with acoustic scale "
-        "1, prior scale 1), so the word error rate played no part in the choice: decode all of them in the "
-        "same way."
+        "The runs were not decoded alike (period 1 with word-loop, weights chosen on dev; period 4 with "
+        "word-loop, acoustic scale 1, prior scale 1), so the word error rate played no part in the choice: "
+        "decode all of them in the same way."
     ) in mixed.cautions
     # Values may differ that were chosen in the same way; a later decoding takes what was chosen before.
     _decode_otherwise(sweep / "worse", acoustic_scale=0.6, tuned_on="dev")
@@ -138,6 +138,18 @@ def test_word_errors_with_other_weights_of_the_scores_are_not_compared(tmp_path:
     _decode_otherwise(sweep / "exact", acoustic_scale=0.6, tuned_on="dev")
     same = answer()
     assert same.chosen is not None and same.chosen.run.name == "exact"
+    # A language model for rescoring is no matter of weights; its weight is none of those that are reused.
+    path = sweep / "exact" / "wer-test.json"
+    record = json.loads(path.read_text())
+    record["options"] |= {
+        "rescore_lm": "/models/of/long/paths/" + 60 * "x" + "/big.arpa",
+        "rescore_weight": 0.5,
+    }
+    path.write_text(json.dumps(record))
+    (caution,) = (text for text in answer().cautions if "decoded alike" in text)
+    assert (
+        "(period 1 with word-loop, weights chosen on dev, rescored with big.arpa at 0.5; period 4" in caution
+    )
 
 
 def test_work_of_others_is_named_beside_what_ranks_share(tmp_path: Path) -> None:
@@ -157,7 +169,10 @@ def test_ranks_that_are_slower_than_one_are_called_so(tmp_path: Path) -> None:
             MadeUpRun("p4", period="4", frames_per_s=rate),
             MadeUpRun("p8", period="8", frames_per_s=5.0),
         ]
-        said = "So 2 ranks are slower than one alone." in _answer(tmp_path / f"{rate}", runs).details
+        said = (
+            "On 2 ranks period 4 is slower than one rank alone."
+            in _answer(tmp_path / f"{rate}", runs).details
+        )
         assert said is is_slower
 
 
