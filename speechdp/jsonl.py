@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -77,25 +78,36 @@ class Lines:
     num_damaged: int
 
 
-def read_lines(path: Path) -> Lines:
+def read_lines(path: Path, last_bytes: int | None = None) -> Lines:
     """Read a JSONL file, passing over damaged lines.
+
+    Args:
+        last_bytes: whole lines of so many bytes at its end; None: all.
 
     Raises:
         OSError: the file cannot be read.
     """
-    found = list(each_line(path))
+    found = list(each_line(path, last_bytes))
     records = [record for record in found if record is not None]
     return Lines(records, len(found) - len(records))
 
 
-def each_line(path: Path) -> Iterator[dict[str, Any] | None]:
+def each_line(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any] | None]:
     """Yield the JSON object of each line of a file, which may be a large one; None for a damaged line.
+
+    Args:
+        last_bytes: as for `read_lines`.
 
     Raises:
         OSError: the file cannot be read.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+    with path.open("rb") as file:
+        if last_bytes is not None and (size := file.seek(0, os.SEEK_END)) > last_bytes:
+            file.seek(size - last_bytes - 1)
+            file.readline()  # the rest of a line, or the end of the one before
+        else:
+            file.seek(0)
+        for line in io.TextIOWrapper(file, encoding="utf-8", errors="replace"):
             try:
                 record = parse_json(line)
             except ValueError:

@@ -172,11 +172,14 @@ def read_measured(folder: Path) -> MeasuredFolder:
     return MeasuredFolder(tuple(runs), tuple(filter(None, (warning, *notes))))
 
 
-def measured_run(result: RunResult, *, may_have_paused: bool = False) -> MeasuredRun:
+def measured_run(
+    result: RunResult, *, may_have_paused: bool = False, last_bytes: int | None = None
+) -> MeasuredRun:
     """Return what a finished run has measured.
 
     Args:
         may_have_paused: one that was told to pause, and has recorded its timing then, will do as well.
+        last_bytes: of each rank's timeline, of which no more is read; None: all steps.
 
     Raises:
         ConfigError: it has not finished, or files of it are missing; the message names them.
@@ -194,7 +197,7 @@ def measured_run(result: RunResult, *, may_have_paused: bool = False) -> Measure
     choice = StrategyChoice(str(settings.get("strategy", "")))
     # Of a strategy from outside, which may not even be found here, nobody knows who waits for whom.
     aligned = is_known(choice) and choice.parsed.traits.synchronous
-    times = _read_steps(path, timing, aligned=aligned)
+    times = _read_steps(path, timing, last_bytes, aligned=aligned)
     figures = data_figures(timing, result.order)
     last = result.evaluations[-1].frames if result.evaluations else None
     return MeasuredRun(
@@ -228,7 +231,7 @@ def _optimizer_vectors(settings: Mapping[str, Any]) -> int:
     return _OPTIMIZER_VECTORS.get(str(value), 2)
 
 
-def _read_steps(path: Path, timing: RunTiming, *, aligned: bool) -> StepTimes:
+def _read_steps(path: Path, timing: RunTiming, last_bytes: int | None, *, aligned: bool) -> StepTimes:
     """Read the timelines of a run: the steps that its timing sums, those of its last start after the warm-up.
 
     Steps of earlier starts may have been made on other machines, or by another number of ranks.
@@ -239,7 +242,7 @@ def _read_steps(path: Path, timing: RunTiming, *, aligned: bool) -> StepTimes:
     for rank in trainers:
         file = path / "timeline" / f"rank-{rank.rank:04d}.jsonl"
         try:
-            ranks.append(read_timeline(file)[0])
+            ranks.append(read_timeline(file, last_bytes)[0])
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{file}: missing; its steps are what a simulation is made of: train the run again, or give "

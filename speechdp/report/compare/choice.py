@@ -21,6 +21,7 @@ from speechdp.report.kit.choice import (
 )
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
 from speechdp.report.kit.speeds import any_raced, choose_fastest, is_surely_slower, ratio_text, speed_phrase
+from speechdp.simulation.gains import gain_sentence
 
 #: Seeds that a claim needs.
 CLAIM_SEEDS = 3
@@ -61,6 +62,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
             chosen[ranks] = one_rank if one_rank is not None and suffices else fastest
             details += _sentences(fastest, best, rows, one_rank)
             details += _not_told_apart(fastest, alike)
+            details += _gain(fastest, rows)
             details += _at_equal_time(ranks, fastest, groups)
     raced = any_raced(groups)
     machine = _machine(groups, raced=raced)
@@ -128,6 +130,14 @@ def _not_told_apart(chosen: Group, alike: Sequence[Group]) -> list[str]:
     return [
         f"On {chosen.ranks} ranks the speed of {chosen.label} cannot be told apart from that of {others}."
     ]
+
+
+def _gain(fastest: Group, rows: Sequence[Group]) -> list[str]:
+    """Say what would help a strategy most, by the first of its finished runs."""
+    found = [run.result for group in rows for run in group.finished if run.result is not None]
+    own = next((run.result for run in fastest.finished if run.result is not None), None)
+    sentence = "" if own is None else gain_sentence(own, f"{fastest.label} on {fastest.ranks} ranks", found)
+    return [sentence] if sentence else []
 
 
 def _tolerance(best: Group) -> float:

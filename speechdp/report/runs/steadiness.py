@@ -6,6 +6,7 @@ machine that is not so: the same model's forward pass then takes longer in one r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -63,14 +64,13 @@ def find_unsteadiness(runs: Iterable[RunResult]) -> Unsteadiness | None:
         key = tuple(str(run.settings.get(name)) for name in ("size", "batch_size", "num_parameters"))
         for found in _circumstances(run):
             alike.setdefault((key, found.rank, found.host), []).append(found)
-    pairs = []
-    for group in alike.values():
-        pair = Unsteadiness(
-            max(group, key=lambda one: one.forward_s), min(group, key=lambda one: one.forward_s)
-        )
-        if pair.excess > TOLERANCE and _is_from_outside(pair):
-            pairs.append(pair)
-    return max(pairs, key=lambda pair: pair.excess, default=None)
+    pairs = (
+        Unsteadiness(slow, fast)
+        for group in alike.values()
+        for slow, fast in itertools.permutations(group, 2)
+    )
+    notable = [pair for pair in pairs if pair.excess > TOLERANCE and _is_from_outside(pair)]
+    return max(notable, key=lambda pair: pair.excess, default=None)
 
 
 def notable_load(run: RunResult) -> float:

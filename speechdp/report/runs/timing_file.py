@@ -45,8 +45,13 @@ def read_timing(run_dir: Path, problems: list[str]) -> RunTiming | None:
     return timing
 
 
-def read_timeline(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]], int]:
+def read_timeline(
+    path: Path, last_bytes: int | None = None
+) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]], int]:
     """Read one rank's timeline.
+
+    Args:
+        last_bytes: of which no more is read, from its end; None: all of it.
 
     Returns:
         Steps by number (of a step that a resumed run repeated, the last record), the evaluations and
@@ -55,7 +60,7 @@ def read_timeline(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str,
     Raises:
         OSError: the file cannot be read.
     """
-    lines = read_lines(path)
+    lines = read_lines(path, last_bytes)
     steps = {r["step"]: r for r in lines.records if isinstance(r.get("step"), int)}
     events = [r for r in lines.records if "event" in r]
     return dict(sorted(steps.items())), events, lines.num_damaged

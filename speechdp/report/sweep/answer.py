@@ -27,7 +27,7 @@ from speechdp.report.runs.samples import Samples
 from speechdp.report.runs.steadiness import notable_load
 from speechdp.report.sweep.cautions import find_cautions
 from speechdp.report.sweep.data_answer import data_advice, other_runs
-from speechdp.report.sweep.gain_answer import gain_sentence
+from speechdp.simulation.gains import gain_sentence
 
 #: Shares of the step time below this hold nothing back.
 SMALL_SHARE = 0.03

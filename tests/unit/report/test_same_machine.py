@@ -40,6 +40,12 @@ def test_what_is_slow_by_itself_is_no_fault_of_the_machine(tmp_path: Path) -> No
     assert find_unsteadiness(runs_of(tmp_path, QUIET, replace(BUSY, others=0.1))) is None
 
 
+def test_a_run_that_slows_itself_down_hides_none_that_others_disturbed(tmp_path: Path) -> None:
+    slowest = replace(QUIET, name="slowest", frames_per_s=5_000.0)
+    found = find_unsteadiness(runs_of(tmp_path, QUIET, replace(BUSY), slowest))
+    assert found is not None and (found.slow.run.name, found.fast.run.name) == ("busy", "quiet")
+
+
 def test_a_little_more_work_elsewhere_is_no_cause(tmp_path: Path) -> None:
     assert find_unsteadiness(runs_of(tmp_path, QUIET, replace(BUSY, others=0.18))) is None
 

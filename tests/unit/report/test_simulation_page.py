@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 from speechdp.cli.main import run as speechdp
+from speechdp.report.compare.report import write_comparison as write_comparison_report
 from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.simulation.report import TIME_ONLY
 from speechdp.report.simulation.table import hours_text
-from speechdp.report.sweep.gain_answer import gain_sentence
-from speechdp.simulation import fit
+from speechdp.simulation import fit, gains
+from speechdp.simulation.gains import gain_sentence
+from tests.helpers.comparisons import MadeUpStrategy, write_comparison
 from tests.helpers.measured_runs import MadeUpSteps
 from tests.helpers.page_reader import PageReader
 
@@ -198,6 +200,35 @@ def test_a_longer_period_is_proposed_where_none_was_tried(tmp_path: Path) -> Non
     assert "with period 4, " in told("one", 1)
     assert "What would help it most" in told("two", 1, 2) and "with period" not in told("again", 1, 2)
     assert "with period 8, " in told("shorter", 2, 1)
+
+
+def test_of_a_long_run_the_end_tells_what_would_help(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = MadeUpSteps(["node-a"] * 2, "model_averaging:period=1", exchange_s=0.1).write(tmp_path)
+    whole = gain_sentence(read_run(run), "it")
+    file = run / "timeline" / "rank-0000.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(["no line of JSON"] * 50 + lines[50:]) + "\n")
+    read = list[int]()
+    keep = gains.measured_run
+    monkeypatch.setattr(gains, "_MOST_BYTES", 2 * sum(len(line) + 1 for line in lines[-20:]))
+    monkeypatch.setattr(
+        gains, "measured_run", lambda *a, **k: read.append(len((m := keep(*a, **k)).times.frames)) or m
+    )
+    assert "What would help it most" in gain_sentence(read_run(run), "it") and "help it most" in whole
+    assert read == [16]  # less as many steps as the warm-up has, which an older run does not bound
+
+
+def test_a_comparison_says_what_would_help_most(tmp_path: Path) -> None:
+    strategies = [
+        MadeUpStrategy("model_averaging:period=1", 9_000),
+        MadeUpStrategy("gradient_averaging", 8_000),
+    ]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
+    for path in sorted(out.glob("frames-2x-model*")):
+        steps = MadeUpSteps(["node-a"] * 2, "model_averaging:period=1", exchange_s=0.1)
+        made = steps.write(tmp_path / "made", path.name)
+        (made / "timeline").rename(path / "timeline")
+    assert any("What would help" in text for text in write_comparison_report(out).answer)
 
 
 def test_a_damaged_timeline_is_no_reason_to_report_nothing(
