@@ -35,7 +35,7 @@ _PRE_EMPHASIS = 0.97
 _LIFTER = 22.0
 _EPSILON = float(np.finfo(np.float32).eps)
 #: Frames computed together: on a CPU what stays in its cache, on a GPU what bounds the memory.
-_BLOCK_FRAMES, _BLOCK_FRAMES_GPU = 256, 65536
+_BLOCK_FRAMES, _BLOCK_FRAMES_GPU = 256, 16384
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class _Tables:
         window: (W,) Povey's window.
         num_fft: points of the transform.
         mel: (P, bins) float64, the filters, without the point at half the rate.
+        waves: the transform as two products, (W, P) float64 cosines and sines; None: by FFT.
         cosines: (bins, D) float64, cosine transform and lifter; None for log_mel.
     """
 
@@ -54,6 +55,7 @@ class _Tables:
     window: Tensor
     num_fft: int
     mel: Tensor
+    waves: tuple[Tensor, Tensor] | None
     cosines: Tensor | None
 
 
@@ -118,9 +120,13 @@ def _block(frames: Tensor, emphasised: Tensor, tables: _Tables) -> Tensor:
     inside = windowed[:, :num_samples]
     torch.sub(emphasised, means, alpha=1 - _PRE_EMPHASIS, out=inside)
     inside *= tables.window
-    spectrum = torch.view_as_real(torch.fft.rfft(windowed))[:, : tables.num_fft // 2]  # (R, P, 2)
-    power = spectrum[..., 0].square()
-    power.addcmul_(spectrum[..., 1], spectrum[..., 1])
+    if tables.waves is None:
+        spectrum = torch.view_as_real(torch.fft.rfft(windowed))[:, : tables.num_fft // 2]  # (R, P, 2)
+        real, imaginary = spectrum.unbind(2)
+    else:
+        real, imaginary = (multiply(inside, wave) for wave in tables.waves)
+    power = real.square()
+    power.addcmul_(imaginary, imaginary)
     log_mel = multiply(power, tables.mel).clamp_(min=_EPSILON).log_()
     if tables.cosines is None:
         return log_mel
@@ -155,13 +161,26 @@ def _tables(sampling_rate: int, config: FeatureConfig, device: torch.device) -> 
     cosines = None
     if config.kind == "mfcc":
         cosines = torch.from_numpy(_cosines(config.num_mel_bins, config.num_ceps)).to(device)
+    waves = None
+    if device.type != "cpu":
+        # Not by cuFFT: it sends a plan's tables to the GPU on the default stream, and features are computed
+        # on another, which does not wait for it.  Beside other processes on the GPU that has ended trainings
+        # with illegal memory accesses.
+        waves = _waves(size, num_fft, device)
     return _Tables(
         framing=Framing(size, hop, 0 if config.snip_edges else hop // 2 - size // 2),
         window=torch.from_numpy(window).to(device, torch.float32),
         num_fft=num_fft,
         mel=torch.from_numpy(_mel_filters(sampling_rate, num_fft, config.num_mel_bins)).to(device),
+        waves=waves,
         cosines=cosines,
     )
+
+
+def _waves(num_samples: int, num_fft: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, (W, P) float64 each: products with them are the FFT's two parts."""
+    angles = 2 * np.pi / num_fft * np.outer(np.arange(num_samples), np.arange(num_fft // 2))
+    return torch.from_numpy(np.cos(angles)).to(device), torch.from_numpy(np.sin(angles)).to(device)
 
 
 def _mel_filters(sampling_rate: int, num_fft: int, num_bins: int) -> FloatArray:

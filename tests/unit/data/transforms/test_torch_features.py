@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,6 +13,7 @@ import soundfile
 import torch
 
 from speechdp.data.signal.features import FeatureConfig, kaldi_features, normalise, num_frames_of
+from speechdp.data.transforms import torch_features
 from speechdp.data.transforms.torch_features import normalise_rows, raw_features
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import fsdd_dir, shared_data, tone
@@ -48,6 +51,25 @@ def test_values_are_those_of_kaldi(rate: int, config: FeatureConfig, seconds: fl
     wave = speech_like(max(seconds, config.frame_length_ms / 1000 if config.snip_edges else 0), rate)
     expected = kaldi_features(wave, rate, config, snip_edges=config.snip_edges)
     np.testing.assert_allclose(in_torch([wave], rate, config)[0], expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("rate", "config"), CONFIGS)
+def test_the_transform_by_products_that_a_gpu_does_gives_these_values(
+    rate: int, config: FeatureConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = torch_features._tables
+
+    def tables(rate: int, config: FeatureConfig, device: torch.device) -> Any:
+        made = make(rate, config, device)
+        return dataclasses.replace(made, waves=torch_features._waves(len(made.window), made.num_fft, device))
+
+    wave = speech_like(0.7, rate)
+    expected = kaldi_features(wave, rate, config, snip_edges=config.snip_edges)
+    by_fft = in_torch([wave], rate, config)[0]
+    monkeypatch.setattr(torch_features, "_tables", tables)
+    by_products = in_torch([wave], rate, config)[0]
+    np.testing.assert_allclose(by_products, expected, rtol=0, atol=1e-3)
+    assert not np.array_equal(by_fft, by_products)  # other roundings: it was not the FFT
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 79, 80, 119, 121, 200, 201])
