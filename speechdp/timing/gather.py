@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def gather_timing(
     comm: Communicator,
     others: dict[str, Any] | None = None,
     *,
+    of_ranks: Mapping[int, Mapping[str, Any]] | None = None,
     synchronous: bool = True,
 ) -> dict[str, Any] | None:
     """Gather every rank's sums, and further entries (`others`).  Collective.
@@ -32,13 +34,17 @@ def gather_timing(
     Args:
         timeline: of this rank.
         others: further entries of this rank.
+        of_ranks: further entries that this rank knows of ranks, as of those on its host, by their numbers.
         synchronous: ranks take their steps together.  Otherwise a step of one belongs to none of another.
 
     Returns:
         The content of timing.json on rank 0, None on the others.
     """
     entry = {"host": socket.gethostname(), **timeline.summary(), **(others or {})}
-    ranks = comm.allgather_object(entry)
+    known = [[rank, dict(more)] for rank, more in (of_ranks or {}).items()]
+    ranks = comm.allgather_object({**entry, "of_ranks": known})
+    more_of = {rank: more for one in ranks for rank, more in one.pop("of_ranks")}
+    ranks = [{**one, **more_of.get(one["rank"], {})} for one in ranks]
     exchange_s = None
     if synchronous and len({other["steps"] for other in ranks}) == 1:
         shortest = torch.tensor(timeline.comm_of_steps(), dtype=torch.float64)

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+
+#: Why a GPU's clock is lower than it could be: the bits of NVML's clock event reasons, which say it.  That it
+#: is idle (bit 0) is none.
+CLOCK_LIMITS = {
+    "power": 0x04 | 0x80,  # software's cap, the power supply's brake
+    "heat": 0x20 | 0x40,
+    "hardware": 0x08,  # set along with the brake and with heat, too
+    "settings": 0x02 | 0x10 | 0x100,  # application clocks, those of other GPUs (sync boost) or of a display
+}
+#: Number of the first namespace of process ids, by which Linux has always called it (PROC_PID_INIT_INO).
+_FIRST_PID_NAMESPACE = 0xEFFFFFFC
 
 
 def gpu_facts(device: torch.device) -> dict[str, Any] | None:
@@ -51,7 +64,7 @@ def visible_gpus() -> list[str]:
 
 
 class GpuReader:
-    """Reads utilisation, memory, power and clock of some GPUs through NVML.  Used by one thread.
+    """Reads how busy some GPUs are through NVML, at which clock, and who uses them.  Used by one thread.
 
     Attributes:
         uuids, names: of the GPUs that NVML knows, in the order asked for; none where there is no NVML.
@@ -63,6 +76,8 @@ class GpuReader:
         self._handles: list[Any] = []
         self._problems: list[str] = []
         self._nvml: Any = None
+        self._untold: set[int] = set()  # GPUs whose other users were asked for, and never known
+        self._told: set[int] = set()
         if not uuids:
             return
         try:
@@ -80,13 +95,60 @@ class GpuReader:
             self._open(uuid)
 
     def read(self, problems: list[str]) -> list[list[float | int | None]]:
-        """Return [index, utilisation in %, memory in bytes, power in W, SM clock in MHz] of each GPU.
+        """Return a row of each GPU; values that cannot be read are None, and `problems` names them.
 
-        Values that cannot be read are None, and `problems` names them.
+        Returns:
+            [index, utilisation in %, memory in bytes, power in W, SM clock in MHz, clock event reasons]; the
+            reasons are bits, see CLOCK_LIMITS.
         """
         problems += self._problems
         self._problems.clear()
         return [self._read_one(i, handle, problems) for i, handle in enumerate(self._handles)]
+
+    def read_others(
+        self, users: Mapping[str, Collection[int]], problems: list[str]
+    ) -> list[list[int | None]]:
+        """Return what processes that are none of the job's have of each GPU; takes longer than `read`.
+
+        A container has process ids of its own.  Some drivers list those of the host there, others leave out
+        processes outside of the container.  So nothing is told of a GPU unless all the job's processes that
+        use it are listed under the ids they have here, and the memory that no listed process holds counts as
+        that of others.  In a container that knows neither another process nor that memory, nothing is told.
+
+        Args:
+            users: ids of the job's processes on this host that use a GPU, by its UUID.
+            problems: what cannot be read is named there.
+
+        Returns:
+            [index, number of processes, bytes that they hold or None] of each GPU of which it is known.
+        """
+        nvml, rows = self._nvml, list[list[int | None]]()
+        job = {pid for pids in users.values() for pid in pids}
+        for index, (uuid, handle) in enumerate(zip(self.uuids, self._handles, strict=True)):
+            if not (own := set(users.get(uuid, ()))):
+                continue
+            try:
+                listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            except nvml.NVMLError as error:
+                problems.append(f"GPU {index}: other processes: {error}")
+                continue
+            held = {int(process.pid): process.usedGpuMemory for process in listed}
+            others = held.keys() - job
+            num_bytes = self._bytes_of_others(handle, held, others) if own <= held.keys() else None
+            if own <= held.keys() and (others or num_bytes is not None or _sees_all_processes()):
+                rows.append([index, len(others), num_bytes])
+                self._told.add(index)
+            else:
+                self._untold.add(index)
+        return rows
+
+    def never_told(self) -> list[str]:
+        """Return a line for each GPU of whose other users `read_others` has told nothing."""
+        return [
+            f"GPU {index}: other processes: NVML lists not all processes, or not by the ids that they have "
+            "here (a container?)"
+            for index in sorted(self._untold - self._told)
+        ]
 
     def close(self) -> None:
         """Release NVML.  Safe to call twice."""
@@ -114,6 +176,7 @@ class GpuReader:
             "memory": lambda: int(nvml.nvmlDeviceGetMemoryInfo(handle).used),
             "power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # mW
             "clock": lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
+            "clock event reasons": lambda: self._clock_event_reasons(handle),
         }
         values: list[float | int | None] = [index]
         for what, read in readings.items():
@@ -123,3 +186,110 @@ class GpuReader:
                 problems.append(f"GPU {index}: {what}: {error}")
                 values.append(None)
         return values
+
+    def _clock_event_reasons(self, handle: Any) -> int:
+        """Return the bits; drivers before 535, and packages of their time, call them throttle reasons."""
+        nvml = self._nvml
+        with contextlib.suppress(AttributeError, nvml.NVMLError):
+            return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+        return int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+
+    def _bytes_of_others(
+        self, handle: Any, held: Mapping[int, int | None], others: Collection[int]
+    ) -> int | None:
+        """Return the memory that others hold, listed or not; None where it is not known.
+
+        Args:
+            held: bytes of each process listed; None or 0 where NVML does not know.
+            others: those of them that are none of the job's.
+        """
+        nvml = self._nvml
+        listed = [held[pid] for pid in others]
+        known = [sum(size or 0 for size in listed)] if listed and None not in listed else []
+        own = [size for pid, size in held.items() if pid not in others]
+        if all(own):
+            # Without what the driver reserves, which is nobody's: the first version of the call includes it.
+            with contextlib.suppress(AttributeError, nvml.NVMLError):
+                used = int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+                known.append(max(0, used - sum(size or 0 for size in own)))
+        return max(known, default=None)
+
+
+class GpuTally:
+    """Adds up what a reader has read of one GPU, for a summary of a whole run."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._clocks: Counter[int] = Counter()  # of samples in which a kernel ran, as in the next two
+        self._limits: Counter[str] = Counter()
+        self._num_reasons = 0
+        self._others = _Mean()
+        self._others_bytes = _Mean()
+
+    def add(self, row: Sequence[float | int | None]) -> None:
+        """Take a row of `GpuReader.read`."""
+        _, utilisation, _, _, clock, reasons = row
+        if utilisation == 0:
+            return  # an idle GPU lowers its clock
+        if clock is not None:
+            self._clocks[int(clock)] += 1
+        if reasons is not None:
+            self._num_reasons += 1
+            self._limits.update(name for name, bits in CLOCK_LIMITS.items() if int(reasons) & bits)
+
+    def add_others(self, row: Sequence[int | None]) -> None:
+        """Take a row of `GpuReader.read_others`."""
+        _, number, num_bytes = row
+        if number is not None:
+            self._others.add(number)
+        if num_bytes is not None:
+            self._others_bytes.add(num_bytes)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what stands in timing.json as `gpu` of a rank (docs/timing.md); only what was read."""
+        found: dict[str, Any] = {"index": self._index}
+        if self._clocks:
+            found |= {"clock_mhz": _median(self._clocks), "lowest_clock_mhz": min(self._clocks)}
+        if self._num_reasons:
+            found["limits"] = {name: round(n / self._num_reasons, 4) for name, n in self._limits.items()}
+        if self._others.number:
+            found |= {"others": round(self._others.mean, 3), "most_others": int(self._others.most)}
+        if self._others_bytes.number:
+            found["others_bytes"] = round(self._others_bytes.mean)
+        return found
+
+
+class _Mean:
+    """Mean and most of some amounts."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.most = 0.0
+        self._sum = 0.0
+
+    def add(self, amount: float) -> None:
+        self.number += 1
+        self.most = max(self.most, amount)
+        self._sum += amount
+
+    @property
+    def mean(self) -> float:
+        return self._sum / self.number
+
+
+def _median(counts: Mapping[int, int]) -> int:
+    """Return the lower median of values, given how often there is each."""
+    before, half = 0, (sum(counts.values()) + 1) // 2
+    for value in sorted(counts):
+        before += counts[value]
+        if before >= half:
+            return value
+    raise AssertionError("no values")
+
+
+def _sees_all_processes() -> bool:
+    """Return whether process ids are those of the whole machine, which no container's are."""
+    try:
+        return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
+    except OSError:
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -56,3 +57,32 @@ class LoadMeter:
             "stolen": now.stolen_s - begun.stolen_s,
         }
         return {name: round(core_s / seconds, 3) for name, core_s in spent.items()}
+
+
+@dataclass(frozen=True)
+class OutsideLoad:
+    """Cores of a host that did not work for a job, mean numbers.
+
+    Attributes:
+        others: busy with processes of others.
+        stolen: taken from a virtual machine by its host.
+    """
+
+    others: float
+    stolen: float
+
+    @classmethod
+    def of(cls, own: Iterable[float], host: float, stolen: float) -> OutsideLoad:
+        """Return it from what `LoadMeter` measures.
+
+        Args:
+            own: of each of the job's processes on the host.
+            host: busy with any process there.
+            stolen: taken from it.
+        """
+        return cls(max(0.0, host - sum(own)), stolen)
+
+    @property
+    def total(self) -> float:
+        """Cores that the job did not have, for whichever reason."""
+        return self.others + self.stolen

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,10 +18,12 @@ import psutil
 from speechdp.comm.environment import host_name
 from speechdp.errors import RunError
 from speechdp.jsonl import LineFile
-from speechdp.timing.gpu import GpuReader, visible_gpus
+from speechdp.timing.gpu import GpuReader, GpuTally, visible_gpus
 
 #: Longest wait for the thread at the end, s: a driver that does not answer must not hold up the run.
 _JOIN_S = 10.0
+#: How often the other users of a GPU are asked for, s: they come and go more slowly than a load changes.
+_OTHERS_S = 1.0
 #: Lines after which half as many samples a second are taken: a file of weeks stays as small as one of hours.
 _LINES_AT_ONE_RATE = 100_000
 
@@ -46,6 +48,7 @@ class Sampler:
         gpus: bool = True,
         origin_s: float | None = None,
         gpu_of_rank: Mapping[int, str] | None = None,
+        untold_gpus: Collection[str] = (),
     ) -> None:
         """Prepare; nothing is opened before the block begins.
 
@@ -57,6 +60,8 @@ class Sampler:
             origin_s: time by `time.perf_counter` that `t_s` counts from; None: the block's begin.
             gpu_of_rank: UUID of the GPU that a rank uses, as `gpu_uuid` returns it; only these are sampled.
                 None: all that CUDA_VISIBLE_DEVICES shows this process.
+            untold_gpus: UUIDs of GPUs that the job uses in other containers as well, by processes that
+                cannot be told from others here; their other users are not asked for.
         """
         assert hz > 0, hz
         self.problem: str | None = None
@@ -72,6 +77,10 @@ class Sampler:
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._gpus: GpuReader | None = None
+        self._others_due_s = 0.0
+        self._untold_gpus = frozenset(untold_gpus)
+        self._tallies: dict[str, GpuTally] = {}
+        self._tallies_lock = threading.Lock()  # the thread adds, another sums up
         self._file: LineFile | None = None
         self._num_lines = 0  # at the rate in force
 
@@ -99,6 +108,12 @@ class Sampler:
                 )
             self._thread = None
 
+    def gpu_summaries(self) -> dict[int, dict[str, Any]]:
+        """Return what was read of each rank's GPU so far, as `GpuTally.summary` has it.  For any thread."""
+        with self._tallies_lock:
+            found = {uuid: tally.summary() for uuid, tally in self._tallies.items()}
+        return {rank: found[uuid] for rank, uuid in (self._gpu_of_rank or {}).items() if uuid in found}
+
     def _run(self) -> None:
         """Sample until the block ends or the file cannot be written; the thread owns file and readers."""
         assert self._file is not None
@@ -115,12 +130,11 @@ class Sampler:
         except (RunError, OSError) as error:  # psutil passes on what it does not know
             self._give_up(error)
         finally:
-            if self._gpus is not None:
-                self._gpus.close()
-            try:
-                self._file.close()
-            except RunError as error:
-                self._give_up(error)
+            for finish in (self._finish_gpus, self._file.close):
+                try:
+                    finish()
+                except RunError as error:
+                    self._give_up(error)
 
     def _begin(self) -> None:
         """Open what is sampled and write the head line."""
@@ -129,6 +143,8 @@ class Sampler:
             self._gpus = GpuReader(self._gpus_to_sample())
         names = [] if self._gpus is None else self._gpus.names
         index = {} if self._gpus is None else {uuid: i for i, uuid in enumerate(self._gpus.uuids)}
+        with self._tallies_lock:
+            self._tallies = {uuid: GpuTally(i) for uuid, i in index.items()}
         used = {rank: index[uuid] for rank, uuid in (self._gpu_of_rank or {}).items() if uuid in index}
         head = {
             "kind": "gpu" if names else "cpu",
@@ -141,6 +157,12 @@ class Sampler:
         }
         self._write(head)
         self._notice(problems)
+
+    def _finish_gpus(self) -> None:
+        if self._gpus is not None:
+            untold = self._gpus.never_told()
+            self._gpus.close()
+            self._notice(untold)
 
     def _gpus_to_sample(self) -> list[str]:
         if self._gpu_of_rank is None:
@@ -165,8 +187,30 @@ class Sampler:
         }
         if self._gpus is not None and (rows := self._gpus.read(problems)):
             line["gpus"] = rows
+            others = self._read_others(self._gpus, problems)
+            if others:
+                line["others"] = others
+            with self._tallies_lock:
+                tallies = list(self._tallies.values())
+                for row in rows:
+                    tallies[int(row[0] or 0)].add(row)
+                for of_others in others:
+                    tallies[int(of_others[0] or 0)].add_others(of_others)
         self._write(line)
         self._notice(problems)
+
+    def _read_others(self, gpus: GpuReader, problems: list[str]) -> list[list[int | None]]:
+        """Return what others have of the GPUs of ranks, where it is time to ask and it is known."""
+        now = time.perf_counter()
+        if now < self._others_due_s:
+            return []
+        self._others_due_s = now + _OTHERS_S
+        users: dict[str, list[int]] = {}
+        for rank, uuid in (self._gpu_of_rank or {}).items():
+            # A rank that has ended, or never was, holds nothing.
+            if rank in self._processes and uuid not in self._untold_gpus:
+                users.setdefault(uuid, []).append(self._pids[rank])
+        return gpus.read_others(users, problems)
 
     def _read_ranks(self, problems: list[str]) -> list[tuple[int, float, int]]:
         """Return (rank, CPU per cent of all its threads since the last sample, resident bytes)."""

@@ -28,6 +28,7 @@ from speechdp.process.ending import Stopped
 from speechdp.process.output import losses_noted_in
 from speechdp.timing.gather import gather_timing, has_timed_steps, write_timing
 from speechdp.timing.memory import peak_memory
+from speechdp.timing.sampler import Sampler
 from speechdp.train.build import (
     Sources,
     build_trainer,
@@ -103,9 +104,9 @@ def _train_run(
             if state.size != session.comm.size:
                 _take_place(session, resolved, trainer, sources, state.size)
         loader, dealing = open_loader(session, resolved, trainer, sources.training, stack)
-        with sampled(session, options.loading.sample_hz, run_dir, trainer.parts.timeline):
+        with sampled(session, options.loading.sample_hz, run_dir, trainer.parts.timeline) as sampler:
             _run_to_end(session, trainer, loader, dealing)
-        _conclude(session, resolved, run, trainer, sources, origin)
+        _conclude(session, resolved, run, trainer, sources, origin, sampler)
 
 
 def check_beginning(
@@ -355,14 +356,17 @@ def _conclude(
     trainer: Trainer,
     sources: Sources,
     origin: dict[str, Any],
+    sampler: Sampler | None,
 ) -> None:
     parts, comm = trainer.parts, session.comm
     parts.pulse.beat("the end of the run")
     data = sources.training.times.summary()  # before its targets are counted, which is no part of training
+    gpus = {} if sampler is None else sampler.gpu_summaries()
     timing = gather_timing(
         parts.timeline,
         comm,
         {**trainer.traffic(), "data": data, "memory": peak_memory(session.device)},
+        of_ranks={rank: {"gpu": gpu} for rank, gpu in gpus.items()},
         synchronous=parts.strategy.traits.synchronous,
     )
     feeders = gather_feeder_times(sources.training, comm)

@@ -17,7 +17,8 @@ class MadeUpRun:
     """A run to write.  Shares are of each rank's step time; `rank_spans` overrides `spans` by rank.
 
     `data` is every rank's entry of the data path, `feeders` those of the feeders; None leaves them out.
-    `others` is how many cores of the host work for others; None: not recorded.
+    `others` is how many cores of the host work for others, `stolen` how many it lacks; None: not recorded.
+    `gpu` is the entry of every rank's GPU, which the ranks share.
     `together`: its ranks take their steps together, as is known of runs with a data path.
     `last_gain` is by how much the last evaluation is above the one before, nats/frame.
     """
@@ -37,6 +38,8 @@ class MadeUpRun:
     data: Any = None
     feeders: Any = None
     others: float | None = 0.1
+    stolen: float = 0.0
+    gpu: Any = None
     together: bool = True
     last_gain: float | None = None
 
@@ -151,12 +154,15 @@ def _rank(run: MadeUpRun, rank: int) -> dict[str, Any]:
     """Return a rank's entry of timing.json for one minute of steps."""
     shares = run.rank_spans.get(rank, run.spans)
     data = {} if run.data is None else {"data": run.data}
-    busy = None if run.others is None else {"own": 0.9, "host": run.others + 0.9 * run.size, "stolen": 0.0}
+    busy = None if run.others is None else {"own": 0.9, "host": run.others + 0.9 * run.size}
+    if busy is not None:
+        busy["stolen"] = run.stolen
+    gpu = {} if run.gpu is None else {"gpu": run.gpu}
     load = {} if busy is None else {"load": busy}
     return {
         "rank": rank, "host": "node-a", "steps": 600, "frames": int(60 * run.frames_per_s / run.size),
         "wall_s": 60.0, "spans_s": {name: 60 * s for name, s in zip(SPANS, shares, strict=True)},
-        "eval_s": 4.2, "checkpoint_s": 0.8, **data, **load,
+        "eval_s": 4.2, "checkpoint_s": 0.8, **data, **load, **gpu,
     }  # fmt: skip
 
 

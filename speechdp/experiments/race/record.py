@@ -17,6 +17,7 @@ from speechdp.files import cannot_be_written, record_cannot_be_read
 from speechdp.json_input import parse_json
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.raced import RacedSpeed
+from speechdp.timing.load import OutsideLoad
 
 FOLDER = "race"
 _KIND, _FAILURE = "race", "failed-setting"
@@ -87,15 +88,15 @@ class RaceRecord:
         return sum(sum(s.frames) for s in counted) / sum(max(s.seconds) for s in counted)
 
     @property
-    def elsewhere(self) -> float:
-        """Cores of the busiest host that worked for others, those stolen among them, mean."""
-        found = [0.0]
+    def outside(self) -> OutsideLoad:
+        """Cores that did not work for the race, on the host where it lacked most; none where not measured."""
+        found = [OutsideLoad(0.0, 0.0)]
         for host in dict.fromkeys(self.hosts):
             here = [load for load, where in zip(self.load, self.hosts, strict=True) if where == host and load]
             if here:
-                own = sum(load["own"] for load in here)
-                found.append(max(0.0, here[0]["host"] - own) + here[0]["stolen"])
-        return max(found)
+                own = (load["own"] for load in here)
+                found.append(OutsideLoad.of(own, here[0]["host"], here[0]["stolen"]))
+        return max(found, key=lambda load: load.total)
 
 
 @dataclass(frozen=True)

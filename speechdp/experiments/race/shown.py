@@ -10,10 +10,9 @@ from speechdp.counting import counted
 from speechdp.errors import RunError
 from speechdp.experiments.race.record import FOLDER, RaceRecord, read_race
 from speechdp.report.kit.formatting import capital
+from speechdp.report.kit.outside import stolen_text
 from speechdp.report.runs.raced import LEAST_ROUNDS, RacedSpeed
-
-#: Cores that worked for others, above which a report names them.
-_NOTABLE_LOAD = 0.05
+from speechdp.report.runs.steadiness import NOTABLE_LOAD
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,7 @@ def _described(race: RaceRecord) -> str:
         f"Race on {counted(race.plan.ranks, 'rank')}, begun {race.begun[:16].replace('T', ' ')} UTC: "
         f"{counted(race.plan.rounds, 'round')}, in each of which every setting had a turn of {turns} steps."
     )
-    if race.elsewhere > _NOTABLE_LOAD:
-        text += f" Meanwhile {race.elsewhere:.2g} cores were busy with other work."
+    if race.outside.total > NOTABLE_LOAD:
+        stolen = stolen_text(race.outside, " and ")
+        text += f" Meanwhile {race.outside.others:.2g} cores were busy with other work{stolen}."
     return text

@@ -25,6 +25,7 @@ from speechdp.report.compare.table import SPREAD_NOTE, csv_of_groups, make_table
 from speechdp.report.kit import theme
 from speechdp.report.kit.choice import metric_meanings
 from speechdp.report.kit.metric_names import terms_of
+from speechdp.report.kit.outside import outside_sentences
 from speechdp.report.kit.pages import (
     WrittenReport,
     legend_marks,
@@ -124,5 +125,7 @@ def _facts(run: ComparedRun) -> tuple[str, str, list[tuple[str, str]], tuple[str
         ]
         if "batch_size" in result.settings:
             facts.append(("batch size", f"{result.settings['batch_size']} a rank"))
+        if outside := outside_sentences(result):
+            facts.append(("conditions", " ".join(outside)))
     state = "" if run.is_finished else record.state
     return record.planned.title, state, facts, result.problems if result else ()

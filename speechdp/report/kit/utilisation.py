@@ -1,4 +1,4 @@
-"""Draw how busy GPUs or processes were over a run's time, and how much memory each rank needed."""
+"""Draw how busy GPUs or processes were over a run's time, at which clock, and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from speechdp.timing.memory import memory_balance
 
 GPU_AXIS = "GPU utilisation (NVML), %"
 CPU_AXIS = "CPU of the rank's process\n(psutil; no GPU), % of a core"
+CLOCK_AXIS = "SM clock (NVML), MHz"
 #: More lines than this are drawn as their median and range, more bars as least, median and most.
 MAX_LINES = 8
 MAX_BARS = 16
@@ -28,19 +29,29 @@ _POINT_S = 0.5
 
 @dataclass(frozen=True)
 class Course:
-    """Utilisation over time; what was not sampled is NaN.
+    """Utilisation or clocks over time; what was not sampled is NaN.
 
     Attributes:
-        on_gpus: whether the columns are GPUs rather than ranks' processes.
+        axis: what the values are, of GPUs or of ranks' processes: GPU_AXIS, CPU_AXIS or CLOCK_AXIS.
         t_s: (B,) middle of each interval, s.
-        percent: (B, C) mean over the interval.
+        values: (B, C) mean over the interval, % or MHz.
         labels: of the C columns.
     """
 
-    on_gpus: bool
+    axis: str
     t_s: Array
-    percent: Array
+    values: Array
     labels: tuple[str, ...]
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the columns are GPUs."""
+        return self.axis != CPU_AXIS
+
+    @property
+    def unit(self) -> str:
+        """Of the values."""
+        return "MHz" if self.axis == CLOCK_AXIS else "%"
 
 
 def utilisation_course(samples: Sequence[Samples]) -> Course | None:
@@ -52,10 +63,31 @@ def utilisation_course(samples: Sequence[Samples]) -> Course | None:
     Returns:
         None where there is no sample.
     """
+    if any(np.isfinite(host.gpu_percent).any() for host in samples):
+        return _course(samples, GPU_AXIS, lambda host: (host.gpu_percent, _gpu_labels(host)))
+    return _course(samples, CPU_AXIS, lambda host: (host.cpu_percent, _rank_labels(host)))
+
+
+def clock_course(samples: Sequence[Samples]) -> Course | None:
+    """Return the SM clocks of all hosts' GPUs; None where none was read.
+
+    Args:
+        samples: one a host.
+    """
+    return _course(samples, CLOCK_AXIS, lambda host: (host.clock_mhz, _gpu_labels(host)))
+
+
+def _course(
+    samples: Sequence[Samples], axis: str, columns_of: Callable[[Samples], tuple[Array, list[str]]]
+) -> Course | None:
+    """Return the means over intervals; None where there are none.
+
+    Args:
+        columns_of: returns (N, C) values of a host and the names of its columns.
+    """
     samples = [host for host in samples if len(host.t_s)]
     if not samples:
         return None
-    on_gpus = any(not np.isnan(host.gpu_percent).all() for host in samples)
     times = [host.elapsed_s for host in samples]
     start, end = min(float(t[0]) for t in times), max(float(t[-1]) for t in times)
     shortest = 1 / min(host.hz for host in samples)
@@ -66,15 +98,15 @@ def utilisation_course(samples: Sequence[Samples]) -> Course | None:
     columns: list[Array] = []
     labels: list[str] = []
     for host, t in zip(samples, times, strict=True):
-        prefix = f"{host.host} " if len(samples) > 1 else ""
-        values = host.gpu_percent if on_gpus else host.cpu_percent
-        names = [prefix + name for name in _gpu_labels(host)] if on_gpus else _rank_labels(host)
+        # Ranks have numbers of the whole job, GPUs of their host.
+        prefix = f"{host.host} " if len(samples) > 1 and axis != CPU_AXIS else ""
+        values, names = columns_of(host)
         known = [i for i in range(values.shape[1]) if not np.isnan(values[:, i]).all()]
         columns += [_means(t, values[:, i], edges, host.section) for i in known]
-        labels += [names[i] for i in known]
+        labels += [prefix + names[i] for i in known]
     if not columns:
         return None
-    return Course(on_gpus, (edges[:-1] + edges[1:]) / 2, np.stack(columns, axis=1), tuple(labels))
+    return Course(axis, (edges[:-1] + edges[1:]) / 2, np.stack(columns, axis=1), tuple(labels))
 
 
 def draw_utilisation(
@@ -91,19 +123,23 @@ def draw_utilisation(
     Returns:
         False, with nothing drawn, where there is no sample.
     """
-    course = utilisation_course(samples)
+    return draw_course(ax, utilisation_course(samples), canvas, title=title)
+
+
+def draw_course(ax: Axes, course: Course | None, canvas: Canvas, *, title: str) -> bool:
+    """Plot a line for each column of one run, of many their median and range; return whether there is any."""
     if course is None:
         return False
     colours = canvas.theme.runs
     if len(course.labels) <= MAX_LINES:
         lines = [
-            (label, course.percent[:, i], colours[i % len(colours)]) for i, label in enumerate(course.labels)
+            (label, course.values[:, i], colours[i % len(colours)]) for i, label in enumerate(course.labels)
         ]
     else:
-        lines = [(f"median of {len(course.labels)}", _over_columns(np.median, course.percent), colours[0])]
+        lines = [(f"median of {len(course.labels)}", _over_columns(np.median, course.values), colours[0])]
     draw_courses(ax, [(label, course, values, c) for label, values, c in lines], canvas, title)
     if len(course.labels) > MAX_LINES:
-        low, high = _over_columns(np.min, course.percent), _over_columns(np.max, course.percent)
+        low, high = _over_columns(np.min, course.values), _over_columns(np.max, course.values)
         scale, _ = _time_scale([course])
         band = ax.fill_between(course.t_s / scale, low, high, color=colours[0], alpha=0.2, linewidth=0)
         canvas.tip(band, f"least to most of {len(course.labels)}")
@@ -113,16 +149,18 @@ def draw_utilisation(
 def draw_courses(
     ax: Axes, lines: Sequence[tuple[str, Course, Array, str]], canvas: Canvas, title: str
 ) -> None:
-    """Plot (label, course, (B,) per cent, colour) of each line, with a legend where there are several."""
+    """Plot (label, course, (B,) values, colour) of each line, with a legend where there are several."""
     theme = canvas.theme
     style_axes(ax, title, "", theme)
     scale, unit = _time_scale([course for _, course, _, _ in lines])
-    for label, course, percent, colour in lines:
-        (line,) = ax.plot(course.t_s / scale, percent, color=colour, linewidth=1.3, label=label, zorder=3)
-        canvas.tip(line, f"{label}: mean {np.nanmean(percent):.0f} %, most {np.nanmax(percent):.0f} %")
-    ax.set_ylabel(GPU_AXIS if lines[0][1].on_gpus else CPU_AXIS, color=theme.muted)
+    axis, of = lines[0][1].axis, lines[0][1].unit
+    for label, course, values, colour in lines:
+        (line,) = ax.plot(course.t_s / scale, values, color=colour, linewidth=1.3, label=label, zorder=3)
+        extreme = f"most {np.nanmax(values):.0f}" if of == "%" else f"least {np.nanmin(values):.0f}"
+        canvas.tip(line, f"{label}: mean {np.nanmean(values):.0f} {of}, {extreme} {of}")
+    ax.set_ylabel(axis, color=theme.muted)
     ax.set_xlabel(f"time ({unit})", color=theme.muted)
-    ax.set_ylim(0, max(105.0, ax.get_ylim()[1]))
+    ax.set_ylim(0, max(105.0, ax.get_ylim()[1]))  # of clocks, too: their part of the whole is what counts
     latest = max(float(course.t_s[-1]) for _, course, _, _ in lines) / scale
     ax.set_xlim(min(0.0, *(float(course.t_s[0]) / scale for _, course, _, _ in lines)), 1.01 * latest)
     if len(lines) > 1:
@@ -185,7 +223,7 @@ def draw_memory(
 
 def mean_over_columns(course: Course) -> Array:
     """Return (B,) the mean over the columns that were sampled; NaN where none was."""
-    return _over_columns(np.mean, course.percent)
+    return _over_columns(np.mean, course.values)
 
 
 def _rank_labels(host: Samples) -> list[str]:
@@ -224,8 +262,8 @@ def _means(t: Array, values: Array, edges: Array, section: NDArray[np.int64]) ->
     return means
 
 
-def _over_columns(function: Callable[[Array], float], percent: Array) -> Array:
-    known = [row[~np.isnan(row)] for row in percent]
+def _over_columns(function: Callable[[Array], float], values: Array) -> Array:
+    known = [row[~np.isnan(row)] for row in values]
     return np.array([function(row) if len(row) else np.nan for row in known])
 
 

@@ -51,7 +51,7 @@ def usage_limits(jobs: Sequence[ProfileJob]) -> tuple[float, float]:
     """Return the end of the longest job, s, and the most utilisation of all, %, for axes that compare."""
     ends = [steps[-1].start_s + steps[-1].wall_s for job in jobs for steps in job.steps if steps]
     courses = [course for job in jobs if (course := utilisation_course(job.samples)) is not None]
-    most = [float(np.nanmax(course.percent)) for course in courses]
+    most = [float(np.nanmax(course.values)) for course in courses]
     return max(ends, default=0.0), 1.05 * max(most, default=0.0)
 
 

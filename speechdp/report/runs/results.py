@@ -85,6 +85,28 @@ class HostLoad:
 
 
 @dataclass(frozen=True)
+class GpuConditions:
+    """Under which a rank's GPU worked, as far as it was read.
+
+    Attributes:
+        index: number of the GPU on its host.
+        clock_mhz, lowest_clock_mhz: SM clock while a kernel ran, median and lowest.
+        limits: share of that time in which something held the clock down, by its name (timing/gpu.py).
+        others: processes on the GPU that are none of the run's, mean over time.
+        most_others: the most at any time.
+        others_bytes: memory that they held, mean over time; None where it is not known.
+    """
+
+    index: int
+    clock_mhz: float | None = None
+    lowest_clock_mhz: float | None = None
+    limits: Mapping[str, float] = field(default_factory=dict)
+    others: float | None = None
+    most_others: int | None = None
+    others_bytes: float | None = None
+
+
+@dataclass(frozen=True)
 class RankTiming:
     """Sums of one rank over the steps after its warm-up; times in s.
 
@@ -97,6 +119,7 @@ class RankTiming:
         data: its data path; None where it was not recorded.
         memory: what it has held at most.
         load: of its host; None where it was not recorded.
+        gpu: conditions of its GPU; None without one, or where they were not recorded.
     """
 
     rank: int
@@ -115,6 +138,7 @@ class RankTiming:
     data: DataTimes | None = None
     memory: RankMemory = RankMemory()
     load: HostLoad | None = None
+    gpu: GpuConditions | None = None
 
     @property
     def comm_s(self) -> float:

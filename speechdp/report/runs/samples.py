@@ -44,6 +44,9 @@ class Samples:
         gpu_memory_bytes: (N, G) memory in use on the GPU, by whomever.
         power_w: (N, G).
         clock_mhz: (N, G) SM clock.
+        clock_reasons: (N, G) bits of what held the clock down (timing/gpu.py's CLOCK_LIMITS).
+        others: (N, G) processes on the GPU that are none of the job's; asked for about once a second.
+        others_bytes: (N, G) memory that they hold.
         notices: what could not be read, as the sampler put it.
         num_damaged: lines that were passed over.
     """
@@ -62,6 +65,9 @@ class Samples:
     gpu_memory_bytes: Array
     power_w: Array
     clock_mhz: Array
+    clock_reasons: Array
+    others: Array
+    others_bytes: Array
     notices: tuple[str, ...] = ()
     num_damaged: int = 0
 
@@ -98,6 +104,7 @@ def read_samples(path: Path) -> Samples:
     names = max((_names(head.get("gpus")) for head in heads), key=len)
     of_ranks = lines.of_ranks.table(len(lines.t_s), ranks)
     of_gpus = lines.of_gpus.table(len(lines.t_s), range(len(names)))
+    of_others = lines.of_others.table(len(lines.t_s), range(len(names)))
     return Samples(
         kind="gpu" if names else "cpu",
         hz=hz if hz > 0 else 10.0,
@@ -113,6 +120,9 @@ def read_samples(path: Path) -> Samples:
         gpu_memory_bytes=of_gpus[1],
         power_w=of_gpus[2],
         clock_mhz=of_gpus[3],
+        clock_reasons=of_gpus[4],
+        others=of_others[0],
+        others_bytes=of_others[1],
         notices=tuple(lines.notices),
         num_damaged=lines.num_damaged,
     )
@@ -124,7 +134,7 @@ class _Lines:
     Attributes:
         heads, notices, num_damaged: of its head lines, notices and damaged lines.
         t_s, sections: of each sample.
-        of_ranks, of_gpus: the samples' rows.
+        of_ranks, of_gpus, of_others: the samples' rows.
     """
 
     def __init__(self) -> None:
@@ -132,7 +142,8 @@ class _Lines:
         self.notices: list[str] = []
         self.num_damaged = 0
         self.t_s, self.sections = array("d"), array("q")
-        self.of_ranks, self.of_gpus = _Rows(2), _Rows(4)
+        # Versions that did not read what held the clock down left it out.
+        self.of_ranks, self.of_gpus, self.of_others = _Rows(2), _Rows(5, least=4), _Rows(2)
 
     def add(self, record: dict[str, Any] | None) -> None:
         """Take the next line; None: a damaged one."""
@@ -146,25 +157,28 @@ class _Lines:
         if self.heads and (t_s := finite(record.get("t_s"))) is not None:
             self.of_ranks.add(len(self.t_s), record.get("ranks"))
             self.of_gpus.add(len(self.t_s), record.get("gpus"))
+            self.of_others.add(len(self.t_s), record.get("others"))
             self.t_s.append(t_s)
             self.sections.append(len(self.heads) - 1)
 
 
 class _Rows:
-    """The rows of samples: each a number, of a rank or GPU, and `depth` values."""
+    """The rows of samples: each a number, of a rank or GPU, and `depth` values, or from `least` on."""
 
-    def __init__(self, depth: int) -> None:
+    def __init__(self, depth: int, *, least: int | None = None) -> None:
         self._depth = depth
+        self._least = depth if least is None else least
         self._samples, self._numbers, self._values = array("q"), array("q"), array("d")
 
     def add(self, sample: int, rows: Any) -> None:
         """Take the rows of a sample, passing over what is none; a value that is no number is NaN."""
         for row in rows if isinstance(rows, list) else []:
-            whole = isinstance(row, list) and len(row) == self._depth + 1 and isinstance(row[0], int)
-            if whole and 0 <= row[0] <= _MOST:
+            whole = isinstance(row, list) and self._least <= len(row) - 1 <= self._depth
+            if whole and isinstance(row[0], int) and 0 <= row[0] <= _MOST:
                 self._samples.append(sample)
                 self._numbers.append(row[0])
-                values = (finite(entry) for entry in row[1:])
+                values = [finite(entry) for entry in row[1:]]
+                values += [None] * (self._depth - len(values))
                 self._values.extend(math.nan if value is None else value for value in values)
 
     def table(self, num_samples: int, columns: Sequence[int]) -> Array:

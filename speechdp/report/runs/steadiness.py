@@ -7,16 +7,22 @@ machine that is not so: the same model's forward pass then takes longer in one r
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from speechdp.report.runs.results import RankTiming, RunResult
+from speechdp.report.runs.results import GpuConditions, RankTiming, RunResult, RunTiming
+from speechdp.timing.load import OutsideLoad
 
 #: Forward passes of the same model that differ by more show that the machine was not the same.
 TOLERANCE = 0.05
 #: Cores, as a share of one for each rank, that other work must take, or by which it must differ, to be a
 #: cause: ranks whose strategy exchanges in the background slow down their own forward passes.
 NOTABLE_LOAD = 0.05
+#: Of two runs on a GPU that differ by less in the share of its clock, in the number of processes of others
+#: and in the bytes they hold, neither had it worse.  A driver keeps some memory that no process holds.
+NOTABLE_CLOCK = 0.02
+NOTABLE_OTHERS = 0.05
+NOTABLE_BYTES = 1e9
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,8 @@ class Circumstances:
         rank, host: who.
         ranks_there: ranks of the run on that host.
         forward_s: forward pass for a frame, s.
-        elsewhere: cores of its host that worked for others, mean; None where it was not recorded.
+        outside: cores of its host that did not work for the run; None where it was not recorded.
+        gpu: conditions of its GPU; None where they were not recorded.
     """
 
     run: RunResult
@@ -36,7 +43,8 @@ class Circumstances:
     host: str
     ranks_there: int
     forward_s: float
-    elsewhere: float | None
+    outside: OutsideLoad | None
+    gpu: GpuConditions | None
 
 
 @dataclass(frozen=True)
@@ -56,8 +64,9 @@ def find_unsteadiness(runs: Iterable[RunResult]) -> Unsteadiness | None:
     """Find the rank and the two runs whose forward passes differ most; None where all are alike.
 
     Only runs of the same model on as many ranks and with batches of the same size are compared, and only
-    ranks on the same host.  Where the load by others is known and did not differ, the difference is the
-    runs' own, and none is found.
+    ranks on the same host.  Where what is outside of the runs is known and did not differ, the difference is
+    the runs' own, and none is found: the load of the cores by others and, of ranks that compute on GPUs, the
+    clock and the other users of the GPU, too.
     """
     alike: dict[object, list[Circumstances]] = {}
     for run in runs:
@@ -73,19 +82,32 @@ def find_unsteadiness(runs: Iterable[RunResult]) -> Unsteadiness | None:
     return max(notable, key=lambda pair: pair.excess, default=None)
 
 
-def notable_load(run: RunResult) -> float:
-    """Return the cores of a run's busiest host that worked for others, mean; 0 where too few to matter."""
+def notable_load(run: RunResult) -> OutsideLoad | None:
+    """Return what took cores from a run on the host where it took most; None where too few to matter."""
     known = [
-        one.elsewhere
+        one.outside
         for one in _circumstances(run)
-        if one.elsewhere is not None and one.elsewhere > NOTABLE_LOAD * one.ranks_there
+        if one.outside is not None and one.outside.total > NOTABLE_LOAD * one.ranks_there
     ]
-    return max(known, default=0.0)
+    return max(known, key=lambda load: load.total, default=None)
+
+
+def outside_load(timing: RunTiming, rank: RankTiming) -> OutsideLoad | None:
+    """Return the cores of a rank's host that did not work for its run.
+
+    None where it is not known, as with feeders, whose load is not recorded.
+    """
+    here = [other.load for other in timing.ranks if other.host == rank.host]
+    if timing.feeders or rank.load is None or any(load is None for load in here):
+        return None
+    own = (load.own for load in here if load is not None)
+    return OutsideLoad.of(own, rank.load.host, rank.load.stolen)
 
 
 def _circumstances(run: RunResult) -> list[Circumstances]:
-    ranks = run.timing.ranks if run.timing else ()
-    fed = bool(run.timing and run.timing.feeders)
+    if run.timing is None:
+        return []
+    ranks = run.timing.ranks
     return [
         Circumstances(
             run,
@@ -93,25 +115,32 @@ def _circumstances(run: RunResult) -> list[Circumstances]:
             rank.host,
             sum(other.host == rank.host for other in ranks),
             rank.spans_s["forward"] / rank.frames,
-            _elsewhere(rank, ranks, has_feeders=fed),
+            outside_load(run.timing, rank),
+            rank.gpu,
         )
         for rank in ranks
         if rank.frames and rank.spans_s.get("forward")
     ]
 
 
-def _elsewhere(rank: RankTiming, ranks: Sequence[RankTiming], *, has_feeders: bool) -> float | None:
-    """Return the cores of a rank's host that did not work for the run, those stolen among them.
-
-    None where it is not known, as with feeders, whose load is not recorded.
-    """
-    here = [other.load for other in ranks if other.host == rank.host]
-    if has_feeders or rank.load is None or any(load is None for load in here):
-        return None
-    own = sum(load.own for load in here if load is not None)
-    return max(0.0, rank.load.host - own) + rank.load.stolen
-
-
 def _is_from_outside(pair: Unsteadiness) -> bool:
-    slow, fast = pair.slow.elsewhere, pair.fast.elsewhere
-    return slow is None or fast is None or slow - fast > NOTABLE_LOAD * pair.slow.ranks_there
+    """Return whether something outside of the runs differed, or is not known to have been alike."""
+    slow, fast = pair.slow.outside, pair.fast.outside
+    if slow is None or fast is None or slow.total - fast.total > NOTABLE_LOAD * pair.slow.ranks_there:
+        return True
+    # What keeps cores busy says nothing of what keeps a GPU busy.
+    return pair.slow.run.on_gpu and not _had_the_gpu_alike(pair.slow.gpu, pair.fast.gpu)
+
+
+def _had_the_gpu_alike(slow: GpuConditions | None, fast: GpuConditions | None) -> bool:
+    """Return whether neither its clock nor its other users can have made a GPU slower than before."""
+    if slow is None or fast is None:
+        return False
+    if slow.clock_mhz is None or fast.clock_mhz is None or slow.others is None or fast.others is None:
+        return False
+    more_bytes = (slow.others_bytes or 0.0) - (fast.others_bytes or 0.0)
+    return (
+        slow.clock_mhz >= (1 - NOTABLE_CLOCK) * fast.clock_mhz
+        and slow.others - fast.others <= NOTABLE_OTHERS
+        and more_bytes <= NOTABLE_BYTES
+    )

@@ -14,11 +14,13 @@ from speechdp.report.runs.results import (
     DATA_STAGES,
     DataTimes,
     Feeder,
+    GpuConditions,
     HostLoad,
     RankMemory,
     RankTiming,
     RunTiming,
 )
+from speechdp.timing.gpu import CLOCK_LIMITS
 
 DEFAULT_WARMUP_STEPS = 4
 
@@ -106,6 +108,7 @@ def _rank_timing(entry: Any) -> RankTiming | None:
         data=_data_times(entry.get("data")),
         memory=_memory(entry.get("memory")),
         load=_load(entry.get("load")),
+        gpu=_gpu(entry.get("gpu")),
     )
 
 
@@ -127,6 +130,24 @@ def _load(entry: Any) -> HostLoad | None:
         return None
     cores = [amount(entry, name) for name in ("own", "host", "stolen")]
     return None if None in cores else HostLoad(*(number or 0.0 for number in cores))
+
+
+def _gpu(entry: Any) -> GpuConditions | None:
+    """Return the conditions of a rank's GPU; None where they were not recorded."""
+    if not isinstance(entry, dict) or (index := amount(entry, "index")) is None:
+        return None
+    found = entry.get("limits")
+    limits = {name: amount(found, name) for name in CLOCK_LIMITS} if isinstance(found, dict) else {}
+    most = amount(entry, "most_others")
+    return GpuConditions(
+        index=int(index),
+        clock_mhz=amount(entry, "clock_mhz"),
+        lowest_clock_mhz=amount(entry, "lowest_clock_mhz"),
+        limits={name: share for name, share in limits.items() if share},
+        others=amount(entry, "others"),
+        most_others=None if most is None else int(most),
+        others_bytes=amount(entry, "others_bytes"),
+    )
 
 
 def _data_times(entry: Any) -> DataTimes | None:

@@ -11,6 +11,7 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.choice import accurate_enough, are_decoded_alike, lacks_scores, splits_of
 from speechdp.report.kit.metric_names import terms_of
+from speechdp.report.kit.outside import shares_gpus, stolen_text
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
 from speechdp.report.kit.speeds import (
     any_raced,
@@ -279,8 +280,12 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
 def _sharing(run: RunResult) -> str:
     """Say what ranks share that makes them slower, and with whom."""
     load = notable_load(run)
-    others = f", and other work that kept {load:.2g} cores busy" if load else ""
-    return f"shared cores or memory{others}"
+    shared = ["shared cores or memory"]
+    if load is not None:
+        shared.append(f"and other work that kept {load.others:.2g} cores busy{stolen_text(load, ', with ')}")
+    if shares_gpus(run):
+        shared.append("and others on its GPUs")
+    return ", ".join(shared)
 
 
 def _in_its_run(row: RunFigures) -> str:

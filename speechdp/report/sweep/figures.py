@@ -15,7 +15,14 @@ from speechdp.report.kit.svg import Panel
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.sweep import plots
 from speechdp.report.sweep.bars import SPAN_KEYS, draw_data_rates, draw_shares, num_bars, rows_with_rates
-from speechdp.report.sweep.resources import draw_ranks_memory, draw_runs_utilisation, has_memory, has_samples
+from speechdp.report.sweep.resources import (
+    draw_ranks_memory,
+    draw_runs_clocks,
+    draw_runs_utilisation,
+    has_clocks,
+    has_memory,
+    has_samples,
+)
 
 _SMALL, _MEDIUM = (4.4, 3.1), (5.6, 3.4)
 
@@ -117,6 +124,9 @@ def _resources(rows: Sequence[RunFigures]) -> list[Panel]:
         drawn += [
             Panel("utilisation", what, size, lambda ax, canvas: draw_runs_utilisation(ax, rows, canvas))
         ]
+    if has_clocks(rows):
+        what = "SM clock of GPUs over time"
+        drawn += [Panel("clocks", what, size, lambda ax, canvas: draw_runs_clocks(ax, rows, canvas))]
     if has_memory(rows):
         what = "Most memory that each rank has held"
         drawn += [Panel("memory", what, size, lambda ax, canvas: draw_ranks_memory(ax, rows, canvas))]

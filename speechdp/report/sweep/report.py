@@ -14,6 +14,7 @@ from speechdp.report.kit.canvas import make_canvas
 from speechdp.report.kit.choice import metric_meanings
 from speechdp.report.kit.columns import FigureColumn
 from speechdp.report.kit.metric_names import terms_of
+from speechdp.report.kit.outside import outside_sentences
 from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, swatch, write_files
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
 from speechdp.report.kit.tables import RowHead, ShownTable
@@ -141,6 +142,7 @@ def _page(
         span_legend=[(title, swatch(colour)) for title, colour in SPAN_KEYS],
         settings=[(row.run, _settings(row.run.settings)) for row in rows],
         sampling_notices=sampling_notices(rows),
+        outside_notes=_outside_notes(rows),
         warmup_steps=max((row.run.timing.warmup_steps for row in rows if row.run.timing), default=0),
     )
 
@@ -194,6 +196,13 @@ def _data_path_notes(rows: Sequence[RunFigures]) -> list[tuple[str, list[str]]]:
     """Return (label, sentences) of each run that recorded its data path."""
     labels = formatting.run_labels([row.run for row in rows])
     notes = ((labels[row.run.name], path_sentences(row, labels[row.run.name])) for row in rows)
+    return [(label, sentences) for label, sentences in notes if sentences]
+
+
+def _outside_notes(rows: Sequence[RunFigures]) -> list[tuple[str, list[str]]]:
+    """Return (label, sentences) of each run of which it is known what it did not have to itself."""
+    labels = formatting.run_labels([row.run for row in rows])
+    notes = ((labels[row.run.name], outside_sentences(row.run)) for row in rows)
     return [(label, sentences) for label, sentences in notes if sentences]
 
 

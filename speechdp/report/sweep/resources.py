@@ -8,10 +8,12 @@ from matplotlib.axes import Axes
 
 from speechdp.report.kit.canvas import Canvas
 from speechdp.report.kit.utilisation import (
+    Course,
     MemoryBar,
+    clock_course,
+    draw_course,
     draw_courses,
     draw_memory,
-    draw_utilisation,
     mean_over_columns,
     utilisation_course,
 )
@@ -21,6 +23,11 @@ from speechdp.report.runs.derived import RunFigures
 def has_samples(rows: Sequence[RunFigures]) -> bool:
     """Say whether any run was sampled."""
     return any(len(host.t_s) for row in rows for host in row.run.samples)
+
+
+def has_clocks(rows: Sequence[RunFigures]) -> bool:
+    """Say whether the clock of any run's GPUs was read."""
+    return any(clock_course(row.run.samples) is not None for row in rows)
 
 
 def has_memory(rows: Sequence[RunFigures]) -> bool:
@@ -39,13 +46,29 @@ def draw_runs_utilisation(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) 
     Returns:
         False, with nothing drawn, where no run was sampled.
     """
-    sampled = [row for row in rows if utilisation_course(row.run.samples) is not None]
-    if not sampled:
+    courses = [(row, utilisation_course(row.run.samples)) for row in rows]
+    return _draw_runs(ax, courses, canvas, "Utilisation over time", "ranks")
+
+
+def draw_runs_clocks(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bool:
+    """Plot the SM clock of each GPU of one run, or for each of several runs the mean over its GPUs.
+
+    Returns:
+        False, with nothing drawn, where no clock was read.
+    """
+    courses = [(row, clock_course(row.run.samples)) for row in rows]
+    return _draw_runs(ax, courses, canvas, "GPU clock over time", "GPUs")
+
+
+def _draw_runs(
+    ax: Axes, found: Sequence[tuple[RunFigures, Course | None]], canvas: Canvas, title: str, over: str
+) -> bool:
+    """Plot one run's own lines, or of several runs the means over ranks or GPUs, as `over` calls them."""
+    courses = [(row.run.name, course) for row, course in found if course is not None]
+    if not courses:
         return False
-    if len(rows) == 1:
-        return draw_utilisation(ax, sampled[0].run.samples, canvas)
-    found = [(row.run.name, utilisation_course(row.run.samples)) for row in sampled]
-    courses = [(name, course) for name, course in found if course is not None]
+    if len(found) == 1:
+        return draw_course(ax, courses[0][1], canvas, title=title)
     # Percent of a GPU and of a core do not belong on one axis.
     on_gpus = any(course.on_gpus for _, course in courses)
     lines = [
@@ -53,7 +76,7 @@ def draw_runs_utilisation(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) 
         for name, course in courses
         if course.on_gpus == on_gpus
     ]
-    draw_courses(ax, lines, canvas, "Utilisation over time, mean over ranks")
+    draw_courses(ax, lines, canvas, f"{title}, mean over {over}")
     return True
 
 

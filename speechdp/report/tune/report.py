@@ -25,6 +25,7 @@ from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.metric_names import Terms, terms_of
+from speechdp.report.kit.outside import stolen_text
 from speechdp.report.kit.pages import WrittenReport, legend_marks, render_page, setting_facts, write_files
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text, with_figures
@@ -32,6 +33,7 @@ from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.records import words
 from speechdp.report.runs.results import RunResult
 from speechdp.report.runs.steadiness import notable_load
+from speechdp.timing.load import OutsideLoad
 
 FOLDER = "tune"
 _SIZE = (7.6, 4.2)
@@ -50,13 +52,13 @@ class Search:
     Attributes:
         runs: of each setting that was trained, by seed.
         races: that of the search, unless none was held yet or a script's runs have raced.
-        loads: cores that worked for others as each back-end was measured; 0: too few to matter.
+        loads: cores that did not work for the search as each back-end was measured, where enough to matter.
     """
 
     record: TuneRecord
     runs: Mapping[str, tuple[RunResult, ...]]
     races: ShownRaces = field(default_factory=ShownRaces)
-    loads: Mapping[str, float] = field(default_factory=dict)
+    loads: Mapping[str, OutsideLoad] = field(default_factory=dict)
 
     @property
     def terms(self) -> Terms:
@@ -77,8 +79,11 @@ def read_search(out: Path) -> Search:
         for one in record.tried
     }
     loads = {
-        one.name: max(notable_load(read_run(run_dir)) for run_dir in measured_dirs(out, one.name))
+        one.name: max(found, key=lambda load: load.total)
         for one in record.backends
+        if (
+            found := [load for path in measured_dirs(out, one.name) if (load := notable_load(read_run(path)))]
+        )
     }
     runs = {name: found for name, found in runs.items() if found}
     return Search(record, runs, read_races(out), loads)
@@ -176,9 +181,13 @@ def _doubts(search: Search) -> list[str]:
     ruled_out = sum(one.out_in == PREDICT for one in record.tried)
     what = f"what was ruled out by prediction ({counted(ruled_out, 'setting')})"
     compared = [one.name for one in record.backends if one.speed is not None]
-    rests = [what] if ruled_out and search.loads.get(record.backend) else []
+    rests = [what] if ruled_out and record.backend in search.loads else []
     rests += ["which back-end was chosen"] if len(compared) > 1 else []
-    busy = [f"{name} {search.loads[name]:.2g}" for name in compared if search.loads.get(name)]
+    busy = [
+        f"{name} {search.loads[name].others:.2g}{stolen_text(search.loads[name], ' and ')}"
+        for name in compared
+        if name in search.loads
+    ]
     if busy and rests:
         notes.append(
             f"As back-ends were measured, other work kept cores busy ({', '.join(busy)}), by which "

@@ -185,10 +185,11 @@ def test_the_slowest_rank_decides() -> None:
 def test_work_elsewhere_is_that_of_the_busiest_host() -> None:
     race = made_up_race({"gradient_averaging": 1.0, "period 4": 1.2})
     load = ({"own": 0.9, "host": 2.5, "stolen": 0.1}, {"own": 0.8, "host": 2.5, "stolen": 0.1})
-    assert dataclasses.replace(race, load=load).elsewhere == pytest.approx(0.9)
+    together = dataclasses.replace(race, load=load).outside
+    assert (together.others, together.stolen) == (pytest.approx(0.8), 0.1)
     two = dataclasses.replace(race, load=load, hosts=("a", "b"))
-    assert two.elsewhere == pytest.approx(1.8)
-    assert dataclasses.replace(race, load=({}, {})).elsewhere == 0.0
+    assert two.outside.total == pytest.approx(1.8)
+    assert dataclasses.replace(race, load=({}, {})).outside.total == 0.0
 
 
 def _without(key: str) -> Any:

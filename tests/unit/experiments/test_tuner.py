@@ -30,6 +30,7 @@ from speechdp.report.runs.script_metric import script_task
 from speechdp.report.tune.report import Search, find_answer
 from speechdp.simulation.predict import Interval
 from speechdp.tasks.metrics import LOG_PROB, TaskRecord
+from speechdp.timing.load import OutsideLoad
 
 GRADIENTS, SHORT, LONG = "gradient_averaging", "model_averaging:period=4", "model_averaging:period=16"
 DPSGD = "dpsgd"
@@ -328,18 +329,20 @@ def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_pat
     # DPSGD is ruled out by its prediction, and there is a single back-end.
     record = search(tmp_path, Jobs(tmp_path), texts=(GRADIENTS, SHORT, LONG, DPSGD))
     assert record.of(DPSGD).out_in == "predict"
-    assert "predict" not in cautions(Search(record, {}, loads={"mpi": 0.0}))
-    busy = cautions(Search(record, {}, loads={"mpi": 0.98}))
+    assert "predict" not in cautions(Search(record, {}, loads={}))
+    mpi_busy = {"mpi": OutsideLoad(0.98, 0.0)}
+    busy = cautions(Search(record, {}, loads=mpi_busy))
     assert (
         "other work kept cores busy (mpi 0.98), by which predictions may be off: what was ruled out" in busy
     )
     assert "(1 setting) should be searched for again" in busy and "back-end was chosen" not in busy
     failed = replace(record, backends=(*record.backends, BackendRecord("torch")))
-    assert "back-end was chosen" not in cautions(Search(failed, {}, loads={"mpi": 0.98}))
+    assert "back-end was chosen" not in cautions(Search(failed, {}, loads=mpi_busy))
     two = replace(record, backends=(*record.backends, BackendRecord("torch", 90.0, why="slower")))
-    assert "and which back-end was chosen should" in cautions(Search(two, {}, loads={"mpi": 0.98}))
-    other = cautions(Search(two, {}, loads={"torch": 0.98}))
-    assert "(torch 0.98)" in other and ": which back-end was chosen should" in other
+    assert "and which back-end was chosen should" in cautions(Search(two, {}, loads=mpi_busy))
+    other = cautions(Search(two, {}, loads={"torch": OutsideLoad(0.98, 0.3)}))
+    assert "(torch 0.98 and 0.3 stolen by the virtual machine's host)" in other
+    assert ": which back-end was chosen should" in other
     # A common factor rules nothing out wrongly; what was predicted otherwise than the others may be.
     slow = replace(
         record, tried=tuple(replace(one, predicted=0.5 * (one.predicted or 0.0)) for one in record.tried)
@@ -353,7 +356,7 @@ def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_pat
     )
     # Nothing was ruled out by prediction.
     all_raced = search(tmp_path / "all", Jobs(tmp_path / "all"), texts=(GRADIENTS, SHORT, LONG))
-    assert "cores busy" not in cautions(Search(all_raced, {}, loads={"mpi": 0.98}))
+    assert "cores busy" not in cautions(Search(all_raced, {}, loads=mpi_busy))
 
 
 @pytest.mark.parametrize("target", [0.9, math.nan, math.inf])

@@ -175,6 +175,19 @@ def test_failed_and_pending_runs_are_shown_as_such(tmp_path: Path) -> None:
     assert "1 failed" in report.html.read_text()
 
 
+def test_the_conditions_of_its_gpus_stand_with_each_run(tmp_path: Path) -> None:
+    out = write_comparison(tmp_path / "out", [MadeUpStrategy("a")], (2,), (1, 2), ("frames",))
+    assert "<dt>conditions</dt>" not in write_report(out).html.read_text()
+    path = out / str(_entries(out)[0]["folder"]) / "timing.json"
+    timing = json.loads(path.read_text())
+    for rank in timing["ranks"]:
+        rank["gpu"] = {"index": rank["rank"], "clock_mhz": 1980 - rank["rank"], "lowest_clock_mhz": 1200}
+    path.write_text(json.dumps(timing))
+    page = write_report(out).html.read_text()
+    assert page.count("<dt>conditions</dt>") == 1
+    assert "median 1,979 to 1,980 MHz, lowest 1,200 MHz (GPU 0)." in page
+
+
 def test_a_comparison_without_a_finished_run_still_has_a_page(tmp_path: Path) -> None:
     out = tmp_path / "out"
     run = {"strategy": "a", "ranks": 2, "seed": 1, "mode": "frames", "epochs": 3, "folder": None}

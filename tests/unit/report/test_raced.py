@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import itertools
 import json
@@ -230,6 +231,16 @@ def test_table_page_and_csv_have_the_ratio_and_its_interval(tmp_path: Path) -> N
     assert "Race on 2 ranks, begun 2026-11-23 15:42 UTC: 12 rounds" in page
     assert "Meanwhile 0.1 cores were busy with other work." in page
     assert "times the baseline" in page  # the plot of speed against the period
+
+
+def test_stolen_cores_are_named_apart_from_other_work(tmp_path: Path) -> None:
+    out = write_sweep(tmp_path / "sweep", realistic_sweep())
+    race = made_up_race(SPEEDS)
+    stolen = tuple({**load, "stolen": 0.4} for load in race.load)
+    write_made_up_race(out, dataclasses.replace(race, load=stolen))
+    page = write_report(out).html.read_text(encoding="utf-8")
+    said = "Meanwhile 0.1 cores were busy with other work and 0.4 stolen by the virtual machine&#39;s host."
+    assert said in page
 
 
 def test_without_a_race_everything_is_as_before(tmp_path: Path) -> None:

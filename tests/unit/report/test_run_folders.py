@@ -17,7 +17,7 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, RunError
 from speechdp.report.runs import derived
 from speechdp.report.runs.folders import read_run, read_sweep
-from speechdp.report.runs.results import Evaluation, RankTiming, RunResult, RunTiming
+from speechdp.report.runs.results import Evaluation, GpuConditions, RankTiming, RunResult, RunTiming
 from speechdp.report.runs.timing_file import read_timeline
 from speechdp.timing.gather import gather_timing, write_timing
 from speechdp.timing.timeline import Span, Timeline
@@ -144,7 +144,11 @@ def test_gather_timing_names_every_rank_and_host_and_is_read_back(tmp_path: Path
     for step in (1, 2, 3):
         timeline.end_step(step, 0, 50)
     comm: Any = FakeComm()
-    gathered = gather_timing(timeline, comm)
+    of_ranks = {
+        0: {"gpu": {"index": 0}},
+        1: {"gpu": {"index": 3, "clock_mhz": 1980, "limits": {"heat": 0.5}}},
+    }
+    gathered = gather_timing(timeline, comm, of_ranks=of_ranks)
     assert gathered is not None
     write_timing(tmp_path, gathered)
     assert [path.name for path in tmp_path.iterdir()] == ["timing.json"]
@@ -153,6 +157,7 @@ def test_gather_timing_names_every_rank_and_host_and_is_read_back(tmp_path: Path
     assert timing.warmup_steps == 1
     assert [(rank.rank, rank.frames, rank.steps) for rank in timing.ranks] == [(0, 100, 2), (1, 100, 2)]
     assert timing.ranks[1].host == "other"
+    assert timing.ranks[1].gpu == GpuConditions(3, clock_mhz=1980, limits={"heat": 0.5})
     apart = gather_timing(timeline, comm, synchronous=False)  # as many steps on each rank, by chance
     assert gathered["exchange_s"] == 0 and apart == {**gathered, "exchange_s": None, "ranks": apart["ranks"]}
     comm.rank = 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from speechdp.report.kit.same_machine import machine_warning
 from speechdp.report.runs.derived import run_figures
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.results import RunResult
@@ -32,7 +33,8 @@ def test_the_pair_that_differs_most_is_found(tmp_path: Path) -> None:
     assert found is not None
     assert (found.slow.run.name, found.fast.run.name) == ("busy", "quiet")
     assert found.excess == pytest.approx(0.6)
-    assert found.slow.elsewhere == pytest.approx(1.4) and found.fast.elsewhere == pytest.approx(0.1)
+    outside = [one.outside for one in (found.slow, found.fast)]
+    assert [load and load.total for load in outside] == [pytest.approx(1.4), pytest.approx(0.1)]
 
 
 def test_what_is_slow_by_itself_is_no_fault_of_the_machine(tmp_path: Path) -> None:
@@ -62,6 +64,45 @@ def test_other_models_ranks_and_batches_are_not_compared(name: str, tmp_path: Pa
 
 def test_small_differences_are_noise(tmp_path: Path) -> None:
     assert find_unsteadiness(runs_of(tmp_path, QUIET, replace(BUSY, frames_per_s=19_200.0))) is None
+
+
+GPU = {"index": 0, "clock_mhz": 1980, "lowest_clock_mhz": 1755, "limits": {}, "others": 0, "most_others": 0,
+       "others_bytes": 4e6}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("slow", "is_from_outside"),
+    [
+        (GPU, False),
+        ({**GPU, "clock_mhz": 1950}, False),
+        ({**GPU, "clock_mhz": 1410}, True),
+        ({**GPU, "others": 0.6, "most_others": 1}, True),
+        ({**GPU, "others_bytes": 20e9}, True),
+        ({key: value for key, value in GPU.items() if key != "others"}, True),
+        ({key: value for key, value in GPU.items() if key != "clock_mhz"}, True),
+        (None, True),
+    ],
+)
+def test_ranks_on_gpus_are_judged_by_their_gpus(slow: object, is_from_outside: bool, tmp_path: Path) -> None:
+    """Equal loads of the cores do not clear the GPU."""
+    quiet = replace(QUIET, settings={"device": "cuda"}, gpu=GPU)
+    found = find_unsteadiness(
+        runs_of(tmp_path, quiet, replace(quiet, name="slow", frames_per_s=12e3, gpu=slow))
+    )
+    assert (found is not None) == is_from_outside
+    # On a GPU that was the same, the cores count as ever: they start its kernels.
+    busy = replace(quiet, name="busy", frames_per_s=12e3, others=1.4)
+    assert find_unsteadiness(runs_of(tmp_path / "cores", quiet, busy)) is not None
+
+
+def test_the_warning_names_clock_and_other_users_of_the_gpu(tmp_path: Path) -> None:
+    quiet = replace(QUIET, settings={"device": "cuda"}, gpu=GPU, stolen=0.3)
+    slow = {**GPU, "clock_mhz": 1410, "others": 1, "most_others": 1, "others_bytes": 20e9}
+    runs = runs_of(tmp_path, quiet, replace(quiet, name="slow", frames_per_s=12e3, gpu=slow))
+    warning = machine_warning(runs, {"quiet": "A", "slow": "B"})
+    stolen = "0.1 cores busy with other work and 0.3 stolen by the virtual machine's host"
+    assert f"{stolen}, GPU clock 1,410 MHz, 1 other process with 20.00 GB)" in warning
+    assert f"{stolen}, GPU clock 1,980 MHz)" in warning
 
 
 def test_the_page_says_it_before_its_headline(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from speechdp.report.kit.canvas import Canvas
+from speechdp.report.kit.outside import outside_sentences
 from speechdp.report.kit.theme import PRINT
 from speechdp.report.kit.utilisation import (
     CPU_AXIS,
@@ -30,6 +31,7 @@ from speechdp.report.kit.utilisation import (
 )
 from speechdp.report.runs.derived import sweep_figures
 from speechdp.report.runs.folders import read_run, read_sweep
+from speechdp.report.runs.results import GpuConditions, RankTiming, RunTiming
 from speechdp.report.runs.samples import Samples, read_samples
 from speechdp.report.sweep.answer import find_answer, starting_kernels
 from speechdp.report.sweep.report import write_report
@@ -52,7 +54,7 @@ def test_a_point_is_the_mean_of_its_interval(tmp_path: Path) -> None:
     course = utilisation_course([sampled(tmp_path, [[100.0] * 100 + [0.0] * 100])])
     assert course is not None and not course.on_gpus
     middle = len(course.t_s) // 2
-    assert (course.percent[: middle - 1] == 100).all() and (course.percent[middle + 1 :] == 0).all()
+    assert (course.values[: middle - 1] == 100).all() and (course.values[middle + 1 :] == 0).all()
     assert np.diff(course.t_s) == pytest.approx(0.5, rel=0.02)
     assert course.labels == ("rank 0",)
 
@@ -62,7 +64,7 @@ def test_every_sample_counts_once(tmp_path: Path) -> None:
     values = rng.uniform(0, 100, 997)
     course = utilisation_course([sampled(tmp_path, [values.tolist()])])
     assert course is not None and len(course.t_s) <= 250
-    assert course.percent.mean() == pytest.approx(values.mean(), rel=0.01)
+    assert course.values.mean() == pytest.approx(values.mean(), rel=0.01)
 
 
 def _rewrite_times(path: Path, times: Sequence[float]) -> None:
@@ -78,7 +80,7 @@ def test_a_late_sampler_leaves_no_gap(tmp_path: Path) -> None:
     _rewrite_times(path, (np.arange(40) * 0.11 + jitter + np.where(np.arange(40) > 20, 0.9, 0)).tolist())
     course = utilisation_course([read_samples(path)])
     assert course is not None and np.diff(course.t_s).min() > 0.19
-    assert course.percent[:, 0] == pytest.approx(50)
+    assert course.values[:, 0] == pytest.approx(50)
 
 
 def test_the_pause_before_a_resume_stays_a_gap(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_the_pause_before_a_resume_stays_a_gap(tmp_path: Path) -> None:
     course = utilisation_course([read_samples(path)])
     assert course is not None
     pause = (course.t_s > 4.5) & (course.t_s < 9.5)
-    assert np.isnan(course.percent[pause]).all() and (course.percent[~pause] == 50).sum() > 10
+    assert np.isnan(course.values[pause]).all() and (course.values[~pause] == 50).sum() > 10
 
 
 def test_gpus_are_named_with_their_ranks_and_hosts_stand_side_by_side(
@@ -134,9 +136,7 @@ def test_what_a_gpu_does_not_tell_is_no_line_of_it(tmp_path: Path) -> None:
     path = write_samples(tmp_path, "a", [[50.0] * 9], gpus=True)
     path.write_text(path.read_text().replace("[0, 50.0,", "[0, null,"))
     course = utilisation_course([read_samples(path)])
-    assert (
-        course is not None and not course.on_gpus and (course.percent[~np.isnan(course.percent)] == 3).all()
-    )
+    assert course is not None and not course.on_gpus and (course.values[~np.isnan(course.values)] == 3).all()
 
 
 def test_memory_bars_say_how_even_the_ranks_are(drawing: tuple[Axes, Canvas]) -> None:
@@ -192,10 +192,71 @@ def test_a_sweeps_report_shows_its_runs(tmp_path: Path) -> None:
     assert "period 1: 400 MB at most (most / least 1.33)" in page
 
 
+def test_clocks_are_drawn_where_they_were_read(tmp_path: Path) -> None:
+    run = write_run(MadeUpRun("one"), tmp_path)
+    path = write_samples(run, "a", [[97.0] * 300, [41.0] * 300], gpus=True)
+    page = write_report(run).html.read_text()
+    assert '<figure id="plot-clocks">' in page and "GPU 1 (rank 1): mean 1980 MHz, least 1980 MHz" in page
+    path.write_text(path.read_text().replace(", 1980]", ", null]"))
+    assert "plot-clocks" not in write_report(run).html.read_text()
+    out = write_sweep(tmp_path / "sweep", realistic_sweep()[1:3])
+    write_samples(out / "model_averaging-1", "a", [[80.0] * 30], gpus=True)
+    write_samples(out / "gradient_averaging", "a", [[80.0] * 30])
+    page = write_report(out).html.read_text()
+    assert "period 1: mean 1980 MHz" in page and "gradient averaging: mean 1980" not in page
+
+
+def test_a_page_names_what_a_run_did_not_have_to_itself(tmp_path: Path) -> None:
+    def notes(run: MadeUpRun) -> str:
+        page = write_report(write_run(run, tmp_path)).html.read_text()
+        found = re.search(r'<dl id="outside-notes">(.*?)</dl>', page, re.DOTALL)
+        return found[1] if found else ""
+
+    gpu = {"index": 2, "clock_mhz": 1965, "lowest_clock_mhz": 1200, "limits": {"power": 0.12, "heat": 0.001},
+           "others": 0.5, "most_others": 2, "others_bytes": 20e9}  # fmt: skip
+    shown = notes(MadeUpRun("shared", gpu=gpu, others=0.4, stolen=0.2))
+    assert (
+        "SM clock while a kernel ran: median 1,965 MHz, lowest 1,200 MHz. "
+        "Held down 12\u00a0% of that time by the power limit. "
+        "GPU 2: up to 2 other processes (0.5 in the mean) with 20.00 GB. "
+        "0.4 cores busy with other work and 0.2 stolen by the virtual machine&#39;s host."
+    ) in shown
+    alone = notes(
+        MadeUpRun("alone", gpu={**gpu, "others": 0, "most_others": 0, "others_bytes": 4e6}, others=0.0)
+    )
+    assert "Nobody else was seen on the GPU." in alone and "cores busy" not in alone
+    hidden = notes(MadeUpRun("hidden", gpu={**gpu, "others": 0, "most_others": 0}))
+    assert "GPU 2: 20.00 GB held by others, whose processes are not listed." in hidden
+    # Of a GPU of which nothing was read, and of a CPU, nothing is said, but that cores were stolen.
+    assert "SM clock" not in notes(MadeUpRun("unread", gpu={"index": 0}, others=0.0))
+    assert notes(MadeUpRun("cpu", others=1.4)) == ""
+    assert "1.4 cores busy with other work and 0.3 stolen" in notes(MadeUpRun("vm", others=1.4, stolen=0.3))
+
+
+def test_gpus_of_several_hosts_are_taken_together(tmp_path: Path) -> None:
+    def rank(number: int, clock: float, others: int) -> RankTiming:
+        gpu = GpuConditions(number % 4, clock, clock - 100, {"heat": number / 8}, others, others, None)
+        return RankTiming(number, "ab"[number // 4], 1, 1, 1.0, {}, gpu=gpu)
+
+    timing = RunTiming(4, tuple(rank(n, 1900.0 + n, others=n // 3) for n in range(8)))
+    run = dataclasses.replace(read_run(write_run(MadeUpRun("one"), tmp_path)), timing=timing)
+    assert outside_sentences(run) == [
+        "SM clock while a kernel ran: median 1,900 to 1,907 MHz, lowest 1,800 MHz (GPU 0 on a).",
+        "Held down 44\u00a0% of that time by heat.",
+        "GPU 3 on a: 1 other process; GPU 0 on b: 1 other process; GPU 1 on b: 1 other process; "
+        "GPU 2 on b: 2 other processes; and others on 1 more GPU.",
+    ]
+
+
 def test_what_was_not_recorded_is_not_shown(tmp_path: Path) -> None:
     run = write_run(MadeUpRun("old"), tmp_path)
     page = write_report(run).html.read_text()
-    assert "plot-utilisation" not in page and "plot-memory" not in page and 'id="sampling"' not in page
+    assert (
+        "plot-utilisation" not in page
+        and "plot-memory" not in page
+        and 'id="sampling"' not in page
+        and "outside-notes" not in page
+    )
     add_memory(run, [0.3 * GB, 0.4 * GB])
     page = write_report(run).html.read_text()
     assert "plot-utilisation" not in page and "plot-memory" in page

@@ -25,61 +25,10 @@ from speechdp import jsonl
 from speechdp.errors import RunError
 from speechdp.report.kit.utilisation import utilisation_course
 from speechdp.report.runs.samples import Samples, read_samples
-from speechdp.timing.gpu import GpuReader, gpu_uuid, visible_gpus
+from speechdp.timing.gpu import GpuReader, GpuTally, gpu_uuid, visible_gpus
 from speechdp.timing.sampler import Sampler
+from tests.helpers.nvml import FakeNvml
 from tests.helpers.waiting import wait_until
-
-NAMES = {"GPU-a": "H200", "GPU-b": "L4"}
-
-
-class NvmlError(Exception):
-    pass
-
-
-class FakeNvml(SimpleNamespace):
-    """Two GPUs in NVML's units; `refused` maps (reading, handle) to the number of readings that succeed."""
-
-    NVMLError = NvmlError
-    NVML_CLOCK_SM = 1
-
-    def __init__(self, **refused: int) -> None:
-        super().__init__(refused=refused, running=0, num_reads=0)
-
-    def nvmlInit(self) -> None:  # noqa: N802 (NVML's name)
-        self._read("init")
-        self.running += 1
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.running -= 1
-
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
-        if uuid not in NAMES:
-            raise NvmlError("Not Found")
-        return uuid
-
-    def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
-        return NAMES[handle]
-
-    def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:  # noqa: N802
-        self._read("utilisation")
-        return SimpleNamespace(gpu=93 if handle == "GPU-a" else 7, memory=50)
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(used=3 * 2**30, total=139 * 2**30)
-
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
-        self._read("power")
-        return 412_500  # mW
-
-    def nvmlDeviceGetClockInfo(self, handle: str, clock: int) -> int:  # noqa: N802
-        assert clock == self.NVML_CLOCK_SM
-        return 1980
-
-    def _read(self, what: str) -> None:
-        if what in self.refused:
-            self.refused[what] -= 1
-            if self.refused[what] < 0:
-                raise NvmlError("Not Supported" if what == "power" else "GPU is lost")
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +120,7 @@ def test_the_longer_it_lasts_the_fewer_samples_are_taken(
     assert (np.diff(samples.t_s[14:]) > 0.079).all()
     assert samples.hz == 50 and (np.diff(samples.elapsed_s) > 0).all()
     course = utilisation_course([samples])
-    assert course is not None and not np.isnan(course.percent).any()
+    assert course is not None and not np.isnan(course.values).any()
 
 
 def test_a_large_file_is_read_without_all_of_its_text(tmp_path: Path) -> None:
@@ -202,7 +151,7 @@ def test_gpus_are_found_by_uuid_in_their_units(tmp_path: Path, monkeypatch: pyte
     assert (samples.kind, samples.gpus, samples.gpu_of_rank) == ("gpu", ("L4", "H200"), {0: 0, 1: 1, 2: 0})
     assert samples.gpu_percent[0].tolist() == [7, 93]
     assert samples.gpu_memory_bytes[0, 0] == 3 * 2**30
-    assert (samples.power_w[0, 1], samples.clock_mhz[0, 1]) == (412.5, 1980)
+    assert (samples.power_w[0, 1], samples.clock_mhz[0, 1], samples.clock_reasons[0, 1]) == (412.5, 1980, 0)
     assert samples.notices == ("GPU-elsewhere: Not Found",)
     assert nvml.running == 0
 
@@ -237,10 +186,131 @@ def test_what_nvml_cannot_read_is_left_out_and_named_once(
     assert nvml.running == 0
 
 
+OWN, PEER, OTHER = os.getpid(), os.getppid(), 2**30
+
+
+def conditions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml, **options: Any
+) -> tuple[dict[int, dict[str, Any]], Samples]:
+    """Sample two ranks that share a GPU; return what stands in timing.json of them, and the samples."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    used = {0: "GPU-b", 1: "GPU-b"}
+    path = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+    with Sampler(path, {0: OWN, 1: PEER}, hz=50, gpu_of_rank=used, **options) as sampler:
+        wait_until(lambda: path.read_text().count("\n") and some(read_samples(path)), "enough samples")
+    return sampler.gpu_summaries(), read_samples(path)
+
+
+def in_container(monkeypatch: pytest.MonkeyPatch, *, is_in: bool) -> None:
+    monkeypatch.setattr("speechdp.timing.gpu._sees_all_processes", lambda: not is_in)
+
+
+def test_others_on_a_gpu_are_counted_without_the_ranks_that_share_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_container(monkeypatch, is_in=False)
+    nvml = FakeNvml()
+    nvml.listed = {"GPU-b": {OWN: 2**29, PEER: 2**29, OTHER: 3 * 2**28}}
+    found, samples = conditions(tmp_path, monkeypatch, nvml)
+    assert found[0] == found[1]
+    # 2 GiB are in use, of which the ranks hold one: more than the process that is listed has.
+    assert (found[0]["others"], found[0]["most_others"], found[0]["others_bytes"]) == (1, 1, 2**30)
+    assert (samples.others[0, 0], samples.others_bytes[0, 0]) == (1, 2**30)
+    assert np.isnan(samples.others).sum() >= len(samples.t_s) - 2  # once a second
+    assert samples.notices == ()
+    nvml.listed = {"GPU-b": {OWN: None, PEER: None}}
+    found, samples = conditions(tmp_path, monkeypatch, nvml)
+    assert found[0]["others"] == 0 and "others_bytes" not in found[0] and np.isnan(samples.others_bytes).all()
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        {7: 2**29, 8: 2**29, OTHER: 2**29},  # by the ids that they have on the host
+        {OWN: 2**29, OTHER: 2**29},  # one rank is in another container
+        {OWN: 0, PEER: 0},  # nobody else that a container would see, and whose memory is not known
+        {},
+    ],
+)
+def test_what_a_container_hides_is_not_taken_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: dict[int, int]
+) -> None:
+    in_container(monkeypatch, is_in=True)
+    nvml = FakeNvml()
+    nvml.listed = {"GPU-b": listed}
+    found, samples = conditions(tmp_path, monkeypatch, nvml)
+    assert "others" not in found[0] and "others_bytes" not in found[0] and np.isnan(samples.others).all()
+    assert samples.notices == (
+        "GPU 0: other processes: NVML lists not all processes, or not by the ids that they have here (a "
+        "container?)",
+    )
+
+
+def test_memory_that_no_process_of_a_container_holds_is_that_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_container(monkeypatch, is_in=True)
+    nvml = FakeNvml()
+    nvml.listed = {"GPU-b": {OWN: 2**28, PEER: 2**28}}
+    found, samples = conditions(tmp_path, monkeypatch, nvml)
+    assert (found[0]["others"], found[0]["others_bytes"]) == (0, 3 * 2**29) and samples.notices == ()
+
+
+def test_a_gpu_that_the_job_uses_in_other_containers_too_is_not_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml()
+    nvml.listed = {"GPU-b": {OWN: 2**28, PEER: 2**28, OTHER: 2**28}}
+    found, samples = conditions(tmp_path, monkeypatch, nvml, untold_gpus=["GPU-b"])
+    assert "others" not in found[0] and np.isnan(samples.others).all() and found[0]["clock_mhz"] == 1980
+
+
+def test_a_driver_that_lists_no_processes_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, samples = conditions(tmp_path, monkeypatch, FakeNvml(processes=0))
+    assert "others" not in found[0]
+    assert samples.notices == ("GPU 0: other processes: Not Supported",)
+
+
+def test_clocks_are_those_of_a_busy_gpu_and_say_what_held_them_down() -> None:
+    tally = GpuTally(3)
+    assert tally.summary() == {"index": 3}
+    for utilisation, clock, reasons in (
+        *[(90, 1980, 0)] * 5,
+        *[(90, 1410, 0x04)] * 2,
+        (None, 1200, 0x48),
+        *[(0, 345, 0x01)] * 9,
+    ):
+        tally.add([3, utilisation, 2**30, 400.0, clock, reasons])
+    tally.add([3, 90, None, None, None, None])
+    assert tally.summary() == {
+        "index": 3, "clock_mhz": 1980, "lowest_clock_mhz": 1200,
+        "limits": {"power": 0.25, "heat": 0.125, "hardware": 0.125},
+    }  # fmt: skip
+    for number, num_bytes in ((0, None), (0, 4), (2, 8), (2, None)):
+        tally.add_others([3, number, num_bytes])
+    assert {"others": 1.0, "most_others": 2, "others_bytes": 6}.items() <= tally.summary().items()
+
+
+def test_samples_of_versions_without_clock_event_reasons_are_read(tmp_path: Path) -> None:
+    (tmp_path / "s.jsonl").write_text(
+        '{"kind":"gpu","hz":10,"host":"a","ranks":{"0":1},"gpus":["H200"],"gpu_of_rank":{"0":0}}\n'
+        '{"t_s":1,"ranks":[],"gpus":[[0,93,7,412.5,1980]]}\n'
+        '{"t_s":2,"ranks":[],"gpus":[[0,93,7,412.5,1965,4]],"others":[[0,1,null]]}\n'
+    )
+    samples = read_samples(tmp_path / "s.jsonl")
+    assert samples.clock_mhz[:, 0].tolist() == [1980, 1965]
+    assert np.isnan(samples.clock_reasons[0, 0]) and samples.clock_reasons[1, 0] == 4
+    assert (
+        np.isnan(samples.others[0, 0]) and samples.others[1, 0] == 1 and np.isnan(samples.others_bytes).all()
+    )
+
+
 def test_the_stand_in_has_only_what_nvml_has() -> None:
     nvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     ours = {name for name in vars(FakeNvml) if name.lower().startswith("nvml")}
-    assert len(ours) == 10 and [name for name in ours if not hasattr(nvml, name)] == []
+    assert len(ours) == 14 and [name for name in ours if not hasattr(nvml, name)] == []
     if not torch.cuda.is_available():
         problems: list[str] = []
         reader = GpuReader(["GPU-a"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -26,6 +27,7 @@ from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.begun_run import SIZE, begin_run
 from tests.helpers.finished_run import model_tensors
+from tests.helpers.nvml import FakeNvml
 from tests.helpers.options import options_with
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 from tests.helpers.waiting import wait_until
@@ -95,6 +97,45 @@ def test_a_run_leaves_samples_and_each_ranks_memory(
     (run,) = read_sweep(tmp_path / "run").runs
     assert len(run.samples) == 1 and run.problems == () and run.timing is not None
     assert all((rank.memory.rss or 0) > 50e6 and rank.memory.gpu is None for rank in run.timing.ranks)
+
+
+def test_conditions_of_a_gpu_stand_with_each_rank_that_used_it(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml()
+    nvml.listed = {"GPU-b": {os.getpid(): 2**29, 2**30: 2**29}}
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(sampling, "gpu_uuid", lambda device: "GPU-b")
+    monkeypatch.setattr(jsonl, "FLUSH_INTERVAL_NS", 0)
+    train(dataset, tmp_path / "run", 100, reporter=Sampled(tmp_path / "run"))
+    ranks = json.loads((tmp_path / "run" / "timing.json").read_text())["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1] and "of_ranks" not in ranks[0]
+    assert ranks[0]["gpu"] == ranks[1]["gpu"] == {
+        "index": 0, "clock_mhz": 1980, "lowest_clock_mhz": 1980, "limits": {},
+        "others": 1.0, "most_others": 1, "others_bytes": 3 * 2**29,
+    }  # fmt: skip
+
+
+def test_a_gpu_that_ranks_of_other_hosts_name_too_is_not_judged(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers on one machine, each with a name of its own."""
+    host, made = threading.local(), {}
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    monkeypatch.setattr(sampling, "host_name", lambda: host.name)
+    monkeypatch.setattr(sampling, "gpu_uuid", lambda device: host.gpu)
+
+    def on_rank(comm: Communicator) -> None:
+        host.name, host.gpu = f"n{min(comm.rank, 1)}", ("GPU-a", "GPU-a", "GPU-b")[comm.rank]
+        with sampling.sampled_into(Session(dataset, comm, CPU), 10, tmp_path, 0.0) as sampler:
+            made[comm.rank] = sampler
+            if sampler is not None:
+                wait_until(lambda: "clock_mhz" in str(sampler.gpu_summaries()), "a sample")
+
+    run_threads(3, on_rank)
+    assert made[2] is None
+    found = {**made[0].gpu_summaries(), **made[1].gpu_summaries()}
+    assert {rank: "others" in gpu for rank, gpu in found.items()} == {0: False, 1: False, 2: True}
 
 
 def test_sampling_changes_nothing_learnt_and_can_be_left_out(dataset: Dataset, tmp_path: Path) -> None:
