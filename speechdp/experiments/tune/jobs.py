@@ -269,7 +269,11 @@ class TunedJobs(ABC):
         if isinstance(besides, str):
             return besides
         try:
-            runs = [measured_run(read_run(run_dir), may_have_paused=True) for run_dir in folders]
+            runs = [
+                # Its record names every option; here it is what it was asked for as.
+                replace(measured_run(read_run(run_dir), may_have_paused=True), strategy=StrategyChoice(text))
+                for run_dir, text in folders.items()
+            ]
         except ConfigError as error:
             return str(error)
         return Measurement(tuple(runs), besides)

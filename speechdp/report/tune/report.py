@@ -36,6 +36,7 @@ from speechdp.report.runs.steadiness import notable_load
 
 FOLDER = "tune"
 _SIZE = (7.6, 4.2)
+_SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
 #: Columns of a terminal that holds a setting on one line.
 _WIDE = 120
 #: By which factor the interval of a race lies from a prediction that is called wrong.
@@ -261,6 +262,8 @@ def backends_table(record: TuneRecord) -> ShownTable[BackendRecord]:
 
 
 def _backend_columns(record: TuneRecord) -> tuple[Column[BackendRecord], ...]:
+    measured = _measured_exchanges(record)
+    largest = max((nbytes for _, nbytes, _ in measured), default=0.0)
     return (
         Column("predicted", "predicted", "frames/s", "Geometric mean over the settings.",
                lambda one: one.speed, formatting.count),
@@ -268,7 +271,7 @@ def _backend_columns(record: TuneRecord) -> tuple[Column[BackendRecord], ...]:
                lambda one: None if one.link is None else one.link.latency_s, cell=_latency_text),
         Column("bandwidth", "bandwidth", "Gbit/s", "In each direction, fitted to the exchanges [90 %].",
                lambda one: None if one.link is None else one.link.bytes_per_s, cell=_bandwidth_text),
-        *(_exchange_column(text, nbytes, pieces) for text, nbytes, pieces in _measured_exchanges(record)),
+        *(_exchange_column(*one, is_all=one[1] == largest) for one in measured),
         Column("choice", "choice", "", "Whether it was chosen, or why not.",
                lambda one: one.why or ("chosen" if one.name == record.backend else None), is_number=False),
     )  # fmt: skip
@@ -280,9 +283,14 @@ def _measured_exchanges(record: TuneRecord) -> list[tuple[str, float, int]]:
     return list(dict.fromkeys(found))
 
 
-def _exchange_column(strategy: str, nbytes: float, pieces: int) -> Column[BackendRecord]:
+def _exchange_column(strategy: str, nbytes: float, pieces: int, *, is_all: bool) -> Column[BackendRecord]:
+    """Return the column of an exchange.
+
+    Args:
+        is_all: it is the whole model; else a part of it.
+    """
     gradients = strategy.partition(":")[0] == "gradient_averaging"
-    how = f"in {counted(pieces, 'bucket')}" if gradients else "whole"
+    how = f"in {counted(pieces, 'bucket')}" if gradients else "whole" if is_all else "of it"
     meaning = f"Mean of {_size(nbytes)} exchanged by {strategy}, once the last rank had come"
     meaning += "; what backward did not hide of it." if pieces > 1 else "."
 
@@ -293,8 +301,9 @@ def _exchange_column(strategy: str, nbytes: float, pieces: int) -> Column[Backen
 
 
 def _size(nbytes: float) -> str:
-    """Write the size of a vector: `3.4 MB`, `14.7 kB`."""
-    return f"{nbytes / 1e6:.3g} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.3g} kB"
+    """Write the size of a vector: `3.4 MB`, `14.7 kB`, `306 B`."""
+    unit, of_unit = next(one for one in _SIZES if nbytes >= one[1] or one[1] == 1)
+    return f"{nbytes / of_unit:.3g} {unit}"
 
 
 def _latency_text(one: BackendRecord) -> str:

@@ -865,6 +865,7 @@ def test_what_exchanges_take_is_in_the_record_and_on_the_page(tmp_path: Path) ->
     link = LinkRecord(True, 5e-5, 4e-5, 6e-5, True, 1.25e8, 1.2e8, None)
     exchanges = (
         ExchangeRecord("model_averaging:period=1", 4e6, 1, 0.032),
+        ExchangeRecord("delayed_averaging:delay=0", 800.0, 1, 0.0001),
         ExchangeRecord("gradient_averaging", 4e6, 3, 0.011),
     )
 
@@ -886,8 +887,9 @@ def test_what_exchanges_take_is_in_the_record_and_on_the_page(tmp_path: Path) ->
     table = backends_table(record)
     cells = {head.name: [cell.text for cell in of] for head, of in table.cells()}
     titles = [f"{column.title}, {column.unit}" for column in table.columns]
-    assert titles[1:5] == ["latency, µs", "bandwidth, Gbit/s", "4 MB whole, ms", "4 MB in 3 buckets, ms"]
-    assert cells["mpi"][1:] == ["50.0 [40.0, 60.0]", "1 [0.96, unlimited]", "32.0", "11.0", "chosen"]
+    assert titles[1:3] == ["latency, µs", "bandwidth, Gbit/s"]
+    assert titles[3:6] == ["4 MB whole, ms", "800 B of it, ms", "4 MB in 3 buckets, ms"]
+    assert cells["mpi"][1:] == ["50.0 [40.0, 60.0]", "1 [0.96, unlimited]", "32.0", "0.100", "11.0", "chosen"]
     assert cells["torch"][1:3] == ["50.0 (assumed)", "unlimited [unlimited, unlimited]"]
     assert "between nodes, fitted as by speechdp simulate" in table.note
 
