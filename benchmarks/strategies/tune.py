@@ -1,6 +1,7 @@
 """Does `speechdp tune` choose the setting that is best, and for how much of what finding it out costs?
 
-    python benchmarks/strategies/tune.py [--clusters free,slow-link,slow-rank] [--budget 5m] [--backend mpi]
+    python benchmarks/strategies/tune.py [--clusters free,slow-link,slow-rank] [--backend mpi]
+        [--budget 5m | --budget 4m,5m,8m | --budget-share 0.18]
         [--strategies a,b:momentum=reset] [--periods 4,16] [--batch-sizes 8,32] [--seeds 1,2] [--hours 0.25]
         [--epochs 24] [--race 12] [--out OUT] [-- options of speechdp train]
 
@@ -10,10 +11,16 @@ Two ranks on each cluster:
 - slow-link: each rank in a network namespace of its own, 1 Gbit/s and 1 ms between them (as root);
 - slow-rank: this machine, one rank 3 times as slow (`--slow-ranks 1:3`).
 
-`speechdp tune` chooses first.  Then every setting that it tried, those with other batches and those that it
-ruled out among them, is trained to the end with every seed by `speechdp compare`, one comparison a batch.
+`speechdp tune` chooses first, within --budget: one for all clusters, or one for each in their order.  Then
+every setting that it tried, those with other batches and those that it ruled out among them, is trained to
+the end with every seed by `speechdp compare`, one comparison a batch; not those that the back-end refuses.
 One race of all settings follows, longer than that of tune.  Times are steps over that race's speed: what the
 machine did during a run counts for nothing.  The race is no part of the cost.
+
+With --budget-share the comparison comes first: of all settings with the training's own batch, and of gradient
+averaging with the others.  The budget of tune is that share of what these took on the cluster.  Settings that
+tune tries beyond them (the one predicted to be fastest, with other batches) are compared afterwards, so that
+the cost share is rather below what was asked for.
 
 - regret: the time to target of what tune chose over the best setting's, minus 1; means over seeds.  The
   target is that of a comparison, the best held-out value that three quarters of the whole runs reached: who
@@ -54,17 +61,20 @@ from benchmarks.comm.switch import SwitchedNodes, why_not
 from benchmarks.strategies.straggler import prepare_synthetic
 from speechdp import exit_codes
 from speechdp.cli.support.console import make_console
+from speechdp.counting import counted
+from speechdp.experiments.compare.plan import checked_strategies, whole_numbers
 from speechdp.experiments.compare.record import FILE_NAME, read_record
 from speechdp.experiments.jobs import JobStarter, JobStopped
 from speechdp.experiments.race.record import RaceRecord, find_race
 from speechdp.experiments.tune.jobs import frames_per_step
-from speechdp.experiments.tune.plan import STRATEGIES, Curve, Finish, Setting, finishes
-from speechdp.experiments.tune.record import TuneRecord, read_tune
+from speechdp.experiments.tune.plan import STRATEGIES, Curve, Finish, Setting, finishes, settings_of
+from speechdp.experiments.tune.record import MEASURE, TuneRecord, read_tune
 from speechdp.experiments.tune.training import racing_text
 from speechdp.launching.command import own_program
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.compare.groups import ComparedRun, common_target, read_comparison
 from speechdp.report.kit import formatting
+from speechdp.simulation.predict import why_refused_on
 
 RANKS = 2
 FREE, SLOW_LINK, SLOW_RANK = "free", "slow-link", "slow-rank"
@@ -129,11 +139,42 @@ def setting_in(record: TuneRecord, name: str) -> Setting:
     return Setting(StrategyChoice(found.strategy), found.batch_size)
 
 
-def by_batch(record: TuneRecord) -> dict[int, list[Setting]]:
-    """Return all settings that tune tried, by their batch (0: the training's own)."""
+def tried_in(record: TuneRecord) -> list[Setting]:
+    """Return all settings that tune tried, but for those that its back-end refuses."""
+    return [setting_in(record, one.name) for one in record.tried if one.out_in != MEASURE]
+
+
+def settings_before(cluster: str, given: argparse.Namespace) -> list[Setting]:
+    """Return what tune is known to try before it has begun: all with the training's own batch.
+
+    With other batches that is gradient averaging alone: which setting is predicted to be fastest, tune finds
+    out.
+    """
+    periods = whole_numbers("periods", given.periods, least=1)
+    own = settings_of(checked_strategies(given.strategies), periods)
+    hosts = list(range(RANKS)) if cluster == SLOW_LINK else [0] * RANKS
+    kept = [one for one in own if not why_refused_on(one.strategy, hosts, given.backend)]
+    none = given.batch_sizes == "none"
+    sizes = () if none else whole_numbers("batch-sizes", given.batch_sizes, least=1)
+    return [*kept, *(Setting(own[0].strategy, size) for size in sizes)]
+
+
+def budget_for(cluster: str, given: argparse.Namespace) -> str:
+    """Return the budget that was given for a cluster."""
+    budgets = given.budget.split(",")
+    return str(budgets[given.clusters.index(cluster)] if len(budgets) > 1 else budgets[0])
+
+
+def budget_of_share(runs: Mapping[Setting, Sequence[ComparedRun]], share: float) -> str:
+    """Return a share of what runs took as a budget."""
+    return f"{share * sum(cost_s(run, 0.0) for found in runs.values() for run in found):.0f}s"
+
+
+def by_batch(settings: Sequence[Setting]) -> dict[int, list[Setting]]:
+    """Return settings by their batch (0: the training's own)."""
     found: dict[int, list[Setting]] = {}
-    for one in record.tried:
-        found.setdefault(one.batch_size, []).append(setting_in(record, one.name))
+    for one in settings:
+        found.setdefault(one.batch_size, []).append(one)
     return found
 
 
@@ -230,9 +271,9 @@ def cost_s(run: ComparedRun, start_s: float) -> float:
     return start_s + max(rank.wall_s + rank.eval_s + rank.checkpoint_s for rank in run.result.timing.ranks)
 
 
-def tune(cluster: Cluster, data: Path, out: Path, given: argparse.Namespace) -> TuneRecord:
+def tune(cluster: Cluster, data: Path, out: Path, budget: str, given: argparse.Namespace) -> TuneRecord:
     """Let tune choose, or go on with its search; one that is complete is kept."""
-    words = ["tune", str(data), str(out), f"--budget={given.budget}", f"--backends={given.backend}"]
+    words = ["tune", str(data), str(out), f"--budget={budget}", f"--backends={given.backend}"]
     words += [f"--ranks={RANKS}", f"--strategies={given.strategies}", f"--periods={given.periods}"]
     words += [f"--batch-sizes={given.batch_sizes}", f"--seeds={given.seeds}", f"--threads={given.threads}"]
     _run(cluster, [*words, *cluster.forwarded, *cluster.options], out)
@@ -240,11 +281,11 @@ def tune(cluster: Cluster, data: Path, out: Path, given: argparse.Namespace) -> 
 
 
 def compare(
-    cluster: Cluster, data: Path, out: Path, tuned: TuneRecord, given: argparse.Namespace
+    cluster: Cluster, data: Path, out: Path, compared: Sequence[Setting], given: argparse.Namespace
 ) -> dict[Setting, list[ComparedRun]]:
-    """Train all settings that tune tried to the end, as far as that is not done; return their runs."""
+    """Train settings to the end, as far as that is not done; return their runs."""
     found: dict[Setting, list[ComparedRun]] = {}
-    for batch, settings in by_batch(tuned).items():
+    for batch, settings in by_batch(compared).items():
         folder = out.with_name(f"{out.name}-batch{batch}" if batch else out.name)
         words = ["compare", str(data), str(folder), f"--ranks={RANKS}", f"--seeds={given.seeds}"]
         words += [f"--strategies={','.join(one.strategy.text for one in settings)}", "--modes=frames"]
@@ -314,10 +355,23 @@ def cluster_of(name: str, folder: Path, options: Sequence[str]) -> Iterator[Clus
 def measure(name: str, data: Path, out: Path, given: argparse.Namespace) -> Verdict:
     """Let tune choose on a cluster, train everything there, and judge."""
     with cluster_of(name, out, [f"--epochs={given.epochs}", *given.options]) as cluster:
-        tuned = tune(cluster, data, out / "tune", given)
+        runs: dict[Setting, list[ComparedRun]] = {}
+        if given.budget_share:
+            runs = compare(cluster, data, out / "full", settings_before(name, given), given)
+            budget = budget_of_share(runs, given.budget_share)
+            print(f"{name}: {counted(len(runs), 'setting')} are trained; tune has {budget}", flush=True)
+        else:
+            budget = budget_for(name, given)
+        tuned = tune(cluster, data, out / "tune", budget, given)
+        tried = tried_in(tuned)
+        due = [one for one in tried if one not in runs]
         spent = formatting.seconds(tuned.spent_s)
-        print(f"{name}: tune chose {tuned.chosen} in {spent}; now all settings are trained", flush=True)
-        runs = compare(cluster, data, out / "full", tuned, given)
+        then = f"; now {counted(len(due), 'setting')} are trained" if due else ""
+        print(f"{name}: tune chose {tuned.chosen} in {spent}{then}", flush=True)
+        # In a folder of their own: a comparison that goes on forgets how long its earlier runs took.
+        folder = out / ("added" if given.budget_share else "full")
+        runs |= compare(cluster, data, folder, due, given)
+        runs = {one: runs[one] for one in tried}
         race = hold_race(cluster, data, out / "all", list(runs), given)
     return judge(name, tuned, runs, race)
 
@@ -370,7 +424,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--clusters", default=",".join(CLUSTERS))
-    parser.add_argument("--budget", default="5m", help="of tune")
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--budget", default="5m", help="of tune; one, or one for each of --clusters: 4m,8m")
+    budget.add_argument(
+        "--budget-share", type=float, default=0.0, help="of tune: of what the comparison took, e.g. 0.18"
+    )
     parser.add_argument("--backend", default="mpi", help="of tune and the comparison")
     parser.add_argument("--strategies", default=STRATEGIES)
     parser.add_argument("--periods", default="4,16")
@@ -388,6 +446,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     unknown = set(given.clusters) - set(CLUSTERS)
     if unknown or not given.clusters:
         parser.error(f"--clusters: choose among {', '.join(CLUSTERS)}")
+    if (number := len(given.budget.split(","))) not in (1, len(given.clusters)):
+        parser.error(
+            f"--budget: give one, or one for each of the {len(given.clusters)} clusters, not {number}"
+        )
+    if not 0 <= given.budget_share < 1:
+        parser.error(f"--budget-share {given.budget_share:g}: give a share of the comparison, e.g. 0.18")
     return given
 
 

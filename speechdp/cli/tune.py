@@ -286,6 +286,7 @@ class TuneCommand:
             seeds=self.search.whole_seeds(),
             race=compared.race,
             trained=compared.settings(),
+            own_batch=self.options.resolve(ranks).plan().batch_size,
         )
 
     def _batch_sizes(self) -> tuple[int, ...] | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from speechdp.comm.base import Communicator, CompletedWork, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.environment import end_process
 from speechdp.comm.peers import CheckedPeers
+from speechdp.comm.sums import REDUCIBLE
 
 
 class SerialPeers(CheckedPeers):
@@ -34,7 +35,7 @@ class SerialCommunicator(Communicator):
     """One rank without peers or a communication library."""
 
     backend: ClassVar[str] = "serial"
-    reducible: ClassVar[frozenset[torch.dtype]] = Communicator.reducible | {torch.float16, torch.bfloat16}
+    reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE["serial"]
 
     def __init__(self) -> None:
         self.rank = 0

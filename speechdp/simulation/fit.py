@@ -53,12 +53,33 @@ class Observed:
         return 2.0 * (self.ranks - 1), 2 * (self.ranks - 1) / self.ranks * self.nbytes
 
 
+@dataclass(frozen=True)
+class FittedLink:
+    """A link as exchanges show it.
+
+    Attributes:
+        speed: its latency and bandwidth.
+        knows_latency: exchanges of several sizes tell it, in some resamples at least; else it is assumed.
+    """
+
+    speed: LinkSpeed
+    knows_latency: bool
+
+
 def model_of(runs: Sequence[MeasuredRun], work: MeasuredWork) -> Model:
     """Return what the runs' model exchanges."""
     return Model(runs[0].nbytes, runs[0].optimizer_vectors, work.frames, work.step_s)
 
 
 def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool, seed: int = 1) -> LinkSpeed | None:
+    """Return latency and bandwidth as `fitted_link` has them; None where no run shows them."""
+    found = fitted_link(runs, model, crosses=crosses, seed=seed)
+    return None if found is None else found.speed
+
+
+def fitted_link(
+    runs: Sequence[MeasuredRun], model: Model, *, crosses: bool, seed: int = 1
+) -> FittedLink | None:
     """Fit latency and bandwidth to the exchanges of runs, for each resample of them.
 
     A resample's mean differs from its run's by chance, and the run from another by what differs between
@@ -78,14 +99,15 @@ def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool, seed: 
     ]
     observed = [seen for run in chosen if (seen := observe(run, model)) is not None]
     if not observed:
-        return _fit_behind_backward(chosen, model, crosses=crosses)
+        speed = _fit_behind_backward(chosen, model, crosses=crosses)
+        return None if speed is None else FittedLink(speed, knows_latency=False)
     generator = np.random.default_rng([seed, int(crosses)])
     spread = spread_of(runs)
     means = np.array([_resampled_means(seen.seconds, spread, generator) for seen in observed])
     assumed = BETWEEN_LATENCY_S if crosses else WITHIN_LATENCY_S
     fits = [_fit([seen.terms for seen in observed], means[:, r], assumed) for r in range(REPLICATES)]
-    alpha, beta = np.array(fits).T
-    return LinkSpeed(alpha, beta)
+    alpha, beta, told = np.array(fits).T
+    return FittedLink(LinkSpeed(alpha, beta), bool(told.any()))
 
 
 def _fit_behind_backward(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> LinkSpeed | None:
@@ -178,17 +200,22 @@ def _resampled_means(
     return other_runs
 
 
-def _fit(terms: Sequence[tuple[float, float]], seconds: Samples, assumed_s: float) -> tuple[float, float]:
-    """Return alpha and beta, neither negative, with the least sum of squared relative errors."""
+def _fit(
+    terms: Sequence[tuple[float, float]], seconds: Samples, assumed_s: float
+) -> tuple[float, float, bool]:
+    """Return alpha and beta, neither negative, with the least sum of squared relative errors.
+
+    Also whether they tell alpha; else it is assumed.
+    """
     table = np.array(terms) / seconds[:, None]
     scale = np.linalg.norm(table, axis=0)
     if np.linalg.matrix_rank(table / scale, tol=_SAME_SIZE) > 1:
         alpha, beta = np.linalg.lstsq(table / scale, np.ones(len(table)), rcond=None)[0] / scale
         if alpha >= 0 and beta > 0:
-            return float(alpha), float(beta)
+            return float(alpha), float(beta), True
     per_alpha, per_beta = np.array(terms).T
     alpha = min(assumed_s, float((_MOST_LATENCY * seconds / per_alpha).min()))
     rest = seconds - alpha * per_alpha
     weights = (per_beta / seconds) ** 2
     beta = float((weights * rest / per_beta).sum() / weights.sum())
-    return alpha, max(beta, 0.0)
+    return alpha, max(beta, 0.0), False

@@ -21,7 +21,7 @@ from speechdp.report.kit.formatting import run_labels
 from speechdp.report.kit.same_machine import PREDICTIONS, machine_warning
 from speechdp.report.runs.data_path import data_figures
 from speechdp.report.runs.folders import read_sweep
-from speechdp.report.runs.records import finite
+from speechdp.report.runs.records import finite, words
 from speechdp.report.runs.results import RunResult, RunTiming
 from speechdp.report.runs.timing_file import read_timeline
 from speechdp.simulation.exchanges import is_known
@@ -85,6 +85,7 @@ class MeasuredRun:
         frames_trained: of all ranks, of the whole run; None: not recorded.
         amount: what its frames are called.
         on_gpu: it ran on GPUs.
+        backend: that it exchanged with; "": not recorded.
     """
 
     name: str
@@ -98,6 +99,7 @@ class MeasuredRun:
     frames_trained: float | None = None
     amount: str = "frames"
     on_gpu: bool = False
+    backend: str = ""
 
     @property
     def ranks(self) -> int:
@@ -212,6 +214,7 @@ def measured_run(
         frames_trained=last or float(sum(rank.frames for rank in timing.ranks)) or None,
         amount=result.kind.amount,
         on_gpu=result.on_gpu,
+        backend=words(settings.get("backend")),
     )
 
 

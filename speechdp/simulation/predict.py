@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.sums import REDUCIBLE
 from speechdp.errors import ConfigError
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.events import Served, mixed_share, serve
@@ -163,21 +164,40 @@ def predict(
 
 
 class _RanksInNumber(SerialCommunicator):
-    """Ranks that do not exist: a strategy can be asked whether it would train on so many."""
+    """Ranks that do not exist: a strategy can be asked whether it would train on them."""
 
-    def __init__(self, size: int, per_node: int) -> None:
+    def __init__(self, hosts: Sequence[Any]) -> None:
         super().__init__()
-        self.size, self._per_node = size, per_node
+        self.size, self._hosts = len(hosts), hosts
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the hosts that they would be on: nothing else is asked for."""
-        return [rank // self._per_node for rank in range(self.size)]
+        return list(self._hosts)
+
+
+def _ranks_on(hosts: Sequence[Any], backend: str) -> _RanksInNumber:
+    class Ranks(_RanksInNumber):
+        reducible = REDUCIBLE.get(backend, _RanksInNumber.reducible)
+
+    Ranks.backend = backend
+    return Ranks(hosts)
 
 
 def why_refused(choice: StrategyChoice, ranks: int, cluster: Cluster) -> str:
     """Return why a run of a strategy on so many ranks would be refused; "": it would not."""
+    return why_refused_on(choice, [rank // cluster.ranks_per_node for rank in range(ranks)])
+
+
+def why_refused_on(choice: StrategyChoice, hosts: Sequence[Any], backend: str = "") -> str:
+    """Return why a run of a strategy would be refused, before it is started; "": nothing is known of that.
+
+    Args:
+        choice: known here.
+        hosts: of each rank.
+        backend: that they exchange with; "": whatever the strategy needs.
+    """
     try:
-        choice.parsed.check_ranks(_RanksInNumber(ranks, cluster.ranks_per_node))
+        choice.parsed.check_ranks(_ranks_on(hosts, backend))
     except ConfigError as error:
         return str(error)
     return ""

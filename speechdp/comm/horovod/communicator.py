@@ -17,6 +17,7 @@ from speechdp.comm import environment
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.horovod.gloo import GlooMeeting, gloo_is_better
 from speechdp.comm.staging import Staged, as_bytes
+from speechdp.comm.sums import REDUCIBLE
 from speechdp.comm.waiting import sleep_until
 from speechdp.errors import CommunicationError, one_line
 
@@ -58,8 +59,7 @@ class HorovodCommunicator(Communicator):
     """
 
     backend: ClassVar[str] = "horovod"
-    # bfloat16 is unknown to Horovod 0.28; float16 was measured right over MPI and Gloo.
-    reducible: ClassVar[frozenset[torch.dtype]] = Communicator.reducible | {torch.float16}
+    reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE["horovod"]
 
     def __init__(self, part: Communicator | None = None) -> None:
         self._part = part

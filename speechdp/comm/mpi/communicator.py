@@ -25,6 +25,7 @@ from speechdp.comm.mpi.peers import MpiPeers, TolerantMpiPeers
 from speechdp.comm.mpi.ulfm import check_ulfm, failed_ranks
 from speechdp.comm.packets import Allocate, PacketChannel, fresh
 from speechdp.comm.staging import Staged, as_bytes
+from speechdp.comm.sums import REDUCIBLE
 from speechdp.comm.waiting import sleep_until
 from speechdp.errors import CommunicationError
 
@@ -76,9 +77,8 @@ class MpiCommunicator(Communicator):
         local_rank: index among the job's ranks on this host where `world` is a part of the job; None counts.
     """
 
-    # `reducible` is the base class': float16 and bfloat16 are no MPI types, and handed over as bytes
-    # they are summed byte by byte without an error.
     backend: ClassVar[str] = "mpi"
+    reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE["mpi"]
 
     def __init__(self, world: Any = None, *, local_rank: int | None = None) -> None:
         world = MPI.COMM_WORLD if world is None else world

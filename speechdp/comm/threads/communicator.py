@@ -18,6 +18,7 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.packets import Allocate, PacketChannel, fresh
+from speechdp.comm.sums import REDUCIBLE
 from speechdp.comm.threads.job import ThreadJob, Vanished
 from speechdp.comm.threads.packets import PacketBoxes, ThreadPackets
 from speechdp.comm.threads.peers import Mailboxes, ThreadPeers
@@ -107,7 +108,7 @@ class ThreadsCommunicator(Communicator):
     """One of `size` ranks that live in this process; made by `run_threads`, or by splitting another."""
 
     backend: ClassVar[str] = "threads"
-    reducible: ClassVar[frozenset[torch.dtype]] = Communicator.reducible | {torch.float16, torch.bfloat16}
+    reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE["threads"]
 
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank = rank

@@ -19,6 +19,7 @@ from speechdp.comm import environment
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.device import choose_device
 from speechdp.comm.staging import as_bytes
+from speechdp.comm.sums import REDUCIBLE
 from speechdp.comm.torchdist.meeting import TIMEOUT, Rendezvous, checked, meet
 from speechdp.comm.torchdist.peers import TorchPeers
 from speechdp.errors import ConfigError
@@ -45,8 +46,7 @@ class TorchGroup(Communicator):
     """
 
     backend: ClassVar[str] = "torch"
-    # gloo was measured right for both; bfloat16 is rounded at every hop.
-    reducible: ClassVar[frozenset[torch.dtype]] = Communicator.reducible | {torch.float16, torch.bfloat16}
+    reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE["torch"]
 
     def __init__(self, meeting: Rendezvous, group: Any, ranks: Sequence[int], scope: str) -> None:
         self._meeting, self._group, self._ranks, self._scope = meeting, group, ranks, scope

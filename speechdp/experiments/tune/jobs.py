@@ -14,15 +14,17 @@ from speechdp.experiments.compare.plan import readable_name
 from speechdp.experiments.race.plan import turn_steps
 from speechdp.experiments.race.record import RaceRecord
 from speechdp.experiments.tune.plan import Besides, Setting
-from speechdp.experiments.tune.record import RUNS
+from speechdp.experiments.tune.record import RUNS, ExchangeRecord, LinkRecord
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.raced import RacedSpeed
-from speechdp.simulation.exchanges import exchange_of, is_known
-from speechdp.simulation.measured import MeasuredRun, measured_run
-from speechdp.simulation.predict import Interval, is_too_long, predict
+from speechdp.simulation.exchanges import Model, exchange_of, is_known
+from speechdp.simulation.fit import fitted_link, model_of, observe
+from speechdp.simulation.measured import MeasuredRun, basis, measured_run
+from speechdp.simulation.predict import Interval, is_too_long, predict, why_refused_on
 from speechdp.simulation.simulate import Request, scenario_of
+from speechdp.simulation.steps import MeasuredWork
 from speechdp.tasks.metrics import TaskRecord
 
 #: What stands for the folder of a run in the command that is shown: the user may have a RUN.
@@ -31,8 +33,10 @@ NEW_RUN = "NEW_RUN"
 MEASURED = "measure"
 #: Steps of a measuring run.
 MEASURE_STEPS = 48
-#: What is measured of each back-end: its exchanges whole, and in pieces beside backward.
-MEASURED_STRATEGIES = ("model_averaging:period=1", "gradient_averaging")
+#: Averages a small part of the model at every step: what does not grow with an exchange shows there.
+_IN_PARTS = f"delayed_averaging:period={MEASURE_STEPS},fragments={MEASURE_STEPS},delay=0"
+#: What is measured of each back-end: its exchanges whole, of a small part, and in pieces beside backward.
+MEASURED_STRATEGIES = ("model_averaging:period=1", _IN_PARTS, "gradient_averaging")
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,45 @@ class Measurement:
 
     runs: tuple[MeasuredRun, ...]
     besides: Besides | None
+
+    @property
+    def link(self) -> LinkRecord | None:
+        """The link that exchanges went over, fitted as a simulation fits it; None: they do not show it."""
+        if not self.runs:
+            return None
+        crosses = self.runs[0].crosses
+        fitted = fitted_link(self.runs, self._model, crosses=crosses)
+        if fitted is None:
+            return None
+        latency, beta = Interval.of(fitted.speed.latency_s), Interval.of(fitted.speed.s_per_byte)
+        low, mean, high = (1 / one if one > 0 else None for one in (beta.high, beta.mean, beta.low))
+        bounds = latency.mean, latency.low, latency.high
+        return LinkRecord(crosses, *bounds, fitted.knows_latency, mean, low, high)
+
+    @property
+    def exchanges(self) -> tuple[ExchangeRecord, ...]:
+        """What was exchanged, and how long that took."""
+        if not self.runs:
+            return ()
+        return tuple(filter(None, (_exchange_of(run, self._model) for run in self.runs)))
+
+    @property
+    def _model(self) -> Model:
+        chosen = basis(self.runs)
+        return model_of(chosen, MeasuredWork.of(chosen))
+
+    def refused(self, settings: Sequence[Setting]) -> dict[Setting, str]:
+        """Return which settings these ranks or their back-end would refuse, and why, as far as is known."""
+        if not self.runs:
+            return {}
+        hosts, backend = self.runs[0].hosts, self.runs[0].backend
+        known = [one for one in settings if is_known(one.strategy)]
+        return {one: why for one in known if (why := why_refused_on(one.strategy, hosts, backend))}
+
+    @property
+    def frames_per_step(self) -> float:
+        """Frames of all ranks in a step, with the training's own batch."""
+        return self._model.frames_per_step * self.runs[0].trainers
 
     def predict(self, ranks: int, settings: Sequence[Setting]) -> dict[Setting, Interval]:
         """Return the frames/s of those settings that can be predicted from these runs."""
@@ -62,6 +105,18 @@ class Measurement:
         shown = [(strategy, exchange) for strategy, exchange in exchanges if not is_too_long(exchange, ranks)]
         found = {one.strategy.text: one.frames_per_s for one in predict(scenario, ranks, shown)}
         return {one: found[one.strategy.text] for one in known if one.strategy.text in found}
+
+
+def _exchange_of(run: MeasuredRun, model: Model) -> ExchangeRecord | None:
+    """Return what the exchanges of a measuring run took; None where they do not show it."""
+    exchange = exchange_of(run.strategy, model)
+    if len(exchange.buckets) > 1:
+        seconds, pieces = float(run.times.comm.min(axis=1).mean()), len(exchange.buckets)
+        return ExchangeRecord(run.strategy.text, exchange.nbytes, pieces, seconds)
+    seen = observe(run, model)
+    if seen is None:
+        return None
+    return ExchangeRecord(run.strategy.text, seen.nbytes, 1, float(seen.seconds.mean()))
 
 
 @dataclass(frozen=True)
@@ -151,6 +206,15 @@ class TunedJobs(ABC):
     def begin(self) -> None:
         """Make what all runs need.  Raises RunError."""
 
+    #: Whether a race is refused where even the shortest takes too much of the budget.
+    chooses_race = True
+
+    @abstractmethod
+    def expected_race_s(
+        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+    ) -> float:
+        """Return about how long `hold_race` takes, by what was measured; 0 where the race was held."""
+
     @abstractmethod
     def hold_race(
         self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
@@ -205,12 +269,16 @@ class TunedJobs(ABC):
         if isinstance(besides, str):
             return besides
         try:
-            runs = [measured_run(read_run(run_dir), may_have_paused=True) for run_dir in folders]
+            runs = [
+                # Its record names every option; here it is what it was asked for as.
+                replace(measured_run(read_run(run_dir), may_have_paused=True), strategy=StrategyChoice(text))
+                for run_dir, text in folders.items()
+            ]
         except ConfigError as error:
             return str(error)
         return Measurement(tuple(runs), besides)
 
-    def _step_s(self, backend: str) -> float:
+    def step_s(self, backend: str) -> float:
         """Return how long a step takes, by the slower of the measuring runs of a back-end."""
         found = []
         for run_dir in measured_dirs(self._out, backend):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,43 @@ class RungRecord:
 
 
 @dataclass(frozen=True)
+class ExchangeRecord:
+    """What the exchanges of a measuring run took, each from the moment at which its last rank had come.
+
+    Attributes:
+        nbytes: of the vector that was summed.
+        pieces: in which it was, beside backward; 1: whole, when all had computed.
+        seconds: mean; in several pieces what backward did not hide of it.
+    """
+
+    strategy: str
+    nbytes: float
+    pieces: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LinkRecord:
+    """The link between ranks with a back-end, as `speechdp simulate` fits it; 90 % intervals.
+
+    Attributes:
+        crosses: it is that between nodes; else that inside a node.
+        latency_s, latency_low, latency_high: of a message.
+        knows_latency: exchanges of several sizes tell it, in some resamples at least; else it is assumed.
+        bytes_per_s, bytes_per_s_low, bytes_per_s_high: bandwidth; None: no byte was seen to take time.
+    """
+
+    crosses: bool
+    latency_s: float
+    latency_low: float
+    latency_high: float
+    knows_latency: bool
+    bytes_per_s: float | None
+    bytes_per_s_low: float | None
+    bytes_per_s_high: float | None
+
+
+@dataclass(frozen=True)
 class BackendRecord:
     """A back-end that was measured.
 
@@ -86,6 +123,8 @@ class BackendRecord:
         why: it was ruled out; "": it was chosen, or is not judged yet.
         start_s: what a start of the ranks takes, as measured; None: not known.
         run_s: what a run takes besides its steps and a start, as measured; None: not known.
+        link: as its exchanges show it; None: they do not.
+        exchanges: that were measured.
     """
 
     name: str
@@ -93,6 +132,8 @@ class BackendRecord:
     why: str = ""
     start_s: float | None = None
     run_s: float | None = None
+    link: LinkRecord | None = None
+    exchanges: tuple[ExchangeRecord, ...] = ()
 
     @property
     def besides(self) -> Besides | None:
@@ -168,7 +209,7 @@ def write_tune(out: Path, record: TuneRecord) -> None:
     """Write OUT/tune.json.  Raises RunError (disk)."""
     content = {
         **vars(record),
-        "backends": [vars(one) for one in record.backends],
+        "backends": [asdict(one) for one in record.backends],
         "tried": [vars(one) for one in record.tried],
         "rungs": [vars(one) for one in record.rungs],
     }
@@ -192,9 +233,7 @@ def read_tune(out: Path) -> TuneRecord:
                 **values,
                 "settings": dict(content["settings"]),
                 "completed": content["completed"] is True,
-                "backends": tuple(
-                    BackendRecord(**checked_fields(BackendRecord, one)) for one in content["backends"]
-                ),
+                "backends": tuple(_backend_of(one) for one in content["backends"]),
                 "tried": tuple(_setting_of(one) for one in content["tried"]),
                 "rungs": tuple(_rung_of(one) for one in content["rungs"]),
                 "untold": tuple(values.get("untold", ())),
@@ -216,6 +255,24 @@ def read_tune(out: Path) -> TuneRecord:
         for folder in one.runs.values():
             check_beside(path, folder)
     return record
+
+
+def _backend_of(values: Any) -> BackendRecord:
+    found = checked_fields(BackendRecord, values)
+    link, exchanges = found.get("link"), found.get("exchanges", ())
+    return BackendRecord(
+        **{
+            **found,
+            "link": None if link is None else _link_of(link),
+            "exchanges": tuple(ExchangeRecord(**checked_fields(ExchangeRecord, one)) for one in exchanges),
+        }
+    )
+
+
+def _link_of(values: Any) -> LinkRecord:
+    found = checked_fields(LinkRecord, values)
+    flags = {key: found[key] is True for key in ("crosses", "knows_latency")}
+    return LinkRecord(**{**found, **flags})
 
 
 def _setting_of(values: Any) -> SettingRecord:

@@ -65,6 +65,12 @@ from speechdp.tasks.metrics import TaskRecord
 
 #: Share of the budget that the race takes at most, as far as its intervals allow.
 _RACE_SHARE = 0.25
+#: Share of it that the shortest race may take.
+_MOST_OF_RACE = 0.5
+#: What a budget has to have more than that, by which the same command finds it to be enough.
+_ROOM = 1.05
+#: How often a budget that is enough is sought: each time the race may be longer, by a quarter at most.
+_SEARCHES = 20
 #: Share of what is left of the budget that rungs are not planned for: longer ones cost more beside training.
 _RESERVE = 0.05
 #: Share of the budget by which a job may be expected to end too late, and is begun nevertheless.
@@ -116,6 +122,7 @@ class TuneRequest:
         seeds: of the last rung, at least one; the first is that of all others.
         race: rounds at most, and steps of a turn at least.
         trained: what is trained, for the record.
+        own_batch: segments of a rank's batch as it is trained; 0: not known.
     """
 
     out: Path
@@ -128,6 +135,7 @@ class TuneRequest:
     seeds: tuple[int, ...]
     race: RaceOptions
     trained: Mapping[str, Any]
+    own_batch: int = 0
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -203,7 +211,7 @@ class Tuner:
             self._training.begin()
             measured = self._measure()
             backend = self._predict(measured)
-            self._search(backend)
+            self._search(backend, measured[backend])
         except (JobStopped, ConfigError, RunError):
             with contextlib.suppress(RunError):  # of a full disk, which is told already
                 self._keep()
@@ -227,11 +235,12 @@ class Tuner:
         self._keep()
         return self._record
 
-    def _search(self, backend: str) -> None:
+    def _search(self, backend: str, measured: Measurement) -> None:
         """Choose among what is left; where all but one are ruled out nothing has to be trained."""
         if len(self._record.left) == 1:
             self._choose(self._record.left)
             return
+        self._check_budget(backend, measured)
         self._race(backend)
         if len(self._record.left) > 1:
             self._halve(backend)
@@ -274,6 +283,7 @@ class Tuner:
                 result = self._training.measure(name, knows_start=name in known)
             if isinstance(result, Measurement):
                 found[name] = result
+                self._keep_backend(name, link=result.link, exchanges=result.exchanges)
                 if result.besides is not None:
                     self._keep_backend(name, start_s=result.besides.start_s, run_s=result.besides.run_s)
                     self._keep_besides(result.besides)
@@ -301,7 +311,11 @@ class Tuner:
         """Predict all settings with every back-end, choose one, and rule settings out; return it."""
         tried = self._request.tried
         self._settings = {one.name: one for one in tried}
-        speeds = {name: found.predict(self._request.ranks, tried) for name, found in measured.items()}
+        refused = {name: found.refused(tried) for name, found in measured.items()}
+        speeds = {
+            name: found.predict(self._request.ranks, [one for one in tried if one not in refused[name]])
+            for name, found in measured.items()
+        }
         backend = self._backend or self._choose_backend(speeds)
         shown = speeds[backend]
         reasons = too_slow(
@@ -312,8 +326,11 @@ class Tuner:
         )
         records = []
         for setting in tried:
-            why = reasons.get(setting, "")
-            own = SettingRecord(setting.name, setting.strategy.text, out_in=PREDICT if why else "", why=why)
+            own = SettingRecord(setting.name, setting.strategy.text)
+            if setting in refused[backend]:
+                own = replace(own, out_in=MEASURE, why=refused[backend][setting])
+            elif setting in reasons:
+                own = replace(own, out_in=PREDICT, why=reasons[setting])
             speed = shown.get(setting)
             if speed is not None:
                 own = replace(own, predicted=speed.mean, predicted_low=speed.low, predicted_high=speed.high)
@@ -334,7 +351,7 @@ class Tuner:
             chosen=self._record.chosen if kept else "",
             command=self._record.command if kept else "",
         )
-        self._say_ruled_out(PREDICT, len(reasons))
+        self._say_ruled_out(PREDICT, len(reasons) + len(refused[backend]))
         return backend
 
     def _measured(self, backend: str) -> Besides:
@@ -367,15 +384,117 @@ class Tuner:
         return chosen
 
     def _other_batches(self, left: Sequence[SettingRecord]) -> list[SettingRecord]:
-        """Return gradient averaging, and the setting predicted to be fastest, with other batches."""
+        """Return gradient averaging, and the setting predicted to be fastest, with other batches.
+
+        Where there are no more than the halving ends with, all of them.
+        """
         fastest = max(left, key=lambda one: one.predicted or 0.0)
+        few = [one.name for one in left] if len(left) <= LAST else []
         added = [
             Setting(self._settings[name].strategy, size)
             for size in self._request.batch_sizes
-            for name in dict.fromkeys((self._request.tried[0].name, fastest.name))
+            for name in dict.fromkeys((self._request.tried[0].name, fastest.name, *few))
         ]
         self._settings |= {one.name: one for one in added}
         return [SettingRecord(one.name, one.strategy.text, one.batch_size) for one in added]
+
+    def _check_budget(self, backend: str, measured: Measurement) -> None:
+        """Refuse a budget that a race and the shortest rungs are expected to exceed, before the race is held.
+
+        Raises:
+            ConfigError: it is so; the message names what would do.
+        """
+        race_s = self._race_s(backend, self._request.budget_s)
+        if not race_s or self._record.rungs:  # it was held: what it has shown is known better
+            return
+        shortest, whole_s = self._expected_rungs(backend, measured)
+        counts, besides = shortest.counts, self._record.besides
+        # One that the race leaves alone is chosen without being trained.
+        rungs_s = shortest.cost_s(besides) if counts[0] > 1 else 0.0
+        left_s = self._left_s - (1 - _RESERVE) * race_s
+        planned = plan_rungs(counts, shortest.seeds, left_s, besides, whole_s)
+        told = formatting.seconds
+        budget, racing = told(self._request.budget_s), counted(len(self._record.left), "setting")
+        if self._race_is_too_long(backend, self._request.budget_s):
+            found = f"the shortest race of {racing} takes about {told(race_s)}, more than half of {budget}"
+        elif rungs_s and planned.seconds[0] < shortest.seconds[0]:
+            found = (
+                f"{told(self._spent_s)} of {budget} are used, the race of {racing} is expected to take "
+                f"{told(race_s)}, and training {counted(counts[0], 'setting')} rung by rung, for "
+                f"{LEAST_STEPS} steps in the first, {told(rungs_s)}"
+            )
+        else:
+            return
+        raise ConfigError(
+            f"--budget: {found}; go on with --budget {self._enough_with_race_s(backend, rungs_s):.0f}s (what "
+            "was measured is kept), or begin in another folder with fewer --strategies or --periods"
+        )
+
+    def _expected_rungs(self, backend: str, measured: Measurement) -> tuple[Rungs, float]:
+        """Return the shortest rungs after a race, by what is predicted, and what the slowest training takes.
+
+        Settings that the race would rule out, if it showed the predicted speeds, have no part in them: what
+        it will show better than the prediction must not be a reason to refuse a budget.
+        """
+        predicted = {self._settings[name]: self._record.of(name).predicted for name in self._record.left}
+        known = {one: speed for one, speed in predicted.items() if speed}
+        gone = too_slow(
+            list(known),
+            lambda one, other: known[one] > known[other],
+            lambda one, other: known[one] / known[other],
+            "",
+        )
+        step_s = {one: self._expected_step_s(one, backend, measured) for one in predicted if one not in gone}
+        whole_s = max(s * self._training.total_steps(measured.frames_per_step) for s in step_s.values())
+        return self._shortest_rungs(len(step_s), LEAST_STEPS * max(step_s.values()), whole_s), whole_s
+
+    def _expected_step_s(self, setting: Setting, backend: str, measured: Measurement) -> float:
+        """Return about how long a step takes, before the race: a larger batch takes as much longer."""
+        own = self._record.of(Setting(setting.strategy).name)
+        step_s = self._training.step_s(backend)
+        if own.predicted:
+            step_s = measured.frames_per_step / own.predicted
+        larger = setting.batch_size / self._request.own_batch if self._request.own_batch else 1.0
+        return step_s * max(larger, 1.0)
+
+    def _shortest_rungs(self, count: int, least_s: float, whole_s: float) -> Rungs:
+        """Return the shortest rungs that show anything of so many settings.
+
+        Args:
+            least_s: time of the fewest steps.
+            whole_s: a whole training of the slowest setting; none trains longer.
+        """
+        counts = halvings(count)
+        first_s = min(least_s, whole_s / 2.0 ** (len(counts) - 1))
+        seconds = tuple(first_s * 2.0**k for k in range(len(counts)))
+        return Rungs(counts, seconds, len(self._request.seeds))
+
+    def _race_s(self, backend: str, budget_s: float) -> float:
+        """Return about how long the race takes with a budget; 0: it was held."""
+        racing = [self._settings[name] for name in self._record.left]
+        start_s = self._measured(backend).cost_s(1)
+        return self._training.expected_race_s(racing, backend, _RACE_SHARE * budget_s, start_s)
+
+    def _race_is_too_long(self, backend: str, budget_s: float) -> bool:
+        """Return whether even the shortest race takes too much of a budget, where its length is chosen."""
+        most_s = _MOST_OF_RACE * budget_s
+        return self._training.chooses_race and self._race_s(backend, budget_s) > most_s
+
+    def _enough_with_race_s(self, backend: str, rungs_s: float) -> float:
+        """Return a budget with which the same command will hold the race, and rungs of so long.
+
+        The more there is of it, the longer is the race, which has a share of it.
+        """
+        budget_s = self._request.budget_s
+        for _ in range(_SEARCHES):
+            race_s = self._race_s(backend, budget_s)
+            needed_s = self._enough_s(race_s + rungs_s)
+            if self._race_is_too_long(backend, budget_s):
+                needed_s = max(needed_s, math.ceil(_ROOM * race_s / _MOST_OF_RACE))
+            if needed_s <= budget_s:
+                break
+            budget_s = needed_s
+        return budget_s
 
     def _race(self, backend: str) -> None:
         """Let what is left race, and rule settings out by that."""
@@ -490,12 +609,12 @@ class Tuner:
 
     def _first_rung_s(self) -> float:
         """Return how long settings train in the first rung.  Raises ConfigError: the budget is too small."""
-        counts, seeds = halvings(len(self._record.left)), len(self._request.seeds)
         besides, whole_s = self._record.besides, self._slowest_s
-        rungs = plan_rungs(counts, seeds, self._left_s, besides, whole_s)
         least_s = max(LEAST_STEPS / self._steps_per_s(name) for name in self._record.left)
-        if rungs.seconds[0] < least_s and rungs.seconds[-1] < whole_s:
-            needed = Rungs(counts, tuple(least_s * 2**k for k in range(len(counts))), seeds)
+        needed = self._shortest_rungs(len(self._record.left), least_s, whole_s)
+        counts = needed.counts
+        rungs = plan_rungs(counts, needed.seeds, self._left_s, besides, whole_s)
+        if rungs.seconds[0] < needed.seconds[0]:
             raise ConfigError(
                 f"--budget: {formatting.seconds(self._spent_s)} of "
                 f"{formatting.seconds(self._request.budget_s)} are used, and the rest trains each of "

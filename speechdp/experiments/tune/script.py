@@ -75,6 +75,9 @@ class TunedScript(TunedJobs):
         self._ranks, self._seeds = request.ranks, request.seeds
         self._length, self._say = request.race, say
 
+    #: Of a script there are only fewer rounds, one at least, however long that takes.
+    chooses_race = False
+
     def begin(self) -> None:
         """See TunedJobs: a script needs nothing."""
 
@@ -90,16 +93,14 @@ class TunedScript(TunedJobs):
         settings = [one for one in settings if one.name not in left_out]
         if len(settings) < 2:
             return RacedSettings({}, 0.0, {}, left_out)
-        steps = {one: DEFAULT_WARMUP_STEPS + steps_of_turn(one, self._length.least_steps) for one in settings}
-        round_s = len(settings) * start_s + sum(steps.values()) * self._step_s(backend)
-        rounds = max(1, min(self._length.rounds, int(longest_s / max(round_s, 1e-9))))
+        steps = self._steps_of(settings)
+        rounds = self._rounds(steps, backend, longest_s, start_s)
         found: dict[str, list[_Turn]] = {one.name: [] for one in settings}
         for number, order in enumerate(order_of_rounds(len(settings), rounds, self._seeds[0])[1:], start=1):
             left = sum(one.name not in left_out for one in settings)
             self._say(f"race: {counted(left, 'setting')}, round {number} of {rounds}")
             for setting in (settings[index] for index in order if settings[index].name not in left_out):
-                folder = self._out / FOLDER / f"{readable_name(setting.strategy)}-{number}"
-                turn = self._take_turn(folder, setting, backend, steps[setting])
+                turn = self._take_turn(self._folder(setting, number), setting, backend, steps[setting])
                 if isinstance(turn, _Turn):
                     found[setting.name].append(turn)
                 else:
@@ -115,6 +116,34 @@ class TunedScript(TunedJobs):
             {name: _mean([turn.frames_per_step for turn in turns]) for name, turns in raced.items()},
             left_out,
         )
+
+    def expected_race_s(
+        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+    ) -> float:
+        """See TunedJobs."""
+        racing = [one for one in settings if not why_left_out(one.strategy.parsed)]
+        steps = self._steps_of(racing)
+        rounds = self._rounds(steps, backend, longest_s, start_s) if len(racing) > 1 else 0
+        due = [
+            one
+            for one in racing
+            for number in range(1, rounds + 1)
+            if not is_timed(self._folder(one, number))
+        ]
+        return sum(start_s + steps[one] * self.step_s(backend) for one in due)
+
+    def _steps_of(self, settings: Sequence[Setting]) -> dict[Setting, int]:
+        """Return the steps of the short runs of settings."""
+        return {one: DEFAULT_WARMUP_STEPS + steps_of_turn(one, self._length.least_steps) for one in settings}
+
+    def _rounds(self, steps: Mapping[Setting, int], backend: str, longest_s: float, start_s: float) -> int:
+        """Return how many rounds of these short runs there is time for, one at least."""
+        round_s = len(steps) * start_s + sum(steps.values()) * self.step_s(backend)
+        return max(1, min(self._length.rounds, int(longest_s / max(round_s, 1e-9))))
+
+    def _folder(self, setting: Setting, number: int) -> Path:
+        """Return the folder of a short run in a round."""
+        return self._out / FOLDER / f"{readable_name(setting.strategy)}-{number}"
 
     def _take_turn(self, folder: Path, setting: Setting, backend: str, steps: int) -> _Turn | str:
         """Train some steps, unless that is done; return their speed, or what went wrong."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shlex
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any, cast
 
 from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
-from speechdp.errors import ConfigError, RunError, SpeechDPError
+from speechdp.errors import RunError, SpeechDPError
 from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.compare.own_training import NOTHING_LEFT, CompareRequest, OwnTraining
 from speechdp.experiments.compare.plan import SEQUENTIAL
@@ -51,8 +50,6 @@ from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.kit import formatting
 from speechdp.report.runs.raced import LEAST_ROUNDS
 
-#: A race that takes so many times the time for it is not begun.
-_MOST_LONGER = 2.0
 #: Seconds between two looks at what a job has done.
 _LOOK_S = 0.5
 
@@ -88,6 +85,17 @@ class TunedTraining(OwnTraining, TunedJobs):
             self._say(f"race: {race.name} failed and is left out: {race.why}")
             given |= {one: f"it failed: {race.why}" for one in settings if one.name == race.name}
 
+    def expected_race_s(
+        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+    ) -> float:
+        """See TunedJobs."""
+        options, given = self._options(settings[0], backend, self.seeds[0]), dict.fromkeys(settings, "")
+        plan = self._race_plan(self._request.race, options, given)
+        if not plan.is_race or self._race_before(options, given) is not None:
+            return 0.0
+        racing, step_s = [one for one in settings if one.name not in plan.left_out], self.step_s(backend)
+        return start_s + race_s(fitting_race(self._request.race, racing, step_s, longest_s), racing, step_s)
+
     def _race(
         self, options: TrainOptions, longest_s: float, given: Mapping[Setting, str]
     ) -> RaceRecord | FailedSetting | str:
@@ -96,22 +104,13 @@ class TunedTraining(OwnTraining, TunedJobs):
         Args:
             given: as in `race_of`.
         """
-        out, step_s = self._out, self._step_s(options.backend)
-        before = _race_in(out, self._ranks)
-        if before is not None:  # held with another budget, perhaps
-            length = RaceOptions(before.plan.rounds, before.plan.least_steps)
-            if is_of(before, self._race_plan(length, options, given)):
-                return before
+        out, step_s = self._out, self.step_s(options.backend)
+        before = self._race_before(options, given)
+        if before is not None:
+            return before
         settings = [one for one, why in given.items() if not why]
         length = fitting_race(self._request.race, settings, step_s, longest_s)
         expected_s = race_s(length, settings, step_s)
-        if expected_s > _MOST_LONGER * longest_s:
-            raise ConfigError(
-                f"--budget: the shortest race of {counted(len(settings), 'setting')} takes about "
-                f"{formatting.seconds(expected_s)}, more than half of the budget; go on with --budget "
-                f"{math.ceil(2.1 * expected_s)}s (what was measured is kept), or begin in another folder "
-                "with fewer --strategies or --periods"
-            )
         if expected_s > longest_s:
             self._say(
                 f"race: the shortest takes {formatting.seconds(expected_s)}, more than a quarter of the "
@@ -130,6 +129,14 @@ class TunedTraining(OwnTraining, TunedJobs):
         if failure is not None and any(one.name == failure.name for one in settings):
             return failure
         return message or NOTHING_LEFT
+
+    def _race_before(self, options: TrainOptions, given: Mapping[Setting, str]) -> RaceRecord | None:
+        """Return the race of settings that was held, with another budget perhaps; None: there is none."""
+        before = _race_in(self._out, self._ranks)
+        if before is None:
+            return None
+        length = RaceOptions(before.plan.rounds, before.plan.least_steps)
+        return before if is_of(before, self._race_plan(length, options, given)) else None
 
     def _race_plan(
         self, length: RaceOptions, options: TrainOptions, given: Mapping[Setting, str]

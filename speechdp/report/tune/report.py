@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from rich.console import Group
 
 from speechdp.counting import counted
 from speechdp.experiments.race.shown import ShownRaces, read_races
@@ -37,6 +38,7 @@ from speechdp.timing.load import OutsideLoad
 
 FOLDER = "tune"
 _SIZE = (7.6, 4.2)
+_SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
 #: Columns of a terminal that holds a setting on one line.
 _WIDE = 120
 #: By which factor the interval of a race lies from a prediction that is called wrong.
@@ -100,7 +102,7 @@ def write_search(out: Path) -> WrittenReport:
     record = search.record
     answer, panel = find_answer(search), curves_panel(search)
     marks = legend_marks(named_canvas(list(search.runs), theme.PAGE))
-    table = make_table(search, marks)
+    table, measured = make_table(search, marks), backends_table(record)
     drawn = panel_svgs([panel], lambda: named_canvas(list(search.runs), theme.PAGE))
     page = render_page(
         "tune",
@@ -109,7 +111,7 @@ def write_search(out: Path) -> WrittenReport:
         plots_line=drawn,
         legend=list(marks.items()),
         table=table,
-        backends=[(one.name, _backend_text(one)) for one in record.backends],
+        backends=measured,
         command=record.command,
         settings=setting_facts(record.settings, _UNSHOWN),
     )
@@ -123,7 +125,7 @@ def write_search(out: Path) -> WrittenReport:
         {"tune": picture},
     )
     commands = (record.command,) if record.command else ()
-    return WrittenReport(html, csv, png, table, (*answer.sentences, *commands))
+    return WrittenReport(html, csv, png, Group(measured, table), (*answer.sentences, *commands))
 
 
 def find_answer(search: Search) -> Answer:
@@ -166,13 +168,25 @@ def find_answer(search: Search) -> Answer:
         cautions.insert(0, f"{names} cannot be told from it by so few seeds and so short a race.")
     if len(best.times_s) < 2:
         cautions.insert(0, "There was one seed: which differences are chance is not known.")
-    cautions += _doubts(search)
+    cautions += [*_one_batch_only(record), *_doubts(search)]
     ruled_out = sum(bool(one.out_in) for one in record.tried)
     details.append(
         f"{counted(len(record.tried), 'setting')} were tried, {ruled_out} of them ruled out before the end, "
         f"in {formatting.seconds(record.spent_s)}."
     )
     return Answer(headline, tuple(details), tuple(cautions))
+
+
+def _one_batch_only(record: TuneRecord) -> list[str]:
+    """Say where other batches were tried, but not with what was chosen."""
+    with_others = list(dict.fromkeys(one.strategy for one in record.tried if one.batch_size))
+    chosen = record.of(record.chosen).strategy
+    if not with_others or chosen in with_others:
+        return []
+    return [
+        f"Other batches were tried with {' and '.join(with_others)} only; to try them with the chosen "
+        f"setting, search again in another folder: speechdp tune --strategies {chosen}."
+    ]
 
 
 def _doubts(search: Search) -> list[str]:
@@ -242,6 +256,93 @@ def make_table(search: Search, marks: Mapping[str, object]) -> ShownTable[Settin
     ).rstrip()
     return ShownTable(
         "settings", "What was tried", columns, rows, first="setting", note=note, wide_columns=_WIDE
+    )
+
+
+def backends_table(record: TuneRecord) -> ShownTable[BackendRecord]:
+    """Return the table of the back-ends: what an exchange takes with each, as it was measured."""
+    rows = [
+        (RowHead(one.name, is_pale=bool(one.why), is_chosen=one.name == record.backend), one)
+        for one in record.backends
+    ]
+    columns = with_figures(_backend_columns(record), record.backends)
+    note = _measured_text(record)
+    return ShownTable("backends", "Back-ends", columns, rows, first="back-end", note=note, wide_columns=_WIDE)
+
+
+def _backend_columns(record: TuneRecord) -> tuple[Column[BackendRecord], ...]:
+    measured = _measured_exchanges(record)
+    largest = max((nbytes for _, nbytes, _ in measured), default=0.0)
+    return (
+        Column("predicted", "predicted", "frames/s", "Geometric mean over the settings.",
+               lambda one: one.speed, formatting.count),
+        Column("latency", "latency", "µs", "Of a message, fitted to the exchanges [90 %].",
+               lambda one: None if one.link is None else one.link.latency_s, cell=_latency_text),
+        Column("bandwidth", "bandwidth", "Gbit/s", "In each direction, fitted to the exchanges [90 %].",
+               lambda one: None if one.link is None else one.link.bytes_per_s, cell=_bandwidth_text),
+        *(_exchange_column(*one, is_all=one[1] == largest) for one in measured),
+        Column("choice", "choice", "", "Whether it was chosen, or why not.",
+               lambda one: one.why or ("chosen" if one.name == record.backend else None), is_number=False),
+    )  # fmt: skip
+
+
+def _measured_exchanges(record: TuneRecord) -> list[tuple[str, float, int]]:
+    """Return strategy, bytes and pieces of what was measured, with any back-end."""
+    found = [(each.strategy, each.nbytes, each.pieces) for one in record.backends for each in one.exchanges]
+    return list(dict.fromkeys(found))
+
+
+def _exchange_column(strategy: str, nbytes: float, pieces: int, *, is_all: bool) -> Column[BackendRecord]:
+    """Return the column of an exchange.
+
+    Args:
+        is_all: it is the whole model; else a part of it.
+    """
+    gradients = strategy.partition(":")[0] == "gradient_averaging"
+    how = f"in {counted(pieces, 'bucket')}" if gradients else "whole" if is_all else "of it"
+    meaning = f"Mean of {_size(nbytes)} exchanged by {strategy}, once the last rank had come"
+    meaning += "; what backward did not hide of it." if pieces > 1 else "."
+
+    def seconds(one: BackendRecord) -> float | None:
+        return next((each.seconds for each in one.exchanges if each.strategy == strategy), None)
+
+    return Column(strategy, f"{_size(nbytes)} {how}", "ms", meaning, seconds, formatting.milliseconds)
+
+
+def _size(nbytes: float) -> str:
+    """Write the size of a vector: `3.4 MB`, `14.7 kB`, `306 B`."""
+    unit, of_unit = next(one for one in _SIZES if nbytes >= one[1] or one[1] == 1)
+    return f"{nbytes / of_unit:.3g} {unit}"
+
+
+def _latency_text(one: BackendRecord) -> str:
+    if one.link is None:
+        return formatting.MISSING
+    micro = formatting.number
+    if not one.link.knows_latency:
+        return f"{micro(1e6 * one.link.latency_s)} (assumed)"
+    low, high = 1e6 * one.link.latency_low, 1e6 * one.link.latency_high
+    return f"{micro(1e6 * one.link.latency_s)} [{micro(low)}, {micro(high)}]"
+
+
+def _bandwidth_text(one: BackendRecord) -> str:
+    if one.link is None:
+        return formatting.MISSING
+    rates = one.link.bytes_per_s, one.link.bytes_per_s_low, one.link.bytes_per_s_high
+    mean, low, high = ("unlimited" if rate is None else f"{8e-9 * rate:.3g}" for rate in rates)
+    return f"{mean} [{low}, {high}]"
+
+
+def _measured_text(record: TuneRecord) -> str:
+    """Say what the figures of exchanges are of."""
+    links = [one.link for one in record.backends if one.link is not None]
+    if not links:
+        return ""
+    where = "between nodes" if links[0].crosses else "inside a node"
+    return (
+        f"Measured on {formatting.rank_count(record.settings['ranks'])}; latency and bandwidth are those of "
+        f"the link {where}, fitted as by speechdp simulate [90 % interval]; ms are means of an exchange once "
+        "its last rank has come, in several buckets of what backward did not hide."
     )
 
 
@@ -379,10 +480,3 @@ def _ratio_text(one: SettingRecord) -> str:
 
 def _why(one: SettingRecord) -> str:
     return f"{one.out_in}: {one.why}" if one.out_in else one.why
-
-
-def _backend_text(one: BackendRecord) -> str:
-    speed = (
-        "" if one.speed is None else f"{formatting.count(one.speed)} frames/s predicted, mean of the settings"
-    )
-    return "; ".join(filter(None, (speed, one.why))) or "chosen"

@@ -14,6 +14,7 @@ from benchmarks.strategies import tune
 from benchmarks.strategies.tune import (
     SLOW_RANK,
     Cluster,
+    budget_for,
     by_batch,
     cluster_of,
     cost_s,
@@ -21,6 +22,7 @@ from benchmarks.strategies.tune import (
     parse,
     show,
     summary,
+    tried_in,
 )
 from speechdp import exit_codes
 from speechdp.experiments.compare.record import RunRecord
@@ -143,8 +145,58 @@ def test_all_settings_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert "out: race" in printed and "batch=32" in printed and "failed" in printed
 
 
-def test_settings_are_compared_by_batch() -> None:
-    assert by_batch(tuned()) == {0: [PLAIN, RARE], 32: [LARGE]}
+def test_settings_are_compared_by_batch_but_for_those_that_are_refused() -> None:
+    assert by_batch(tried_in(tuned())) == {0: [PLAIN, RARE], 32: [LARGE]}
+    assert tried_in(tuned().with_setting(RARE.name, out_in="measure")) == [PLAIN, LARGE]
+    assert tried_in(tuned().with_setting(RARE.name, out_in="predict")) == [PLAIN, RARE, LARGE]
+
+
+def test_budgets_are_one_for_all_clusters_or_one_for_each() -> None:
+    given = parse(["--clusters", "slow-rank,free", "--budget", "8m,215s"])
+    assert (budget_for("slow-rank", given), budget_for("free", given)) == ("8m", "215s")
+    given = parse(["--clusters", "slow-rank,free", "--budget", "6m"])
+    assert budget_for("free", given) == "6m"
+    for words in (
+        ["--budget", "1m,2m"],
+        ["--budget-share", "1.5"],
+        ["--budget", "1m", "--budget-share", "0.2"],
+    ):
+        with pytest.raises(SystemExit):
+            parse(words)
+
+
+def test_a_share_of_the_comparison_is_the_budget_and_what_tune_adds_is_compared_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, object]] = []
+    added = Setting(RARE.strategy, 32)
+
+    def compare(
+        cluster: Cluster, data: Path, out: Path, settings: list[Setting], given: object
+    ) -> dict[Setting, list[ComparedRun]]:
+        done.append((out.name, [one.name for one in settings]))
+        return {one: [compared(one, SLOW_CURVE, seed=seed) for seed in (1, 2)] for one in settings}
+
+    def search(cluster: Cluster, data: Path, out: Path, budget: str, given: object) -> TuneRecord:
+        done.append((out.name, budget))
+        record = tuned(RARE)
+        more = SettingRecord(added.name, added.strategy.text, added.batch_size)
+        return dataclasses.replace(record, tried=(*record.tried, more))
+
+    race = made_up_race({one.name: 1.0 for one in (PLAIN, RARE, LARGE, added)}, noise=0.0)
+    monkeypatch.setattr(tune, "compare", compare)
+    monkeypatch.setattr(tune, "tune", search)
+    monkeypatch.setattr(tune, "hold_race", lambda *_: race)
+    strategies = "gradient_averaging:compression=fp16,model_averaging"
+    words = ["--clusters=free", f"--strategies={strategies}", "--periods=4", "--batch-sizes=32"]
+    verdict = tune.measure("free", tmp_path, tmp_path, parse([*words, "--budget-share=0.2"]))
+    # 6 runs of 30 s; float16 is nothing that MPI sums.
+    before = [PLAIN.name, RARE.name, LARGE.name]
+    assert done == [("full", before), ("tune", "36s"), ("added", [added.name])]
+    assert verdict.full_s == 8 * 30.0
+    done.clear()
+    tune.measure("free", tmp_path, tmp_path, parse([*words, "--budget=50s"]))
+    assert done == [("tune", "50s"), ("full", [*before, added.name])]
 
 
 def test_launch_options_are_one_word_for_a_command_that_starts_jobs() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from speechdp.data.shards.dataset import FLAT, Dataset
-from speechdp.errors import ConfigError
 from speechdp.experiments.compare.own_training import CompareRequest
 from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL, ComparePlan
 from speechdp.experiments.compare.script_training import UserScript
@@ -39,6 +37,7 @@ from speechdp.experiments.tune.script import TunedScript
 from speechdp.experiments.tune.training import TunedTraining, race_of, racing_text, settings_in
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.script_metric import script_task
+from speechdp.simulation.measured import MeasuredRun
 from tests.helpers.measured_runs import MadeUpSteps
 from tests.helpers.options import options_with
 from tests.helpers.tiny_data import write_tiny_data
@@ -123,7 +122,7 @@ def test_a_measuring_run_that_was_cut_short_is_started_over(tmp_path: Path) -> N
     found = training_of(ranks).measure("mpi", knows_start=False)
     assert isinstance(found, Measurement) and found.besides is not None and found.besides.run_s > 900.0
     (words,) = ranks.started  # both in one start
-    assert trained_in(words) == ["mpi-model_averaging", "mpi-gradient_averaging"]
+    assert trained_in(words) == ["mpi-model_averaging", "mpi-delayed_averaging", "mpi-gradient_averaging"]
     # What is timed is left as it is, unless nobody knows what a start takes.
     ranks.started.clear()
     found = training_of(ranks).measure("mpi", knows_start=True)
@@ -195,10 +194,14 @@ def test_a_scripts_short_runs_that_were_cut_short_are_started_over(tmp_path: Pat
         (cut / "checkpoints" / "step-00000037").mkdir(parents=True)
     assert isinstance(script.measure("mpi", knows_start=False), Measurement)
     changing = Setting(StrategyChoice("adaptive_averaging"))
+    step_s, steps = script.step_s("mpi"), (4 + 8) + (4 + 8) + (4 + 16)
+    expected_s = script.expected_race_s((*SETTINGS, changing), "mpi", 60.0, 1.0)
+    assert expected_s == pytest.approx(3 * 1.0 + steps * step_s)
     raced = script.hold_race((*SETTINGS, changing), "mpi", 60.0, 1.0)
+    assert script.expected_race_s((*SETTINGS, changing), "mpi", 60.0, 1.0) == 0.0
     assert isinstance(raced, RacedSettings) and set(raced.speeds) == {one.name for one in SETTINGS}
     assert "changes in the course of training" in raced.left_out[changing.name]  # and was not started
-    assert len(ranks.found) == 2 + len(SETTINGS) and not any(ranks.found.values())
+    assert len(ranks.found) == len(MEASURED_STRATEGIES) + len(SETTINGS) and not any(ranks.found.values())
 
 
 def test_a_race_is_held_again_without_a_setting_that_fails(tmp_path: Path) -> None:
@@ -215,20 +218,59 @@ def test_a_race_is_held_again_without_a_setting_that_fails(tmp_path: Path) -> No
     assert again == raced and len(ranks.started) == 2
 
 
-def test_a_race_that_would_use_the_budget_up_is_refused_with_what_is_needed(tmp_path: Path) -> None:
+def test_how_long_a_race_takes_is_told_before_it_is_held(tmp_path: Path) -> None:
     said: list[str] = []
     ranks = Ranks(request_in(tmp_path))
     jobs = training_of(ranks, said)
     assert isinstance(jobs.measure("mpi", knows_start=False), Measurement)
     ranks.started.clear()
-    with pytest.raises(
-        ConfigError, match=r"^--budget: the shortest race of 3 settings takes about .*; go on "
-    ) as e:
-        jobs.hold_race(SETTINGS, "mpi", 0.001, 1.0)
+    # 7 rounds of turns of 8, 8 and 16 steps; however little time there is, it is not shorter.
+    shortest_s = 1.0 + 7 * (8 + 8 + 16) * jobs.step_s("mpi")
+    assert jobs.expected_race_s(SETTINGS, "mpi", 0.001, 1.0) == pytest.approx(shortest_s)
+    changing = Setting(StrategyChoice("adaptive_averaging"))  # cannot race
+    assert jobs.expected_race_s((*SETTINGS, changing), "mpi", 0.001, 1.0) == pytest.approx(shortest_s)
     assert not ranks.started and not said
-    (wanted,) = re.findall(r"--budget (\d+)s", str(e.value))
-    assert isinstance(jobs.hold_race(SETTINGS, "mpi", int(wanted) / 4, 1.0), RacedSettings)
+    assert isinstance(jobs.hold_race(SETTINGS, "mpi", 0.001, 1.0), RacedSettings)
     assert "more than a quarter of the budget" in said[0] and said[1:] == ["race: 3 settings in turn"]
+    assert jobs.expected_race_s(SETTINGS, "mpi", 0.001, 1.0) == 0.0  # it was held
+
+
+def test_what_an_exchange_takes_is_fitted_to_whole_and_small_ones() -> None:
+    """5 ms of latency and 1 GB/s, between 2 ranks on 2 hosts: 2 messages of half of the vector."""
+
+    def run(strategy: str, nbytes: float) -> MeasuredRun:
+        exchange_s = 2 * (0.005 + nbytes / 2 / 1e9)
+        return MadeUpSteps(["a", "b"], strategy, exchange_s=exchange_s, nbytes=9.6e6).measured()
+
+    whole, part, gradients = MEASURED_STRATEGIES
+    runs = (run(whole, 9.6e6), run(part, 0.2e6), run(gradients, 9.6e6))
+    link = Measurement(runs, None).link
+    assert link is not None and link.crosses and link.knows_latency
+    assert link.latency_s == pytest.approx(0.005, rel=0.05) and link.bytes_per_s is not None
+    assert link.latency_low < link.latency_s < link.latency_high
+    assert link.bytes_per_s == pytest.approx(1e9, rel=0.1)
+    found = Measurement(runs, None).exchanges
+    assert [(one.strategy, one.nbytes, one.pieces) for one in found] == [
+        (whole, 9.6e6, 1),
+        (part, 0.2e6, 1),
+        (gradients, 9.6e6, 1),
+    ]
+    assert found[0].seconds == pytest.approx(0.0196)
+    # Of one size the latency is assumed, and the record says so.
+    alone = Measurement(runs[:1], None).link
+    assert alone is not None and not alone.knows_latency and alone.latency_s == pytest.approx(50e-6)
+
+
+def test_what_a_back_end_or_so_many_ranks_refuse_is_known_without_a_start() -> None:
+    run = MadeUpSteps(["a", "a"]).measured()
+    half, server = "gradient_averaging:compression=fp16", "ad_psgd:groups=3"
+    tried = [Setting(StrategyChoice(text)) for text in (GRADIENTS, half, server)]
+    refused = Measurement((dataclasses.replace(run, backend="mpi"),), None).refused(tried)
+    assert "the mpi back-end cannot sum that type" in refused[tried[1]] and tried[0] not in refused
+    assert "groups" in refused[tried[2]]
+    for backend in ("horovod", "torch", "threads", ""):
+        found = Measurement((dataclasses.replace(run, backend=backend),), None).refused(tried)
+        assert set(found) == {tried[2]}
 
 
 def test_a_race_of_which_one_setting_is_left_is_none(tmp_path: Path) -> None:

@@ -21,13 +21,19 @@ from speechdp.experiments.race.record import RaceRecord, Turn
 from speechdp.experiments.tune import run as tune_run
 from speechdp.experiments.tune.jobs import Measurement, RacedSettings, Scored, Stretch, Trained, up_to
 from speechdp.experiments.tune.plan import Besides, Setting
-from speechdp.experiments.tune.record import BackendRecord, TuneRecord, read_tune
+from speechdp.experiments.tune.record import (
+    BackendRecord,
+    ExchangeRecord,
+    LinkRecord,
+    TuneRecord,
+    read_tune,
+)
 from speechdp.experiments.tune.run import TunedTarget, Tuner, TuneRequest
 from speechdp.experiments.tune.training import fitting_race
 from speechdp.launching.faults import Fault
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.script_metric import script_task
-from speechdp.report.tune.report import Search, find_answer
+from speechdp.report.tune.report import Search, backends_table, find_answer
 from speechdp.simulation.predict import Interval
 from speechdp.tasks.metrics import LOG_PROB, TaskRecord
 from speechdp.timing.load import OutsideLoad
@@ -50,6 +56,10 @@ class MadeUp(Measurement):
     """Predicts the speeds above, `factor` times as fast."""
 
     factor: float = 1.0
+
+    @property
+    def frames_per_step(self) -> float:
+        return FRAMES_A_STEP
 
     def predict(self, ranks: int, settings: Sequence[Setting]) -> dict[Setting, Interval]:
         found = {one: self.factor * SPEEDS[one.strategy.text] for one in settings}
@@ -109,6 +119,16 @@ class Jobs:
         )
         plan = RacePlan(2, rounds, 10, 1, racing)
         return RacedSettings.of(RaceRecord(plan, turns, ("a", "a"), ({}, {}), "", 1.0))
+
+    chooses_race = True
+
+    def expected_race_s(
+        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+    ) -> float:
+        return 0.0
+
+    def step_s(self, backend: str) -> float:
+        return FRAMES_A_STEP / min(SPEEDS.values())
 
     def total_steps(self, frames_per_step: float) -> float:
         return EPOCH_STEPS
@@ -758,6 +778,125 @@ def test_the_budget_that_is_advised_is_enough(tmp_path: Path) -> None:
     assert found is not None and search(tmp_path, Jobs(tmp_path), budget_s=float(found[1])).completed
 
 
+@dataclass
+class LongRace(Jobs):
+    """The race takes half of a quarter of the budget, `least_s` at least, and is known to."""
+
+    least_s: float = 4.0
+
+    def expected_race_s(
+        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+    ) -> float:
+        return 0.0 if self.raced else max(self.least_s, longest_s / 2)
+
+
+def test_a_budget_that_is_too_small_is_refused_before_the_race(tmp_path: Path) -> None:
+    jobs, told = LongRace(tmp_path), list[str]()
+    with pytest.raises(ConfigError) as refused:
+        search(tmp_path, jobs, budget_s=10.0, say=told.append)
+    assert "the race of 3 settings is expected to take 4.0 s, and training 3 settings rung by rung" in str(
+        refused.value
+    )
+    assert not jobs.raced and not any(line.startswith("race") for line in told)
+    (wanted,) = re.findall(r"go on with --budget (\d+)s \(what was measured is kept\)", str(refused.value))
+    record = search(tmp_path, jobs, budget_s=float(wanted))
+    assert record.completed and len(jobs.raced) == 1
+    # Where it was held nothing is expected any more.
+    with pytest.raises(ConfigError, match="and the rest trains each of 3 settings for fewer than 20 steps"):
+        search(tmp_path / "held", LongRace(tmp_path / "held", raced=[["it was"]]), budget_s=8.0)
+
+
+def test_a_race_that_takes_more_than_half_of_the_budget_is_not_begun(tmp_path: Path) -> None:
+    jobs = LongRace(tmp_path, least_s=300.0)
+    with pytest.raises(
+        ConfigError, match=r"shortest race of 3 settings takes .* more than half of"
+    ) as refused:
+        search(tmp_path, jobs, budget_s=500.0)
+    (wanted,) = re.findall(r"go on with --budget (\d+)s", str(refused.value))
+    assert not jobs.raced and 600.0 < float(wanted) < 700.0
+    assert search(tmp_path, jobs, budget_s=float(wanted)).completed
+    jobs = LongRace(tmp_path / "script", least_s=300.0)
+    jobs.chooses_race = False  # type: ignore[misc]
+    assert search(tmp_path / "script", jobs, budget_s=500.0).completed
+
+
+def test_what_the_race_is_expected_to_rule_out_is_no_reason_to_refuse_a_budget(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Unsure(MadeUp):
+        """Intervals so wide that nothing is ruled out before the race."""
+
+        def predict(self, ranks: int, settings: Sequence[Setting]) -> dict[Setting, Interval]:
+            found = super().predict(ranks, settings)
+            return {one: Interval(at.mean, at.mean / 9, at.mean * 9) for one, at in found.items()}
+
+    class Jobs(LongRace):
+        def measure(self, backend: str, *, knows_start: bool) -> Measurement | str:
+            return Unsure((), Besides(0.0, 0.5))
+
+    texts = (GRADIENTS, SHORT, DPSGD)  # the last one is slower than the first
+    with pytest.raises(ConfigError, match=r"race of 3 settings .* training 2 settings rung by rung"):
+        search(tmp_path, Jobs(tmp_path), texts=texts, budget_s=8.0)
+
+
+def test_what_a_back_end_refuses_is_ruled_out_before_the_race_and_names_it(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Refusing(MadeUp):
+        def refused(self, settings: Sequence[Setting]) -> dict[Setting, str]:
+            return {one: "the mpi back-end cannot sum that type" for one in settings if one.name == LONG}
+
+    class OfTwo(Jobs):
+        def measure(self, backend: str, *, knows_start: bool) -> Measurement | str:
+            self.measured.append((backend, knows_start))
+            kind = Refusing if backend == "mpi" else MadeUp
+            return kind((), Besides(0.0, 0.5), self.factors[backend])
+
+    jobs, told = OfTwo(tmp_path), list[str]()
+    record = search(tmp_path, jobs, texts=(GRADIENTS, SHORT, LONG), batch_sizes=(8,), say=told.append)
+    assert (record.of(LONG).out_in, record.of(LONG).predicted) == ("measure", None)
+    assert record.of(LONG).why == "the mpi back-end cannot sum that type"
+    assert jobs.raced[0] == [GRADIENTS, SHORT, f"{GRADIENTS} batch=8", f"{SHORT} batch=8"]
+    assert "predict: 1 setting ruled out, 4 settings left" in told
+    # It says nothing against the prediction, and another back-end may train it.
+    cautions = " ".join(find_answer(Search(record, {}, loads={"mpi": 0.98})).cautions)
+    assert "ruled out by prediction" not in cautions and "Other batches" not in cautions
+    both = OfTwo(tmp_path / "both", factors={"mpi": 1.0, "torch": 2.0})
+    found = search(tmp_path / "both", both, texts=(GRADIENTS, SHORT, LONG), backends=("mpi", "torch"))
+    assert found.backend == "torch" and found.of(LONG).predicted
+
+
+def test_what_exchanges_take_is_in_the_record_and_on_the_page(tmp_path: Path) -> None:
+    link = LinkRecord(True, 5e-5, 4e-5, 6e-5, True, 1.25e8, 1.2e8, None)
+    exchanges = (
+        ExchangeRecord("model_averaging:period=1", 4e6, 1, 0.032),
+        ExchangeRecord("delayed_averaging:delay=0", 800.0, 1, 0.0001),
+        ExchangeRecord("gradient_averaging", 4e6, 3, 0.011),
+    )
+
+    @dataclass(frozen=True)
+    class Shown(MadeUp):
+        link: LinkRecord | None = None  # type: ignore[misc]
+        exchanges: tuple[ExchangeRecord, ...] = ()  # type: ignore[misc]
+
+    class Measuring(Jobs):
+        def measure(self, backend: str, *, knows_start: bool) -> Measurement | str:
+            assumed = replace(link, knows_latency=False, bytes_per_s=None, bytes_per_s_low=None)
+            shown = link if backend == "mpi" else assumed
+            return Shown((), Besides(0.0, 0.5), self.factors[backend], shown, exchanges)
+
+    factors = {"mpi": 1.0, "torch": 0.5}
+    record = search(tmp_path, Measuring(tmp_path, factors=factors), backends=("mpi", "torch"))
+    assert record.backends[0].link == link and record.backends[0].exchanges == exchanges
+    assert read_tune(tmp_path) == record
+    table = backends_table(record)
+    cells = {head.name: [cell.text for cell in of] for head, of in table.cells()}
+    titles = [f"{column.title}, {column.unit}" for column in table.columns]
+    assert titles[1:3] == ["latency, µs", "bandwidth, Gbit/s"]
+    assert titles[3:6] == ["4 MB whole, ms", "800 B of it, ms", "4 MB in 3 buckets, ms"]
+    assert cells["mpi"][1:] == ["50.0 [40.0, 60.0]", "1 [0.96, unlimited]", "32.0", "0.100", "11.0", "chosen"]
+    assert cells["torch"][1:3] == ["50.0 (assumed)", "unlimited [unlimited, unlimited]"]
+    assert "between nodes, fitted as by speechdp simulate" in table.note
+
+
 def test_what_cannot_be_trained_is_ruled_out_with_its_message(tmp_path: Path) -> None:
     record = search(tmp_path, Jobs(tmp_path, fails=(SHORT,)))
     assert record.of(SHORT).why == "it failed: the loss is nan" and record.chosen == LONG
@@ -835,6 +974,28 @@ def test_other_batches_are_tried_of_gradient_averaging_and_the_fastest(tmp_path:
     jobs = Jobs(tmp_path)
     search(tmp_path, jobs, batch_sizes=(8,))
     assert jobs.raced[0][-2:] == [f"{GRADIENTS} batch=8", f"{LONG} batch=8"]
+
+
+def test_a_setting_that_was_tried_with_one_batch_only_is_told_of(tmp_path: Path) -> None:
+    record = search(tmp_path, Jobs(tmp_path), batch_sizes=(8,))
+    assert record.chosen == SHORT and all(one.strategy != SHORT or not one.batch_size for one in record.tried)
+    told = " ".join(find_answer(Search(record, {})).cautions)
+    assert f"Other batches were tried with {GRADIENTS} and {LONG} only" in told
+    assert f"speechdp tune --strategies {SHORT}" in told
+    # Which tries them: there are few settings.
+    jobs = Jobs(tmp_path / "again")
+    again = search(tmp_path / "again", jobs, texts=(GRADIENTS, SHORT), batch_sizes=(8,))
+    assert jobs.raced[0] == [GRADIENTS, SHORT, f"{GRADIENTS} batch=8", f"{SHORT} batch=8"]
+    assert "Other batches" not in " ".join(find_answer(Search(again, {})).cautions)
+
+
+def test_where_there_are_few_settings_all_are_tried_with_other_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SPEEDS, SHORT, 99.0)  # too near to gradient averaging's for it to be ruled out
+    jobs = Jobs(tmp_path)
+    search(tmp_path, jobs, texts=(GRADIENTS, SHORT), batch_sizes=(8,))
+    assert jobs.raced[0] == [GRADIENTS, SHORT, f"{GRADIENTS} batch=8", f"{SHORT} batch=8"]
 
 
 def test_a_budget_that_trains_hardly_a_step_is_refused_with_what_is_needed(tmp_path: Path) -> None:
