@@ -46,15 +46,23 @@ _STEPS = 400
 _INSIDE = 100e9
 
 
-def run_of(step_s: float, deviation: float) -> MeasuredRun:
-    """Return a run on two ranks whose steps take so long on average, a third of it forward."""
+def run_of(
+    step_s: float, deviation: float, frames: float = _BATCH, parameters: int = _PARAMETERS
+) -> MeasuredRun:
+    """Return a run on two ranks whose steps take so long on average, a third of it forward.
+
+    Args:
+        deviation: of a step, as a share of its time.
+        frames: of a rank and step.
+        parameters: of the model.
+    """
     generator = np.random.default_rng(1)
     sigma = np.sqrt(np.log1p(deviation**2))
     work = step_s * generator.lognormal(-(sigma**2) / 2, sigma, (_STEPS, 2))
-    none, frames = np.zeros((_STEPS, 2)), np.full((_STEPS, 2), float(_BATCH))
-    times = StepTimes(work / 3, 2 * work / 3, none, none, none, none, frames)
+    none, each = np.zeros((_STEPS, 2)), np.full((_STEPS, 2), float(frames))
+    times = StepTimes(work / 3, 2 * work / 3, none, none, none, none, each)
     choice = StrategyChoice("model_averaging:period=1")
-    nbytes = PARAMETER_BYTES * _PARAMETERS
+    nbytes = PARAMETER_BYTES * parameters
     return MeasuredRun("published", ("a", "b"), choice, True, nbytes, 1, times, amount="samples", on_gpu=True)
 
 

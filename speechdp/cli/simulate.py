@@ -75,14 +75,21 @@ class SimulateCommand:
         return 0
 
     def _request(self) -> Request:
-        from speechdp.simulation.quantities import MOST_RANKS, MOST_STEPS, numbers, slow_ranks  # noqa: PLC0415
+        from speechdp.simulation.quantities import (  # noqa: PLC0415
+            MOST_FACTOR,
+            MOST_RANKS,
+            MOST_STEPS,
+            numbers,
+            slow_ranks,
+        )
         from speechdp.simulation.simulate import Request  # noqa: PLC0415
 
         if self.ranks_per_node is not None and self.ranks_per_node < 1:
             raise ConfigError(f"--ranks-per-node {self.ranks_per_node}: at least 1")
-        if not 0 < self.compute_speedup < 1e6:
+        if not 1 / MOST_FACTOR < self.compute_speedup < MOST_FACTOR:
             raise ConfigError(
-                f"--compute-speedup {self.compute_speedup:g}: must be above 0 and below a million, e.g. 20"
+                f"--compute-speedup {self.compute_speedup:g}: must be above {1 / MOST_FACTOR:g} and below a "
+                "million, e.g. 20"
             )
         ranks = numbers("--ranks", self.ranks, MOST_RANKS)
         factors = slow_ranks("--slow", self.slow)
@@ -108,11 +115,11 @@ class SimulateCommand:
         return checked_strategies(self.strategies) if self.strategies else ()
 
 
-def _link(prefix: str, rate: str, latency: str) -> GivenLink:
-    from speechdp.simulation.quantities import bandwidth, duration  # noqa: PLC0415
+def _link(prefix: str, rate: str, time: str) -> GivenLink:
+    from speechdp.simulation.quantities import bandwidth, latency  # noqa: PLC0415
     from speechdp.simulation.simulate import GivenLink  # noqa: PLC0415
 
     return GivenLink(
         bandwidth(f"--{prefix}bandwidth", rate) if rate else None,
-        duration(f"--{prefix}latency", latency) if latency else None,
+        latency(f"--{prefix}latency", time) if time else None,
     )

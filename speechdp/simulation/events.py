@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from speechdp.strategies.mechanisms.topology import (
     BipartiteKind,
-    active_partners,
     is_active,
     passive_partners,
 )
@@ -99,11 +98,8 @@ def mixed_share(
         ranks_per_node: learners on a node.
     """
     learners = windows.shape[1]
-    partners = [
-        (passive_partners if is_active(rank) else active_partners)(rank, learners, kind)
-        for rank in range(learners)
-    ]
-    active = [rank for rank in range(learners) if is_active(rank) and partners[rank]]
+    partners = {rank: passive_partners(rank, learners, kind) for rank in range(learners) if is_active(rank)}
+    active = [rank for rank, others in partners.items() if others]
     if not active:
         return 1.0
     asked = np.cumsum(windows, axis=0)

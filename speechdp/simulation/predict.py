@@ -205,14 +205,16 @@ def why_refused_on(choice: StrategyChoice, hosts: Sequence[Any], backend: str = 
 
 def predict_paces(scenario: Scenario, ranks: int, exchanges: Sequence[Exchange]) -> list[Pace]:
     """Return what a step takes with each exchange, the same draws for all."""
-    at_once = [e for e in exchanges if e.pattern not in (Pattern.GOSSIP, Pattern.SERVER)]
-    paces = dict(zip(map(id, at_once), _synchronous(scenario, ranks, at_once), strict=True))
-    for exchange in exchanges:
+    # Many strategies exchange alike: what all of these take is computed once.
+    different = list(dict.fromkeys(exchanges))
+    at_once = [e for e in different if e.pattern not in (Pattern.GOSSIP, Pattern.SERVER)]
+    paces = dict(zip(at_once, _synchronous(scenario, ranks, at_once), strict=True))
+    for exchange in different:
         if exchange.pattern is Pattern.SERVER:
-            paces[id(exchange)] = _with_server(scenario, ranks, exchange)
+            paces[exchange] = _with_server(scenario, ranks, exchange)
         elif exchange.pattern is Pattern.GOSSIP:
-            paces[id(exchange)] = _gossiping(scenario, ranks, exchange)
-    return [_fed(paces[id(exchange)], scenario.work) for exchange in exchanges]
+            paces[exchange] = _gossiping(scenario, ranks, exchange)
+    return [_fed(paces[exchange], scenario.work) for exchange in exchanges]
 
 
 def _synchronous(scenario: Scenario, ranks: int, exchanges: Sequence[Exchange]) -> list[Pace]:

@@ -14,9 +14,13 @@ _BYTES_PER_S = {
 }
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _COUNTS = {"": 1.0, "kf": 1e3, "mf": 1e6, "f": 1.0}
+#: Digits of a number that is read at all, to say that it is too large.
+_MOST_DIGITS = 100
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-zµ/]*)", re.IGNORECASE)
 #: More ranks, or steps in a period, than this are taken for a mistake.
 MOST_RANKS, MOST_STEPS = 65_536, 4_096
+#: Likewise of a link's latency, s (`5m` is five minutes), times that a rank is slow, and frames.
+MOST_LATENCY_S, MOST_FACTOR, MOST_FRAMES = 10.0, 1e6, 1e18
 
 
 def bandwidth(option: str, text: str) -> float:
@@ -46,15 +50,31 @@ def duration(option: str, text: str, example: str = "5us, 0.1ms or 0s") -> float
     return number * _SECONDS[unit]
 
 
+def latency(option: str, text: str) -> float:
+    """Read the latency of a link: `5us`, `0.1ms`.  Returns seconds.
+
+    Raises:
+        ConfigError: no duration, or longer than any link's; the message names `option`.
+    """
+    seconds = duration(option, text)
+    if seconds > MOST_LATENCY_S:
+        raise ConfigError(
+            f"{option} {text}: is {seconds:,.6g} s, longer than a message takes; write 5us, 0.1ms or 0s"
+        )
+    return seconds
+
+
 def frame_count(option: str, text: str) -> float:
     """Read a number of frames: `1e9`, `600mf`.
 
     Raises:
-        ConfigError: anything else, or less than one; the message names `option`.
+        ConfigError: anything else, less than one, or above `MOST_FRAMES`; the message names `option`.
     """
     number, unit = _split(text.lower().replace(",", ""))
     if unit not in _COUNTS or number * _COUNTS[unit] < 1:
         raise ConfigError(f"{option} {text}: is no number of frames; write 1e9 or 600mf")
+    if number * _COUNTS[unit] > MOST_FRAMES:
+        raise ConfigError(f"{option} {text}: is too many frames, at most {MOST_FRAMES:g}; write 1e9 or 600mf")
     return number * _COUNTS[unit]
 
 
@@ -87,7 +107,8 @@ def slow_ranks(option: str, text: str) -> dict[int, float]:
     """Read `RANK:FACTOR,...`: ranks whose own work takes so many times as long; "" for none.
 
     Raises:
-        ConfigError: anything else, a rank twice, or a factor that is not positive; the message names
+        ConfigError: anything else, a rank twice, or a factor that is not positive or beyond `MOST_FACTOR`;
+            the message names
             `option`.
     """
     found = {}
@@ -96,6 +117,10 @@ def slow_ranks(option: str, text: str) -> dict[int, float]:
         if not _is_number(rank) or not re.fullmatch(r"\d+(\.\d+)?", factor) or float(factor) <= 0:
             raise ConfigError(
                 f"{option} {text}: {word!r} is not RANK:FACTOR; 1:2 has rank 1 take twice as long"
+            )
+        if not 1 / MOST_FACTOR < float(factor) < MOST_FACTOR:
+            raise ConfigError(
+                f"{option} {text}: a factor must be above {1 / MOST_FACTOR:g} and below a million, e.g. 1:2"
             )
         if int(rank) in found:
             raise ConfigError(f"{option} {text}: rank {int(rank)} is there twice")
@@ -112,7 +137,7 @@ def _split(text: str) -> tuple[float, str]:
 
 
 def _is_number(word: str) -> bool:
-    return word.isascii() and word.isdigit() and len(word) < 10
+    return word.isascii() and word.isdigit() and len(word) <= _MOST_DIGITS
 
 
 def _between(option: str, text: str, last: list[int], end: int) -> list[int]:

@@ -56,7 +56,7 @@ def throughput_measure(rows: Sequence[RunFigures]) -> PlotMeasure:
     """Return the speed by the race, where there was one, of those that raced; else the runs' throughput."""
     if any_raced(rows):
         return PlotMeasure(
-            "Speed by the race, 95 % interval",
+            "Raced speed, 95 % interval",
             "times the baseline",
             lambda row: None if row.raced is None else row.raced.ratio,
             lambda row: "" if row.raced is None else formatting.times(row.raced.ratio),

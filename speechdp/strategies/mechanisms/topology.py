@@ -127,10 +127,9 @@ def active_partners(rank: int, size: int, kind: BipartiteKind) -> tuple[int, ...
 
 def _partners(rank: int, size: int, kind: BipartiteKind) -> tuple[int, ...]:
     if kind == "all":
-        reached = set(range(size))
-    else:
-        distances = _odd_distances(size) if kind == "exponential" else [1]
-        reached = {(rank + sign * distance) % size for distance in distances for sign in (1, -1)}
+        return tuple(range(1 if is_active(rank) else 0, size, 2))
+    distances = _odd_distances(size) if kind == "exponential" else [1]
+    reached = {(rank + sign * distance) % size for distance in distances for sign in (1, -1)}
     return tuple(sorted(r for r in reached if is_active(r) != is_active(rank)))
 
 

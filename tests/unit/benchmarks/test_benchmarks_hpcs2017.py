@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -14,7 +15,13 @@ import safetensors.torch
 import torch
 
 from benchmarks.models.acoustic import make_acoustic_model
-from benchmarks.papers import kaldi_way, kaldi_way_average, kaldi_way_train
+from benchmarks.papers import (
+    hpcs2017_predicted,
+    kaldi_way,
+    kaldi_way_average,
+    kaldi_way_train,
+    published_scaling,
+)
 from benchmarks.papers.hpcs2017 import Task, frame_count, parse, write_run
 from benchmarks.papers.hpcs2017_plot import draw
 from benchmarks.papers.hpcs2017_results import Result, count, read_our_run, saved_shares, write_csv
@@ -234,3 +241,67 @@ def test_what_stands_behind_two_dashes_goes_to_train() -> None:
     given = parse(["DATA", "--frames-per-iteration", "50k,1m", "--", "--cells", "9"])
     assert given.frames_per_iteration == [50_000, 1_000_000] and given.options == ["--cells", "9"]
     assert parse(["DATA"]).total_frames == 2_400_000
+
+
+def test_the_restart_that_explains_a_share_saves_it() -> None:
+    ways = hpcs2017_predicted.Ways(ours=8.0, kaldi=7.0)
+    assert ways.saved(ways.explaining(0.549)) == pytest.approx(0.549)
+    assert ways.saved(9.0) == pytest.approx(0.5)
+
+
+def test_only_restarts_save_more_the_more_often_one_averages() -> None:
+    assert 15e6 < hpcs2017_predicted.paper_parameters() < 25e6
+    often, seldom = (
+        hpcs2017_predicted.at_other_frequencies(frames, 1.25e8) for frames in (150_000, 1_200_000)
+    )
+    reported = hpcs2017_predicted.REPORTED
+    assert min(often[0]) > reported > max(seldom[0])
+    # What is there for every frame is saved alike, and the average over the link comes more often.
+    assert max(often[1]) < reported < min(seldom[1])
+
+
+def test_a_known_training_predicts_others_of_the_same_phases() -> None:
+    """Two ranks, 100 steps of 10 frames and 0.1 s, of a job 0.08 s; restarts of 1.5 s, one start of 3 s."""
+    run = dataclasses.replace(published_scaling.run_of(0.1, 0.0, 10), nbytes=4.0)
+    seconds = {"compute": 7.0, "load": 0.5, "preprocess": 0.5, "start": 4.0, "average": 2.0, "wait": 0.0}
+    seconds |= {"read_model": 0.0, "write": 0.0, "other": 0.0}
+    kaldi = Result("kaldi", 500, 4, 14.0, seconds, [(2000, 14.0, -1.0)])
+    ours = Result("ours", 500, 4, 13.0, {"average": 0.0, "wait": 0.0}, [(2000, 13.0, -1.0)])
+    for iterations in (2, 4, 20):
+        totals = hpcs2017_predicted.predicted_totals({"kaldi": kaldi, "ours": ours}, run, iterations)
+        assert totals["kaldi"] == pytest.approx(8.0 + 1.5 * iterations, rel=0.01)
+        assert totals["ours"] == pytest.approx(13.0, rel=0.01)
+
+
+def test_a_training_that_is_missing_is_named(tmp_path: Path) -> None:
+    for way in ("ours", "kaldi"):
+        for frames in (50_000, 600_000):
+            folder = tmp_path / "round-1" / f"{way}-{frames}"
+            folder.mkdir(parents=True)
+            if (way, frames) != ("kaldi", 50_000):
+                Result(way, frames, 4, 1.0, {}, [(1, 1.0, -1.0)]).write(folder / "result.json")
+    with pytest.raises(SystemExit, match=r"no kaldi-50000/result\.json"):
+        hpcs2017_predicted.show_measured(tmp_path, 600_000)
+
+
+def test_what_a_folder_holds_is_predicted_from_one_of_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Restarts of 1.5 s and 8 s of the jobs' own work; at 50k ours took a tenth longer than it should."""
+    run = dataclasses.replace(published_scaling.run_of(0.1, 0.0, 10), nbytes=4.0)
+    monkeypatch.setattr(hpcs2017_predicted, "measured_run", lambda _: run)
+    monkeypatch.setattr(hpcs2017_predicted, "read_run", lambda folder: folder)
+    parts = dict.fromkeys(("read_model", "load", "preprocess", "write", "average", "wait", "other"), 0.0)
+    for frames, iterations, ours_s in ((600_000, 4, 13.0), (50_000, 20, 14.3)):
+        kaldi_s = 8.0 + 1.5 * iterations
+        for way, total_s in (("kaldi", kaldi_s), ("ours", ours_s)):
+            seconds = {**parts, "compute": 8.0, "start": 1.5 * iterations}
+            folder = tmp_path / "round-1" / f"{way}-{frames}"
+            folder.mkdir(parents=True)
+            Result(way, frames, iterations, total_s, seconds, [(2000, total_s, -1.0)]).write(
+                folder / "result.json"
+            )
+    errors = hpcs2017_predicted.show_measured(tmp_path, 600_000)
+    assert errors["worst_error"] == pytest.approx(1 - 13.0 / 14.3, rel=0.05)
+    assert errors["median_error"] == pytest.approx(errors["worst_error"] / 2, rel=0.1)
+    assert errors["saved_error"] == pytest.approx(1.3 / 38.0, rel=0.1)
