@@ -45,12 +45,13 @@ def cut_at_pauses(samples: npt.NDArray[np.float32], sampling_rate: int, longest_
     assert longest_s > 2 * _PAUSE_S
     longest = int(longest_s * sampling_rate)
     block = max(1, int(_BLOCK_S * sampling_rate))
-    pause = max(1, int(_PAUSE_S / _BLOCK_S))
+    longest_pause = round(_PAUSE_S / _BLOCK_S)
     pieces, first = [], 0
     while len(samples) - first > longest:
         # Pauses that may be cut in: their middles lie between half the length and the latest cut.
         latest = min(longest, len(samples) - first - longest // 4)
         window = samples[first + longest // 2 : first + latest]  # of hours, these seconds at a time
+        pause = min(longest_pause, len(window) // block)  # shorter ones, too, in pieces below 0.8 s
         energy = np.concatenate([[0.0], np.cumsum(np.square(window, dtype=np.float64))])
         starts = np.arange(0, len(window) - pause * block + 1, block)
         loudness = energy[starts + pause * block] - energy[starts]

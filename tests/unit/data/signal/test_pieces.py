@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from speechdp.data.signal.pieces import Piece, cut_at_pauses
@@ -11,6 +11,7 @@ from speechdp.data.signal.pieces import Piece, cut_at_pauses
 RATE = 8000
 
 
+@example(24881, 0.5, 0)
 @given(st.integers(0, 40 * RATE), st.floats(0.5, 10.0), st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
 def test_pieces_cover_everything_and_none_is_too_long(size: int, longest_s: float, seed: int) -> None:
