@@ -155,10 +155,11 @@ class ScriptRace:
         if folder.exists():  # what an earlier start has left would not be among the steps that are timed
             with owner_of(folder, self._command, self._say) as owner:
                 empty(owner, RUN)
-        message = self._of.train(setting, folder, self._of.last_step(setting.name))
-        turn = message or self._turn_in(folder, number, setting)
-        shutil.rmtree(folder, ignore_errors=True)  # checkpoints would add up
-        return turn
+        try:
+            message = self._of.train(setting, folder, self._of.last_step(setting.name))
+            return message or self._turn_in(folder, number, setting)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # checkpoints would add up
 
     def _turn_in(self, folder: Path, number: int, setting: RaceSetting) -> Turn | str:
         """Return what a turn has shown, and note where and beside what it was."""
