@@ -197,6 +197,12 @@ class CompareScriptCommand:
     seeds: Annotated[str, shown("SEED,...")] = "1"
     """Seeds, one run each: a seed replaces {seed} in the script's arguments and is in SPEECHDP_SEED.
     Use at least three to draw conclusions."""
+    race: Annotated[int, shown("ROUNDS")] = 6
+    """Rounds of the race after the runs: short runs of all settings in turn, so that speeds can be compared.
+    Each is a start of the script.  An interval needs at least 6 rounds.
+    0: none is held; speeds are those of the runs, or of a race held before."""
+    race_steps: Annotated[int, shown("STEPS")] = 32
+    """Steps of such a short run, at least: it has whole averaging periods."""
     overwrite: bool = False
     """Delete the comparison in OUT and start over."""
     script_arguments: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -206,7 +212,8 @@ class CompareScriptCommand:
         """Make the comparison and its report; return the exit code: 1 where a run failed."""
         from speechdp.experiments.compare.plan import FRAMES, ComparePlan, checked_strategies, whole_numbers  # noqa: PLC0415
         from speechdp.experiments.compare.record import threads_before  # noqa: PLC0415
-        from speechdp.experiments.compare.script_training import ScriptTraining  # noqa: PLC0415
+        from speechdp.experiments.compare.script_training import ComparedScript  # noqa: PLC0415
+        from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
 
         self.script.check()
         plan = ComparePlan(
@@ -216,13 +223,14 @@ class CompareScriptCommand:
             modes=(FRAMES,),
             epochs=None,
         )
+        race = RaceOptions(self.race, self.race_steps)
         script = self.script.user_script(self.script_arguments)
         before = None if self.overwrite else threads_before(self.out_dir)
         starter = self.script.starter("compare", max(plan.ranks), before)
         return _compare(
             OutFolder(self.out_dir, self.overwrite),
             plan,
-            lambda say: ScriptTraining(script, starter),
+            lambda say: ComparedScript(script, starter, race, say, self.out_dir, plan),
             [f"{counted(len(plan.runs()), 'run')} of {self.script.script}"],
             starter.threads,
             target=self.script.target,

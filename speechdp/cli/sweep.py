@@ -175,6 +175,12 @@ class SweepScriptCommand:
     """Also run the script on one rank, to compute speed-ups."""
     seed: Annotated[int, shown("SEED")] = 1
     """Seed: replaces {seed} in the script's arguments, and is SPEECHDP_SEED in its environment."""
+    race: Annotated[int, shown("ROUNDS")] = 6
+    """Rounds of the race after the runs: short runs of all settings in turn, so that speeds can be compared.
+    Each is a start of the script.  An interval needs at least 6 rounds.
+    0: none is held; speeds are those of the runs, or of a race held before."""
+    race_steps: Annotated[int, shown("STEPS")] = 32
+    """Steps of such a short run, at least: it has whole averaging periods."""
     overwrite: bool = False
     """Delete the sweep in OUT and start over."""
     script_arguments: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -188,6 +194,7 @@ class SweepScriptCommand:
         from speechdp.experiments.compare.script_training import ScriptTraining  # noqa: PLC0415
         from speechdp.experiments.compare.training import LOGS  # noqa: PLC0415
         from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
+        from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
         from speechdp.experiments.sweep.plan import SweepPlan, threads_before  # noqa: PLC0415
         from speechdp.experiments.sweep.script import ScriptSweep, run_script_sweep  # noqa: PLC0415
         from speechdp.ownership.overwrite import SWEEP  # noqa: PLC0415
@@ -205,17 +212,17 @@ class SweepScriptCommand:
         names = list(sweep.runs())
         before = None if self.overwrite else threads_before(self.out_dir)
         starter = self.script.starter("sweep --script", self.ranks, before)
-        training = ScriptTraining(self.script.user_script(self.script_arguments), starter)
-        say = line_printer(make_console())
+        say, script = line_printer(make_console()), self.script.user_script(self.script_arguments)
+        training = ScriptTraining(script, starter, RaceOptions(self.race, self.race_steps), say)
         with owned_folder(OutFolder(self.out_dir, self.overwrite), "sweep", say, SWEEP):
             try:
-                failed = run_script_sweep(sweep, training, say)
+                failed, has_race_failed = run_script_sweep(sweep, training, say)
             except JobStopped:
                 say(f"stopped as requested; the same command continues {self.out_dir}")
                 return exit_codes.STOPPED
         print_report(self.out_dir, self.script.target, self.script.metric)
         say_how_many_failed(failed, len(names), self.out_dir / LOGS)
-        return 1 if failed else 0
+        return 1 if failed or has_race_failed else 0
 
 
 def _split(periods: str) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ from speechdp.parallel.stop import Pause, StopWatch
 from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.parallel.training_step import TrainingStep
 from speechdp.parallel.untrained import StaysUntrained, share_untrained, untrained
-from speechdp.process.ending import Stopped, StoppedUnsaved
+from speechdp.process.ending import Paused, Stopped, StoppedUnsaved
 from speechdp.timing.gather import gather_timing
 from speechdp.timing.memory import peak_memory
 from speechdp.timing.timeline import Span, Timeline
@@ -115,6 +115,8 @@ class DataParallel:
         self._weighing: Work | None = None
         self._loaded: dict[str, Any] | None = None
         self._stop: StopWatch | None = None
+        #: Step with which training is cut off; 0: with none.
+        self._cut_at = 0
         #: Whether the script has asked for its state since training began.
         self._has_saved = False
 
@@ -149,6 +151,8 @@ class DataParallel:
         """Begin training.  Collective."""
         if self._phase is not _Phase.NEW:
             raise RunError("`with run` is entered a second time; make a new DataParallel to train again")
+        pause = Pause.of_environment()
+        self._cut_at = pause.step if pause is not None and pause.cut else 0
         with ExitStack() as undo:
             undo.callback(self._end)
             self._check_loaded()
@@ -186,6 +190,8 @@ class DataParallel:
             Stopped: it has been told; `run_ranks` ends the job with exit code 75.
             StoppedUnsaved: likewise, but it has saved no state since training began; with 76.
         """
+        if self._is_cut and self._phase is _Phase.ENDED:  # all of this was done with that step
+            return
         is_stopped = error is None and self._stop is not None and self._stop.is_told
         with ExitStack() as ending:
             ending.callback(self._end)
@@ -234,8 +240,30 @@ class DataParallel:
         self._folder.complete(self._gather_timing(), self.steps)
         self.strategy.close()
 
+    @property
+    def _is_cut(self) -> bool:
+        return 0 < self._cut_at <= self.steps
+
+    def _end_where_cut(self) -> None:
+        """End training after the step with which it is cut off, whatever loop the script has.
+
+        Collective at that step.
+
+        Raises:
+            Paused: it is, and what was timed is recorded; `run_ranks` ends the job with exit code 75.
+        """
+        if not self._is_cut:
+            return
+        with ExitStack() as ending:
+            ending.callback(self._end)
+            ending.callback(self.timeline.close)
+            self._finish(is_stopped=True)
+        raise Paused
+
     def _has_paused(self) -> bool:
         """Return whether all ranks have come to their pause: no signal has cut them short.  Collective."""
+        if self._is_cut:
+            return True
         stop = self._stop
         if stop is None or stop.pause is None:
             return False
@@ -695,6 +723,8 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
         finally:
             if error is not None:
                 self._run._note_left("`with run.step()`", error)
+        if error is None:
+            self._run._end_where_cut()
 
     def _end(self) -> None:
         if not self._is_complete and self.weight > 0:

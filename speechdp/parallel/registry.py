@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable
 from functools import cached_property
 from typing import TypeVar
@@ -137,6 +138,11 @@ class StrategyChoice:
     def parsed(self) -> Strategy:
         """The strategy, not attached; raises as `parse_strategy`."""
         return parse_strategy(self.text)
+
+    @property
+    def file_name(self) -> str:
+        """The text as part of a folder's name."""
+        return re.sub(r"[^A-Za-z0-9_.=+]+", "-", self.text)
 
     def with_default(self, option: str, value: str) -> StrategyChoice:
         """Return the choice with an option added, unless it is given or the strategy has no such option."""

@@ -99,10 +99,23 @@ class RunDirectory:
         """Whether the script that made the run has done all of its work, also what follows the training."""
         return self.is_complete and self._script_ended.is_file()
 
-    def mark_script_ended(self) -> None:
-        """Write script-ended.json: the script's job had exit code 0.  Raises RunError (disk)."""
+    def mark_script_ended(self, wall_s: float) -> None:
+        """Write script-ended.json: the script's job had exit code 0.  Raises RunError (disk).
+
+        Args:
+            wall_s: what the job took.
+        """
+        content = {"exit_code": 0, "ended": _now(), "wall_s": round(wall_s, 3)}
         with _disk_errors(self._script_ended):
-            write_text_atomically(self._script_ended, json.dumps({"exit_code": 0, "ended": _now()}) + "\n")
+            write_text_atomically(self._script_ended, json.dumps(content) + "\n")
+
+    @property
+    def script_s(self) -> float | None:
+        """What the script's job took, s; None: not known (earlier versions did not write it)."""
+        try:
+            return float(parse_json(self._script_ended.read_text(encoding="utf-8"))["wall_s"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
 
     def forget_end(self) -> None:
         """Take back that the run and its script have ended, and what was timed.  Raises RunError (disk)."""

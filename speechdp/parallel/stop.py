@@ -17,9 +17,9 @@ from speechdp.process.notices import warn
 
 #: Seconds between two agreements on whether to stop.
 _INTERVAL_S = 1.0
-#: Where a script is told to stop, to be continued later: `STEP`, or `evaluation:STEP`.
+#: Where a script is told to stop, to be continued later: `STEP`, or `evaluation:STEP`; or is cut: `cut:STEP`.
 PAUSE = "SPEECHDP_PAUSE_AT"
-_EVALUATION = "evaluation:"
+_EVALUATION, _CUT = "evaluation:", "cut:"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -103,24 +103,28 @@ class Pause:
     Attributes:
         step: not before each rank has taken so many.
         evaluated: nor before the model has been evaluated, there or later.
+        cut: training ends with that step, whether the loop asks or not, and nothing is saved.
     """
 
     step: int
     evaluated: bool = False
+    cut: bool = False
 
     @classmethod
     def of_environment(cls) -> Pause | None:
         """Return what SPEECHDP_PAUSE_AT says.  Raises ConfigError."""
         text = os.environ.get(PAUSE, "")
-        number = text.removeprefix(_EVALUATION)
+        number = text.removeprefix(_EVALUATION).removeprefix(_CUT)
         if not text:
             return None
         if not number.isascii() or not number.isdigit() or int(number) < 1:
-            raise ConfigError(f"{PAUSE}={text}: write the number of a step, from 1, or {_EVALUATION}STEP")
-        return cls(int(number), evaluated=text.startswith(_EVALUATION))
+            raise ConfigError(
+                f"{PAUSE}={text}: write the number of a step, from 1, or {_EVALUATION}STEP, or {_CUT}STEP"
+            )
+        return cls(int(number), evaluated=text.startswith(_EVALUATION), cut=text.startswith(_CUT))
 
     def __str__(self) -> str:
-        return f"{_EVALUATION if self.evaluated else ''}{self.step}"
+        return f"{_EVALUATION if self.evaluated else _CUT if self.cut else ''}{self.step}"
 
 
 class StopWatch:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.strategies.own_loop import changed_lines
+from speechdp.experiments.race.record import read_race
 from speechdp.report.runs.folders import read_run
 from tests.helpers.corpora import write_tone
 from tests.helpers.jobs import SPEECHDP, by_launch
@@ -78,8 +79,13 @@ def test_the_recogniser_is_compared_over_strategies_unedited(tmp_path: Path) -> 
     command = ["--script", str(ASR / "train.py"), str(tmp_path / "out"), "--ranks", "2"]
     strategies = "gradient_averaging,bmuf:period=8,diloco:period=16"
     # Two ranks as threads of one process: nothing but the script starts.
-    ended = run_job([*SPEECHDP, "compare", *command, "--strategies", strategies, "--backend", "threads"])
+    options = ["--strategies", strategies, "--backend", "threads", "--race", "1"]
+    ended = run_job([*SPEECHDP, "compare", *command, *options])
     assert ended.exit_code == 0, ended.output
+    # It never looks at should_stop, and races nevertheless.
+    race = read_race(tmp_path / "out" / "race" / "ranks-2.json")
+    assert set(race.speeds()) == {*strategies.split(",")} and not race.plan.left_out
+    assert {turn.steps for turn in race.turns} == {32} and len(race.turns) == 3
     record = json.loads((tmp_path / "out" / "compare.json").read_text())
     runs = [read_run(tmp_path / "out" / run["folder"]) for run in record["runs"]]
     assert [run.strategy for run in runs] == ["gradient_averaging", "bmuf", "diloco"]

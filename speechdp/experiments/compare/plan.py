@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,11 +19,6 @@ TIME = "time"
 MODES = (FRAMES, TIME)
 #: What is trained on one rank, whatever the strategies: the reference.
 SEQUENTIAL = StrategyChoice("gradient_averaging")
-
-
-def readable_name(strategy: StrategyChoice) -> str:
-    """Return a strategy's text as part of a folder's name."""
-    return re.sub(r"[^A-Za-z0-9_.=+]+", "-", strategy.text)
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class PlannedRun:
     @property
     def folder(self) -> str:
         """Name of its folder; a run of another length is another run."""
-        readable = readable_name(self.strategy)
+        readable = self.strategy.file_name
         if self.is_of_script:
             return f"{self.ranks}x-{readable}-seed{self.seed}"
         assert self.epochs is not None

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from speechdp.counting import counted
+from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL, ComparePlan, PlannedRun
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.training import ComparedTraining, log_of
 from speechdp.experiments.jobs import JobStarter
+from speechdp.experiments.race.plan import (
+    MOST_STEPS,
+    TOO_LONG,
+    RaceOptions,
+    RaceSetting,
+    period_of,
+    turn_steps,
+)
+from speechdp.experiments.race.script import ScriptRace, ScriptTurns
 from speechdp.launching.restarts import RESUME_VARIABLE
 from speechdp.parallel.data_parallel import STRATEGY
 from speechdp.parallel.ranks import BACKEND
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.script_folder import FOLDER
+from speechdp.parallel.stop import PAUSE, Pause
+from speechdp.report.kit import formatting
+from speechdp.report.runs.folders import read_run
+from speechdp.report.runs.results import ONE_RANK
+from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS
 
 #: Where a script finds the seed of its run.
 SEED = "SPEECHDP_SEED"
@@ -59,11 +77,110 @@ class UserScript:
         }
 
 
-class ScriptTraining(ComparedTraining):
-    """Runs a script once for each strategy, number of ranks and seed."""
+def run_until(
+    script: UserScript, starter: JobStarter, run: RunRecord, run_dir: Path, pause: Pause
+) -> str | None:
+    """Run a script until it pauses, is cut off, or ends; return None, or what went wrong.
 
-    def __init__(self, script: UserScript, starter: JobStarter) -> None:
-        self._script, self._starter = script, starter
+    Raises:
+        as JobStarter.run_script
+    """
+    environment = script.environment(run.strategy, run.ranks, run.seed, run_dir) | {PAUSE: str(pause)}
+    message = starter.run_script(
+        script.processes(run.ranks), script.words(run.seed), log_of(run_dir), environment, may_pause=True
+    )
+    if message is None and not RunDirectory(run_dir).is_begun:
+        return f"{script.path.name} {_NOTHING_TRAINED}"
+    return message
+
+
+def run_turn(
+    script: UserScript, starter: JobStarter, run: RunRecord, run_dir: Path, last_step: int
+) -> str | None:
+    """Run a script up to a step of its training, for a turn of a race; return None, or what went wrong.
+
+    Raises:
+        as JobStarter.run_script
+    """
+    message = run_until(script, starter, run, run_dir, Pause(last_step, cut=True))
+    if message is None and RunDirectory(run_dir).is_complete:
+        return f"{script.path.name} trained to its end before step {last_step}, with which a turn ends"
+    return message
+
+
+_NOTHING_TRAINED = "ended well but trained nothing with speechdp.DataParallel"
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """What a finished run of a script has shown, before its setting races.
+
+    Attributes:
+        steps: of its training.
+        step_s: that a step took.
+        frames_a_step: of a rank, mean.
+        besides_s: what the run took besides its steps, evaluations and checkpoints; None: not known.
+    """
+
+    steps: int
+    step_s: float
+    frames_a_step: float
+    besides_s: float | None
+
+    @classmethod
+    def of(cls, run_dir: Path) -> _Pace | None:
+        """Return what a run has shown; None: it was not timed."""
+        timing = read_run(run_dir).timing
+        ranks = [] if timing is None else [rank for rank in timing.ranks if rank.steps and rank.wall_s]
+        if not ranks:
+            return None
+        last = [rank.last_step or rank.steps for rank in ranks]
+        job_s = RunDirectory(run_dir).script_s
+        timed_s = max(rank.wall_s + rank.eval_s + rank.checkpoint_s for rank in ranks)
+        return cls(
+            min(last),
+            max(rank.wall_s / rank.steps for rank in ranks),
+            sum(rank.frames / rank.steps for rank in ranks) / len(ranks),
+            None if job_s is None else max(0.0, job_s - timed_s),
+        )
+
+    def turn_steps(self, strategy: StrategyChoice, least: int) -> int:
+        """Return the steps of a turn of a setting, as the race's own `turn_steps` does."""
+        period = period_of(strategy)
+        return turn_steps(period, least, frames_a_step=self.frames_a_step, step_s=self.step_s)
+
+
+@dataclass(frozen=True)
+class RacedRuns:
+    """Runs of a script whose settings are to race.
+
+    Attributes:
+        out: folder of the experiment.
+        command: of the user, for messages.
+        ranks: of those that do not train alone.
+        seed: of all turns, and of their order.
+        runs: folders of finished runs, one a setting.
+    """
+
+    out: Path
+    command: str
+    ranks: int
+    seed: int
+    runs: Mapping[RaceSetting, Path]
+
+
+class ScriptTraining(ComparedTraining):
+    """Runs a script once for each strategy, number of ranks and seed, and lets the settings race.
+
+    Args:
+        race: how long races last.
+        say: takes a line of progress.
+    """
+
+    def __init__(
+        self, script: UserScript, starter: JobStarter, race: RaceOptions, say: Callable[[str], None]
+    ) -> None:
+        self._script, self._starter, self._race, self._say = script, starter, race, say
 
     @property
     def threads(self) -> int | None:
@@ -85,7 +202,7 @@ class ScriptTraining(ComparedTraining):
 
     def run(self, run: RunRecord, run_dir: Path) -> str | None:
         """Run the script; see ComparedTraining."""
-        script = self._script
+        script, begun_s = self._script, time.monotonic()
         environment = script.environment(run.strategy, run.ranks, run.seed, run_dir)
         directory = RunDirectory(run_dir)
         directory.forget_end()  # so that the script may begin anew where it trained but then failed
@@ -95,8 +212,137 @@ class ScriptTraining(ComparedTraining):
         if message is not None:
             return message
         if not directory.is_begun:
-            return f"{script.path.name} ended well but trained nothing with speechdp.DataParallel"
+            return f"{script.path.name} {_NOTHING_TRAINED}"
         if not directory.is_complete:
             return f"{script.path.name} ended well but left no completed.json (a host may have been lost)"
-        directory.mark_script_ended()
+        directory.mark_script_ended(time.monotonic() - begun_s)
+        return None
+
+    def hold_race(self, raced: RacedRuns) -> str | None:
+        """Let the settings of finished runs race, as far as they have not; return None, or what went wrong.
+
+        Raises:
+            JobStopped: a signal came meanwhile; whole rounds are kept.
+            RunError: the disk is full, or a log cannot be written.
+        """
+        paces = {setting: _Pace.of(run_dir) for setting, run_dir in raced.runs.items()}
+        steps = {
+            one: turn_steps(period_of(one.strategy), self._race.least_steps, frames_a_step=1.0, step_s=None)
+            if pace is None
+            else pace.turn_steps(one.strategy, self._race.least_steps)
+            for one, pace in paces.items()
+        }
+        left_out = {one.name: self._why_left_out(steps[one], pace) for one, pace in paces.items()}
+        plan = self._race.plan(
+            raced.ranks,
+            raced.seed,
+            raced.runs,
+            self.settings(),
+            {name: reason for name, reason in left_out.items() if reason},
+        )
+        plan = replace(plan, own_starts=True)
+        turns = ScriptTurns(
+            {one.name: number for one, number in steps.items()},
+            lambda setting, folder, last_step: run_turn(
+                self._script, self._starter, _turn_of(setting, raced), folder, last_step
+            ),
+        )
+        race = ScriptRace(raced.out, plan, turns, raced.command, self._say)
+        place = f"race on {counted(raced.ranks, 'rank')}"
+        if not plan.is_race:
+            if plan.rounds and plan.left_out:
+                name, reason = next(iter(plan.left_out.items()))
+                self._say(
+                    f"{place}: fewer than two settings can take part, so there is none: {name}: {reason}"
+                )
+                race.record_none()
+            return None
+        before = race.rounds_held
+        if before >= plan.rounds:
+            return None
+        known = {one: paces[one] for one in plan.settings}
+        begun_s = time.monotonic()
+        self._say(f"{place}: {self._cost(known, turns, plan.rounds - before)}; --race 0 leaves it out")
+        found = race.hold()
+        if isinstance(found, str):
+            self._say(f"{place}: failed: {found}")
+            return found
+        self._say(f"{place}: done in {formatting.seconds(time.monotonic() - begun_s)}")
+        return None
+
+    def _why_left_out(self, steps: int, pace: _Pace | None) -> str:
+        """Return why a setting whose turns have so many steps cannot race; "": it can."""
+        if steps > MOST_STEPS:
+            return TOO_LONG
+        last = DEFAULT_WARMUP_STEPS + steps
+        if pace is None or pace.steps >= last:
+            return ""
+        fitting = pace.steps - DEFAULT_WARMUP_STEPS
+        remedy = "let it train for more steps"
+        if 0 < fitting < self._race.least_steps == steps:
+            remedy += f", or give --race-steps {fitting}"
+        return (
+            f"{self._script.path.name} trains for {counted(pace.steps, 'step')} only, and a turn has {last}, "
+            f"{DEFAULT_WARMUP_STEPS} of them to warm up; {remedy}"
+        )
+
+    def _cost(self, paces: Mapping[RaceSetting, _Pace | None], turns: ScriptTurns, rounds: int) -> str:
+        """Say what some rounds of a race cost."""
+        lasts = sorted({turns.last_step(one.name) for one in paces})
+        shown = f"{lasts[0]}" if len(lasts) == 1 else f"{lasts[0]} to {lasts[-1]}"
+        text = (
+            f"{counted(len(paces), 'setting')} in turn, {counted(rounds, 'round')}: "
+            f"{counted(rounds * len(paces), 'start')} of {self._script.path.name}, each of {shown} steps"
+        )
+        besides = [
+            pace.besides_s for pace in paces.values() if pace is not None and pace.besides_s is not None
+        ]
+        if not besides:
+            return text
+        stepping_s = sum(
+            turns.last_step(one.name) * pace.step_s for one, pace in paces.items() if pace is not None
+        )
+        expected_s = rounds * (len(paces) * min(besides) + stepping_s)
+        return f"{text}; about {formatting.seconds(expected_s)} by what the runs took"
+
+
+def _turn_of(setting: RaceSetting, raced: RacedRuns) -> RunRecord:
+    ranks = 1 if setting.alone else raced.ranks
+    return RunRecord(setting.strategy, ranks, raced.seed, FRAMES, None)
+
+
+class ComparedScript(ScriptTraining):
+    """The script of a comparison.
+
+    Args:
+        out: folder of the comparison.
+    """
+
+    def __init__(
+        self,
+        script: UserScript,
+        starter: JobStarter,
+        race: RaceOptions,
+        say: Callable[[str], None],
+        out: Path,
+        plan: ComparePlan,
+    ) -> None:
+        super().__init__(script, starter, race, say)
+        self._out, self._plan = out, plan
+
+    def race(self, ranks: int, strategies: Sequence[StrategyChoice]) -> str | None:
+        """See ComparedTraining; where one rank was run, it races too."""
+        runs = {RaceSetting(choice.text, choice): self._finished(choice, ranks) for choice in strategies}
+        alone = self._finished(SEQUENTIAL, 1) if 1 in self._plan.ranks else None
+        if alone is not None:
+            runs = {RaceSetting(ONE_RANK, SEQUENTIAL, alone=True): alone, **runs}
+        found = {setting: run_dir for setting, run_dir in runs.items() if run_dir is not None}
+        return self.hold_race(RacedRuns(self._out, "compare", ranks, self._plan.seeds[0], found))
+
+    def _finished(self, strategy: StrategyChoice, ranks: int) -> Path | None:
+        """Return the folder of a finished run, of the first seed that has one."""
+        for seed in self._plan.seeds:
+            run_dir = self._out / PlannedRun(strategy, ranks, seed, FRAMES, None).folder
+            if self.is_done(run_dir):
+                return run_dir
         return None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from speechdp.errors import ConfigError
+from speechdp.extensions import split_options
 from speechdp.parallel.period import Period, PeriodUnit
-from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.registry import StrategyChoice, strategy_names
 from speechdp.parallel.strategy import Strategy
 
 #: Rounds of a race, its warm-up not counted, and steps of a turn, where nothing else is asked for.
@@ -58,6 +60,7 @@ class RacePlan:
         settings: what races.
         left_out: what does not, and why not.
         training: what the settings share: data and options.
+        own_starts: each turn is a start of the ranks, with some steps to warm up in place of a first round.
     """
 
     ranks: int
@@ -67,6 +70,7 @@ class RacePlan:
     settings: tuple[RaceSetting, ...]
     left_out: dict[str, str] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
+    own_starts: bool = False
 
     @property
     def is_race(self) -> bool:
@@ -102,14 +106,43 @@ class RaceOptions:
             raise ConfigError(f"--race-steps {self.least_steps}: must be from 1 to {MOST_STEPS}")
 
     def plan(
-        self, ranks: int, seed: int, settings: Iterable[RaceSetting], training: dict[str, Any]
+        self,
+        ranks: int,
+        seed: int,
+        settings: Iterable[RaceSetting],
+        training: dict[str, Any],
+        more_left_out: Mapping[str, str] = MappingProxyType({}),
     ) -> RacePlan:
-        """Return the race of these settings; those whose speed some steps cannot tell are left out."""
+        """Return the race of these settings; those whose speed some steps cannot tell are left out.
+
+        Args:
+            more_left_out: others that are, and why.
+        """
         given = list(settings)
-        reasons = {setting.name: why_left_out(setting.strategy.parsed) for setting in given}
-        left_out = {name: reason for name, reason in reasons.items() if reason}
+        reasons = {setting.name: _why_left_out(setting.strategy) for setting in given}
+        left_out = {name: reason for name, reason in reasons.items() if reason} | dict(more_left_out)
         racing = tuple(setting for setting in given if setting.name not in left_out)
         return RacePlan(ranks, self.rounds, self.least_steps, seed, racing, left_out, training)
+
+
+def _why_left_out(choice: StrategyChoice) -> str:
+    # Of a strategy that a script has registered nothing is known here.
+    return "" if choice.name not in strategy_names() else why_left_out(choice.parsed)
+
+
+def period_of(choice: StrategyChoice) -> Period | None:
+    """Return after how long all kinds of a setting's exchanges have happened; None: it has no period.
+
+    A strategy that a script has registered is taken to have it in an option `period`.
+    """
+    if choice.name in strategy_names():
+        whole = choice.parsed.traits.whole_period
+        return None if whole is None else Period.parse(whole)
+    given = split_options(choice.text.partition(":")[2]).get("period")
+    try:
+        return None if given is None else Period.parse(given)
+    except ConfigError:  # what its author has made of it
+        return None
 
 
 def why_left_out(strategy: Strategy) -> str:

@@ -116,6 +116,16 @@ def race_path(out: Path, ranks: int) -> Path:
     return out / FOLDER / f"ranks-{ranks}.json"
 
 
+def begun_path(out: Path, ranks: int) -> Path:
+    """Return where the whole rounds of a script's race are recorded until it is over."""
+    return out / FOLDER / f"begun-{ranks}.json"
+
+
+def forget_begun(out: Path, ranks: int) -> None:
+    """Delete what was recorded of a race that is over.  Raises RunError (disk)."""
+    _forget(begun_path(out, ranks))
+
+
 def write_race(path: Path, race: RaceRecord) -> None:
     """Write a race's record.  Raises RunError (disk)."""
     plan = {**vars(race.plan), "settings": [setting.to_json() for setting in race.plan.settings]}
@@ -149,7 +159,10 @@ def _record_of(content: Mapping[str, Any]) -> RaceRecord:
     turns = tuple(_turn_of(values, plan) for values in content["turns"])
     held = {(turn.round, turn.setting) for turn in turns}
     rounds = plan.rounds if plan.is_race else 0  # where too few fit, there was the warm-up alone
-    due = {(number, s.name) for number in range(rounds + 1) for s in plan.settings}
+    if plan.own_starts:
+        due = {(number, s.name) for number in range(1, rounds + 1) for s in plan.settings}
+    else:
+        due = {(number, s.name) for number in range(rounds + 1) for s in plan.settings}
     if len(turns) != len(due) or held != due:
         raise ValueError(f"it has {len(turns)} turns that are not {rounds} rounds of its settings")
     hosts, load = tuple(map(str, content["hosts"])), tuple(map(_load_of, content["load"]))
@@ -166,6 +179,8 @@ def _plan_of(values: Any) -> RacePlan:
     could_race = plan.is_race or (plan.rounds > 0 and bool(values["left_out"]))
     if plan.ranks < 1 or not could_race or len(set(names)) < len(names):
         raise ValueError(f"{len(names)} settings in {plan.rounds} rounds on {plan.ranks} ranks are no race")
+    if not isinstance(plan.own_starts, bool):
+        raise ValueError(f"own_starts is {plan.own_starts!r}, not true or false")
     if not isinstance(plan.left_out, dict) or not all(isinstance(v, str) for v in plan.left_out.values()):
         raise ValueError("left_out is no list of reasons")
     return plan
@@ -209,7 +224,8 @@ def is_of(race: RaceRecord, plan: RacePlan) -> bool:
     """Return whether a race that was held is the one planned; it may have had more settings."""
     held = race.plan
     alike = all(
-        getattr(held, key) == getattr(plan, key) for key in ("ranks", "rounds", "least_steps", "seed")
+        getattr(held, key) == getattr(plan, key)
+        for key in ("ranks", "rounds", "least_steps", "seed", "own_starts")
     )
     same_training = held.training == json.loads(json.dumps(plan.training))
     # A setting may have turned out on the ranks not to fit into turns.
@@ -244,6 +260,10 @@ def find_failure(path: Path) -> FailedSetting | None:
 
 def forget_failure(path: Path) -> None:
     """Delete what an earlier race has noted.  Raises RunError (disk)."""
+    _forget(path)
+
+
+def _forget(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

@@ -106,7 +106,8 @@ def _described(race: RaceRecord) -> str:
     turns = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
     text = (
         f"Race on {counted(race.plan.ranks, 'rank')}, begun {race.begun[:16].replace('T', ' ')} UTC: "
-        f"{counted(race.plan.rounds, 'round')}, in each of which every setting had a turn of {turns} steps."
+        f"{counted(race.plan.rounds, 'round')}, in each of which every setting had a turn of {turns} steps"
+        f"{', a start of the script' if race.plan.own_starts else ''}."
     )
     if race.outside.total > NOTABLE_LOAD:
         stolen = stolen_text(race.outside, " and ")

@@ -11,7 +11,8 @@ from typing import Any
 from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.run import carry_out
-from speechdp.experiments.compare.script_training import ScriptTraining
+from speechdp.experiments.compare.script_training import RacedRuns, ScriptTraining
+from speechdp.experiments.race.plan import RaceSetting
 from speechdp.experiments.sweep.plan import SweepPlan, SweepRecord, refuse_other_sweep, write_sweep
 from speechdp.report.runs.folders import common_metric
 from speechdp.report.runs.results import ONE_RANK
@@ -51,8 +52,13 @@ class ScriptSweep:
         return {**training.settings(), **own}
 
 
-def run_script_sweep(sweep: ScriptSweep, training: ScriptTraining, say: Callable[[str], None]) -> int:
-    """Carry out every run that is not finished; return how many failed.
+def run_script_sweep(
+    sweep: ScriptSweep, training: ScriptTraining, say: Callable[[str], None]
+) -> tuple[int, bool]:
+    """Carry out every run that is not finished, and let their settings race.
+
+    Returns:
+        How many runs failed, and whether the race did.
 
     Args:
         say: takes a line of progress.
@@ -77,5 +83,15 @@ def run_script_sweep(sweep: ScriptSweep, training: ScriptTraining, say: Callable
         # Before hours of further runs: refuse a name that none of those so far has logged.
         done = [other for other in list(runs)[:position] if other not in failed]
         common_metric([sweep.out / other for other in done], sweep.metric)
-    write_sweep(sweep.out, dataclasses.replace(record, completed=not failed, failed=failed))
-    return len(failed)
+    write_sweep(sweep.out, dataclasses.replace(record, failed=failed))
+    racing = {
+        RaceSetting(name, run.strategy, alone=name == ONE_RANK): sweep.out / name
+        for name, run in runs.items()
+        if name not in failed
+    }
+    message = None
+    if sweep.ranks > 1:
+        message = training.hold_race(RacedRuns(sweep.out, "sweep", sweep.ranks, sweep.seed, racing))
+    completed = not failed and message is None
+    write_sweep(sweep.out, dataclasses.replace(record, completed=completed, failed=failed))
+    return len(failed), message is not None

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from speechdp.errors import ConfigError
-from speechdp.experiments.compare.plan import readable_name
 from speechdp.experiments.race.plan import turn_steps
 from speechdp.experiments.race.record import RaceRecord
 from speechdp.experiments.tune.plan import Besides, Setting
@@ -336,7 +335,7 @@ class TunedJobs(ABC):
 
     def run_dir(self, setting: Setting, seed: int) -> Path:
         """Return the folder of a setting's run."""
-        readable = readable_name(setting.strategy)
+        readable = setting.strategy.file_name
         batch = f"-batch{setting.batch_size}" if setting.batch_size else ""
         return self._out / RUNS / f"{readable}{batch}-seed{seed}"
 

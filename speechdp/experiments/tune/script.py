@@ -6,23 +6,22 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from speechdp.comm.startup.folder_owner import owner_of
 from speechdp.counting import counted
-from speechdp.experiments.compare.plan import readable_name
-from speechdp.experiments.compare.script_training import SEED, UserScript
-from speechdp.experiments.compare.training import log_of
+from speechdp.experiments.compare.plan import FRAMES
+from speechdp.experiments.compare.record import RunRecord
+from speechdp.experiments.compare.script_training import SEED, UserScript, run_turn, run_until
 from speechdp.experiments.jobs import JobStarter
-from speechdp.experiments.race.plan import order_of_rounds, why_left_out
-from speechdp.experiments.race.record import FOLDER
+from speechdp.experiments.race.plan import RaceSetting
+from speechdp.experiments.race.script import ScriptRace, ScriptTurns
 from speechdp.experiments.tune.jobs import (
     NEW_RUN,
     RacedSettings,
     TunedJobs,
     besides_steps_s,
-    is_timed,
     steps_of_turn,
 )
 from speechdp.experiments.tune.plan import Besides, Setting
@@ -32,23 +31,7 @@ from speechdp.parallel.data_parallel import STRATEGY
 from speechdp.parallel.ranks import BACKEND
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.run_files import RunDirectory
-from speechdp.parallel.stop import PAUSE, Pause
-from speechdp.report.runs.folders import read_run
-from speechdp.report.runs.raced import RacedSpeed
-from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS
-
-
-@dataclass(frozen=True)
-class _Turn:
-    """What a short run has shown.
-
-    Attributes:
-        frames_per_s: of all ranks.
-        frames_per_step: of all ranks.
-    """
-
-    frames_per_s: float
-    frames_per_step: float
+from speechdp.parallel.stop import Pause
 
 
 class TunedScript(TunedJobs):
@@ -73,7 +56,7 @@ class TunedScript(TunedJobs):
         super().__init__(request.out, metric)
         self._script, self._starter = script, starter
         self._ranks, self._seeds = request.ranks, request.seeds
-        self._length, self._say = request.race, say
+        self._length, self._trained, self._say = request.race, request.trained, say
 
     #: Of a script there are only fewer rounds, one at least, however long that takes.
     chooses_race = False
@@ -89,75 +72,51 @@ class TunedScript(TunedJobs):
         self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
     ) -> RacedSettings | str:
         """See TunedJobs: round after round, each setting once in random order."""
-        left_out = {one.name: why for one in settings if (why := why_left_out(one.strategy.parsed))}
-        settings = [one for one in settings if one.name not in left_out]
-        if len(settings) < 2:
-            return RacedSettings({}, 0.0, {}, left_out)
-        steps = self._steps_of(settings)
-        rounds = self._rounds(steps, backend, longest_s, start_s)
-        found: dict[str, list[_Turn]] = {one.name: [] for one in settings}
-        for number, order in enumerate(order_of_rounds(len(settings), rounds, self._seeds[0])[1:], start=1):
-            left = sum(one.name not in left_out for one in settings)
-            self._say(f"race: {counted(left, 'setting')}, round {number} of {rounds}")
-            for setting in (settings[index] for index in order if settings[index].name not in left_out):
-                turn = self._take_turn(self._folder(setting, number), setting, backend, steps[setting])
-                if isinstance(turn, _Turn):
-                    found[setting.name].append(turn)
-                else:
-                    left_out[setting.name] = f"it failed: {turn}"
-                    self._say(f"race: {setting.name} failed: {turn}")
-        reference = settings[0].name
-        if reference in left_out:
-            return f"{reference}: {left_out[reference]}"
-        raced = {name: turns for name, turns in found.items() if name not in left_out}
-        return RacedSettings(
-            _speeds(raced, reference) if len(raced) > 1 else {},
-            _mean([turn.frames_per_s for turn in raced[reference]]),
-            {name: _mean([turn.frames_per_step for turn in turns]) for name, turns in raced.items()},
-            left_out,
-        )
+        race = self._race_of(settings, backend, longest_s, start_s)
+        if not race.plan.is_race:
+            return RacedSettings({}, 0.0, {}, race.plan.left_out)
+        record = race.hold()
+        if isinstance(record, str):
+            return record
+        reference = race.plan.settings[0].name
+        if reference in record.plan.left_out:
+            return f"{reference}: {record.plan.left_out[reference]}"
+        return RacedSettings.of(record)
 
     def expected_race_s(
         self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
     ) -> float:
         """See TunedJobs."""
-        racing = [one for one in settings if not why_left_out(one.strategy.parsed)]
-        steps = self._steps_of(racing)
-        rounds = self._rounds(steps, backend, longest_s, start_s) if len(racing) > 1 else 0
-        due = [
-            one
-            for one in racing
-            for number in range(1, rounds + 1)
-            if not is_timed(self._folder(one, number))
-        ]
-        return sum(start_s + steps[one] * self.step_s(backend) for one in due)
+        race = self._race_of(settings, backend, longest_s, start_s)
+        if not race.plan.is_race:
+            return 0.0
+        return max(0, race.plan.rounds - race.rounds_held) * self._round_s(race, backend, start_s)
 
-    def _steps_of(self, settings: Sequence[Setting]) -> dict[Setting, int]:
-        """Return the steps of the short runs of settings."""
-        return {one: DEFAULT_WARMUP_STEPS + steps_of_turn(one, self._length.least_steps) for one in settings}
+    def _race_of(
+        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+    ) -> ScriptRace:
+        """Return the race of settings, with as many rounds as there is time for, one at least."""
+        turns = ScriptTurns(
+            {one.name: steps_of_turn(one, self._length.least_steps) for one in settings},
+            lambda setting, folder, last_step: run_turn(
+                replace(self._script, backend=backend),
+                self._starter,
+                self._record_of(setting.strategy, self._seeds[0]),
+                folder,
+                last_step,
+            ),
+        )
+        racing = [RaceSetting(one.name, one.strategy) for one in settings]
+        training = {**self._trained, "backend": backend}
+        plan = replace(self._length.plan(self._ranks, self._seeds[0], racing, training), own_starts=True)
+        race = ScriptRace(self._out, plan, turns, "tune", self._say)
+        rounds = int(longest_s / max(self._round_s(race, backend, start_s), 1e-9))
+        plan = replace(plan, rounds=max(1, min(plan.rounds, rounds)))
+        return ScriptRace(self._out, plan, turns, "tune", self._say)
 
-    def _rounds(self, steps: Mapping[Setting, int], backend: str, longest_s: float, start_s: float) -> int:
-        """Return how many rounds of these short runs there is time for, one at least."""
-        round_s = len(steps) * start_s + sum(steps.values()) * self.step_s(backend)
-        return max(1, min(self._length.rounds, int(longest_s / max(round_s, 1e-9))))
-
-    def _folder(self, setting: Setting, number: int) -> Path:
-        """Return the folder of a short run in a round."""
-        return self._out / FOLDER / f"{readable_name(setting.strategy)}-{number}"
-
-    def _take_turn(self, folder: Path, setting: Setting, backend: str, steps: int) -> _Turn | str:
-        """Train some steps, unless that is done; return their speed, or what went wrong."""
-        if not is_timed(folder):
-            besides = self._train_some({folder: setting.strategy}, backend, steps)
-            if isinstance(besides, str):
-                return besides
-        timing = read_run(folder).timing
-        ranks = [] if timing is None else [rank for rank in timing.ranks if rank.frames and rank.wall_s]
-        if not ranks:
-            return f"{folder}: its timing.json is damaged; delete the folder to run it again"
-        frames = sum(rank.frames for rank in ranks)
-        slowest_s, most_steps = max(rank.wall_s for rank in ranks), max(rank.steps for rank in ranks)
-        return _Turn(frames / slowest_s, frames / most_steps)
+    def _round_s(self, race: ScriptRace, backend: str, start_s: float) -> float:
+        """Return about how long a round takes."""
+        return len(race.plan.settings) * start_s + race.steps_a_round * self.step_s(backend)
 
     def _train_some(
         self, strategies: Mapping[Path, StrategyChoice], backend: str, steps: int
@@ -198,14 +157,10 @@ class TunedScript(TunedJobs):
     ) -> str | None:
         """Run the script until it pauses or ends; return None, or what went wrong."""
         script = replace(self._script, backend=backend)
-        environment = script.environment(strategy, self._ranks, seed, run_dir) | {PAUSE: str(pause)}
-        processes = script.processes(self._ranks)
-        message = self._starter.run_script(
-            processes, script.words(seed), log_of(run_dir), environment, may_pause=True
-        )
-        if message is None and not RunDirectory(run_dir).is_begun:
-            return f"{script.path.name} ended well but trained nothing with speechdp.DataParallel"
-        return message
+        return run_until(script, self._starter, self._record_of(strategy, seed), run_dir, pause)
+
+    def _record_of(self, strategy: StrategyChoice, seed: int) -> RunRecord:
+        return RunRecord(strategy, self._ranks, seed, FRAMES, None)
 
     def command(self, setting: Setting, backend: str) -> str:
         """See TunedJobs."""
@@ -215,17 +170,3 @@ class TunedScript(TunedJobs):
         launch = ["speechdp", "launch", *self._starter.launch_options]
         launch += ["-np", str(script.processes(self._ranks)), "--", "python", *script.words(self._seeds[0])]
         return " ".join([*shown, shlex.join(launch)])
-
-
-def _speeds(turns: dict[str, list[_Turn]], baseline: str) -> dict[str, RacedSpeed]:
-    usual = turns[baseline]
-    return {
-        name: RacedSpeed(
-            tuple(own.frames_per_s / its.frames_per_s for own, its in zip(of, usual, strict=True)), baseline
-        )
-        for name, of in turns.items()
-    }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

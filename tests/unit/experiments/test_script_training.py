@@ -11,7 +11,8 @@ import pytest
 from speechdp.cli.main import parse, run
 from speechdp.errors import ConfigError
 from speechdp.experiments.compare.record import read_record
-from speechdp.experiments.jobs import JobStarter
+from speechdp.experiments.jobs import JobStarter, JobStopped
+from speechdp.experiments.race.record import read_race
 from speechdp.experiments.sweep.plan import SweepPlan, SweepRecord, refuse_other_sweep, write_sweep
 from speechdp.experiments.sweep.script import ScriptSweep
 from speechdp.parallel.registry import parse_strategy
@@ -31,11 +32,26 @@ class FakeRanks:
         self.fails_at_its_end = False
         #: Of each call, whether there was a completed.json.
         self.found: list[bool] = []
+        #: Turns of races, which are no calls: strategy, ranks, and the step with which each is cut off.
+        self.turns: list[tuple[str, int, int]] = []
+        #: Strategies of which a turn fails, by how many turns of theirs have not.
+        self.failing_in: dict[str, int] = {}
+        #: Steps of a run, where it is timed.
+        self.steps = 0
 
     def run_script(
-        self, num_ranks: int, words: Sequence[str], log: Path, environment: Mapping[str, str]
+        self,
+        num_ranks: int,
+        words: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        may_pause: bool = False,
     ) -> str | None:
         told = {k.removeprefix("SPEECHDP_"): v for k, v in environment.items()}
+        if "PAUSE_AT" in told:
+            assert may_pause
+            return self._turn(num_ranks, told)
         self.calls.append((num_ranks, list(words), told))
         if told["STRATEGY"] in self.failing:
             return self.failing[told["STRATEGY"]]
@@ -45,13 +61,47 @@ class FakeRanks:
         settings = {"script": "train.py", "strategy": told["STRATEGY"], "size": num_ranks}
         for name in self.writes:
             (folder / name).write_text(json.dumps(self.logs if name == "metrics.jsonl" else settings))
+        if self.steps:
+            self._time(folder, num_ranks, self.steps)
         return "the final evaluation failed" if self.fails_at_its_end else None
+
+    def train_for(self, steps: int) -> None:
+        """Let runs be timed and judged."""
+        self.steps, self.writes = steps, (*self.writes, "metrics.jsonl")
+        self.logs = {"step": steps, "valid_loss": 0.5}
+
+    def _turn(self, num_ranks: int, told: Mapping[str, str]) -> str | None:
+        kind, _, step = told["PAUSE_AT"].partition(":")
+        assert kind == "cut"
+        strategy, folder = told["STRATEGY"], Path(told["FOLDER"])
+        taken = sum(name == strategy for name, *_ in self.turns)
+        if self.failing_in.get(strategy, taken + 1) <= taken:
+            return "rank 1 on vm: no memory"
+        self.turns.append((strategy, num_ranks, int(step)))
+        folder.mkdir(parents=True, exist_ok=True)
+        assert not list(folder.iterdir()), "something was left of the turn before"
+        (folder / "run.json").write_text(json.dumps({"strategy": strategy, "size": num_ranks}))
+        self._time(folder, num_ranks, int(step) - 4)
+        return None
+
+    def _time(self, folder: Path, num_ranks: int, steps: int) -> None:
+        load = {"own": 0.9, "host": 2.0, "stolen": 0.0}
+        ranks = [
+            {"rank": rank, "host": "vm", "steps": steps, "frames": 8 * steps, "wall_s": 0.01 * steps,
+             "spans_s": {}, "first_step": 5, "last_step": steps + 4, "load": load}
+            for rank in range(num_ranks)
+        ]  # fmt: skip
+        (folder / "timing.json").write_text(json.dumps({"warmup_steps": 4, "ranks": ranks}))
 
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> FakeRanks:
     fake = FakeRanks()
-    monkeypatch.setattr(JobStarter, "run_script", lambda self, *job: fake.run_script(*job))
+    monkeypatch.setattr(
+        JobStarter,
+        "run_script",
+        lambda self, *job, may_pause=False: fake.run_script(*job, may_pause=may_pause),
+    )
     return fake
 
 
@@ -292,6 +342,141 @@ def test_a_period_that_the_strategy_does_not_have_is_refused() -> None:
         SweepPlan("bmuf:eta=0.5,period=8", ("1", "4")).runs()
     with pytest.raises(ConfigError, match=r"strategy bmuf:period=4,period=8: period is given twice"):
         parse_strategy("bmuf:period=4,period=8")
+
+
+def sweep_of(script: Path, *more: str) -> int:
+    command = ["sweep", "--script", str(script), str(script.parent / "out"), "--swept", "bmuf"]
+    return run([*command, "--periods", "4,64", *more])
+
+
+def test_the_settings_of_a_script_race_and_the_report_ranks_by_it(
+    ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.train_for(200)
+    assert sweep_of(script) == 0
+    said = capsys.readouterr().out
+    wanted = (
+        "race on 2 ranks: 4 settings in turn, 6 rounds: 24 starts of train.py, each of 36 to 68 steps; about"
+    )
+    assert wanted in said and "; --race 0 leaves it out" in said and "race on 2 ranks: done in " in said
+    once = {("gradient_averaging", 1, 36), ("gradient_averaging", 2, 36), ("bmuf:period=4", 2, 36)}
+    assert set(ranks.turns) == {*once, ("bmuf:period=64", 2, 68)}
+    assert all(ranks.turns.count(turn) == 6 for turn in set(ranks.turns))
+    out = script.parent / "out"
+    race = read_race(out / "race" / "ranks-2.json")
+    assert race.plan.own_starts and race.plan.baseline == "gradient_averaging"
+    assert {name: speed.interval for name, speed in race.speeds().items()} == {
+        "one-rank": (0.5, 0.5), **dict.fromkeys(("gradient_averaging", "bmuf-4", "bmuf-64"), (1.0, 1.0))
+    }  # fmt: skip
+    assert race.outside.others == pytest.approx(0.2) and race.hosts == ("vm", "vm")
+    assert [path.name for path in (out / "race").iterdir()].count("begun-2.json") == 0
+    page = (out / "report" / "report.html").read_text()
+    assert "raced speed" in page and "a turn of 32 to 64 steps, a start of the script." in page
+    # It is kept; more rounds are added to it, of other turns it is another.
+    assert sweep_of(script) == 0 and len(ranks.turns) == 24
+    assert sweep_of(script, "--race", "7") == 0 and len(ranks.turns) == 28
+    assert sweep_of(script, "--race-steps", "8") == 0 and len(ranks.turns) == 28 + 24
+
+
+def test_a_comparison_of_a_script_has_a_race_a_number_of_ranks(ranks: FakeRanks, script: Path) -> None:
+    ranks.steps = 200
+    assert compare(script, "--strategies", "mine:period=40,bmuf", "--ranks", "1,2,3", "--race", "1") == 0
+    assert {turn for turn in ranks.turns if turn[0] == "mine:period=40"} == {
+        ("mine:period=40", 2, 44), ("mine:period=40", 3, 44)
+    }  # fmt: skip
+    for num_ranks in (2, 3):
+        race = read_race(script.parent / "out" / "race" / f"ranks-{num_ranks}.json")
+        assert set(race.speeds()) == {"one-rank", "mine:period=40", "bmuf"}
+
+
+def test_a_script_that_is_too_short_to_race_is_told_what_to_do(
+    ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.train_for(20)
+    assert sweep_of(script) == 0 and not ranks.turns
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("race on")]
+    assert line == (
+        "race on 2 ranks: fewer than two settings can take part, so there is none: one-rank: train.py trains "
+        "for 24 steps only, and a turn has 36, 4 of them to warm up; let it train for more steps, or give "
+        "--race-steps 20"
+    )
+    page = (script.parent / "out" / "report" / "report.html").read_text()
+    assert "bmuf:period=64 took no part in the race on 2 ranks: train.py trains for 24 steps" in page
+    # The remedy is one, but for what has longer periods.
+    assert sweep_of(script, "--race-steps", "20") == 0
+    assert {turn[0] for turn in ranks.turns} == {"gradient_averaging", "bmuf:period=4"}
+    race = read_race(script.parent / "out" / "race" / "ranks-2.json")
+    assert race.plan.left_out["bmuf-64"].endswith(
+        "a turn has 68, 4 of them to warm up; let it train for more steps"
+    )
+
+
+def test_a_setting_that_fails_in_the_race_is_left_out(
+    ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.steps, ranks.failing_in = 200, {"bmuf:period=4": 2}
+    assert sweep_of(script, "--race", "3") == 0
+    said = capsys.readouterr().out
+    assert "race on 2 ranks: bmuf-4 failed and is left out: rank 1 on vm: no memory" in said
+    race = read_race(script.parent / "out" / "race" / "ranks-2.json")
+    assert race.plan.left_out == {"bmuf-4": "it failed: rank 1 on vm: no memory"}
+    assert set(race.speeds()) == {"one-rank", "gradient_averaging", "bmuf-64"}
+    assert sweep_of(script, "--race", "3") == 0 and len(ranks.turns) == 11
+
+
+@pytest.mark.parametrize("command", ["compare", "sweep"])
+def test_a_race_that_fails_altogether_is_tried_again(
+    command: str, ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.steps, ranks.failing_in = 200, {"gradient_averaging": 0, "bmuf:period=4": 0}
+    words = [command, "--script", str(script), str(script.parent / "out")]
+    words += [
+        "--ranks",
+        "2",
+        *(["--strategies", "gradient_averaging,bmuf:period=4"] * (command == "compare")),
+    ]
+    words += ["--swept", "bmuf", "--periods", "4"] * (command == "sweep")
+    assert run(words) == 1
+    assert "race on 2 ranks: failed: " in capsys.readouterr().out
+    assert not list((script.parent / "out" / "race").glob("ranks-*.json"))
+    ranks.failing_in = {}
+    assert run(words) == 0 and len(set(ranks.turns)) == (2 if command == "compare" else 3)
+
+
+def test_a_race_goes_on_after_its_last_whole_round(
+    ranks: FakeRanks, script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.steps = 200
+    out, turn = script.parent / "out", FakeRanks._turn
+
+    def stopped(self: FakeRanks, num_ranks: int, told: Mapping[str, str]) -> str | None:
+        if len(self.turns) == 10:
+            left = Path(told["FOLDER"]) / "run.json"
+            left.parent.mkdir(parents=True)
+            left.write_text("{}")
+            raise JobStopped
+        return turn(self, num_ranks, told)
+
+    monkeypatch.setattr(FakeRanks, "_turn", stopped)
+    assert sweep_of(script) == 75
+    assert read_race(out / "race" / "begun-2.json").plan.rounds == 2
+    capsys.readouterr()
+    monkeypatch.setattr(FakeRanks, "_turn", turn)
+    assert sweep_of(script) == 0
+    assert "race on 2 ranks: 4 settings in turn, 4 rounds: 16 starts" in capsys.readouterr().out
+    assert len(ranks.turns) == 10 + 16
+    race = read_race(out / "race" / "ranks-2.json")
+    assert race.plan.rounds == 6 and len(race.turns) == 24
+    (out / "race" / "ranks-2.json").write_text("{}")
+    assert sweep_of(script, "--race", "1") == 0
+    assert "ranks-2.json cannot be read, so it is held again" in capsys.readouterr().out
+
+
+def test_no_race_is_held_where_none_is_wanted(ranks: FakeRanks, script: Path) -> None:
+    ranks.steps = 200
+    assert sweep_of(script, "--race", "0") == 0 and not ranks.turns
+    assert not (script.parent / "out" / "race").exists()
+    assert sweep_of(script, "--race", "-1") == 1
 
 
 def test_what_follows_the_dashes_is_the_scripts() -> None:

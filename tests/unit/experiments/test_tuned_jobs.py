@@ -188,7 +188,7 @@ def test_a_scripts_short_runs_that_were_cut_short_are_started_over(tmp_path: Pat
         tmp_path, 2, SETTINGS, ("mpi",), (), 600.0, TunedTarget(None, task), (1,), RaceOptions(1, 8), {}
     )
     script = TunedScript(request, UserScript(tmp_path / "own.py"), ranks, "", [].append)  # type: ignore[arg-type]
-    for folder, name in (("measure", "mpi-gradient_averaging"), ("race", "gradient_averaging-1")):
+    for folder, name in (("measure", "mpi-gradient_averaging"), ("race/ranks-2", "gradient_averaging")):
         cut = MadeUpSteps(["node-a"] * 2).write(tmp_path / folder, name, completed=False)
         (cut / "timing.json").unlink()
         (cut / "checkpoints" / "step-00000037").mkdir(parents=True)

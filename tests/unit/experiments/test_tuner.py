@@ -857,7 +857,7 @@ def test_what_a_back_end_refuses_is_ruled_out_before_the_race_and_names_it(tmp_p
     assert jobs.raced[0] == [GRADIENTS, SHORT, f"{GRADIENTS} batch=8", f"{SHORT} batch=8"]
     assert "predict: 1 setting ruled out, 4 settings left" in told
     # It says nothing against the prediction, and another back-end may train it.
-    cautions = " ".join(find_answer(Search(record, {}, loads={"mpi": 0.98})).cautions)
+    cautions = " ".join(find_answer(Search(record, {}, loads={"mpi": OutsideLoad(0.98, 0.0)})).cautions)
     assert "ruled out by prediction" not in cautions and "Other batches" not in cautions
     both = OfTwo(tmp_path / "both", factors={"mpi": 1.0, "torch": 2.0})
     found = search(tmp_path / "both", both, texts=(GRADIENTS, SHORT, LONG), backends=("mpi", "torch"))

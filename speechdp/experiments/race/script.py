@@ -1,0 +1,233 @@
+"""Hold a race of a user's script, of which every turn is a start of its own: one start has one strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from speechdp.comm.startup.folder_owner import owner_of
+from speechdp.counting import counted
+from speechdp.errors import RunError
+from speechdp.experiments.race.plan import RacePlan, RaceSetting, order_of_rounds
+from speechdp.experiments.race.record import (
+    FOLDER,
+    RaceRecord,
+    Turn,
+    begun_path,
+    forget_begun,
+    is_of,
+    race_path,
+    read_race,
+    write_race,
+)
+from speechdp.ownership.overwrite import RUN, empty
+from speechdp.report.runs.results import HostLoad
+from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS, read_timing
+
+#: Trains a setting from its beginning in a folder up to a step; returns None, or what went wrong.
+TrainSome = Callable[[RaceSetting, Path, int], str | None]
+#: Of what a host did in a turn, as records have it.
+_LOADS = ("own", "host", "stolen")
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptTurns:
+    """The turns of a script's race.
+
+    Attributes:
+        steps: of a turn of each setting, by its name, those to warm up not counted.
+        train: starts the script.
+    """
+
+    steps: Mapping[str, int]
+    train: TrainSome
+
+    def last_step(self, name: str) -> int:
+        """Return the step at which a turn of a setting ends."""
+        return DEFAULT_WARMUP_STEPS + self.steps[name]
+
+
+class ScriptRace:
+    """A race of a script, held turn by turn; whole rounds are kept.
+
+    Args:
+        out: folder of the experiment.
+        plan: with `own_starts`.
+        command: of the user, for messages.
+        say: takes a line of progress.
+
+    Attributes:
+        plan: as given.
+    """
+
+    def __init__(
+        self, out: Path, plan: RacePlan, turns: ScriptTurns, command: str, say: Callable[[str], None]
+    ) -> None:
+        self.plan = plan
+        self._out, self._of, self._command, self._say = out, turns, command, say
+        self._place = f"race on {counted(plan.ranks, 'rank')}"
+        self._left_out = dict(plan.left_out)
+        self._turns: list[Turn] = []
+        self._loads: list[tuple[float, Sequence[Mapping[str, float]]]] = []
+        self._hosts: tuple[str, ...] = ("",) * plan.ranks
+        self._begun, self._before_s, self._clock_s = _now(), 0.0, time.monotonic()
+
+    @property
+    def steps_a_round(self) -> int:
+        """Steps that all turns of a round take together."""
+        return sum(self._of.last_step(setting.name) for setting in self.plan.settings)
+
+    @property
+    def rounds_held(self) -> int:
+        """Rounds of it that were held before, by which it is over or goes on."""
+        held = self._held()
+        return 0 if held is None else held.plan.rounds
+
+    def hold(self) -> RaceRecord | str:
+        """Hold what is left of it and record it; return its record, or what went wrong.
+
+        Raises:
+            JobStopped, RunError: as what trains; the rounds that are whole are kept.
+        """
+        held = self._held()
+        if held is not None and held.plan.rounds >= self.plan.rounds:
+            return held
+        if held is not None:
+            self._take_up(held)
+        for number, order in enumerate(self._order, start=1):
+            if held is not None and number <= held.plan.rounds:
+                continue
+            self._say(f"{self._place}: round {number} of {self.plan.rounds}")
+            message = self._hold_round(number, order)
+            if message is not None:
+                return message
+            write_race(begun_path(self._out, self.plan.ranks), self._record(number))
+        record = self._record(self.plan.rounds)
+        write_race(race_path(self._out, self.plan.ranks), record)
+        forget_begun(self._out, self.plan.ranks)
+        return record
+
+    def record_none(self) -> None:
+        """Record that fewer than two can take part, and why the others cannot.  Raises RunError (disk)."""
+        write_race(race_path(self._out, self.plan.ranks), self._record(self.plan.rounds))
+
+    def _held(self) -> RaceRecord | None:
+        """Return the longest race of these settings that was held, or begun; None: there is none."""
+        found: list[RaceRecord] = []
+        for path in (race_path(self._out, self.plan.ranks), begun_path(self._out, self.plan.ranks)):
+            try:
+                race = read_race(path) if path.exists() else None
+            except RunError:
+                self._say(f"{self._place}: {path} cannot be read, so it is held again")
+                continue
+            if race is not None and is_of(race, dataclasses.replace(self.plan, rounds=race.plan.rounds)):
+                found.append(race)
+        return max(found, key=lambda race: race.plan.rounds, default=None)
+
+    def _take_up(self, held: RaceRecord) -> None:
+        """Begin with the rounds of an earlier command."""
+        self._left_out |= held.plan.left_out
+        names = {setting.name for setting in self.plan.settings}
+        self._turns = [turn for turn in held.turns if turn.setting in names]
+        self._loads = [(_seconds(held.turns), held.load)]
+        self._hosts, self._begun, self._before_s = held.hosts, held.begun, held.wall_s
+
+    @property
+    def _order(self) -> list[list[RaceSetting]]:
+        settings = self.plan.settings
+        orders = order_of_rounds(len(settings), self.plan.rounds, self.plan.seed)[1:]
+        return [[settings[number] for number in order] for order in orders]
+
+    def _hold_round(self, number: int, order: Sequence[RaceSetting]) -> str | None:
+        """Let each setting have its turn; return None, or what went wrong where too few are left."""
+        for setting in order:
+            if setting.name in self._left_out:
+                continue
+            turn = self._take_turn(number, setting)
+            if isinstance(turn, Turn):
+                self._turns.append(turn)
+                continue
+            self._left_out[setting.name] = f"it failed: {turn}"
+            self._say(f"{self._place}: {setting.name} failed and is left out: {turn}")
+            if not self._held_plan(self.plan.rounds).is_race:
+                return f"{setting.name}: {turn}; fewer than two settings are left"
+        return None
+
+    def _take_turn(self, number: int, setting: RaceSetting) -> Turn | str:
+        """Train some steps in a folder of its own, which goes afterwards; return the turn, or what failed."""
+        name = f"{'one-rank-' if setting.alone else ''}{setting.strategy.file_name}"
+        folder = (self._out / FOLDER / f"ranks-{self.plan.ranks}" / name).absolute()
+        if folder.exists():  # what an earlier start has left would not be among the steps that are timed
+            with owner_of(folder, self._command, self._say) as owner:
+                empty(owner, RUN)
+        try:
+            message = self._of.train(setting, folder, self._of.last_step(setting.name))
+            return message or self._turn_in(folder, number, setting)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # checkpoints would add up
+
+    def _turn_in(self, folder: Path, number: int, setting: RaceSetting) -> Turn | str:
+        """Return what a turn has shown, and note where and beside what it was."""
+        if not (folder / "timing.json").is_file():
+            return "it left no timing.json (is OUT a shared folder?)"
+        problems: list[str] = []
+        timing = read_timing(folder, problems)
+        ranks = [] if timing is None else sorted(timing.ranks, key=lambda rank: rank.rank)
+        wanted = 1 if setting.alone else self.plan.ranks
+        if len(ranks) != wanted or not any(rank.frames for rank in ranks) or problems:
+            return f"it left a timing.json that does not tell {counted(wanted, 'rank')}"
+        idle = self.plan.ranks - wanted
+        turn = Turn(
+            number,
+            setting.name,
+            max(rank.steps for rank in ranks),
+            (*(rank.frames for rank in ranks), *[0] * idle),
+            (*(rank.wall_s for rank in ranks), *[0.0] * idle),
+        )
+        if not setting.alone:
+            self._hosts = tuple(rank.host for rank in ranks)
+            self._loads.append((max(turn.seconds), [_load_of(rank.load) for rank in ranks]))
+        return turn
+
+    def _held_plan(self, rounds: int) -> RacePlan:
+        kept = tuple(setting for setting in self.plan.settings if setting.name not in self._left_out)
+        return dataclasses.replace(self.plan, rounds=rounds, settings=kept, left_out=self._left_out)
+
+    def _record(self, rounds: int) -> RaceRecord:
+        plan = self._held_plan(rounds)
+        names = {setting.name for setting in plan.settings}
+        return RaceRecord(
+            plan,
+            tuple(turn for turn in self._turns if turn.setting in names),
+            self._hosts,
+            tuple(
+                _mean_load([(weight, of[rank]) for weight, of in self._loads]) for rank in range(plan.ranks)
+            ),
+            self._begun,
+            self._before_s + time.monotonic() - self._clock_s,
+        )
+
+
+def _seconds(turns: Sequence[Turn]) -> float:
+    return sum(max(turn.seconds) for turn in turns)
+
+
+def _load_of(load: HostLoad | None) -> dict[str, float]:
+    return {} if load is None else {name: getattr(load, name) for name in _LOADS}
+
+
+def _mean_load(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the mean of a host's loads, each over so many seconds; empty where none was measured."""
+    known = [(weight, load) for weight, load in parts if load]
+    total = sum(weight for weight, _ in known)
+    if not total:
+        return {}
+    return {name: round(sum(w * load[name] for w, load in known) / total, 3) for name in _LOADS}
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
