@@ -348,15 +348,18 @@ def _run(arguments: list[str]) -> None:
     exec(compile(script.read_bytes(), str(script), "exec"), vars(main))
 
 
-def renew_thread_pool() -> None:
-    """Make torch's pool of threads, which a fork has lost, now: two threads that do it at once find none.
+def renew_torch() -> None:
+    """Make what a fork has lost of torch now: two threads that do it at once crash.
 
-    Whoever computes first makes it anew (`caffe2::pthreadpool`), and a second one that comes meanwhile ends
-    with "Invalid thread pool!", or crashes.
+    Its pool of threads (`caffe2::pthreadpool`): whoever computes first makes it anew, and a second one that
+    comes meanwhile finds none.  Its engine of gradients: whoever first saves a tensor for backward takes the
+    old one apart, and so does a second one that comes meanwhile.
     """
     import torch  # noqa: PLC0415
 
     torch.set_num_threads(torch.get_num_threads())
+    ones = torch.ones(1, requires_grad=True)
+    (ones * ones).backward()
 
 
 def do_and_exit(work: Callable[[], int | None]) -> NoReturn:
@@ -367,7 +370,7 @@ def do_and_exit(work: Callable[[], int | None]) -> NoReturn:
     """
     code: int | None = 1
     try:
-        renew_thread_pool()
+        renew_torch()
         code = work()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

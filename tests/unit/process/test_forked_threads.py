@@ -43,7 +43,7 @@ print("failed:", bad)
 
 @pytest.mark.timeout(200)
 def test_threads_of_a_fork_find_torchs_pool() -> None:
-    """Without `renew_thread_pool` about half of such forks have failed."""
+    """Without `renew_torch` about half of such forks have failed."""
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=180, check=True
     )
