@@ -76,15 +76,14 @@ class ScriptRace:
         self._hosts: tuple[str, ...] = ("",) * plan.ranks
         self._begun, self._before_s, self._clock_s = _now(), 0.0, time.monotonic()
 
-    @property
-    def steps_a_round(self) -> int:
-        """Steps that all turns of a round take together."""
-        return sum(self._of.last_step(setting.name) for setting in self.plan.settings)
+    def steps_of_turn(self, name: str) -> int:
+        """Return the steps of a setting's turn, those to warm up among them."""
+        return self._of.last_step(name)
 
     @property
     def rounds_held(self) -> int:
         """Rounds of it that were held before, by which it is over or goes on."""
-        held = self._held()
+        held = self._held(lambda _: None)
         return 0 if held is None else held.plan.rounds
 
     def hold(self) -> RaceRecord | str:
@@ -93,7 +92,7 @@ class ScriptRace:
         Raises:
             JobStopped, RunError: as what trains; the rounds that are whole are kept.
         """
-        held = self._held()
+        held = self._held(self._say)
         if held is not None and held.plan.rounds >= self.plan.rounds:
             return held
         if held is not None:
@@ -115,14 +114,14 @@ class ScriptRace:
         """Record that fewer than two can take part, and why the others cannot.  Raises RunError (disk)."""
         write_race(race_path(self._out, self.plan.ranks), self._record(self.plan.rounds))
 
-    def _held(self) -> RaceRecord | None:
+    def _held(self, say: Callable[[str], None]) -> RaceRecord | None:
         """Return the longest race of these settings that was held, or begun; None: there is none."""
         found: list[RaceRecord] = []
         for path in (race_path(self._out, self.plan.ranks), begun_path(self._out, self.plan.ranks)):
             try:
                 race = read_race(path) if path.exists() else None
             except RunError:
-                self._say(f"{self._place}: {path} cannot be read, so it is held again")
+                say(f"{self._place}: {path} cannot be read, so it is held again")
                 continue
             if race is not None and is_of(race, dataclasses.replace(self.plan, rounds=race.plan.rounds)):
                 found.append(race)

@@ -12,7 +12,7 @@ from pathlib import Path
 from speechdp.errors import ConfigError
 from speechdp.experiments.race.plan import turn_steps
 from speechdp.experiments.race.record import RaceRecord
-from speechdp.experiments.tune.plan import Besides, Setting
+from speechdp.experiments.tune.plan import Besides, Pace, Setting
 from speechdp.experiments.tune.record import RUNS, ExchangeRecord, LinkRecord
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice
@@ -177,7 +177,7 @@ class RacedSettings:
 
     @classmethod
     def of(cls, race: RaceRecord) -> RacedSettings:
-        """Return what a race within one start has shown."""
+        """Return what a race has shown."""
         speeds = race.speeds()
         per_step = {name: frames_per_step(race, name) for name in speeds}
         baseline_per_s = race.frames_per_s(race.plan.baseline) if speeds else 0.0
@@ -210,19 +210,19 @@ class TunedJobs(ABC):
 
     @abstractmethod
     def expected_race_s(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
     ) -> float:
-        """Return about how long `hold_race` takes, by what was measured; 0 where the race was held."""
+        """Return about how long `hold_race` takes; 0 where the race was held."""
 
     @abstractmethod
     def hold_race(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
     ) -> RacedSettings | str:
         """Let settings take turns, unless they have; return their speeds, or what went wrong.
 
         Args:
             longest_s: time for it, by which there are fewer turns, as far as intervals allow.
-            start_s: what a job takes besides its steps.
+            pace: of these settings, by which that is judged.
         """
 
     @abstractmethod
@@ -259,6 +259,10 @@ class TunedJobs(ABC):
             knows_start: it is known what a job takes besides its steps; else one is run again to know it.
         """
         folders = measured_dirs(self._out, backend)
+        timed = {text for run_dir, text in folders.items() if is_timed(run_dir)}
+        if knows_start and timed == set(MEASURED_STRATEGIES) - {_IN_PARTS}:
+            # Measured by a version that did without it: another run would change what was predicted.
+            folders = {run_dir: text for run_dir, text in folders.items() if text in timed}
         due = {
             run_dir: StrategyChoice(text)
             for run_dir, text in folders.items()
@@ -278,7 +282,7 @@ class TunedJobs(ABC):
         return Measurement(tuple(runs), besides)
 
     def step_s(self, backend: str) -> float:
-        """Return how long a step takes, by the slower of the measuring runs of a back-end."""
+        """Return how long a step takes that is not predicted, by a back-end's slowest measuring run."""
         found = []
         for run_dir in measured_dirs(self._out, backend):
             timing = read_run(run_dir).timing

@@ -186,6 +186,19 @@ def batches_of(own: int, given: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How long jobs are expected to take, by what was measured and predicted.
+
+    Attributes:
+        start_s: what a job takes besides its steps.
+        steps_s: how long a step of each setting takes.
+    """
+
+    start_s: float
+    steps_s: Mapping[Setting, float]
+
+
+@dataclass(frozen=True)
 class Besides:
     """What training costs besides its steps, s.
 

@@ -31,6 +31,7 @@ from speechdp.experiments.tune.plan import (
     Besides,
     Curve,
     Finish,
+    Pace,
     Rungs,
     Setting,
     batches_of,
@@ -69,8 +70,6 @@ _RACE_SHARE = 0.25
 _MOST_OF_RACE = 0.5
 #: What a budget has to have more than that, by which the same command finds it to be enough.
 _ROOM = 1.05
-#: How often a budget that is enough is sought: each time the race may be longer, by a quarter at most.
-_SEARCHES = 20
 #: Share of what is left of the budget that rungs are not planned for: longer ones cost more beside training.
 _RESERVE = 0.05
 #: Share of the budget by which a job may be expected to end too late, and is begun nevertheless.
@@ -240,8 +239,7 @@ class Tuner:
         if len(self._record.left) == 1:
             self._choose(self._record.left)
             return
-        self._check_budget(backend, measured)
-        self._race(backend)
+        self._race(backend, *self._plan_race(backend, measured))
         if len(self._record.left) > 1:
             self._halve(backend)
 
@@ -286,7 +284,8 @@ class Tuner:
                 self._keep_backend(name, link=result.link, exchanges=result.exchanges)
                 if result.besides is not None:
                     self._keep_backend(name, start_s=result.besides.start_s, run_s=result.besides.run_s)
-                    self._keep_besides(result.besides)
+                    if name not in known:  # else a rung of an earlier command may have told it better
+                        self._keep_besides(result.besides)
                 continue
             if self._backend:
                 raise RunError(
@@ -365,8 +364,8 @@ class Tuner:
 
     def _choose_backend(self, speeds: Mapping[str, Mapping[Setting, Interval]]) -> str:
         """Return the first back-end, unless another is surely faster."""
-        common = set.intersection(*(set(of) for of in speeds.values()))
-        found = {name: _overall([of[one] for one in common]) for name, of in speeds.items()}
+        common = set[Setting].intersection(*[set(of) for of in speeds.values() if of] or [set()])
+        found = {name: _overall([of[one] for one in common if of]) for name, of in speeds.items()}
         chosen = next(iter(found))
         for name, speed in found.items():
             kept = found[chosen]
@@ -398,64 +397,97 @@ class Tuner:
         self._settings |= {one.name: one for one in added}
         return [SettingRecord(one.name, one.strategy.text, one.batch_size) for one in added]
 
-    def _check_budget(self, backend: str, measured: Measurement) -> None:
-        """Refuse a budget that a race and the shortest rungs are expected to exceed, before the race is held.
+    def _plan_race(self, backend: str, measured: Measurement) -> tuple[float, Pace]:
+        """Return how long the race may take, and the pace that is expected of its settings.
 
         Raises:
-            ConfigError: it is so; the message names what would do.
+            ConfigError: the shortest race and the shortest rungs cannot be expected to end within the budget;
+                the message names one that will do.
         """
-        race_s = self._race_s(backend, self._request.budget_s)
-        if not race_s or self._record.rungs:  # it was held: what it has shown is known better
-            return
-        shortest, whole_s = self._expected_rungs(backend, measured)
-        counts, besides = shortest.counts, self._record.besides
-        # One that the race leaves alone is chosen without being trained.
-        rungs_s = shortest.cost_s(besides) if counts[0] > 1 else 0.0
+        pace = self._pace(backend, measured)
+        share_s = _RACE_SHARE * self._request.budget_s
+        if self._record.rungs or not self._shortest_race_s(backend, pace):
+            return share_s, pace  # it was held: what it has shown is known better
+        # A larger batch may take no longer, as on a GPU that waits for its host: a budget that suffices then
+        # is not refused.
+        quick = self._pace(backend, measured, is_quick=True)
+        race_s = self._shortest_race_s(backend, quick)
+        rungs, whole_s = self._expected_rungs(quick, measured)
+        usual_race_s, usual_s = self._shortest_race_s(backend, pace), self._rungs_s(pace, measured)
         left_s = self._left_s - (1 - _RESERVE) * race_s
-        planned = plan_rungs(counts, shortest.seeds, left_s, besides, whole_s)
-        told = formatting.seconds
-        budget, racing = told(self._request.budget_s), counted(len(self._record.left), "setting")
-        if self._race_is_too_long(backend, self._request.budget_s):
-            found = f"the shortest race of {racing} takes about {told(race_s)}, more than half of {budget}"
-        elif rungs_s and planned.seconds[0] < shortest.seconds[0]:
+        planned = plan_rungs(rungs.counts, rungs.seeds, left_s, self._record.besides, whole_s)
+        told, budget_s = formatting.seconds, self._request.budget_s
+        racing, training = (counted(count, "setting") for count in (len(self._record.left), rungs.counts[0]))
+        if self._training.chooses_race and race_s > _MOST_OF_RACE * budget_s:
+            found = f"the shortest race of {racing} takes about {told(race_s)}, more than half of it"
+        elif rungs.counts[0] > 1 and planned.seconds[0] < rungs.seconds[0]:
             found = (
-                f"{told(self._spent_s)} of {budget} are used, the race of {racing} is expected to take "
-                f"{told(race_s)}, and training {counted(counts[0], 'setting')} rung by rung, for "
-                f"{LEAST_STEPS} steps in the first, {told(rungs_s)}"
+                f"{told(self._spent_s)} of {told(budget_s)} are used, the shortest race of {racing} is "
+                f"expected to take {told(race_s)}, and training {training} rung by rung, for "
+                f"{LEAST_STEPS} steps in the first, {told(rungs.cost_s(self._record.besides))}"
             )
         else:
-            return
+            return min(share_s, max(self._left_s - usual_s, 0.0)), pace
+        enough_s = self._enough_s(usual_race_s + usual_s)
+        if self._training.chooses_race:
+            enough_s = max(enough_s, math.ceil(_ROOM * usual_race_s / _MOST_OF_RACE))
         raise ConfigError(
-            f"--budget: {found}; go on with --budget {self._enough_with_race_s(backend, rungs_s):.0f}s (what "
-            "was measured is kept), or begin in another folder with fewer --strategies or --periods"
+            f"--budget {told(budget_s)}: {found}; go on with --budget {enough_s:.0f}s (what was "
+            f"measured is kept){self._or_less()}"
         )
 
-    def _expected_rungs(self, backend: str, measured: Measurement) -> tuple[Rungs, float]:
+    def _or_less(self) -> str:
+        """Return what else would make a search shorter, of what was asked for; "" where nothing would."""
+        request = self._request
+        if len(request.tried) > LAST:
+            return ", or begin in another folder with fewer --strategies or --periods"
+        if request.batch_sizes:
+            return ", or begin in another folder with --batch-sizes none"
+        return ", or begin in another folder with one of --seeds" if len(request.seeds) > 1 else ""
+
+    def _shortest_race_s(self, backend: str, pace: Pace) -> float:
+        """Return about how long the shortest race takes; 0: one was held."""
+        return self._training.expected_race_s(list(pace.steps_s), backend, 0.0, pace)
+
+    def _rungs_s(self, pace: Pace, measured: Measurement) -> float:
+        """Return about how long the shortest rungs take; one that the race leaves alone is not trained."""
+        rungs, _ = self._expected_rungs(pace, measured)
+        return rungs.cost_s(self._record.besides) if rungs.counts[0] > 1 else 0.0
+
+    def _expected_rungs(self, pace: Pace, measured: Measurement) -> tuple[Rungs, float]:
         """Return the shortest rungs after a race, by what is predicted, and what the slowest training takes.
 
         Settings that the race would rule out, if it showed the predicted speeds, have no part in them: what
         it will show better than the prediction must not be a reason to refuse a budget.
         """
-        predicted = {self._settings[name]: self._record.of(name).predicted for name in self._record.left}
-        known = {one: speed for one, speed in predicted.items() if speed}
+        known = {one: speed for one in pace.steps_s if (speed := self._record.of(one.name).predicted)}
         gone = too_slow(
             list(known),
             lambda one, other: known[one] > known[other],
             lambda one, other: known[one] / known[other],
             "",
         )
-        step_s = {one: self._expected_step_s(one, backend, measured) for one in predicted if one not in gone}
-        whole_s = max(s * self._training.total_steps(measured.frames_per_step) for s in step_s.values())
-        return self._shortest_rungs(len(step_s), LEAST_STEPS * max(step_s.values()), whole_s), whole_s
+        steps_s = [step_s for one, step_s in pace.steps_s.items() if one not in gone]
+        whole_s = max(steps_s) * self._training.total_steps(measured.frames_per_step)
+        return self._shortest_rungs(len(steps_s), LEAST_STEPS * max(steps_s), whole_s), whole_s
+
+    def _pace(self, backend: str, measured: Measurement, *, is_quick: bool = False) -> Pace:
+        """Return how long what is left is expected to take, before the race.
+
+        Args:
+            is_quick: a larger batch takes no longer; else as many times as long as it is larger.
+        """
+        left = [self._settings[name] for name in self._record.left]
+        steps_s = {one: self._expected_step_s(one, backend, measured) for one in left}
+        if not is_quick and self._request.own_batch:
+            for one in left:
+                steps_s[one] *= max(one.batch_size / self._request.own_batch, 1.0)
+        return Pace(self._measured(backend).cost_s(1), steps_s)
 
     def _expected_step_s(self, setting: Setting, backend: str, measured: Measurement) -> float:
-        """Return about how long a step takes, before the race: a larger batch takes as much longer."""
+        """Return about how long a step takes with the training's own batch."""
         own = self._record.of(Setting(setting.strategy).name)
-        step_s = self._training.step_s(backend)
-        if own.predicted:
-            step_s = measured.frames_per_step / own.predicted
-        larger = setting.batch_size / self._request.own_batch if self._request.own_batch else 1.0
-        return step_s * max(larger, 1.0)
+        return measured.frames_per_step / own.predicted if own.predicted else self._training.step_s(backend)
 
     def _shortest_rungs(self, count: int, least_s: float, whole_s: float) -> Rungs:
         """Return the shortest rungs that show anything of so many settings.
@@ -469,40 +501,10 @@ class Tuner:
         seconds = tuple(first_s * 2.0**k for k in range(len(counts)))
         return Rungs(counts, seconds, len(self._request.seeds))
 
-    def _race_s(self, backend: str, budget_s: float) -> float:
-        """Return about how long the race takes with a budget; 0: it was held."""
-        racing = [self._settings[name] for name in self._record.left]
-        start_s = self._measured(backend).cost_s(1)
-        return self._training.expected_race_s(racing, backend, _RACE_SHARE * budget_s, start_s)
-
-    def _race_is_too_long(self, backend: str, budget_s: float) -> bool:
-        """Return whether even the shortest race takes too much of a budget, where its length is chosen."""
-        most_s = _MOST_OF_RACE * budget_s
-        return self._training.chooses_race and self._race_s(backend, budget_s) > most_s
-
-    def _enough_with_race_s(self, backend: str, rungs_s: float) -> float:
-        """Return a budget with which the same command will hold the race, and rungs of so long.
-
-        The more there is of it, the longer is the race, which has a share of it.
-        """
-        budget_s = self._request.budget_s
-        for _ in range(_SEARCHES):
-            race_s = self._race_s(backend, budget_s)
-            needed_s = self._enough_s(race_s + rungs_s)
-            if self._race_is_too_long(backend, budget_s):
-                needed_s = max(needed_s, math.ceil(_ROOM * race_s / _MOST_OF_RACE))
-            if needed_s <= budget_s:
-                break
-            budget_s = needed_s
-        return budget_s
-
-    def _race(self, backend: str) -> None:
+    def _race(self, backend: str, longest_s: float, pace: Pace) -> None:
         """Let what is left race, and rule settings out by that."""
         self._keep(stage=RACE)
-        racing = [self._settings[name] for name in self._record.left]
-        longest_s = _RACE_SHARE * self._request.budget_s
-        start_s = self._measured(backend).cost_s(1)
-        race = self._training.hold_race(racing, backend, longest_s, start_s)
+        race = self._training.hold_race(list(pace.steps_s), backend, longest_s, pace)
         if isinstance(race, str):
             raise RunError(
                 f"{self._request.out}: the race of the settings failed: {race}; the same command tries again"

@@ -24,7 +24,7 @@ from speechdp.experiments.tune.jobs import (
     besides_steps_s,
     steps_of_turn,
 )
-from speechdp.experiments.tune.plan import Besides, Setting
+from speechdp.experiments.tune.plan import Besides, Pace, Setting
 from speechdp.experiments.tune.run import TuneRequest
 from speechdp.ownership.overwrite import RUN, empty
 from speechdp.parallel.data_parallel import STRATEGY
@@ -69,10 +69,10 @@ class TunedScript(TunedJobs):
         return math.inf
 
     def hold_race(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
     ) -> RacedSettings | str:
         """See TunedJobs: round after round, each setting once in random order."""
-        race = self._race_of(settings, backend, longest_s, start_s)
+        race = self._race_of(settings, backend, longest_s, pace)
         if not race.plan.is_race:
             return RacedSettings({}, 0.0, {}, race.plan.left_out)
         record = race.hold()
@@ -84,17 +84,15 @@ class TunedScript(TunedJobs):
         return RacedSettings.of(record)
 
     def expected_race_s(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
     ) -> float:
         """See TunedJobs."""
-        race = self._race_of(settings, backend, longest_s, start_s)
+        race = self._race_of(settings, backend, longest_s, pace)
         if not race.plan.is_race:
             return 0.0
-        return max(0, race.plan.rounds - race.rounds_held) * self._round_s(race, backend, start_s)
+        return max(0, race.plan.rounds - race.rounds_held) * self._round_s(race, settings, pace)
 
-    def _race_of(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
-    ) -> ScriptRace:
+    def _race_of(self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace) -> ScriptRace:
         """Return the race of settings, with as many rounds as there is time for, one at least."""
         turns = ScriptTurns(
             {one.name: steps_of_turn(one, self._length.least_steps) for one in settings},
@@ -110,13 +108,18 @@ class TunedScript(TunedJobs):
         training = {**self._trained, "backend": backend}
         plan = replace(self._length.plan(self._ranks, self._seeds[0], racing, training), own_starts=True)
         race = ScriptRace(self._out, plan, turns, "tune", self._say)
-        rounds = int(longest_s / max(self._round_s(race, backend, start_s), 1e-9))
+        rounds = int(longest_s / max(self._round_s(race, settings, pace), 1e-9))
         plan = replace(plan, rounds=max(1, min(plan.rounds, rounds)))
         return ScriptRace(self._out, plan, turns, "tune", self._say)
 
-    def _round_s(self, race: ScriptRace, backend: str, start_s: float) -> float:
+    def _round_s(self, race: ScriptRace, settings: Sequence[Setting], pace: Pace) -> float:
         """Return about how long a round takes."""
-        return len(race.plan.settings) * start_s + race.steps_a_round * self.step_s(backend)
+        racing = {setting.name for setting in race.plan.settings}
+        return sum(
+            pace.start_s + race.steps_of_turn(one.name) * pace.steps_s[one]
+            for one in settings
+            if one.name in racing
+        )
 
     def _train_some(
         self, strategies: Mapping[Path, StrategyChoice], backend: str, steps: int

@@ -43,7 +43,7 @@ from speechdp.experiments.tune.jobs import (
     steps_of_turn,
 )
 from speechdp.experiments.tune.parts import Part, Parts, forget_took, read_took, with_setting
-from speechdp.experiments.tune.plan import Besides, Setting
+from speechdp.experiments.tune.plan import Besides, Pace, Setting
 from speechdp.experiments.tune.record import RUNS
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
@@ -68,7 +68,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         self._ranks = request.plan.ranks[0]
 
     def hold_race(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
     ) -> RacedSettings | str:
         """See TunedJobs: within one start of the ranks, and another without a setting that fails."""
         options, given = self._options(settings[0], backend, self.seeds[0]), dict.fromkeys(settings, "")
@@ -76,7 +76,7 @@ class TunedTraining(OwnTraining, TunedJobs):
             plan = self._race_plan(self._request.race, options, given)
             if not plan.is_race:
                 return RacedSettings({}, 0.0, {}, plan.left_out)
-            race = self._race(options, longest_s, given)
+            race = self._race(options, longest_s, pace, given)
             if isinstance(race, str):
                 return race
             if isinstance(race, RaceRecord):
@@ -86,35 +86,38 @@ class TunedTraining(OwnTraining, TunedJobs):
             given |= {one: f"it failed: {race.why}" for one in settings if one.name == race.name}
 
     def expected_race_s(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
     ) -> float:
         """See TunedJobs."""
         options, given = self._options(settings[0], backend, self.seeds[0]), dict.fromkeys(settings, "")
         plan = self._race_plan(self._request.race, options, given)
         if not plan.is_race or self._race_before(options, given) is not None:
             return 0.0
-        racing, step_s = [one for one in settings if one.name not in plan.left_out], self.step_s(backend)
-        return start_s + race_s(fitting_race(self._request.race, racing, step_s, longest_s), racing, step_s)
+        steps_s = {one: pace.steps_s[one] for one in settings if one.name not in plan.left_out}
+        return pace.start_s + race_s(fitting_race(self._request.race, steps_s, longest_s), steps_s)
 
     def _race(
-        self, options: TrainOptions, longest_s: float, given: Mapping[Setting, str]
+        self, options: TrainOptions, longest_s: float, pace: Pace, given: Mapping[Setting, str]
     ) -> RaceRecord | FailedSetting | str:
         """Hold a race, unless it was; return its record, or by which setting it failed, or what went wrong.
 
         Args:
+            longest_s, pace: as in `hold_race`.
             given: as in `race_of`.
         """
-        out, step_s = self._out, self.step_s(options.backend)
+        out = self._out
         before = self._race_before(options, given)
         if before is not None:
             return before
         settings = [one for one, why in given.items() if not why]
-        length = fitting_race(self._request.race, settings, step_s, longest_s)
-        expected_s = race_s(length, settings, step_s)
+        steps_s = {one: pace.steps_s[one] for one in settings}
+        length = fitting_race(self._request.race, steps_s, longest_s)
+        expected_s = race_s(length, steps_s)
         if expected_s > longest_s:
+            told = formatting.seconds
             self._say(
-                f"race: the shortest takes {formatting.seconds(expected_s)}, more than a quarter of the "
-                "budget; fewer --strategies or --periods shorten it"
+                f"race: the shortest takes {told(expected_s)}, longer than the {told(longest_s)} of the "
+                "budget that are for it; fewer --strategies or --periods shorten it"
             )
         self._say(f"race: {counted(len(settings), 'setting')} in turn")
         words = [f"--racing={racing_text(given)}", f"--race={length.rounds}"]
@@ -307,14 +310,12 @@ def race_of(
     return dataclasses.replace(plan, left_out={**plan.left_out, **failed})
 
 
-def fitting_race(
-    wanted: RaceOptions, settings: Sequence[Setting], step_s: float, longest_s: float
-) -> RaceOptions:
+def fitting_race(wanted: RaceOptions, steps_s: Mapping[Setting, float], longest_s: float) -> RaceOptions:
     """Return a race that is over in time: first fewer rounds, then shorter turns; at worst the shortest.
 
     Args:
         wanted: how long it may last.
-        step_s: of a setting, with its training's own batch.
+        steps_s: how long a step of each setting takes.
     """
     fewest = min(wanted.rounds, LEAST_ROUNDS)
     tried = [
@@ -323,15 +324,15 @@ def fitting_race(
         for rounds in range(wanted.rounds if steps == wanted.least_steps else fewest, fewest - 1, -1)
     ]
     for length in tried:
-        if race_s(length, settings, step_s) <= longest_s:
+        if race_s(length, steps_s) <= longest_s:
             return length
     return tried[-1]
 
 
-def race_s(length: RaceOptions, settings: Sequence[Setting], step_s: float) -> float:
-    """Return about how long a race takes, by what a step takes."""
-    steps = sum(steps_of_turn(one, length.least_steps) for one in settings)
-    return (length.rounds + 1) * steps * step_s
+def race_s(length: RaceOptions, steps_s: Mapping[Setting, float]) -> float:
+    """Return about how long a race takes, by what a step of each setting takes."""
+    round_s = sum(steps_of_turn(one, length.least_steps) * step_s for one, step_s in steps_s.items())
+    return (length.rounds + 1) * round_s
 
 
 def racing_text(given: Mapping[Setting, str]) -> str:

@@ -53,7 +53,7 @@ class Search:
 
     Attributes:
         runs: of each setting that was trained, by seed.
-        races: that of the search, unless none was held yet or a script's runs have raced.
+        races: that of the search, unless none was held yet.
         loads: cores that did not work for the search as each back-end was measured, where enough to matter.
     """
 
@@ -185,7 +185,7 @@ def _one_batch_only(record: TuneRecord) -> list[str]:
         return []
     return [
         f"Other batches were tried with {' and '.join(with_others)} only; to try them with the chosen "
-        f"setting, search again in another folder: speechdp tune --strategies {chosen}."
+        f"setting, give the same command another folder and --strategies {chosen}."
     ]
 
 
@@ -299,9 +299,9 @@ def _exchange_column(strategy: str, nbytes: float, pieces: int, *, is_all: bool)
         is_all: it is the whole model; else a part of it.
     """
     gradients = strategy.partition(":")[0] == "gradient_averaging"
-    how = f"in {counted(pieces, 'bucket')}" if gradients else "whole" if is_all else "of it"
-    meaning = f"Mean of {_size(nbytes)} exchanged by {strategy}, once the last rank had come"
-    meaning += "; what backward did not hide of it." if pieces > 1 else "."
+    how = f"in {counted(pieces, 'bucket')}" if gradients else "whole" if is_all else "(a part)"
+    meaning = f"Mean time to exchange {_size(nbytes)} with {strategy}, from when the last rank had come"
+    meaning += "; of several buckets what backward did not hide." if pieces > 1 else "."
 
     def seconds(one: BackendRecord) -> float | None:
         return next((each.seconds for each in one.exchanges if each.strategy == strategy), None)

@@ -31,7 +31,7 @@ from speechdp.experiments.record import write_record_file
 from speechdp.experiments.tune import training
 from speechdp.experiments.tune.jobs import MEASURED_STRATEGIES, Measurement, RacedSettings, Stretch
 from speechdp.experiments.tune.parts import TOOK, Part, Parts
-from speechdp.experiments.tune.plan import Setting
+from speechdp.experiments.tune.plan import Pace, Setting
 from speechdp.experiments.tune.run import TunedTarget, TuneRequest
 from speechdp.experiments.tune.script import TunedScript
 from speechdp.experiments.tune.training import TunedTraining, race_of, racing_text, settings_in
@@ -44,6 +44,8 @@ from tests.helpers.tiny_data import write_tiny_data
 
 GRADIENTS, RARE, RARER = "gradient_averaging", "model_averaging:period=4", "model_averaging:period=16"
 SETTINGS = tuple(Setting(StrategyChoice(text)) for text in (GRADIENTS, RARE, RARER))
+#: Of these, and of one that cannot race.
+PACE = Pace(1.0, dict.fromkeys((*SETTINGS, Setting(StrategyChoice("adaptive_averaging"))), 0.01))
 
 
 @dataclasses.dataclass
@@ -121,7 +123,7 @@ def test_a_measuring_run_that_was_cut_short_is_started_over(tmp_path: Path) -> N
     (cut / "timing.json").unlink()
     found = training_of(ranks).measure("mpi", knows_start=False)
     assert isinstance(found, Measurement) and found.besides is not None and found.besides.run_s > 900.0
-    (words,) = ranks.started  # both in one start
+    (words,) = ranks.started  # all in one start
     assert trained_in(words) == ["mpi-model_averaging", "mpi-delayed_averaging", "mpi-gradient_averaging"]
     # What is timed is left as it is, unless nobody knows what a start takes.
     ranks.started.clear()
@@ -194,11 +196,11 @@ def test_a_scripts_short_runs_that_were_cut_short_are_started_over(tmp_path: Pat
         (cut / "checkpoints" / "step-00000037").mkdir(parents=True)
     assert isinstance(script.measure("mpi", knows_start=False), Measurement)
     changing = Setting(StrategyChoice("adaptive_averaging"))
-    step_s, steps = script.step_s("mpi"), (4 + 8) + (4 + 8) + (4 + 16)
-    expected_s = script.expected_race_s((*SETTINGS, changing), "mpi", 60.0, 1.0)
-    assert expected_s == pytest.approx(3 * 1.0 + steps * step_s)
-    raced = script.hold_race((*SETTINGS, changing), "mpi", 60.0, 1.0)
-    assert script.expected_race_s((*SETTINGS, changing), "mpi", 60.0, 1.0) == 0.0
+    steps = (4 + 8) + (4 + 8) + (4 + 16)
+    expected_s = script.expected_race_s((*SETTINGS, changing), "mpi", 60.0, PACE)
+    assert expected_s == pytest.approx(3 * 1.0 + steps * 0.01)
+    raced = script.hold_race((*SETTINGS, changing), "mpi", 60.0, PACE)
+    assert script.expected_race_s((*SETTINGS, changing), "mpi", 60.0, PACE) == 0.0
     assert isinstance(raced, RacedSettings) and set(raced.speeds) == {one.name for one in SETTINGS}
     assert "changes in the course of training" in raced.left_out[changing.name]  # and was not started
     assert len(ranks.found) == len(MEASURED_STRATEGIES) + len(SETTINGS) and not any(ranks.found.values())
@@ -207,15 +209,29 @@ def test_a_scripts_short_runs_that_were_cut_short_are_started_over(tmp_path: Pat
 def test_a_race_is_held_again_without_a_setting_that_fails(tmp_path: Path) -> None:
     said: list[str] = []
     ranks = Ranks(request_in(tmp_path), failing={RARE: "the loss is nan at step 3"})
-    raced = training_of(ranks, said).hold_race(SETTINGS, "mpi", 60.0, 1.0)
+    raced = training_of(ranks, said).hold_race(SETTINGS, "mpi", 60.0, PACE)
     assert isinstance(raced, RacedSettings)
     assert raced.left_out == {RARE: "it failed: the loss is nan at step 3"}
     assert set(raced.speeds) == {GRADIENTS, RARER} and len(ranks.started) == 2
     assert f"race: {RARE} failed and is left out: the loss is nan at step 3" in said
     assert find_failure(failure_path(tmp_path, 2)) is None
     # The record says so: a search that goes on does not try it again.
-    again = training_of(ranks).hold_race(SETTINGS, "mpi", 60.0, 1.0)
+    again = training_of(ranks).hold_race(SETTINGS, "mpi", 60.0, PACE)
     assert again == raced and len(ranks.started) == 2
+
+
+def test_a_search_of_a_version_that_measured_less_is_not_measured_again(tmp_path: Path) -> None:
+    ranks = Ranks(request_in(tmp_path))
+    jobs = training_of(ranks)
+    assert isinstance(jobs.measure("mpi", knows_start=False), Measurement)
+    shutil.rmtree(tmp_path / "measure" / "mpi-delayed_averaging")
+    ranks.started.clear()
+    found = jobs.measure("mpi", knows_start=True)
+    assert isinstance(found, Measurement) and found.besides is None and not ranks.started
+    assert [run.strategy.name for run in found.runs] == ["model_averaging", "gradient_averaging"]
+    assert jobs.step_s("mpi") > 0
+    # One that was cut short is measured whole.
+    assert isinstance(jobs.measure("mpi", knows_start=False), Measurement) and len(ranks.started) == 1
 
 
 def test_how_long_a_race_takes_is_told_before_it_is_held(tmp_path: Path) -> None:
@@ -225,14 +241,17 @@ def test_how_long_a_race_takes_is_told_before_it_is_held(tmp_path: Path) -> None
     assert isinstance(jobs.measure("mpi", knows_start=False), Measurement)
     ranks.started.clear()
     # 7 rounds of turns of 8, 8 and 16 steps; however little time there is, it is not shorter.
-    shortest_s = 1.0 + 7 * (8 + 8 + 16) * jobs.step_s("mpi")
-    assert jobs.expected_race_s(SETTINGS, "mpi", 0.001, 1.0) == pytest.approx(shortest_s)
+    shortest_s = 1.0 + 7 * (8 + 8 + 16) * 0.01
+    assert jobs.expected_race_s(SETTINGS, "mpi", 0.001, PACE) == pytest.approx(shortest_s)
     changing = Setting(StrategyChoice("adaptive_averaging"))  # cannot race
-    assert jobs.expected_race_s((*SETTINGS, changing), "mpi", 0.001, 1.0) == pytest.approx(shortest_s)
+    assert jobs.expected_race_s((*SETTINGS, changing), "mpi", 0.001, PACE) == pytest.approx(shortest_s)
+    # Each setting at its own pace.
+    slow = Pace(1.0, {one: 1.0 if one == SETTINGS[2] else 0.01 for one in SETTINGS})
+    assert jobs.expected_race_s(SETTINGS, "mpi", 0.001, slow) == pytest.approx(1.0 + 7 * (0.16 + 16.0))
     assert not ranks.started and not said
-    assert isinstance(jobs.hold_race(SETTINGS, "mpi", 0.001, 1.0), RacedSettings)
-    assert "more than a quarter of the budget" in said[0] and said[1:] == ["race: 3 settings in turn"]
-    assert jobs.expected_race_s(SETTINGS, "mpi", 0.001, 1.0) == 0.0  # it was held
+    assert isinstance(jobs.hold_race(SETTINGS, "mpi", 0.001, PACE), RacedSettings)
+    assert "budget that are for it" in said[0] and said[1:] == ["race: 3 settings in turn"]
+    assert jobs.expected_race_s(SETTINGS, "mpi", 0.001, PACE) == 0.0  # it was held
 
 
 def test_what_an_exchange_takes_is_fitted_to_whole_and_small_ones() -> None:
@@ -275,7 +294,7 @@ def test_what_a_back_end_or_so_many_ranks_refuse_is_known_without_a_start() -> N
 
 def test_a_race_of_which_one_setting_is_left_is_none(tmp_path: Path) -> None:
     ranks = Ranks(request_in(tmp_path), failing={RARE: "the loss is nan", RARER: "OutOfMemoryError: CUDA"})
-    raced = training_of(ranks).hold_race(SETTINGS, "mpi", 60.0, 1.0)
+    raced = training_of(ranks).hold_race(SETTINGS, "mpi", 60.0, PACE)
     assert isinstance(raced, RacedSettings) and raced.speeds == {}
     assert raced.left_out == {RARE: "it failed: the loss is nan", RARER: "it failed: OutOfMemoryError: CUDA"}
 
@@ -283,7 +302,7 @@ def test_a_race_of_which_one_setting_is_left_is_none(tmp_path: Path) -> None:
 def test_a_race_that_ends_by_no_setting_is_not_held_again(tmp_path: Path) -> None:
     ranks = Ranks(request_in(tmp_path), failing={RARE: ""})
     write_failure(failure_path(tmp_path, 2), FailedSetting(RARER, "of an earlier command"))
-    assert training_of(ranks).hold_race(SETTINGS, "mpi", 60.0, 1.0) == f"rank 1 on node-a: {RARE}"
+    assert training_of(ranks).hold_race(SETTINGS, "mpi", 60.0, PACE) == f"rank 1 on node-a: {RARE}"
     assert len(ranks.started) == 1
 
 

@@ -20,7 +20,7 @@ from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
 from speechdp.experiments.race.record import RaceRecord, Turn
 from speechdp.experiments.tune import run as tune_run
 from speechdp.experiments.tune.jobs import Measurement, RacedSettings, Scored, Stretch, Trained, up_to
-from speechdp.experiments.tune.plan import Besides, Setting
+from speechdp.experiments.tune.plan import Besides, Pace, Setting
 from speechdp.experiments.tune.record import (
     BackendRecord,
     ExchangeRecord,
@@ -106,7 +106,7 @@ class Jobs:
         return MadeUp((), None if knows_start else besides, self.factors[backend])
 
     def hold_race(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
     ) -> RacedSettings | str:
         self.raced.append([one.name for one in settings])
         racing = tuple(RaceSetting(one.name, one.strategy, batch_size=one.batch_size) for one in settings)
@@ -123,7 +123,7 @@ class Jobs:
     chooses_race = True
 
     def expected_race_s(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
     ) -> float:
         return 0.0
 
@@ -204,10 +204,10 @@ class Timed(Jobs):
         return self.now_s
 
     def hold_race(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
     ) -> RacedSettings | str:
         self.now_s += self.race_s
-        return super().hold_race(settings, backend, longest_s, start_s)
+        return super().hold_race(settings, backend, longest_s, pace)
 
     def _train(self, setting: Setting, seed: int, step: int) -> str | None:
         end = max(step, self.first_step.get(setting.name, 0))
@@ -508,7 +508,7 @@ def test_what_a_rung_has_shown_of_starts_is_known_to_the_next_command_too(
 
     class StoppedAfterARung(Timed):
         def hold_race(self, *given: Any) -> RacedSettings | str:
-            race_starts.append(given[-1])
+            race_starts.append(given[-1].start_s)
             return super().hold_race(*given)
 
         def _train(self, *given: Any) -> str | None:
@@ -785,7 +785,7 @@ class LongRace(Jobs):
     least_s: float = 4.0
 
     def expected_race_s(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
     ) -> float:
         return 0.0 if self.raced else max(self.least_s, longest_s / 2)
 
@@ -794,8 +794,9 @@ def test_a_budget_that_is_too_small_is_refused_before_the_race(tmp_path: Path) -
     jobs, told = LongRace(tmp_path), list[str]()
     with pytest.raises(ConfigError) as refused:
         search(tmp_path, jobs, budget_s=10.0, say=told.append)
-    assert "the race of 3 settings is expected to take 4.0 s, and training 3 settings rung by rung" in str(
-        refused.value
+    assert (
+        "the shortest race of 3 settings is expected to take 4.0 s, and training 3 settings rung by rung"
+        in str(refused.value)
     )
     assert not jobs.raced and not any(line.startswith("race") for line in told)
     (wanted,) = re.findall(r"go on with --budget (\d+)s \(what was measured is kept\)", str(refused.value))
@@ -809,7 +810,7 @@ def test_a_budget_that_is_too_small_is_refused_before_the_race(tmp_path: Path) -
 def test_a_race_that_takes_more_than_half_of_the_budget_is_not_begun(tmp_path: Path) -> None:
     jobs = LongRace(tmp_path, least_s=300.0)
     with pytest.raises(
-        ConfigError, match=r"shortest race of 3 settings takes .* more than half of"
+        ConfigError, match=r"shortest race of 3 settings takes .* more than half of it"
     ) as refused:
         search(tmp_path, jobs, budget_s=500.0)
     (wanted,) = re.findall(r"go on with --budget (\d+)s", str(refused.value))
@@ -891,7 +892,7 @@ def test_what_exchanges_take_is_in_the_record_and_on_the_page(tmp_path: Path) ->
     cells = {head.name: [cell.text for cell in of] for head, of in table.cells()}
     titles = [f"{column.title}, {column.unit}" for column in table.columns]
     assert titles[1:3] == ["latency, µs", "bandwidth, Gbit/s"]
-    assert titles[3:6] == ["4 MB whole, ms", "800 B of it, ms", "4 MB in 3 buckets, ms"]
+    assert titles[3:6] == ["4 MB whole, ms", "800 B (a part), ms", "4 MB in 3 buckets, ms"]
     assert cells["mpi"][1:] == ["50.0 [40.0, 60.0]", "1 [0.96, unlimited]", "32.0", "0.100", "11.0", "chosen"]
     assert cells["torch"][1:3] == ["50.0 (assumed)", "unlimited [unlimited, unlimited]"]
     assert "between nodes, fitted as by speechdp simulate" in table.note
@@ -981,7 +982,7 @@ def test_a_setting_that_was_tried_with_one_batch_only_is_told_of(tmp_path: Path)
     assert record.chosen == SHORT and all(one.strategy != SHORT or not one.batch_size for one in record.tried)
     told = " ".join(find_answer(Search(record, {})).cautions)
     assert f"Other batches were tried with {GRADIENTS} and {LONG} only" in told
-    assert f"speechdp tune --strategies {SHORT}" in told
+    assert f"another folder and --strategies {SHORT}." in told
     # Which tries them: there are few settings.
     jobs = Jobs(tmp_path / "again")
     again = search(tmp_path / "again", jobs, texts=(GRADIENTS, SHORT), batch_sizes=(8,))
@@ -1027,10 +1028,10 @@ def test_a_damaged_record_is_named_with_what_helps(
 def test_a_setting_that_fails_in_the_race_is_ruled_out_with_its_message(tmp_path: Path) -> None:
     class Failing(Jobs):
         def hold_race(
-            self, settings: Sequence[Setting], backend: str, longest_s: float, start_s: float
+            self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
         ) -> RacedSettings | str:
             others = [one for one in settings if one.name != LONG]
-            raced = super().hold_race(others, backend, longest_s, start_s)
+            raced = super().hold_race(others, backend, longest_s, pace)
             assert isinstance(raced, RacedSettings)
             return replace(raced, left_out={LONG: "it failed: the loss is nan"})
 
@@ -1055,11 +1056,12 @@ def test_a_race_has_fewer_rounds_and_then_shorter_turns_where_time_is_short() ->
     settings = [Setting(StrategyChoice(text)) for text in (GRADIENTS, LONG)]
     wanted = RaceOptions(12, 32)
     steps = 32 + 32
-    assert fitting_race(wanted, settings, 0.1, 13 * steps * 0.1 + 1e-6) == wanted
-    assert fitting_race(wanted, settings, 0.1, 9 * steps * 0.1 + 1e-6) == RaceOptions(8, 32)
-    assert fitting_race(wanted, settings, 0.1, 7 * 32 * 0.1 + 1e-6) == RaceOptions(6, 16)
-    assert fitting_race(wanted, settings, 0.1, 0.0) == RaceOptions(6, 8)
-    assert fitting_race(RaceOptions(6, 4), settings, 0.1, 0.0) == RaceOptions(6, 4)
+    pace = dict.fromkeys(settings, 0.1)
+    assert fitting_race(wanted, pace, 13 * steps * 0.1 + 1e-6) == wanted
+    assert fitting_race(wanted, pace, 9 * steps * 0.1 + 1e-6) == RaceOptions(8, 32)
+    assert fitting_race(wanted, pace, 7 * 32 * 0.1 + 1e-6) == RaceOptions(6, 16)
+    assert fitting_race(wanted, pace, 0.0) == RaceOptions(6, 8)
+    assert fitting_race(RaceOptions(6, 4), pace, 0.0) == RaceOptions(6, 4)
 
 
 def test_where_one_setting_is_left_nothing_has_to_be_trained(tmp_path: Path) -> None:
