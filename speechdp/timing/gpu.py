@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,13 @@ class GpuReader:
 
     Attributes:
         uuids, names: of the GPUs that NVML knows, in the order asked for; none where there is no NVML.
+        numbers: NVML's own of these GPUs, as nvidia-smi shows them, whatever CUDA_VISIBLE_DEVICES leaves out.
     """
 
     def __init__(self, uuids: Sequence[str]) -> None:
         self.uuids: list[str] = []
         self.names: list[str] = []
+        self.numbers: list[int] = []
         self._handles: list[Any] = []
         self._problems: list[str] = []
         self._nvml: Any = None
@@ -99,14 +101,14 @@ class GpuReader:
 
         Returns:
             [index, utilisation in %, memory in bytes, power in W, SM clock in MHz, clock event reasons]; the
-            reasons are bits, see CLOCK_LIMITS.
+            index is that in `uuids`, the reasons are bits, see CLOCK_LIMITS.
         """
         problems += self._problems
         self._problems.clear()
         return [self._read_one(i, handle, problems) for i, handle in enumerate(self._handles)]
 
     def read_others(
-        self, users: Mapping[str, Collection[int]], problems: list[str]
+        self, users: Mapping[str, Collection[int]], job: Collection[int], problems: list[str]
     ) -> list[list[int | None]]:
         """Return what processes that are none of the job's have of each GPU; takes longer than `read`.
 
@@ -117,23 +119,24 @@ class GpuReader:
 
         Args:
             users: ids of the job's processes on this host that use a GPU, by its UUID.
+            job: ids of all its processes on this host: one may have a context on another GPU than its own.
             problems: what cannot be read is named there.
 
         Returns:
-            [index, number of processes, bytes that they hold or None] of each GPU of which it is known.
+            [index, number of processes, bytes that they hold or None] of each GPU of which it is known; the
+            index is that in `uuids`.
         """
-        nvml, rows = self._nvml, list[list[int | None]]()
-        job = {pid for pids in users.values() for pid in pids}
+        nvml, rows, ours = self._nvml, list[list[int | None]](), set(job)
         for index, (uuid, handle) in enumerate(zip(self.uuids, self._handles, strict=True)):
             if not (own := set(users.get(uuid, ()))):
                 continue
             try:
                 listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            except nvml.NVMLError as error:
-                problems.append(f"GPU {index}: other processes: {error}")
+            except (AttributeError, nvml.NVMLError) as error:  # the first: the package has dropped the call
+                problems.append(f"GPU {self.numbers[index]}: other processes: {error}")
                 continue
-            held = {int(process.pid): process.usedGpuMemory for process in listed}
-            others = held.keys() - job
+            held = _bytes_by_process((int(process.pid), process.usedGpuMemory) for process in listed)
+            others = held.keys() - ours
             num_bytes = self._bytes_of_others(handle, held, others) if own <= held.keys() else None
             if own <= held.keys() and (others or num_bytes is not None or _sees_all_processes()):
                 rows.append([index, len(others), num_bytes])
@@ -145,8 +148,8 @@ class GpuReader:
     def never_told(self) -> list[str]:
         """Return a line for each GPU of whose other users `read_others` has told nothing."""
         return [
-            f"GPU {index}: other processes: NVML lists not all processes, or not by the ids that they have "
-            "here (a container?)"
+            f"GPU {self.numbers[index]}: other processes: NVML does not list all processes, or not by the "
+            "ids that they have here (a container?)"
             for index in sorted(self._untold - self._told)
         ]
 
@@ -161,12 +164,13 @@ class GpuReader:
     def _open(self, uuid: str) -> None:
         try:
             handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
-            name = self._nvml.nvmlDeviceGetName(handle)
+            name, number = self._nvml.nvmlDeviceGetName(handle), self._nvml.nvmlDeviceGetIndex(handle)
         except self._nvml.NVMLError as error:
             self._problems.append(f"{uuid}: {error}")
             return
         self.uuids.append(uuid)
         self.names.append(str(name))
+        self.numbers.append(int(number))
         self._handles.append(handle)
 
     def _read_one(self, index: int, handle: Any, problems: list[str]) -> list[float | int | None]:
@@ -182,8 +186,8 @@ class GpuReader:
         for what, read in readings.items():
             try:
                 values.append(read())
-            except nvml.NVMLError as error:
-                problems.append(f"GPU {index}: {what}: {error}")
+            except (AttributeError, nvml.NVMLError) as error:  # the first: the package has dropped the call
+                problems.append(f"GPU {self.numbers[index]}: {what}: {error}")
                 values.append(None)
         return values
 
@@ -218,8 +222,13 @@ class GpuReader:
 class GpuTally:
     """Adds up what a reader has read of one GPU, for a summary of a whole run."""
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    def __init__(self, number: int) -> None:
+        """Begin with nothing.
+
+        Args:
+            number: NVML's of the GPU.
+        """
+        self._number = number
         self._clocks: Counter[int] = Counter()  # of samples in which a kernel ran, as in the next two
         self._limits: Counter[str] = Counter()
         self._num_reasons = 0
@@ -229,8 +238,8 @@ class GpuTally:
     def add(self, row: Sequence[float | int | None]) -> None:
         """Take a row of `GpuReader.read`."""
         _, utilisation, _, _, clock, reasons = row
-        if utilisation == 0:
-            return  # an idle GPU lowers its clock
+        if not utilisation:
+            return  # an idle GPU lowers its clock, and where utilisation is not known, it may be idle
         if clock is not None:
             self._clocks[int(clock)] += 1
         if reasons is not None:
@@ -247,7 +256,7 @@ class GpuTally:
 
     def summary(self) -> dict[str, Any]:
         """Return what stands in timing.json as `gpu` of a rank (docs/timing.md); only what was read."""
-        found: dict[str, Any] = {"index": self._index}
+        found: dict[str, Any] = {"index": self._number}
         if self._clocks:
             found |= {"clock_mhz": _median(self._clocks), "lowest_clock_mhz": min(self._clocks)}
         if self._num_reasons:
@@ -285,6 +294,15 @@ def _median(counts: Mapping[int, int]) -> int:
         if before >= half:
             return value
     raise AssertionError("no values")
+
+
+def _bytes_by_process(listed: Iterable[tuple[int, int | None]]) -> dict[int, int | None]:
+    """Return the bytes of each process, which may be listed several times; None: NVML does not know."""
+    held: dict[int, int | None] = {}
+    for pid, size in listed:
+        before = held.get(pid, 0)
+        held[pid] = None if size is None or before is None else before + size
+    return held
 
 
 def _sees_all_processes() -> bool:

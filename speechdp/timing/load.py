@@ -9,6 +9,10 @@ from time import perf_counter
 
 import psutil
 
+#: Cores, as a share of one for each rank, below which what a job did not have makes no difference: ranks
+#: whose strategy exchanges in the background slow down their own forward passes.
+NOTABLE_LOAD = 0.05
+
 
 @dataclass(frozen=True)
 class CpuTimes:
@@ -66,10 +70,12 @@ class OutsideLoad:
     Attributes:
         others: busy with processes of others.
         stolen: taken from a virtual machine by its host.
+        ranks: of the job on that host.
     """
 
     others: float
     stolen: float
+    ranks: int = 1
 
     @classmethod
     def of(cls, own: Iterable[float], host: float, stolen: float) -> OutsideLoad:
@@ -80,9 +86,20 @@ class OutsideLoad:
             host: busy with any process there.
             stolen: taken from it.
         """
-        return cls(max(0.0, host - sum(own)), stolen)
+        cores = list(own)
+        return cls(max(0.0, host - sum(cores)), stolen, len(cores))
 
     @property
     def total(self) -> float:
         """Cores that the job did not have, for whichever reason."""
         return self.others + self.stolen
+
+    @property
+    def is_notable(self) -> bool:
+        """Whether that is enough to make a difference to the job."""
+        return self.total > NOTABLE_LOAD * self.ranks
+
+    @property
+    def is_notably_stolen(self) -> bool:
+        """Whether those that were stolen are enough."""
+        return self.stolen > NOTABLE_LOAD * self.ranks

@@ -143,8 +143,9 @@ class Sampler:
             self._gpus = GpuReader(self._gpus_to_sample())
         names = [] if self._gpus is None else self._gpus.names
         index = {} if self._gpus is None else {uuid: i for i, uuid in enumerate(self._gpus.uuids)}
+        numbers = [] if self._gpus is None else self._gpus.numbers
         with self._tallies_lock:
-            self._tallies = {uuid: GpuTally(i) for uuid, i in index.items()}
+            self._tallies = {uuid: GpuTally(numbers[i]) for uuid, i in index.items()}
         used = {rank: index[uuid] for rank, uuid in (self._gpu_of_rank or {}).items() if uuid in index}
         head = {
             "kind": "gpu" if names else "cpu",
@@ -152,6 +153,7 @@ class Sampler:
             "host": host_name(),
             "ranks": self._pids,
             "gpus": names,
+            "gpu_numbers": numbers,
             "gpu_of_rank": used,
             "cores": psutil.cpu_count(),
         }
@@ -210,7 +212,7 @@ class Sampler:
             # A rank that has ended, or never was, holds nothing.
             if rank in self._processes and uuid not in self._untold_gpus:
                 users.setdefault(uuid, []).append(self._pids[rank])
-        return gpus.read_others(users, problems)
+        return gpus.read_others(users, self._pids.values(), problems)
 
     def _read_ranks(self, problems: list[str]) -> list[tuple[int, float, int]]:
         """Return (rank, CPU per cent of all its threads since the last sample, resident bytes)."""

@@ -6,6 +6,8 @@ import os
 from types import SimpleNamespace
 
 NAMES = {"GPU-a": "H200", "GPU-b": "L4"}
+#: NVML's numbers of them: CUDA_VISIBLE_DEVICES may leave out others.
+NUMBERS = {"GPU-a": 2, "GPU-b": 3}
 
 
 class NvmlError(Exception):
@@ -38,6 +40,9 @@ class FakeNvml(SimpleNamespace):
     def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
         return NAMES[handle]
 
+    def nvmlDeviceGetIndex(self, handle: str) -> int:  # noqa: N802
+        return NUMBERS[handle]
+
     def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:  # noqa: N802
         self._read("utilisation")
         return SimpleNamespace(gpu=93 if handle == "GPU-a" else 7, memory=50)
@@ -55,19 +60,22 @@ class FakeNvml(SimpleNamespace):
         return self.clock
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: str) -> int:  # noqa: N802
-        raise NvmlError("Function Not Found")  # a driver before 535
+        self._read("event_reasons")  # refuse it for a driver before 535
+        return self.reasons
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, handle: str) -> int:  # noqa: N802
+        self._read("throttle_reasons")
         return self.reasons
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: str) -> list[SimpleNamespace]:  # noqa: N802
         self._read("processes")
         listed = self.listed.get(handle, {})
-        return [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in listed.items()]
+        pairs = listed.items() if isinstance(listed, dict) else listed
+        return [SimpleNamespace(pid=pid, usedGpuMemory=held) for pid, held in pairs]
 
     def _read(self, what: str) -> None:
         if what in self.refused:
             self.refused[what] -= 1
             if self.refused[what] < 0:
-                known = what in ("power", "processes")
-                raise NvmlError("Not Supported" if known else "GPU is lost")
+                missing = "Function Not Found" if what.endswith("reasons") else "GPU is lost"
+                raise NvmlError("Not Supported" if what in ("power", "processes") else missing)

@@ -52,7 +52,7 @@ def made_up_race(
                     tuple(seconds if takes_part else 0.0 for takes_part in sharing),
                 )
             )
-    load = tuple({"own": 0.9, "host": 0.9 * ranks + 0.1, "stolen": 0.0} for _ in range(ranks))
+    load = tuple({"own": 0.9, "host": 0.9 * ranks + 0.3, "stolen": 0.0} for _ in range(ranks))
     return RaceRecord(plan, tuple(turns), ("node-a",) * ranks, load, "2026-11-23T15:42:10+00:00", 61.5)
 
 

@@ -10,9 +10,8 @@ from speechdp.counting import counted
 from speechdp.errors import RunError
 from speechdp.experiments.race.record import FOLDER, RaceRecord, read_race
 from speechdp.report.kit.formatting import capital
-from speechdp.report.kit.outside import stolen_text
+from speechdp.report.kit.outside import load_text
 from speechdp.report.runs.raced import LEAST_ROUNDS, RacedSpeed
-from speechdp.report.runs.steadiness import NOTABLE_LOAD
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,6 @@ def _described(race: RaceRecord) -> str:
         f"{counted(race.plan.rounds, 'round')}, in each of which every setting had a turn of {turns} steps"
         f"{', a start of the script' if race.plan.own_starts else ''}."
     )
-    if race.outside.total > NOTABLE_LOAD:
-        stolen = stolen_text(race.outside, " and ")
-        text += f" Meanwhile {race.outside.others:.2g} cores were busy with other work{stolen}."
+    if race.outside.is_notable:
+        text += f" Load from outside meanwhile: {load_text(race.outside)}."
     return text

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from speechdp.counting import counted
 from speechdp.report.kit import formatting
 from speechdp.report.runs.results import GpuConditions, RankTiming, RunResult
-from speechdp.report.runs.steadiness import NOTABLE_BYTES, NOTABLE_LOAD, NOTABLE_OTHERS, outside_load
-from speechdp.timing.load import OutsideLoad
+from speechdp.report.runs.steadiness import NOTABLE_BYTES, NOTABLE_OTHERS, outside_load
+from speechdp.timing.load import NOTABLE_LOAD, OutsideLoad
 
 #: What held a clock down, by its name in the records.
 _LIMITS = {
@@ -20,6 +21,9 @@ _LIMITS = {
 }
 #: Shares of the time below this are not named.
 _SMALL_SHARE = 0.005
+#: Amounts below these are shown as zero, and not named: cores, and bytes that are shown as GB.
+_SMALL_CORES = 0.005
+_SMALL_BYTES = 5e6
 #: GPUs that a sentence names one by one.
 _NAMED_GPUS = 4
 
@@ -37,15 +41,28 @@ class _Gpu:
         return f"GPU {self.conditions.index}{where}"
 
 
-def stolen_text(load: OutsideLoad, before: str = "") -> str:
-    """Name the cores that were stolen, apart from those busy with others' work; "" where too few to matter.
+def load_text(load: OutsideLoad) -> str:
+    """Name cores that were not the job's: `0.4 cores busy with other work and 0.2 stolen by the virtual ...`.
 
-    Args:
-        before: what goes before it where there is something to say.
+    A part that is too small to matter is left out beside one that is not; where neither matters, one that is
+    zero is, unless both are.
     """
-    if load.stolen <= NOTABLE_LOAD:
-        return ""
-    return f"{before}{load.stolen:.2g} stolen by the virtual machine's host"
+    parts = [
+        (load.others, "busy with other work"),
+        (load.stolen, "stolen by the virtual machine's host"),
+    ]
+    named = (
+        [part for part in parts if part[0] > NOTABLE_LOAD]
+        or [part for part in parts if part[0] >= _SMALL_CORES]
+        or [(0.0, parts[0][1])]
+    )
+    noun = "core" if _cores(named[0][0]) == "1" else "cores"
+    (first, what), *more = [(_cores(amount), what) for amount, what in named]
+    return " and ".join([f"{first} {noun} {what}", *(f"{amount} {what}" for amount, what in more)])
+
+
+def _cores(amount: float) -> str:
+    return f"{amount:.2g}" if amount < 99.5 else f"{amount:,.0f}"
 
 
 def conditions_text(gpu: GpuConditions) -> str:
@@ -67,17 +84,20 @@ def outside_sentences(run: RunResult) -> list[str]:
     hosts = {rank.host: rank for rank in reversed(run.timing.ranks)}
     for rank in reversed(hosts.values()):
         load = outside_load(run.timing, rank)
-        if load is not None and (gpus or stolen_text(load)) and load.total > NOTABLE_LOAD:
+        if load is not None and load.is_notable and (gpus or load.is_notably_stolen):
             where = f"On {rank.host}: " if len(hosts) > 1 else ""
-            text = f"{where}{load.others:.2g} cores busy with other work{stolen_text(load, ' and ')}."
-            sentences.append(text)
+            sentences.append(f"{where}{load_text(load)}.")
     return [sentence for sentence in sentences if sentence]
 
 
 def shares_gpus(run: RunResult) -> bool:
-    """Return whether others were seen on a run's GPUs."""
+    """Return whether others were on a run's GPUs for so long, or held so much of them, that it matters."""
     ranks = () if run.timing is None else run.timing.ranks
-    return any(_others_text(gpu.conditions) for gpu in _gpus_of(ranks))
+    return any(
+        (gpu.conditions.others or 0.0) > NOTABLE_OTHERS
+        or (gpu.conditions.others_bytes or 0.0) > NOTABLE_BYTES
+        for gpu in _gpus_of(ranks)
+    )
 
 
 def _gpus_of(ranks: Sequence[RankTiming]) -> list[_Gpu]:
@@ -103,15 +123,21 @@ def _clocks(gpus: Sequence[_Gpu]) -> str:
 
 
 def _limits(gpus: Sequence[_Gpu]) -> str:
-    """Say what held clocks down, in the mean over the GPUs."""
-    shares = {name: sum(gpu.conditions.limits.get(name, 0.0) for gpu in gpus) / len(gpus)
-              for name in _LIMITS if gpus}  # fmt: skip
+    """Say what held clocks down, in the mean over the GPUs of which that was read."""
+    known = [limits for gpu in gpus if (limits := gpu.conditions.limits) is not None]
+    if not known:
+        return ""
+    shares = {name: sum(limits.get(name, 0.0) for limits in known) / len(known) for name in _LIMITS}
     named = [
-        f"{formatting.percent(share)}\u00a0% of that time by {_LIMITS[name]}"
-        for name, share in shares.items()
-        if share >= _SMALL_SHARE
+        (_LIMITS[name], formatting.percent(share)) for name, share in shares.items() if share >= _SMALL_SHARE
     ]
-    return f"Held down {', '.join(named)}." if named else ""
+    if not named:
+        return ""
+    (cause, percent), *more = named
+    clocks = "The clock was" if len(known) == 1 else "Clocks were"
+    texts = [f"by {cause} for {percent}\u00a0% of the time a kernel ran"]
+    texts += [f"by {cause} for {percent}\u00a0%" for cause, percent in more]
+    return f"{clocks} held down {', '.join(texts)}."
 
 
 def _other_users(gpus: Sequence[_Gpu]) -> str:
@@ -129,13 +155,17 @@ def _other_users(gpus: Sequence[_Gpu]) -> str:
 
 
 def _others_text(gpu: GpuConditions) -> str:
-    """Say who else used a GPU; "" where nobody is known to have."""
-    num_bytes = gpu.others_bytes or 0.0
+    """Say who else used a GPU, however briefly; "" where nobody is known to have."""
+    mean, num_bytes = gpu.others or 0.0, gpu.others_bytes or 0.0
+    most = math.ceil(mean) if gpu.most_others is None else gpu.most_others
     held = f"{formatting.times(num_bytes / 1e9)} GB"
-    if (gpu.others or 0.0) > NOTABLE_OTHERS:
-        most, mean = gpu.most_others or 1, gpu.others or 0.0
-        whose = f"{most} other process{'es' if most != 1 else ''}"
-        if mean < most - NOTABLE_OTHERS:
-            whose = f"up to {whose} ({mean:.2g} in the mean)"
-        return whose + (f" with {held}" if num_bytes else "")
-    return f"{held} held by others, whose processes are not listed" if num_bytes > NOTABLE_BYTES else ""
+    if not most:
+        if num_bytes <= NOTABLE_BYTES:
+            return ""
+        return f"{held} in the mean held by others, whose processes are not listed"
+    whose = f"{most:,} other process{'es' if most != 1 else ''}"
+    with_bytes = f" with {held}" if num_bytes >= _SMALL_BYTES else ""
+    if mean < most - NOTABLE_OTHERS:
+        number = f"{mean:.2g}" if mean >= 0.01 else "less than 0.01"
+        return f"up to {whose} (in the mean {number}{with_bytes})"
+    return whose + (f"{with_bytes} in the mean" if with_bytes else "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from speechdp.report.kit import formatting
-from speechdp.report.kit.outside import conditions_text, stolen_text
+from speechdp.report.kit.outside import conditions_text, load_text
 from speechdp.report.runs.results import RunResult
 from speechdp.report.runs.steadiness import Circumstances, find_unsteadiness
 
@@ -49,9 +49,7 @@ def _named(one: Circumstances, labels: Mapping[str, str]) -> str:
     started = str(one.run.settings.get("started", ""))[:16].replace("T", " ")
     facts = [f"started {started}"] if started else []
     if one.outside is not None:
-        facts.append(
-            f"{one.outside.others:.2g} cores busy with other work{stolen_text(one.outside, ' and ')}"
-        )
+        facts.append(load_text(one.outside))
     if one.gpu is not None and (conditions := conditions_text(one.gpu)):
         facts.append(conditions)
     return labels[one.run.name] + (f" ({', '.join(facts)})" if facts else "")

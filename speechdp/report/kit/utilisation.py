@@ -236,7 +236,7 @@ def _gpu_labels(host: Samples) -> list[str]:
     for i in range(len(host.gpus)):
         ranks = [str(rank) for rank, gpu in sorted(host.gpu_of_rank.items()) if gpu == i]
         used = f" (rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)})" if ranks else ""
-        labels.append(f"GPU {i}{used}")
+        labels.append(f"GPU {host.gpu_numbers[i]}{used}")
     return labels
 
 

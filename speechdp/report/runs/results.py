@@ -89,9 +89,10 @@ class GpuConditions:
     """Under which a rank's GPU worked, as far as it was read.
 
     Attributes:
-        index: number of the GPU on its host.
+        index: NVML's number of the GPU on its host; of older runs, its place among those sampled there.
         clock_mhz, lowest_clock_mhz: SM clock while a kernel ran, median and lowest.
-        limits: share of that time in which something held the clock down, by its name (timing/gpu.py).
+        limits: share of that time in which something held the clock down, by its name (timing/gpu.py); empty
+            where nothing did.
         others: processes on the GPU that are none of the run's, mean over time.
         most_others: the most at any time.
         others_bytes: memory that they held, mean over time; None where it is not known.
@@ -100,7 +101,7 @@ class GpuConditions:
     index: int
     clock_mhz: float | None = None
     lowest_clock_mhz: float | None = None
-    limits: Mapping[str, float] = field(default_factory=dict)
+    limits: Mapping[str, float] | None = None
     others: float | None = None
     most_others: int | None = None
     others_bytes: float | None = None

@@ -35,6 +35,7 @@ class Samples:
         host: where they were taken.
         ranks: numbers of the ranks, ascending: the columns of the (N, R) arrays.
         gpus: names of the GPUs: the columns of the (N, G) arrays.
+        gpu_numbers: NVML's numbers of the columns' GPUs; of older files, those of the columns.
         gpu_of_rank: column of the GPU that a rank uses, where that was recorded.
         t_s: (N,) time of each sample, s, counted from the recorder's origin.
         section: (N,) which head line a sample stands under: a resumed run begins another.
@@ -56,6 +57,7 @@ class Samples:
     host: str
     ranks: tuple[int, ...]
     gpus: tuple[str, ...]
+    gpu_numbers: tuple[int, ...]
     gpu_of_rank: dict[int, int]
     t_s: Array
     section: NDArray[np.int64]
@@ -111,6 +113,7 @@ def read_samples(path: Path) -> Samples:
         host=str(heads[-1].get("host", "")),
         ranks=tuple(ranks),
         gpus=names,
+        gpu_numbers=_gpu_numbers(heads, len(names)),
         gpu_of_rank=_gpu_of_rank(heads[-1].get("gpu_of_rank"), len(names)),
         t_s=np.array(lines.t_s),
         section=np.array(lines.sections),
@@ -199,6 +202,17 @@ def _numbered(ranks: Any) -> list[int]:
 
 def _names(gpus: Any) -> tuple[str, ...]:
     return tuple(str(name) for name in gpus) if isinstance(gpus, list) else ()
+
+
+def _gpu_numbers(heads: Sequence[dict[str, Any]], num_gpus: int) -> tuple[int, ...]:
+    """Return each column's number, by the last head line that has one."""
+    numbers = list(range(num_gpus))
+    for head in heads:
+        found = head.get("gpu_numbers")
+        for column, number in enumerate(found[:num_gpus] if isinstance(found, list) else []):
+            if isinstance(number, int) and 0 <= number <= _MOST:
+                numbers[column] = number
+    return tuple(numbers)
 
 
 def _gpu_of_rank(used: Any, num_gpus: int) -> dict[int, int]:

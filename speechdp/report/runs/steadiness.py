@@ -11,13 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from speechdp.report.runs.results import GpuConditions, RankTiming, RunResult, RunTiming
-from speechdp.timing.load import OutsideLoad
+from speechdp.timing.load import NOTABLE_LOAD, OutsideLoad
 
 #: Forward passes of the same model that differ by more show that the machine was not the same.
 TOLERANCE = 0.05
-#: Cores, as a share of one for each rank, that other work must take, or by which it must differ, to be a
-#: cause: ranks whose strategy exchanges in the background slow down their own forward passes.
-NOTABLE_LOAD = 0.05
 #: Of two runs on a GPU that differ by less in the share of its clock, in the number of processes of others
 #: and in the bytes they hold, neither had it worse.  A driver keeps some memory that no process holds.
 NOTABLE_CLOCK = 0.02
@@ -32,7 +29,6 @@ class Circumstances:
     Attributes:
         run: the run.
         rank, host: who.
-        ranks_there: ranks of the run on that host.
         forward_s: forward pass for a frame, s.
         outside: cores of its host that did not work for the run; None where it was not recorded.
         gpu: conditions of its GPU; None where they were not recorded.
@@ -41,7 +37,6 @@ class Circumstances:
     run: RunResult
     rank: int
     host: str
-    ranks_there: int
     forward_s: float
     outside: OutsideLoad | None
     gpu: GpuConditions | None
@@ -84,11 +79,7 @@ def find_unsteadiness(runs: Iterable[RunResult]) -> Unsteadiness | None:
 
 def notable_load(run: RunResult) -> OutsideLoad | None:
     """Return what took cores from a run on the host where it took most; None where too few to matter."""
-    known = [
-        one.outside
-        for one in _circumstances(run)
-        if one.outside is not None and one.outside.total > NOTABLE_LOAD * one.ranks_there
-    ]
+    known = [one.outside for one in _circumstances(run) if one.outside is not None and one.outside.is_notable]
     return max(known, key=lambda load: load.total, default=None)
 
 
@@ -113,7 +104,6 @@ def _circumstances(run: RunResult) -> list[Circumstances]:
             run,
             rank.rank,
             rank.host,
-            sum(other.host == rank.host for other in ranks),
             rank.spans_s["forward"] / rank.frames,
             outside_load(run.timing, rank),
             rank.gpu,
@@ -126,7 +116,7 @@ def _circumstances(run: RunResult) -> list[Circumstances]:
 def _is_from_outside(pair: Unsteadiness) -> bool:
     """Return whether something outside of the runs differed, or is not known to have been alike."""
     slow, fast = pair.slow.outside, pair.fast.outside
-    if slow is None or fast is None or slow.total - fast.total > NOTABLE_LOAD * pair.slow.ranks_there:
+    if slow is None or fast is None or slow.total - fast.total > NOTABLE_LOAD * slow.ranks:
         return True
     # What keeps cores busy says nothing of what keeps a GPU busy.
     return pair.slow.run.on_gpu and not _had_the_gpu_alike(pair.slow.gpu, pair.fast.gpu)

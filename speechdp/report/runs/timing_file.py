@@ -137,13 +137,15 @@ def _gpu(entry: Any) -> GpuConditions | None:
     if not isinstance(entry, dict) or (index := amount(entry, "index")) is None:
         return None
     found = entry.get("limits")
-    limits = {name: amount(found, name) for name in CLOCK_LIMITS} if isinstance(found, dict) else {}
+    limits = None  # not read, which is not the same as none
+    if isinstance(found, dict):
+        limits = {name: share for name in CLOCK_LIMITS if (share := amount(found, name))}
     most = amount(entry, "most_others")
     return GpuConditions(
         index=int(index),
         clock_mhz=amount(entry, "clock_mhz"),
         lowest_clock_mhz=amount(entry, "lowest_clock_mhz"),
-        limits={name: share for name, share in limits.items() if share},
+        limits=limits,
         others=amount(entry, "others"),
         most_others=None if most is None else int(most),
         others_bytes=amount(entry, "others_bytes"),

@@ -11,7 +11,7 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.choice import accurate_enough, are_decoded_alike, lacks_scores, splits_of
 from speechdp.report.kit.metric_names import terms_of
-from speechdp.report.kit.outside import shares_gpus, stolen_text
+from speechdp.report.kit.outside import load_text, shares_gpus
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
 from speechdp.report.kit.speeds import (
     any_raced,
@@ -282,7 +282,7 @@ def _sharing(run: RunResult) -> str:
     load = notable_load(run)
     shared = ["shared cores or memory"]
     if load is not None:
-        shared.append(f"and other work that kept {load.others:.2g} cores busy{stolen_text(load, ', with ')}")
+        shared.append(f"and {load_text(load)}")
     if shares_gpus(run):
         shared.append("and others on its GPUs")
     return ", ".join(shared)

@@ -26,7 +26,7 @@ from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.metric_names import Terms, terms_of
-from speechdp.report.kit.outside import stolen_text
+from speechdp.report.kit.outside import load_text
 from speechdp.report.kit.pages import WrittenReport, legend_marks, render_page, setting_facts, write_files
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text, with_figures
@@ -197,16 +197,12 @@ def _doubts(search: Search) -> list[str]:
     compared = [one.name for one in record.backends if one.speed is not None]
     rests = [what] if ruled_out and record.backend in search.loads else []
     rests += ["which back-end was chosen"] if len(compared) > 1 else []
-    busy = [
-        f"{name} {search.loads[name].others:.2g}{stolen_text(search.loads[name], ' and ')}"
-        for name in compared
-        if name in search.loads
-    ]
+    busy = [f"{name}: {load_text(search.loads[name])}" for name in compared if name in search.loads]
     if busy and rests:
         notes.append(
-            f"As back-ends were measured, other work kept cores busy ({', '.join(busy)}), by which "
-            f"predictions may be off: {' and '.join(rests)} should be searched for again, in another folder, "
-            "while nothing else runs there."
+            f"As back-ends were measured, they did not have the cores to themselves ({'; '.join(busy)}), by "
+            f"which predictions may be off: {' and '.join(rests)} should be searched for again, in another "
+            "folder, while nothing else runs there."
         )
     refuted = [text for one in record.tried if (text := _refuted(record, one))]
     if ruled_out and refuted:

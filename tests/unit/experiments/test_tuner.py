@@ -353,7 +353,7 @@ def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_pat
     mpi_busy = {"mpi": OutsideLoad(0.98, 0.0)}
     busy = cautions(Search(record, {}, loads=mpi_busy))
     assert (
-        "other work kept cores busy (mpi 0.98), by which predictions may be off: what was ruled out" in busy
+        "(mpi: 0.98 cores busy with other work), by which predictions may be off: what was ruled out" in busy
     )
     assert "(1 setting) should be searched for again" in busy and "back-end was chosen" not in busy
     failed = replace(record, backends=(*record.backends, BackendRecord("torch")))
@@ -361,7 +361,7 @@ def test_doubts_about_predictions_are_told_where_something_rests_on_them(tmp_pat
     two = replace(record, backends=(*record.backends, BackendRecord("torch", 90.0, why="slower")))
     assert "and which back-end was chosen should" in cautions(Search(two, {}, loads=mpi_busy))
     other = cautions(Search(two, {}, loads={"torch": OutsideLoad(0.98, 0.3)}))
-    assert "(torch 0.98 and 0.3 stolen by the virtual machine's host)" in other
+    assert "(torch: 0.98 cores busy with other work and 0.3 stolen by the virtual machine's host)" in other
     assert ": which back-end was chosen should" in other
     # A common factor rules nothing out wrongly; what was predicted otherwise than the others may be.
     slow = replace(

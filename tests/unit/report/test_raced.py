@@ -229,7 +229,7 @@ def test_table_page_and_csv_have_the_ratio_and_its_interval(tmp_path: Path) -> N
     page = report.html.read_text(encoding="utf-8")
     assert "raced speed" in page and f"{ratio:.2f} [{low:.2f}, {high:.2f}]" in page.replace("\u00a0", " ")
     assert "Race on 2 ranks, begun 2026-11-23 15:42 UTC: 12 rounds" in page
-    assert "Meanwhile 0.1 cores were busy with other work." in page
+    assert "Load from outside meanwhile: 0.3 cores busy with other work." in page
     assert "times the baseline" in page  # the plot of speed against the period
 
 
@@ -239,8 +239,11 @@ def test_stolen_cores_are_named_apart_from_other_work(tmp_path: Path) -> None:
     stolen = tuple({**load, "stolen": 0.4} for load in race.load)
     write_made_up_race(out, dataclasses.replace(race, load=stolen))
     page = write_report(out).html.read_text(encoding="utf-8")
-    said = "Meanwhile 0.1 cores were busy with other work and 0.4 stolen by the virtual machine&#39;s host."
-    assert said in page
+    said = "0.3 cores busy with other work and 0.4 stolen by the virtual machine&#39;s host."
+    assert f"Load from outside meanwhile: {said}" in page
+    little = tuple({**load, "host": load["own"] * race.plan.ranks + 0.09} for load in race.load)
+    write_made_up_race(out, dataclasses.replace(race, load=little))
+    assert "Load from outside" not in write_report(out).html.read_text(encoding="utf-8")
 
 
 def test_without_a_race_everything_is_as_before(tmp_path: Path) -> None:

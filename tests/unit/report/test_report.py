@@ -158,7 +158,7 @@ def test_work_of_others_is_named_beside_what_ranks_share(tmp_path: Path) -> None
     quiet, busy = (MadeUpRun("p4", period="4", others=others, spans=spans) for others in (0.05, 0.9))
     said = [_answer(tmp_path / name, [alone, run]).limit for name, run in (("a", quiet), ("b", busy))]
     assert "does alone (shared cores or memory):" in said[0]
-    assert "(shared cores or memory, and other work that kept 0.9 cores busy):" in said[1]
+    assert "(shared cores or memory, and 0.9 cores busy with other work):" in said[1]
 
 
 def test_ranks_that_are_slower_than_one_are_called_so(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def test_gather_timing_names_every_rank_and_host_and_is_read_back(tmp_path: Path
     assert timing.warmup_steps == 1
     assert [(rank.rank, rank.frames, rank.steps) for rank in timing.ranks] == [(0, 100, 2), (1, 100, 2)]
     assert timing.ranks[1].host == "other"
+    assert timing.ranks[0].gpu == GpuConditions(0)  # what held the clock down was not read
     assert timing.ranks[1].gpu == GpuConditions(3, clock_mhz=1980, limits={"heat": 0.5})
     apart = gather_timing(timeline, comm, synchronous=False)  # as many steps on each rank, by chance
     assert gathered["exchange_s"] == 0 and apart == {**gathered, "exchange_s": None, "ranks": apart["ranks"]}

@@ -101,7 +101,7 @@ def test_the_warning_names_clock_and_other_users_of_the_gpu(tmp_path: Path) -> N
     runs = runs_of(tmp_path, quiet, replace(quiet, name="slow", frames_per_s=12e3, gpu=slow))
     warning = machine_warning(runs, {"quiet": "A", "slow": "B"})
     stolen = "0.1 cores busy with other work and 0.3 stolen by the virtual machine's host"
-    assert f"{stolen}, GPU clock 1,410 MHz, 1 other process with 20.00 GB)" in warning
+    assert f"{stolen}, GPU clock 1,410 MHz, 1 other process with 20.00 GB in the mean)" in warning
     assert f"{stolen}, GPU clock 1,980 MHz)" in warning
 
 

@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from speechdp.report.kit.canvas import Canvas
-from speechdp.report.kit.outside import outside_sentences
+from speechdp.report.kit.outside import load_text, outside_sentences, shares_gpus
 from speechdp.report.kit.theme import PRINT
 from speechdp.report.kit.utilisation import (
     CPU_AXIS,
@@ -33,8 +33,10 @@ from speechdp.report.runs.derived import sweep_figures
 from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.runs.results import GpuConditions, RankTiming, RunTiming
 from speechdp.report.runs.samples import Samples, read_samples
+from speechdp.report.runs.steadiness import notable_load
 from speechdp.report.sweep.answer import find_answer, starting_kernels
 from speechdp.report.sweep.report import write_report
+from speechdp.timing.load import OutsideLoad
 from speechdp.timing.memory import memory_balance, peak_memory
 from tests.helpers.runs import MadeUpRun, realistic_sweep, write_run, write_sweep
 from tests.helpers.usage_files import GB, add_memory, write_samples
@@ -107,6 +109,11 @@ def test_gpus_are_named_with_their_ranks_and_hosts_stand_side_by_side(
     ]
     legend = ax.get_legend()
     assert legend is not None and len(legend.get_texts()) == 4
+    # By NVML's numbers where the file has them: as the texts of the page and nvidia-smi call them.
+    path = write_samples(tmp_path, "c", [[90.0] * 50], gpus=True)
+    path.write_text(path.read_text().replace('"gpus": ["H200"]', '"gpus": ["H200"], "gpu_numbers": [3]', 1))
+    course = utilisation_course([read_samples(path)])
+    assert course is not None and course.labels == ("GPU 3 (rank 0)",)
 
 
 def test_without_a_gpu_the_axis_says_what_is_shown(tmp_path: Path, drawing: tuple[Axes, Canvas]) -> None:
@@ -217,8 +224,8 @@ def test_a_page_names_what_a_run_did_not_have_to_itself(tmp_path: Path) -> None:
     shown = notes(MadeUpRun("shared", gpu=gpu, others=0.4, stolen=0.2))
     assert (
         "SM clock while a kernel ran: median 1,965 MHz, lowest 1,200 MHz. "
-        "Held down 12\u00a0% of that time by the power limit. "
-        "GPU 2: up to 2 other processes (0.5 in the mean) with 20.00 GB. "
+        "The clock was held down by the power limit for 12\u00a0% of the time a kernel ran. "
+        "GPU 2: up to 2 other processes (in the mean 0.5 with 20.00 GB). "
         "0.4 cores busy with other work and 0.2 stolen by the virtual machine&#39;s host."
     ) in shown
     alone = notes(
@@ -226,11 +233,92 @@ def test_a_page_names_what_a_run_did_not_have_to_itself(tmp_path: Path) -> None:
     )
     assert "Nobody else was seen on the GPU." in alone and "cores busy" not in alone
     hidden = notes(MadeUpRun("hidden", gpu={**gpu, "others": 0, "most_others": 0}))
-    assert "GPU 2: 20.00 GB held by others, whose processes are not listed." in hidden
+    assert "GPU 2: 20.00 GB in the mean held by others, whose processes are not listed." in hidden
     # Of a GPU of which nothing was read, and of a CPU, nothing is said, but that cores were stolen.
     assert "SM clock" not in notes(MadeUpRun("unread", gpu={"index": 0}, others=0.0))
     assert notes(MadeUpRun("cpu", others=1.4)) == ""
     assert "1.4 cores busy with other work and 0.3 stolen" in notes(MadeUpRun("vm", others=1.4, stolen=0.3))
+
+
+def of_gpus(tmp_path: Path, *gpus: GpuConditions) -> list[str]:
+    """Return what is said of a run with a rank on each of these GPUs."""
+    ranks = tuple(RankTiming(n, "a", 1, 1, 1.0, {}, gpu=gpu) for n, gpu in enumerate(gpus))
+    run = MadeUpRun(f"of-gpus-{len(list(tmp_path.iterdir()))}")
+    return outside_sentences(
+        dataclasses.replace(read_run(write_run(run, tmp_path)), timing=RunTiming(4, ranks))
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        # Who was there for a moment was there.
+        (GpuConditions(3, others=0.03, most_others=3, others_bytes=5e9),
+         "GPU 3: up to 3 other processes (in the mean 0.03 with 5.00 GB)."),
+        (GpuConditions(3, others=0.03, most_others=3, others_bytes=1e8),
+         "GPU 3: up to 3 other processes (in the mean 0.03 with 0.10 GB)."),
+        (GpuConditions(3, others=0.0, most_others=1, others_bytes=1e6),
+         "GPU 3: up to 1 other process (in the mean less than 0.01)."),
+        (GpuConditions(3, others=1.0, most_others=1), "GPU 3: 1 other process."),
+        (GpuConditions(3, others=0.0, most_others=0, others_bytes=1e8), "Nobody else was seen on the GPU."),
+        (GpuConditions(3, limits={"power": 0.5, "heat": 0.25}),
+         "The clock was held down by the power limit for 50\u00a0% of the time a kernel ran, by heat for "
+         "25\u00a0%."),
+    ],
+)  # fmt: skip
+def test_a_gpus_conditions_are_told_by_what_was_read(gpu: GpuConditions, said: str, tmp_path: Path) -> None:
+    assert of_gpus(tmp_path, gpu) == [said]
+
+
+def test_a_gpu_whose_limits_were_not_read_lowers_no_mean(tmp_path: Path) -> None:
+    known, free, unread = (
+        GpuConditions(0, limits={"heat": 0.5}),
+        GpuConditions(1, limits={}),
+        GpuConditions(2),
+    )
+    assert of_gpus(tmp_path, unread) == []
+    for gpus, percent in (((known, unread), 50), ((known, free, unread), 25)):
+        (said,) = of_gpus(tmp_path, *gpus)
+        assert f"held down by heat for {percent}\u00a0% of the time" in said
+
+
+def test_a_visitor_of_a_moment_is_no_cause(tmp_path: Path) -> None:
+    def shares(**gpu: float) -> bool:
+        found = {"index": 0, **gpu}
+        return shares_gpus(
+            read_run(write_run(MadeUpRun(f"run-{len(list(tmp_path.iterdir()))}", gpu=found), tmp_path))
+        )
+
+    assert not shares(others=0.03, most_others=3, others_bytes=1e8)
+    assert shares(others=0.6, most_others=1) and shares(others=0, most_others=0, others_bytes=5e9)
+
+
+@pytest.mark.parametrize(
+    ("others", "stolen", "text"),
+    [
+        (0.4, 0.2, "0.4 cores busy with other work and 0.2 stolen by the virtual machine's host"),
+        (0.0, 0.5, "0.5 cores stolen by the virtual machine's host"),
+        (1.4, 0.0, "1.4 cores busy with other work"),
+        (1.4, 0.01, "1.4 cores busy with other work"),
+        (0.04, 0.03, "0.04 cores busy with other work and 0.03 stolen by the virtual machine's host"),
+        (1.0, 1.0, "1 core busy with other work and 1 stolen by the virtual machine's host"),
+        (0.0, 1.0, "1 core stolen by the virtual machine's host"),
+        (0.0, 0.0, "0 cores busy with other work"),
+        (120.4, 0.0, "120 cores busy with other work"),
+    ],
+)
+def test_cores_that_were_not_the_jobs_are_named_without_a_part_that_is_zero(
+    others: float, stolen: float, text: str
+) -> None:
+    assert load_text(OutsideLoad(others, stolen)) == text
+
+
+def test_cores_count_from_a_share_for_each_rank_on_the_host(tmp_path: Path) -> None:
+    """As where they are named as a cause; two ranks with 0.09 cores between them lost nothing."""
+    for others, is_said in ((0.09, False), (0.11, True)):
+        made = MadeUpRun(f"run-{others}", size=2, others=others, gpu={"index": 0})
+        run = read_run(write_run(made, tmp_path))
+        assert bool(outside_sentences(run)) == is_said == (notable_load(run) is not None)
 
 
 def test_gpus_of_several_hosts_are_taken_together(tmp_path: Path) -> None:
@@ -242,7 +330,7 @@ def test_gpus_of_several_hosts_are_taken_together(tmp_path: Path) -> None:
     run = dataclasses.replace(read_run(write_run(MadeUpRun("one"), tmp_path)), timing=timing)
     assert outside_sentences(run) == [
         "SM clock while a kernel ran: median 1,900 to 1,907 MHz, lowest 1,800 MHz (GPU 0 on a).",
-        "Held down 44\u00a0% of that time by heat.",
+        "Clocks were held down by heat for 44\u00a0% of the time a kernel ran.",
         "GPU 3 on a: 1 other process; GPU 0 on b: 1 other process; GPU 1 on b: 1 other process; "
         "GPU 2 on b: 2 other processes; and others on 1 more GPU.",
     ]

@@ -25,7 +25,7 @@ from speechdp import jsonl
 from speechdp.errors import RunError
 from speechdp.report.kit.utilisation import utilisation_course
 from speechdp.report.runs.samples import Samples, read_samples
-from speechdp.timing.gpu import GpuReader, GpuTally, gpu_uuid, visible_gpus
+from speechdp.timing.gpu import GpuReader, GpuTally, _sees_all_processes, gpu_uuid, visible_gpus
 from speechdp.timing.sampler import Sampler
 from tests.helpers.nvml import FakeNvml
 from tests.helpers.waiting import wait_until
@@ -178,10 +178,10 @@ def test_what_nvml_cannot_read_is_left_out_and_named_once(
     assert samples.gpu_percent[0].tolist() == [93, 7] and np.isnan(samples.gpu_percent[1:]).all()
     assert np.isnan(samples.power_w).all() and (samples.clock_mhz == 1980).all()
     assert sorted(samples.notices) == [
-        "GPU 0: power: Not Supported",
-        "GPU 0: utilisation: GPU is lost",
-        "GPU 1: power: Not Supported",
-        "GPU 1: utilisation: GPU is lost",
+        "GPU 2: power: Not Supported",
+        "GPU 2: utilisation: GPU is lost",
+        "GPU 3: power: Not Supported",
+        "GPU 3: utilisation: GPU is lost",
     ]
     assert nvml.running == 0
 
@@ -202,7 +202,28 @@ def conditions(
 
 
 def in_container(monkeypatch: pytest.MonkeyPatch, *, is_in: bool) -> None:
-    monkeypatch.setattr("speechdp.timing.gpu._sees_all_processes", lambda: not is_in)
+    """Make the process ids those of the first namespace, or of another one."""
+    number = Path("/proc/self/ns/pid").stat().st_ino
+    monkeypatch.setattr("speechdp.timing.gpu._FIRST_PID_NAMESPACE", number + is_in)
+
+
+def test_process_ids_are_those_of_the_whole_machine_in_its_first_namespace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Linux names the first one so since 3.8 (PROC_PID_INIT_INO in include/linux/proc_ns.h).
+    is_first = os.readlink("/proc/self/ns/pid") == "pid:[4026531836]"  # noqa: PTH115 - no file of that name
+    assert _sees_all_processes() == is_first
+    with monkeypatch.context() as patches:
+        patches.setattr(Path, "stat", lambda path: SimpleNamespace(st_ino=4026531836))
+        assert _sees_all_processes()
+        patches.setattr(Path, "stat", lambda path: SimpleNamespace(st_ino=4026532441))
+        assert not _sees_all_processes()
+
+        def refuse(path: Path) -> None:
+            raise FileNotFoundError(path)
+
+        patches.setattr(Path, "stat", refuse)
+        assert not _sees_all_processes()
 
 
 def test_others_on_a_gpu_are_counted_without_the_ranks_that_share_it(
@@ -212,7 +233,7 @@ def test_others_on_a_gpu_are_counted_without_the_ranks_that_share_it(
     nvml = FakeNvml()
     nvml.listed = {"GPU-b": {OWN: 2**29, PEER: 2**29, OTHER: 3 * 2**28}}
     found, samples = conditions(tmp_path, monkeypatch, nvml)
-    assert found[0] == found[1]
+    assert found[0] == found[1] and found[0]["index"] == 3 and samples.gpu_numbers == (3,)
     # 2 GiB are in use, of which the ranks hold one: more than the process that is listed has.
     assert (found[0]["others"], found[0]["most_others"], found[0]["others_bytes"]) == (1, 1, 2**30)
     assert (samples.others[0, 0], samples.others_bytes[0, 0]) == (1, 2**30)
@@ -241,7 +262,7 @@ def test_what_a_container_hides_is_not_taken_for_others(
     found, samples = conditions(tmp_path, monkeypatch, nvml)
     assert "others" not in found[0] and "others_bytes" not in found[0] and np.isnan(samples.others).all()
     assert samples.notices == (
-        "GPU 0: other processes: NVML lists not all processes, or not by the ids that they have here (a "
+        "GPU 3: other processes: NVML does not list all processes, or not by the ids that they have here (a "
         "container?)",
     )
 
@@ -265,12 +286,68 @@ def test_a_gpu_that_the_job_uses_in_other_containers_too_is_not_judged(
     assert "others" not in found[0] and np.isnan(samples.others).all() and found[0]["clock_mhz"] == 1980
 
 
+def test_ranks_are_no_others_on_a_gpu_that_is_not_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may have a context on each GPU that it sees."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml := FakeNvml())
+    nvml.listed = {"GPU-a": {OWN: 2**30, PEER: 2**28}, "GPU-b": {PEER: 2**30, OTHER: 2**28}}
+    path, used = tmp_path / "s.jsonl", {0: "GPU-a"}  # rank 1 has none of which anything is known
+    with Sampler(path, {0: OWN, 1: PEER}, hz=50, gpu_of_rank=used) as sampler:
+        wait_until(lambda: path.read_text().count("\n") and some(read_samples(path)), "enough samples")
+    found = sampler.gpu_summaries()[0]
+    assert (found["others"], found["most_others"], found["others_bytes"]) == (0, 0, 3 * 2**28)
+
+
+def test_a_process_that_is_listed_twice_holds_both_amounts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvml = FakeNvml()
+    nvml.listed = {"GPU-b": [(OWN, 2**29), (PEER, 2**29), (OTHER, 2**30), (OTHER, 2**29)]}
+    found, _ = conditions(tmp_path, monkeypatch, nvml)
+    assert (found[0]["others"], found[0]["others_bytes"]) == (1, 3 * 2**29)
+    nvml.listed = {"GPU-b": [(OWN, 2**28), (OWN, 2**28), (PEER, 2**29)]}
+    found, _ = conditions(tmp_path, monkeypatch, nvml)
+    assert (found[0]["others"], found[0]["others_bytes"]) == (0, 2**30)
+
+
+@pytest.mark.parametrize("refused", [{}, {"throttle_reasons": 0}, {"event_reasons": 0}])
+def test_clock_event_reasons_are_read_by_either_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: dict[str, int]
+) -> None:
+    nvml = FakeNvml(**refused)
+    nvml.reasons, nvml.listed = 0x04, {"GPU-b": {OWN: 2**29, PEER: 2**29}}
+    found, samples = conditions(tmp_path, monkeypatch, nvml)
+    assert (samples.clock_reasons == 4).all() and found[0]["limits"] == {"power": 1.0}
+    assert samples.notices == ()
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 2])
+def test_calls_that_the_package_has_dropped_end_no_sampling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: int
+) -> None:
+    calls = [
+        ("clock event reasons", "nvmlDeviceGetCurrentClocksThrottleReasons"),
+        ("other processes", "nvmlDeviceGetComputeRunningProcesses"),
+    ]
+    for _, name in calls[:dropped]:
+        monkeypatch.delattr(FakeNvml, name)
+    nvml = FakeNvml(event_reasons=0)
+    nvml.listed = {"GPU-b": {OWN: 2**29, PEER: 2**29}}
+    found, samples = conditions(tmp_path, monkeypatch, nvml)
+    assert len(samples.t_s) >= 3 and found[0]["clock_mhz"] == 1980
+    assert [notice.rpartition(": ")[0] for notice in samples.notices] == [
+        f"GPU 3: {what}" for what, _ in calls[:dropped]
+    ]
+    assert ("limits" in found[0], "others" in found[0]) == (dropped < 1, dropped < 2)
+
+
 def test_a_driver_that_lists_no_processes_is_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, samples = conditions(tmp_path, monkeypatch, FakeNvml(processes=0))
     assert "others" not in found[0]
-    assert samples.notices == ("GPU 0: other processes: Not Supported",)
+    assert samples.notices == ("GPU 3: other processes: Not Supported",)
 
 
 def test_clocks_are_those_of_a_busy_gpu_and_say_what_held_them_down() -> None:
@@ -279,7 +356,8 @@ def test_clocks_are_those_of_a_busy_gpu_and_say_what_held_them_down() -> None:
     for utilisation, clock, reasons in (
         *[(90, 1980, 0)] * 5,
         *[(90, 1410, 0x04)] * 2,
-        (None, 1200, 0x48),
+        (90, 1200, 0x48),
+        (None, 210, 0x01),  # as on a part of a GPU (MIG): it may be idle
         *[(0, 345, 0x01)] * 9,
     ):
         tally.add([3, utilisation, 2**30, 400.0, clock, reasons])
@@ -302,6 +380,7 @@ def test_samples_of_versions_without_clock_event_reasons_are_read(tmp_path: Path
     samples = read_samples(tmp_path / "s.jsonl")
     assert samples.clock_mhz[:, 0].tolist() == [1980, 1965]
     assert np.isnan(samples.clock_reasons[0, 0]) and samples.clock_reasons[1, 0] == 4
+    assert samples.gpu_numbers == (0,)
     assert (
         np.isnan(samples.others[0, 0]) and samples.others[1, 0] == 1 and np.isnan(samples.others_bytes).all()
     )
@@ -310,7 +389,7 @@ def test_samples_of_versions_without_clock_event_reasons_are_read(tmp_path: Path
 def test_the_stand_in_has_only_what_nvml_has() -> None:
     nvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
     ours = {name for name in vars(FakeNvml) if name.lower().startswith("nvml")}
-    assert len(ours) == 14 and [name for name in ours if not hasattr(nvml, name)] == []
+    assert len(ours) == 15 and [name for name in ours if not hasattr(nvml, name)] == []
     if not torch.cuda.is_available():
         problems: list[str] = []
         reader = GpuReader(["GPU-a"])

@@ -111,7 +111,7 @@ def test_conditions_of_a_gpu_stand_with_each_rank_that_used_it(
     ranks = json.loads((tmp_path / "run" / "timing.json").read_text())["ranks"]
     assert [rank["rank"] for rank in ranks] == [0, 1] and "of_ranks" not in ranks[0]
     assert ranks[0]["gpu"] == ranks[1]["gpu"] == {
-        "index": 0, "clock_mhz": 1980, "lowest_clock_mhz": 1980, "limits": {},
+        "index": 3, "clock_mhz": 1980, "lowest_clock_mhz": 1980, "limits": {},
         "others": 1.0, "most_others": 1, "others_bytes": 3 * 2**29,
     }  # fmt: skip
 
