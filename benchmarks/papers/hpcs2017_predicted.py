@@ -16,7 +16,8 @@ Second table: that share is fitted, by restarts alone or by loading alone (which
 the shares at other frequencies are predictions.  The paper gives their direction only.
 
 --measured OUT: a folder of hpcs2017.py.  The phases of its trainings with --from frames an iteration, and the
-steps of our run there, predict all the others, beside what these took.
+steps of our run there, predict all the others, beside what these took.  Rounds, and trainings of a round,
+that are not finished are passed over.
 
 Last line: JSON {"reported": share, "predicted": [least, most]}, and with OUT {"median_error", "worst_error"}
 of total times and {"saved_error"}, the most by which shares differ, without the row that was fitted.
@@ -29,7 +30,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,6 +65,21 @@ _DEVIATION, _FEATURES, _CLASSES = 0.1, 40, 3_000
 #: Bytes/s between two ranks of a node: MPI through the host's memory, about.
 _INSIDE = 5e9
 _AT_ONCE = GivenLink(math.inf, 0.0)
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round of hpcs2017.py.
+
+    Attributes:
+        folder: where it is.
+        pairs: of each number of frames an iteration, what both ways took; finished ones.
+        unfinished: numbers of frames that this or another round has begun, without a pair here; ascending.
+    """
+
+    folder: Path
+    pairs: dict[int, dict[str, Result]]
+    unfinished: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -208,8 +224,8 @@ def _scaled(times: StepTimes, factor: float) -> StepTimes:
     return replace(times, **parts)
 
 
-def show_measured(out: Path, known: int) -> dict[str, float]:
-    """Print what the trainings of OUT with `known` frames an iteration say of the others, beside these."""
+def show_measured(rounds: Sequence[Round], known: int) -> dict[str, float]:
+    """Print what the trainings with `known` frames an iteration say of the others, beside these."""
     table = _table(
         f"total time, s: predicted from the phases at {count(known)}, and measured",
         (
@@ -219,15 +235,16 @@ def show_measured(out: Path, known: int) -> dict[str, float]:
         "saved, predicted / measured",
     )
     errors, saved_errors = [], []
-    for frames, rounds in _pairs(out):
-        measured = {way: statistics.median(pair[way].total_s for pair, _ in rounds) for way in WAYS}
+    for frames in _frames_of(rounds):
+        there = [one for one in rounds if frames in one.pairs]
+        measured = {way: statistics.median(one.pairs[frames][way].total_s for one in there) for way in WAYS}
         predictions = [
             predicted_totals(
-                _read(folder, known),
-                measured_run(read_run(folder / f"ours-{known}" / "run")),
-                pair["kaldi"].iterations,
+                one.pairs[known],
+                measured_run(read_run(one.folder / f"ours-{known}" / "run")),
+                one.pairs[frames]["kaldi"].iterations,
             )
-            for pair, folder in rounds
+            for one in there
         ]
         predicted = {way: statistics.median(each[way] for each in predictions) for way in WAYS}
         saved = [1 - t["ours"] / t["kaldi"] for t in (predicted, measured)]
@@ -241,10 +258,6 @@ def show_measured(out: Path, known: int) -> dict[str, float]:
             " / ".join(f"{share:.0%}" for share in saved),
         )
     make_console().print(table)
-    if not errors:
-        raise SystemExit(
-            f"{out}: holds no trainings but those with {count(known)} frames an iteration, which are fitted"
-        )
     return {
         "median_error": statistics.median(errors),
         "worst_error": max(errors),
@@ -252,21 +265,70 @@ def show_measured(out: Path, known: int) -> dict[str, float]:
     }
 
 
-def _pairs(out: Path) -> Iterator[tuple[int, list[tuple[dict[str, Result], Path]]]]:
-    """Yield numbers of frames of a folder of hpcs2017.py, with what both ways took, and where, by round."""
-    folders = sorted(out.glob("round-*"))
-    names = {path.parent.name for folder in folders for path in folder.glob("ours-*/result.json")}
-    for frames in sorted(int(name.removeprefix("ours-")) for name in names):
-        yield frames, [(_read(folder, frames), folder) for folder in folders]
+def rounds_of(out: Path, known: int) -> list[Round]:
+    """Return the rounds of a folder of hpcs2017.py that are finished with `known` frames an iteration.
 
+    What is passed over is told on stderr, a line for each round.
 
-def _read(folder: Path, frames: int) -> dict[str, Result]:
-    found = {way: Result.read(folder / f"{way}-{frames}" / "result.json") for way in WAYS}
-    if missing := [way for way, result in found.items() if result is None]:
+    Raises:
+        SystemExit: no pair of trainings is finished, none with `known` frames, or no other beside it.
+    """
+    rounds = _read_rounds(out)
+    if not (present := _frames_of(rounds)):
         raise SystemExit(
-            f"{folder}: no {missing[0]}-{frames}/result.json; give hpcs2017.py the same --out again"
+            f"{out}: no round-*/ has a result.json of both ways, ours-N/ and kaldi-N/; --measured takes the "
+            "--out of hpcs2017.py, once a pair of trainings is finished"
         )
-    return {way: result for way, result in found.items() if result is not None}
+    if known not in present:
+        raise SystemExit(
+            f"{out}: both ways are finished with {_counts(present)} frames an iteration, but not with "
+            f"{count(known)}; choose by --from {count(present[-1])}"
+        )
+    usable = [one for one in rounds if known in one.pairs]
+    for one in rounds:
+        if known not in one.pairs:
+            _note(f"{one.folder}: passed over as a whole, not finished at {count(known)} frames an iteration")
+        elif one.unfinished:
+            _note(f"{one.folder}: passed over at {_counts(one.unfinished)} frames an iteration, not finished")
+    if _frames_of(usable) == [known]:
+        raise SystemExit(
+            f"{out}: beside {count(known)} frames an iteration, which are fitted, nothing is finished that "
+            "could be predicted; run hpcs2017.py with others in --frames-per-iteration, too"
+        )
+    return usable
+
+
+def _read_rounds(out: Path) -> list[Round]:
+    begun: dict[Path, set[int]] = {folder: set() for folder in sorted(out.glob("round-*"))}
+    for folder, found in begun.items():
+        for way in WAYS:
+            found |= {int(path.name.removeprefix(f"{way}-")) for path in folder.glob(f"{way}-*")}
+    everywhere = sorted(set().union(*begun.values()))
+    rounds = []
+    for folder in begun:
+        pairs = {frames: pair for frames in everywhere if (pair := _read(folder, frames)) is not None}
+        rounds.append(Round(folder, pairs, tuple(frames for frames in everywhere if frames not in pairs)))
+    return rounds
+
+
+def _read(folder: Path, frames: int) -> dict[str, Result] | None:
+    """Return what both ways took in a round; None where one is not finished."""
+    found = {way: Result.read(folder / f"{way}-{frames}" / "result.json") for way in WAYS}
+    pair = {way: result for way, result in found.items() if result is not None}
+    return pair if len(pair) == len(WAYS) else None
+
+
+def _frames_of(rounds: Sequence[Round]) -> list[int]:
+    """Return the numbers of frames an iteration of which a round has a pair, ascending."""
+    return sorted({frames for one in rounds for frames in one.pairs})
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def _counts(several: Sequence[int]) -> str:
+    return ", ".join(map(count, several))
 
 
 def _table(title: str, columns: Sequence[str], last: str) -> Table:
@@ -286,11 +348,12 @@ def main() -> None:
     parser.add_argument("--from", dest="known", type=frame_count, default="600k")
     given = parser.parse_args()
     bytes_per_s = bandwidth("--bandwidth", given.bandwidth)
+    rounds = None if given.measured is None else rounds_of(given.measured, given.known)
     found = show_bracket(bytes_per_s)
     show_fitted(bytes_per_s)
     line = {"reported": REPORTED, "predicted": [round(min(found), 3), round(max(found), 3)]}
-    if given.measured is not None:
-        errors = show_measured(given.measured, given.known)
+    if rounds is not None:
+        errors = show_measured(rounds, given.known)
         line |= {name: round(error, 3) for name, error in errors.items()}
     print(json.dumps(line))
 

@@ -20,7 +20,7 @@ from speechdp.cli.support.script_options import (
     say_how_many_failed,
 )
 from speechdp.errors import ConfigError
-from speechdp.options.run import FLAT_NOTICE, TrainOptions
+from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ class SweepCommand:
     def _on_rank(self, session: Session) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.support.distributed import reporter_maker  # noqa: PLC0415
-        from speechdp.data.shards.dataset import FLAT  # noqa: PLC0415
         from speechdp.experiments.sweep.training import check_sweep, names_of, run_sweep  # noqa: PLC0415
+        from speechdp.options.targets import tell_of_spread_targets  # noqa: PLC0415
         from speechdp.ownership.overwrite import SWEEP, check_kind, check_overwrite, empty  # noqa: PLC0415
         from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
         from speechdp.train.origin import RESTART_REASON  # noqa: PLC0415
@@ -130,8 +130,7 @@ class SweepCommand:
                 if owner is not None and self.overwrite and (stays := empty(owner, SWEEP)):
                     session.reporter.notice(stays)
                 comm.barrier()
-                if session.dataset.alignment == FLAT and self.options.trusts_alignment:
-                    session.reporter.notice(FLAT_NOTICE)
+                tell_of_spread_targets(self.options, lambda: session.dataset, session.reporter.notice)
                 if comm.size == 1:
                     session.reporter.notice(_ALONE)
                 reporter_for = reporter_maker(comm)

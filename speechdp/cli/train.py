@@ -11,7 +11,7 @@ import tyro
 from speechdp import exit_codes
 from speechdp.cli.support.script_options import inputs_of
 from speechdp.errors import ConfigError
-from speechdp.options.run import FLAT_NOTICE, TrainOptions
+from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
 from speechdp.ownership.overwrite import RUN, FolderKind, check_kind, check_overwrite, empty
 
@@ -60,7 +60,7 @@ class TrainCommand:
         return train_over_ranks(request, self._on_rank)
 
     def _on_rank(self, session: Session) -> int:
-        from speechdp.data.shards.dataset import FLAT  # noqa: PLC0415
+        from speechdp.options.targets import tell_of_spread_targets  # noqa: PLC0415
         from speechdp.process.ending import Stopped  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
         from speechdp.train.realign import check_overwriting, train_with_realignment  # noqa: PLC0415
@@ -74,8 +74,7 @@ class TrainCommand:
                 if owner is not None and self.overwrite and (stays := empty(owner, RUN)):
                     session.reporter.notice(stays)
                 session.comm.barrier()
-                if session.dataset.alignment == FLAT and self.options.trusts_alignment:
-                    session.reporter.notice(FLAT_NOTICE)
+                tell_of_spread_targets(self.options, lambda: session.dataset, session.reporter.notice)
                 train_with_realignment(
                     session, self.options, self.run_dir, resume=self.resume, pause_at=self.pause_at
                 )

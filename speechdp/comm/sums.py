@@ -10,7 +10,7 @@ from speechdp.comm.base import Communicator
 
 _PLAIN = Communicator.reducible
 
-#: By the back-end's name.
+#: By the back-end's name, each one's; tests/contract/test_communicators.py holds the classes to it.
 REDUCIBLE: Mapping[str, frozenset[torch.dtype]] = {
     "serial": _PLAIN | {torch.float16, torch.bfloat16},
     "threads": _PLAIN | {torch.float16, torch.bfloat16},

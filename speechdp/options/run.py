@@ -52,13 +52,7 @@ _ADDED_LATER = (
     ("model", "subsampling"),
 )
 
-
 _TIED_STATES = 1000
-#: What is said of data whose alignment is FLAT, where options trust it (`TrainOptions.trusts_alignment`).
-FLAT_NOTICE = (
-    "the targets in DATA only spread each transcript evenly over its frames, and are trained on as they are; "
-    "--flat-start or --realign 1 aligns them first, which lowers word errors"
-)
 
 
 @dataclass(frozen=True)

@@ -177,7 +177,7 @@ class _RanksInNumber(SerialCommunicator):
 
 def _ranks_on(hosts: Sequence[Any], backend: str) -> _RanksInNumber:
     class Ranks(_RanksInNumber):
-        reducible = REDUCIBLE.get(backend, _RanksInNumber.reducible)
+        reducible = REDUCIBLE[backend] if backend else _RanksInNumber.reducible
 
     Ranks.backend = backend
     return Ranks(hosts)

@@ -108,8 +108,7 @@ def slow_ranks(option: str, text: str) -> dict[int, float]:
 
     Raises:
         ConfigError: anything else, a rank twice, or a factor that is not positive or beyond `MOST_FACTOR`;
-            the message names
-            `option`.
+            the message names `option`.
     """
     found = {}
     for word in filter(None, text.split(",")):

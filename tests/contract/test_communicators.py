@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import pytest
 import torch
 
+import speechdp
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.startup.create import _MODULES
+from speechdp.comm.sums import REDUCIBLE
 from speechdp.comm.threads.communicator import ThreadsCommunicator, run_threads
 from speechdp.errors import CommunicationError, ShardError
 from tests.helpers import waiting
@@ -20,6 +25,13 @@ from tests.helpers.waiting import LIMIT_S
 
 Check = Callable[[Communicator], None]
 ALL_CHECKS = (*CHECKS, *PEER_CHECKS)
+_CLASSES = {
+    **_MODULES,
+    **{
+        name: (made.__module__, made.__name__)
+        for name, made in (("serial", SerialCommunicator), ("threads", ThreadsCommunicator))
+    },
+}
 
 
 @pytest.fixture(autouse=True)
@@ -219,3 +231,31 @@ def test_messages_of_a_group_name_the_ranks_of_the_job() -> None:
 
     with pytest.raises(CommunicationError, match="rank 3 has ended; rank 1 waits for it in barrier"):
         run_threads(4, work)
+
+
+def test_what_each_back_end_sums_is_known_without_it() -> None:
+    assert set(REDUCIBLE) == set(_CLASSES)
+
+
+@pytest.mark.parametrize("backend", _CLASSES)
+def test_a_back_end_sums_what_is_known_of_it(backend: str) -> None:
+    module, name = _CLASSES[backend]
+    text = (Path(speechdp.__file__).parents[1] / f"{module.replace('.', '/')}.py").read_text()
+    classes = {one.name: one for one in ast.parse(text).body if isinstance(one, ast.ClassDef)}
+    assert _assigned("reducible", classes, name) == f"REDUCIBLE['{backend}']"
+
+
+def _assigned(attribute: str, classes: Mapping[str, ast.ClassDef], name: str) -> str:
+    """Return what a class of a file, or a base of it there, sets an attribute to; "": nothing.
+
+    Read, not imported: that would initialise MPI, and Horovod may be missing.
+    """
+    if name not in classes:
+        return ""
+    for one in classes[name].body:
+        if isinstance(one, ast.Assign | ast.AnnAssign) and one.value is not None:
+            targets = one.targets if isinstance(one, ast.Assign) else [one.target]
+            if attribute in map(ast.unparse, targets):
+                return ast.unparse(one.value)
+    bases = (_assigned(attribute, classes, ast.unparse(base)) for base in classes[name].bases)
+    return next(filter(None, bases), "")

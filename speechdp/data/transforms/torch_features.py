@@ -116,15 +116,16 @@ def _block(frames: Tensor, emphasised: Tensor, tables: _Tables) -> Tensor:
     """
     num_samples = frames.shape[1]
     means = frames.mean(dim=1, keepdim=True)
-    windowed = frames.new_zeros(len(frames), tables.num_fft)
-    inside = windowed[:, :num_samples]
-    torch.sub(emphasised, means, alpha=1 - _PRE_EMPHASIS, out=inside)
-    inside *= tables.window
+    # Only the FFT needs zeros behind a window.
+    padded = frames.new_zeros(len(frames), tables.num_fft if tables.waves is None else num_samples)
+    windowed = padded[:, :num_samples]
+    torch.sub(emphasised, means, alpha=1 - _PRE_EMPHASIS, out=windowed)
+    windowed *= tables.window
     if tables.waves is None:
-        spectrum = torch.view_as_real(torch.fft.rfft(windowed))[:, : tables.num_fft // 2]  # (R, P, 2)
+        spectrum = torch.view_as_real(torch.fft.rfft(padded))[:, : tables.num_fft // 2]  # (R, P, 2)
         real, imaginary = spectrum.unbind(2)
     else:
-        real, imaginary = (multiply(inside, wave) for wave in tables.waves)
+        real, imaginary = (multiply(windowed, wave) for wave in tables.waves)
     power = real.square()
     power.addcmul_(imaginary, imaginary)
     log_mel = multiply(power, tables.mel).clamp_(min=_EPSILON).log_()

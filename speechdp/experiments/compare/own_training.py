@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.counting import counted
-from speechdp.data.shards.dataset import FLAT, Dataset
+from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.results import has_word_errors
 from speechdp.errors import RunError
 from speechdp.experiments.arguments import refuse_throughout, split_to_tune_on, train_arguments
@@ -19,7 +19,8 @@ from speechdp.experiments.compare.training import ComparedTraining, log_of
 from speechdp.experiments.jobs import JobStarter
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
 from speechdp.experiments.race.record import find_race, is_of
-from speechdp.options.run import FLAT_NOTICE, TrainOptions
+from speechdp.options.run import TrainOptions
+from speechdp.options.targets import tell_of_spread_targets
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.results import ONE_RANK
 from speechdp.train.realign import last_alignment
@@ -103,8 +104,7 @@ class OwnTraining(ComparedTraining):
         What `train` says of targets that are no alignment is said here, once for all runs.
         """
         request, options = self._request, self._request.options
-        if options.trusts_alignment and Dataset.open(request.data).alignment == FLAT:
-            self._say(FLAT_NOTICE)
+        tell_of_spread_targets(options, lambda: Dataset.open(request.data), self._say)
         if not options.aligns:
             return
         run_dir = (request.out / ALIGNMENT).absolute()

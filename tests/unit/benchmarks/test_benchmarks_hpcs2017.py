@@ -273,15 +273,62 @@ def test_a_known_training_predicts_others_of_the_same_phases() -> None:
         assert totals["ours"] == pytest.approx(13.0, rel=0.01)
 
 
-def test_a_training_that_is_missing_is_named(tmp_path: Path) -> None:
+def _finish(out: Path, number: int, way: str, frames: int) -> None:
+    folder = out / f"round-{number}" / f"{way}-{frames}"
+    folder.mkdir(parents=True)
+    Result(way, frames, 4, 1.0, {}, [(1, 1.0, -1.0)]).write(folder / "result.json")
+
+
+def test_rounds_that_are_not_finished_are_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, frames in ((1, 50_000), (1, 600_000), (2, 600_000), (3, 50_000)):
+        for way in ("ours", "kaldi"):
+            _finish(tmp_path, number, way, frames)
+    _finish(tmp_path, 2, "ours", 50_000)
+    (tmp_path / "round-2" / "kaldi-50000").mkdir()
+    _finish(tmp_path, 3, "kaldi", 600_000)
+    (tmp_path / "round-4" / "ours-600000").mkdir(parents=True)
+    first, second = hpcs2017_predicted.rounds_of(tmp_path, 600_000)
+    assert (first.folder.name, list(first.pairs)) == ("round-1", [50_000, 600_000])
+    assert (second.folder.name, list(second.pairs)) == ("round-2", [600_000])
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.splitlines() == [
+        f"{tmp_path}/round-2: passed over at 50k frames an iteration, not finished",
+        f"{tmp_path}/round-3: passed over as a whole, not finished at 600k frames an iteration",
+        f"{tmp_path}/round-4: passed over as a whole, not finished at 600k frames an iteration",
+    ]
+
+
+def test_other_frequencies_than_the_one_asked_for_are_named(tmp_path: Path) -> None:
     for way in ("ours", "kaldi"):
-        for frames in (50_000, 600_000):
-            folder = tmp_path / "round-1" / f"{way}-{frames}"
-            folder.mkdir(parents=True)
-            if (way, frames) != ("kaldi", 50_000):
-                Result(way, frames, 4, 1.0, {}, [(1, 1.0, -1.0)]).write(folder / "result.json")
-    with pytest.raises(SystemExit, match=r"no kaldi-50000/result\.json"):
-        hpcs2017_predicted.show_measured(tmp_path, 600_000)
+        _finish(tmp_path, 1, way, 20_000)
+        _finish(tmp_path, 1, way, 40_000)
+    with pytest.raises(SystemExit, match=r"with 20k, 40k frames .* not with 600k; choose by --from 40k$"):
+        hpcs2017_predicted.rounds_of(tmp_path, 600_000)
+
+
+def test_a_pair_that_is_alone_predicts_nothing(tmp_path: Path) -> None:
+    for way in ("ours", "kaldi"):
+        _finish(tmp_path, 1, way, 600_000)
+    with pytest.raises(SystemExit, match=r"beside 600k .* others in --frames-per-iteration, too$"):
+        hpcs2017_predicted.rounds_of(tmp_path, 600_000)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_folder_without_a_finished_pair_is_told_in_a_line(
+    tmp_path: Path,
+    is_there: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    if is_there:
+        _finish(out, 1, "ours", 600_000)
+    monkeypatch.setattr("sys.argv", ["hpcs2017_predicted.py", "--measured", str(out)])
+    with pytest.raises(SystemExit, match=r"out: no round-\*/ has a result.json of both ways"):
+        hpcs2017_predicted.main()
+    assert capsys.readouterr().out == ""  # told before what needs no OUT
 
 
 def test_what_a_folder_holds_is_predicted_from_one_of_its_rows(
@@ -301,7 +348,8 @@ def test_what_a_folder_holds_is_predicted_from_one_of_its_rows(
             Result(way, frames, iterations, total_s, seconds, [(2000, total_s, -1.0)]).write(
                 folder / "result.json"
             )
-    errors = hpcs2017_predicted.show_measured(tmp_path, 600_000)
+    rounds = hpcs2017_predicted.rounds_of(tmp_path, 600_000)
+    errors = hpcs2017_predicted.show_measured(rounds, 600_000)
     assert errors["worst_error"] == pytest.approx(1 - 13.0 / 14.3, rel=0.05)
     assert errors["median_error"] == pytest.approx(errors["worst_error"] / 2, rel=0.1)
     assert errors["saved_error"] == pytest.approx(1.3 / 38.0, rel=0.1)

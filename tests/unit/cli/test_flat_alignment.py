@@ -10,10 +10,12 @@ from rich.console import Console
 
 from speechdp.cli.inspect import describe
 from speechdp.data.prepare.pipeline import prepare
-from speechdp.data.shards.dataset import FLAT
+from speechdp.data.shards.dataset import FLAT, Dataset
 from speechdp.options.prepare import PrepareOptions
+from speechdp.options.targets import tell_of_spread_targets
 from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.options import options_with
+from tests.helpers.tiny_data import write_tiny_data
 
 
 def test_prepare_and_inspect_name_the_next_step(tmp_path: Path) -> None:
@@ -41,6 +43,19 @@ def test_prepare_and_inspect_name_the_next_step(tmp_path: Path) -> None:
     ],
 )
 def test_train_says_so_only_where_the_targets_in_data_are_learnt(
-    given: dict[str, object], trusts: bool
+    tmp_path: Path, given: dict[str, object], trusts: bool
 ) -> None:
-    assert options_with(**given).trusts_alignment == trusts
+    options = options_with(**given)
+    assert options.trusts_alignment == trusts
+    dataset, opened = write_tiny_data(tmp_path / "data"), []
+
+    def open_data() -> Dataset:
+        opened.append(dataset.path)
+        return dataset
+
+    for alignment, is_spread in ((FLAT, True), ("exact", False)):
+        dataset.alignment = alignment
+        said: list[str] = []
+        tell_of_spread_targets(options, open_data, said.append)
+        assert ["only spread each transcript" in line for line in said] == [True] * (trusts and is_spread)
+    assert len(opened) == 2 * trusts  # it is not opened where nothing can be said

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,7 +15,7 @@ import torch
 from launch import gpu_report
 from launch.gpu_report import TAIL_LINES, Part, parts, run
 from speechdp.cli.main import check_forwarded
-from speechdp.comm.startup.create import _MODULES
+from speechdp.comm.sums import REDUCIBLE
 from speechdp.parallel.registry import parse_strategy
 from tests.helpers.waiting import wait_until
 
@@ -61,29 +59,10 @@ def test_every_back_end_sums_what_it_is_given(tmp_path: Path) -> None:
     needed = {"fp16": torch.float16, "bf16": torch.bfloat16}
     for backend, text in asked:
         dtype = needed.get(getattr(parse_strategy(text), "compression", "none"), torch.float32)
-        assert str(dtype) in _reducible(backend), f"{backend} cannot sum what {text} exchanges"
+        assert dtype in REDUCIBLE[backend], f"{backend} cannot sum what {text} exchanges"
     in_half = {backend for backend, text in asked if "compression=fp16" in text}
     quantised = {backend for backend, text in asked if text.startswith("delayed") and "=int8" in text}
     assert in_half == {"torch", "horovod"} and quantised == {"mpi", "torch", "horovod"}
-
-
-@functools.cache
-def _reducible(backend: str) -> frozenset[str]:
-    """Return the types a back-end sums, in a process of its own: to import MPI's initialises MPI."""
-    if backend == "horovod" and importlib.util.find_spec("horovod") is None:
-        pytest.skip("Horovod is not installed")
-    module, name = _MODULES[backend]
-    script = f"from {module} import {name}; print(*{name}.reducible, flush=True)"
-    environment = {**os.environ, "OMPI_MCA_plm": "isolated"}
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return frozenset(ended.stdout.split())
 
 
 def test_of_the_gpus_that_a_scheduler_has_assigned_the_first_are_taken(
