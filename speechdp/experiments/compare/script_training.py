@@ -112,7 +112,7 @@ _NOTHING_TRAINED = "ended well but trained nothing with speechdp.DataParallel"
 
 
 @dataclass(frozen=True)
-class _Pace:
+class _Shown:
     """What a finished run of a script has shown, before its setting races.
 
     Attributes:
@@ -128,7 +128,7 @@ class _Pace:
     besides_s: float | None
 
     @classmethod
-    def of(cls, run_dir: Path) -> _Pace | None:
+    def of(cls, run_dir: Path) -> _Shown | None:
         """Return what a run has shown; None: it was not timed."""
         timing = read_run(run_dir).timing
         ranks = [] if timing is None else [rank for rank in timing.ranks if rank.steps and rank.wall_s]
@@ -225,7 +225,7 @@ class ScriptTraining(ComparedTraining):
             JobStopped: a signal came meanwhile; whole rounds are kept.
             RunError: the disk is full, or a log cannot be written.
         """
-        paces = {setting: _Pace.of(run_dir) for setting, run_dir in raced.runs.items()}
+        paces = {setting: _Shown.of(run_dir) for setting, run_dir in raced.runs.items()}
         steps = {
             one: turn_steps(period_of(one.strategy), self._race.least_steps, frames_a_step=1.0, step_s=None)
             if pace is None
@@ -270,7 +270,7 @@ class ScriptTraining(ComparedTraining):
         self._say(f"{place}: done in {formatting.seconds(time.monotonic() - begun_s)}")
         return None
 
-    def _why_left_out(self, steps: int, pace: _Pace | None) -> str:
+    def _why_left_out(self, steps: int, pace: _Shown | None) -> str:
         """Return why a setting whose turns have so many steps cannot race; "": it can."""
         if steps > MOST_STEPS:
             return TOO_LONG
@@ -286,7 +286,7 @@ class ScriptTraining(ComparedTraining):
             f"{DEFAULT_WARMUP_STEPS} of them to warm up; {remedy}"
         )
 
-    def _cost(self, paces: Mapping[RaceSetting, _Pace | None], turns: ScriptTurns, rounds: int) -> str:
+    def _cost(self, paces: Mapping[RaceSetting, _Shown | None], turns: ScriptTurns, rounds: int) -> str:
         """Say what some rounds of a race cost."""
         lasts = sorted({turns.last_step(one.name) for one in paces})
         shown = f"{lasts[0]}" if len(lasts) == 1 else f"{lasts[0]} to {lasts[-1]}"

@@ -76,10 +76,6 @@ class ScriptRace:
         self._hosts: tuple[str, ...] = ("",) * plan.ranks
         self._begun, self._before_s, self._clock_s = _now(), 0.0, time.monotonic()
 
-    def steps_of_turn(self, name: str) -> int:
-        """Return the steps of a setting's turn, those to warm up among them."""
-        return self._of.last_step(name)
-
     @property
     def rounds_held(self) -> int:
         """Rounds of it that were held before, by which it is over or goes on."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from speechdp.errors import ConfigError
 from speechdp.experiments.race.plan import turn_steps
 from speechdp.experiments.race.record import RaceRecord
-from speechdp.experiments.tune.plan import Besides, Pace, Setting
+from speechdp.experiments.tune.plan import Besides, ExpectedTimes, Setting
 from speechdp.experiments.tune.record import RUNS, ExchangeRecord, LinkRecord
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice
@@ -210,13 +210,13 @@ class TunedJobs(ABC):
 
     @abstractmethod
     def expected_race_s(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> float:
         """Return about how long `hold_race` takes; 0 where the race was held."""
 
     @abstractmethod
     def hold_race(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> RacedSettings | str:
         """Let settings take turns, unless they have; return their speeds, or what went wrong.
 

@@ -186,7 +186,7 @@ def batches_of(own: int, given: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Pace:
+class ExpectedTimes:
     """How long jobs are expected to take, by what was measured and predicted.
 
     Attributes:

@@ -30,8 +30,8 @@ from speechdp.experiments.tune.plan import (
     SEED_STOPS,
     Besides,
     Curve,
+    ExpectedTimes,
     Finish,
-    Pace,
     Rungs,
     Setting,
     batches_of,
@@ -397,7 +397,7 @@ class Tuner:
         self._settings |= {one.name: one for one in added}
         return [SettingRecord(one.name, one.strategy.text, one.batch_size) for one in added]
 
-    def _plan_race(self, backend: str, measured: Measurement) -> tuple[float, Pace]:
+    def _plan_race(self, backend: str, measured: Measurement) -> tuple[float, ExpectedTimes]:
         """Return how long the race may take, and the pace that is expected of its settings.
 
         Raises:
@@ -406,14 +406,15 @@ class Tuner:
         """
         pace = self._pace(backend, measured)
         share_s = _RACE_SHARE * self._request.budget_s
-        if self._record.rungs or not self._shortest_race_s(backend, pace):
+        usual_race_s = self._shortest_race_s(backend, pace)
+        if self._record.rungs or not usual_race_s:
             return share_s, pace  # it was held: what it has shown is known better
         # A larger batch may take no longer, as on a GPU that waits for its host: a budget that suffices then
         # is not refused.
         quick = self._pace(backend, measured, is_quick=True)
         race_s = self._shortest_race_s(backend, quick)
         rungs, whole_s = self._expected_rungs(quick, measured)
-        usual_race_s, usual_s = self._shortest_race_s(backend, pace), self._rungs_s(pace, measured)
+        usual_s = self._rungs_s(pace, measured)
         left_s = self._left_s - (1 - _RESERVE) * race_s
         planned = plan_rungs(rungs.counts, rungs.seeds, left_s, self._record.besides, whole_s)
         told, budget_s = formatting.seconds, self._request.budget_s
@@ -445,16 +446,16 @@ class Tuner:
             return ", or begin in another folder with --batch-sizes none"
         return ", or begin in another folder with one of --seeds" if len(request.seeds) > 1 else ""
 
-    def _shortest_race_s(self, backend: str, pace: Pace) -> float:
+    def _shortest_race_s(self, backend: str, pace: ExpectedTimes) -> float:
         """Return about how long the shortest race takes; 0: one was held."""
         return self._training.expected_race_s(list(pace.steps_s), backend, 0.0, pace)
 
-    def _rungs_s(self, pace: Pace, measured: Measurement) -> float:
+    def _rungs_s(self, pace: ExpectedTimes, measured: Measurement) -> float:
         """Return about how long the shortest rungs take; one that the race leaves alone is not trained."""
         rungs, _ = self._expected_rungs(pace, measured)
         return rungs.cost_s(self._record.besides) if rungs.counts[0] > 1 else 0.0
 
-    def _expected_rungs(self, pace: Pace, measured: Measurement) -> tuple[Rungs, float]:
+    def _expected_rungs(self, pace: ExpectedTimes, measured: Measurement) -> tuple[Rungs, float]:
         """Return the shortest rungs after a race, by what is predicted, and what the slowest training takes.
 
         Settings that the race would rule out, if it showed the predicted speeds, have no part in them: what
@@ -471,7 +472,7 @@ class Tuner:
         whole_s = max(steps_s) * self._training.total_steps(measured.frames_per_step)
         return self._shortest_rungs(len(steps_s), LEAST_STEPS * max(steps_s), whole_s), whole_s
 
-    def _pace(self, backend: str, measured: Measurement, *, is_quick: bool = False) -> Pace:
+    def _pace(self, backend: str, measured: Measurement, *, is_quick: bool = False) -> ExpectedTimes:
         """Return how long what is left is expected to take, before the race.
 
         Args:
@@ -482,7 +483,7 @@ class Tuner:
         if not is_quick and self._request.own_batch:
             for one in left:
                 steps_s[one] *= max(one.batch_size / self._request.own_batch, 1.0)
-        return Pace(self._measured(backend).cost_s(1), steps_s)
+        return ExpectedTimes(self._measured(backend).cost_s(1), steps_s)
 
     def _expected_step_s(self, setting: Setting, backend: str, measured: Measurement) -> float:
         """Return about how long a step takes with the training's own batch."""
@@ -501,7 +502,7 @@ class Tuner:
         seconds = tuple(first_s * 2.0**k for k in range(len(counts)))
         return Rungs(counts, seconds, len(self._request.seeds))
 
-    def _race(self, backend: str, longest_s: float, pace: Pace) -> None:
+    def _race(self, backend: str, longest_s: float, pace: ExpectedTimes) -> None:
         """Let what is left race, and rule settings out by that."""
         self._keep(stage=RACE)
         race = self._training.hold_race(list(pace.steps_s), backend, longest_s, pace)

@@ -15,7 +15,7 @@ from speechdp.experiments.compare.plan import FRAMES
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.script_training import SEED, UserScript, run_turn, run_until
 from speechdp.experiments.jobs import JobStarter
-from speechdp.experiments.race.plan import RaceSetting
+from speechdp.experiments.race.plan import RacePlan, RaceSetting
 from speechdp.experiments.race.script import ScriptRace, ScriptTurns
 from speechdp.experiments.tune.jobs import (
     NEW_RUN,
@@ -24,7 +24,7 @@ from speechdp.experiments.tune.jobs import (
     besides_steps_s,
     steps_of_turn,
 )
-from speechdp.experiments.tune.plan import Besides, Pace, Setting
+from speechdp.experiments.tune.plan import Besides, ExpectedTimes, Setting
 from speechdp.experiments.tune.run import TuneRequest
 from speechdp.ownership.overwrite import RUN, empty
 from speechdp.parallel.data_parallel import STRATEGY
@@ -32,6 +32,7 @@ from speechdp.parallel.ranks import BACKEND
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.stop import Pause
+from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS
 
 
 class TunedScript(TunedJobs):
@@ -69,7 +70,7 @@ class TunedScript(TunedJobs):
         return math.inf
 
     def hold_race(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> RacedSettings | str:
         """See TunedJobs: round after round, each setting once in random order."""
         race = self._race_of(settings, backend, longest_s, pace)
@@ -84,15 +85,17 @@ class TunedScript(TunedJobs):
         return RacedSettings.of(record)
 
     def expected_race_s(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> float:
         """See TunedJobs."""
         race = self._race_of(settings, backend, longest_s, pace)
         if not race.plan.is_race:
             return 0.0
-        return max(0, race.plan.rounds - race.rounds_held) * self._round_s(race, settings, pace)
+        return max(0, race.plan.rounds - race.rounds_held) * self._round_s(race.plan, settings, pace)
 
-    def _race_of(self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace) -> ScriptRace:
+    def _race_of(
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
+    ) -> ScriptRace:
         """Return the race of settings, with as many rounds as there is time for, one at least."""
         turns = ScriptTurns(
             {one.name: steps_of_turn(one, self._length.least_steps) for one in settings},
@@ -107,16 +110,16 @@ class TunedScript(TunedJobs):
         racing = [RaceSetting(one.name, one.strategy) for one in settings]
         training = {**self._trained, "backend": backend}
         plan = replace(self._length.plan(self._ranks, self._seeds[0], racing, training), own_starts=True)
-        race = ScriptRace(self._out, plan, turns, "tune", self._say)
-        rounds = int(longest_s / max(self._round_s(race, settings, pace), 1e-9))
+        rounds = int(longest_s / max(self._round_s(plan, settings, pace), 1e-9))
         plan = replace(plan, rounds=max(1, min(plan.rounds, rounds)))
         return ScriptRace(self._out, plan, turns, "tune", self._say)
 
-    def _round_s(self, race: ScriptRace, settings: Sequence[Setting], pace: Pace) -> float:
+    def _round_s(self, plan: RacePlan, settings: Sequence[Setting], pace: ExpectedTimes) -> float:
         """Return about how long a round takes."""
-        racing = {setting.name for setting in race.plan.settings}
+        racing = {setting.name for setting in plan.settings}
         return sum(
-            pace.start_s + race.steps_of_turn(one.name) * pace.steps_s[one]
+            pace.start_s
+            + (DEFAULT_WARMUP_STEPS + steps_of_turn(one, self._length.least_steps)) * pace.steps_s[one]
             for one in settings
             if one.name in racing
         )

@@ -43,7 +43,7 @@ from speechdp.experiments.tune.jobs import (
     steps_of_turn,
 )
 from speechdp.experiments.tune.parts import Part, Parts, forget_took, read_took, with_setting
-from speechdp.experiments.tune.plan import Besides, Pace, Setting
+from speechdp.experiments.tune.plan import Besides, ExpectedTimes, Setting
 from speechdp.experiments.tune.record import RUNS
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
@@ -68,7 +68,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         self._ranks = request.plan.ranks[0]
 
     def hold_race(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> RacedSettings | str:
         """See TunedJobs: within one start of the ranks, and another without a setting that fails."""
         options, given = self._options(settings[0], backend, self.seeds[0]), dict.fromkeys(settings, "")
@@ -86,7 +86,7 @@ class TunedTraining(OwnTraining, TunedJobs):
             given |= {one: f"it failed: {race.why}" for one in settings if one.name == race.name}
 
     def expected_race_s(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> float:
         """See TunedJobs."""
         options, given = self._options(settings[0], backend, self.seeds[0]), dict.fromkeys(settings, "")
@@ -97,7 +97,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         return pace.start_s + race_s(fitting_race(self._request.race, steps_s, longest_s), steps_s)
 
     def _race(
-        self, options: TrainOptions, longest_s: float, pace: Pace, given: Mapping[Setting, str]
+        self, options: TrainOptions, longest_s: float, pace: ExpectedTimes, given: Mapping[Setting, str]
     ) -> RaceRecord | FailedSetting | str:
         """Hold a race, unless it was; return its record, or by which setting it failed, or what went wrong.
 

@@ -31,7 +31,7 @@ from speechdp.experiments.record import write_record_file
 from speechdp.experiments.tune import training
 from speechdp.experiments.tune.jobs import MEASURED_STRATEGIES, Measurement, RacedSettings, Stretch
 from speechdp.experiments.tune.parts import TOOK, Part, Parts
-from speechdp.experiments.tune.plan import Pace, Setting
+from speechdp.experiments.tune.plan import ExpectedTimes, Setting
 from speechdp.experiments.tune.run import TunedTarget, TuneRequest
 from speechdp.experiments.tune.script import TunedScript
 from speechdp.experiments.tune.training import TunedTraining, race_of, racing_text, settings_in
@@ -45,7 +45,7 @@ from tests.helpers.tiny_data import write_tiny_data
 GRADIENTS, RARE, RARER = "gradient_averaging", "model_averaging:period=4", "model_averaging:period=16"
 SETTINGS = tuple(Setting(StrategyChoice(text)) for text in (GRADIENTS, RARE, RARER))
 #: Of these, and of one that cannot race.
-PACE = Pace(1.0, dict.fromkeys((*SETTINGS, Setting(StrategyChoice("adaptive_averaging"))), 0.01))
+PACE = ExpectedTimes(1.0, dict.fromkeys((*SETTINGS, Setting(StrategyChoice("adaptive_averaging"))), 0.01))
 
 
 @dataclasses.dataclass
@@ -246,7 +246,7 @@ def test_how_long_a_race_takes_is_told_before_it_is_held(tmp_path: Path) -> None
     changing = Setting(StrategyChoice("adaptive_averaging"))  # cannot race
     assert jobs.expected_race_s((*SETTINGS, changing), "mpi", 0.001, PACE) == pytest.approx(shortest_s)
     # Each setting at its own pace.
-    slow = Pace(1.0, {one: 1.0 if one == SETTINGS[2] else 0.01 for one in SETTINGS})
+    slow = ExpectedTimes(1.0, {one: 1.0 if one == SETTINGS[2] else 0.01 for one in SETTINGS})
     assert jobs.expected_race_s(SETTINGS, "mpi", 0.001, slow) == pytest.approx(1.0 + 7 * (0.16 + 16.0))
     assert not ranks.started and not said
     assert isinstance(jobs.hold_race(SETTINGS, "mpi", 0.001, PACE), RacedSettings)

@@ -20,7 +20,7 @@ from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
 from speechdp.experiments.race.record import RaceRecord, Turn
 from speechdp.experiments.tune import run as tune_run
 from speechdp.experiments.tune.jobs import Measurement, RacedSettings, Scored, Stretch, Trained, up_to
-from speechdp.experiments.tune.plan import Besides, Pace, Setting
+from speechdp.experiments.tune.plan import Besides, ExpectedTimes, Setting
 from speechdp.experiments.tune.record import (
     BackendRecord,
     ExchangeRecord,
@@ -106,7 +106,7 @@ class Jobs:
         return MadeUp((), None if knows_start else besides, self.factors[backend])
 
     def hold_race(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> RacedSettings | str:
         self.raced.append([one.name for one in settings])
         racing = tuple(RaceSetting(one.name, one.strategy, batch_size=one.batch_size) for one in settings)
@@ -123,7 +123,7 @@ class Jobs:
     chooses_race = True
 
     def expected_race_s(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> float:
         return 0.0
 
@@ -204,7 +204,7 @@ class Timed(Jobs):
         return self.now_s
 
     def hold_race(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> RacedSettings | str:
         self.now_s += self.race_s
         return super().hold_race(settings, backend, longest_s, pace)
@@ -785,7 +785,7 @@ class LongRace(Jobs):
     least_s: float = 4.0
 
     def expected_race_s(
-        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> float:
         return 0.0 if self.raced else max(self.least_s, longest_s / 2)
 
@@ -1028,7 +1028,7 @@ def test_a_damaged_record_is_named_with_what_helps(
 def test_a_setting_that_fails_in_the_race_is_ruled_out_with_its_message(tmp_path: Path) -> None:
     class Failing(Jobs):
         def hold_race(
-            self, settings: Sequence[Setting], backend: str, longest_s: float, pace: Pace
+            self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
         ) -> RacedSettings | str:
             others = [one for one in settings if one.name != LONG]
             raced = super().hold_race(others, backend, longest_s, pace)
