@@ -18,9 +18,10 @@ from tests.helpers.mpi import Ended
 from tests.helpers.open_mpi_5 import NoOpenMpi5Error, python_with_open_mpi_5
 from tests.helpers.tiny_data import TINY_MODEL
 
-NUM_EPOCHS = 5
-#: Of 150 steps and more, the one at which a job waits for its rank to be killed.
-GATE = 70
+NUM_EPOCHS = 10
+#: Of 300 steps and more, the one at which a job waits for its rank to be killed: an epoch has 120 batches, so
+#: one that is over has left a checkpoint, however unevenly its batches were dealt.
+GATE = 121
 TRAIN = (*TINY_MODEL, "--batch-size", "1", "--epochs", str(NUM_EPOCHS), "--checkpoint-steps", "13")
 TOLERANT = ("--strategy", "ad_psgd", "--backend", "mpi", "--tolerate-loss")
 
