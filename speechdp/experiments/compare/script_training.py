@@ -248,12 +248,11 @@ class ScriptTraining(ComparedTraining):
             ),
         )
         race = ScriptRace(raced.out, plan, turns, raced.command, self._say)
-        place = f"race on {counted(raced.ranks, 'rank')}"
         if not plan.is_race:
             if plan.rounds and plan.left_out:
                 name, reason = next(iter(plan.left_out.items()))
                 self._say(
-                    f"{place}: fewer than two settings can take part, so there is none: {name}: {reason}"
+                    f"{race.place}: fewer than two settings can take part, so there is none: {name}: {reason}"
                 )
                 race.record_none()
             return None
@@ -262,12 +261,12 @@ class ScriptTraining(ComparedTraining):
             return None
         known = {one: paces[one] for one in plan.settings}
         begun_s = time.monotonic()
-        self._say(f"{place}: {self._cost(known, turns, plan.rounds - before)}; --race 0 leaves it out")
+        self._say(f"{race.place}: {self._cost(known, turns, plan.rounds - before)}; --race 0 leaves it out")
         found = race.hold()
         if isinstance(found, str):
-            self._say(f"{place}: failed: {found}")
+            self._say(f"{race.place}: failed: {found}")
             return found
-        self._say(f"{place}: done in {formatting.seconds(time.monotonic() - begun_s)}")
+        self._say(f"{race.place}: done in {formatting.seconds(time.monotonic() - begun_s)}")
         return None
 
     def _why_left_out(self, steps: int, pace: _Shown | None) -> str:

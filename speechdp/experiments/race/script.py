@@ -62,6 +62,7 @@ class ScriptRace:
 
     Attributes:
         plan: as given.
+        place: how lines of progress name it.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ScriptRace:
     ) -> None:
         self.plan = plan
         self._out, self._of, self._command, self._say = out, turns, command, say
-        self._place = f"race on {counted(plan.ranks, 'rank')}"
+        self.place = f"race on {counted(plan.ranks, 'rank')}"
         self._left_out = dict(plan.left_out)
         self._turns: list[Turn] = []
         self._loads: list[tuple[float, Sequence[Mapping[str, float]]]] = []
@@ -96,7 +97,7 @@ class ScriptRace:
         for number, order in enumerate(self._order, start=1):
             if held is not None and number <= held.plan.rounds:
                 continue
-            self._say(f"{self._place}: round {number} of {self.plan.rounds}")
+            self._say(f"{self.place}: round {number} of {self.plan.rounds}")
             message = self._hold_round(number, order)
             if message is not None:
                 return message
@@ -117,7 +118,7 @@ class ScriptRace:
             try:
                 race = read_race(path) if path.exists() else None
             except RunError:
-                say(f"{self._place}: {path} cannot be read, so it is held again")
+                say(f"{self.place}: {path} cannot be read, so it is held again")
                 continue
             if race is not None and is_of(race, dataclasses.replace(self.plan, rounds=race.plan.rounds)):
                 found.append(race)
@@ -147,7 +148,7 @@ class ScriptRace:
                 self._turns.append(turn)
                 continue
             self._left_out[setting.name] = f"it failed: {turn}"
-            self._say(f"{self._place}: {setting.name} failed and is left out: {turn}")
+            self._say(f"{self.place}: {setting.name} failed and is left out: {turn}")
             if not self._held_plan(self.plan.rounds).is_race:
                 return f"{setting.name}: {turn}; fewer than two settings are left"
         return None
