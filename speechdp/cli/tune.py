@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from speechdp.experiments.jobs import JobStarter
     from speechdp.experiments.tune.jobs import TunedJobs
     from speechdp.experiments.tune.plan import Setting
-    from speechdp.experiments.tune.run import TuneRequest
+    from speechdp.experiments.tune.search import TuneRequest
     from speechdp.train.session import Session
 
 #: How a budget is written.
@@ -272,7 +272,7 @@ class TuneCommand:
         )
 
     def _request(self, compared: CompareRequest, ranks: int) -> TuneRequest:
-        from speechdp.experiments.tune.run import TunedTarget, TuneRequest, other_batches  # noqa: PLC0415
+        from speechdp.experiments.tune.search import TunedTarget, TuneRequest, other_batches  # noqa: PLC0415
         from speechdp.tasks.metrics import TaskRecord  # noqa: PLC0415
 
         return TuneRequest(
@@ -352,7 +352,7 @@ class TuneScriptCommand:
 
     def _request(self, script: UserScript, ranks: int) -> TuneRequest:
         from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
-        from speechdp.experiments.tune.run import TunedTarget, TuneRequest  # noqa: PLC0415
+        from speechdp.experiments.tune.search import TunedTarget, TuneRequest  # noqa: PLC0415
         from speechdp.report.runs.script_metric import script_task  # noqa: PLC0415
 
         metric, target = self.script.metric, self.script.target

@@ -253,6 +253,19 @@ def halvings(count: int, last: int = LAST) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def shortest_rungs(count: int, seeds: int, least_s: float, whole_s: float) -> Rungs:
+    """Return the shortest rungs that show anything of so many settings.
+
+    Args:
+        seeds: of the last.
+        least_s: time of the fewest steps.
+        whole_s: a whole training of the slowest setting; none trains longer.
+    """
+    counts = halvings(count)
+    first_s = min(least_s, whole_s / 2.0 ** (len(counts) - 1))
+    return Rungs(counts, tuple(first_s * 2.0**k for k in range(len(counts))), seeds)
+
+
 def plan_rungs(
     counts: Sequence[int],
     seeds: int,

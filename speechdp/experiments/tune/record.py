@@ -76,6 +76,12 @@ class RungRecord:
     scores: dict[str, float] = field(default_factory=dict)
     expected: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def by_score(self) -> list[str]:
+        """Names of its settings, the best first: by what is expected of them, if known."""
+        scores = self.expected or self.scores
+        return sorted(scores, key=lambda name: -scores[name])
+
 
 @dataclass(frozen=True)
 class ExchangeRecord:
@@ -188,6 +194,12 @@ class TuneRecord:
         """The back-end chosen; "": none yet."""
         left = [one.name for one in self.backends if not one.why]
         return left[0] if len(left) == 1 else ""
+
+    def measured_besides(self, backend: str) -> Besides:
+        """Return what jobs and runs take besides their steps with a back-end, as it was measured."""
+        besides = next(one.besides for one in self.backends if one.name == backend)
+        assert besides is not None  # it was measured
+        return besides
 
     def of(self, name: str) -> SettingRecord:
         """Return what is known of a setting."""

@@ -25,7 +25,7 @@ from speechdp.experiments.tune.jobs import (
     steps_of_turn,
 )
 from speechdp.experiments.tune.plan import Besides, ExpectedTimes, Setting
-from speechdp.experiments.tune.run import TuneRequest
+from speechdp.experiments.tune.search import TuneRequest
 from speechdp.ownership.overwrite import RUN, empty
 from speechdp.parallel.data_parallel import STRATEGY
 from speechdp.parallel.ranks import BACKEND

@@ -28,6 +28,7 @@ from speechdp.experiments.tune.plan import (
     next_rung,
     plan_rungs,
     settings_of,
+    shortest_rungs,
     shrinkage,
     too_slow,
     untold,
@@ -252,6 +253,12 @@ def test_rungs_are_left_out_where_they_would_not_train_longer(
 def test_runs_that_are_whole_train_no_longer() -> None:
     assert next_rung(4, 1, 1_000, A_SECOND, 15.0, [10.0]) == (2, 15.0)
     assert next_rung(4, 1, 1_000, A_SECOND, 5.0, [10.0]) == (2, 10.0)  # the slow one is left behind
+
+
+def test_the_shortest_rungs_have_the_fewest_steps_or_end_with_a_whole_training() -> None:
+    rungs = shortest_rungs(8, 2, least_s=10, whole_s=100)
+    assert (rungs.counts, rungs.seconds, rungs.seeds) == ((8, 4, 2), (10, 20, 40), 2)
+    assert shortest_rungs(8, 2, least_s=10, whole_s=20).seconds == (5, 10, 20)
 
 
 def test_no_setting_trains_longer_than_a_whole_training() -> None:

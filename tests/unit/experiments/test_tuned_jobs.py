@@ -32,8 +32,8 @@ from speechdp.experiments.tune import training
 from speechdp.experiments.tune.jobs import MEASURED_STRATEGIES, Measurement, RacedSettings, Stretch
 from speechdp.experiments.tune.parts import TOOK, Part, Parts
 from speechdp.experiments.tune.plan import ExpectedTimes, Setting
-from speechdp.experiments.tune.run import TunedTarget, TuneRequest
 from speechdp.experiments.tune.script import TunedScript
+from speechdp.experiments.tune.search import TunedTarget, TuneRequest
 from speechdp.experiments.tune.training import TunedTraining, race_of, racing_text, settings_in
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.script_metric import script_task

@@ -18,7 +18,7 @@ from speechdp.experiments.compare.record import read_record
 from speechdp.experiments.jobs import JobStopped
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
 from speechdp.experiments.race.record import RaceRecord, Turn
-from speechdp.experiments.tune import run as tune_run
+from speechdp.experiments.tune import search as tune_search
 from speechdp.experiments.tune.jobs import Measurement, RacedSettings, Scored, Stretch, Trained, up_to
 from speechdp.experiments.tune.plan import Besides, ExpectedTimes, Setting
 from speechdp.experiments.tune.record import (
@@ -28,7 +28,8 @@ from speechdp.experiments.tune.record import (
     TuneRecord,
     read_tune,
 )
-from speechdp.experiments.tune.run import TunedTarget, Tuner, TuneRequest
+from speechdp.experiments.tune.run import Tuner
+from speechdp.experiments.tune.search import TunedTarget, TuneRequest
 from speechdp.experiments.tune.training import fitting_race
 from speechdp.launching.faults import Fault
 from speechdp.parallel.registry import StrategyChoice
@@ -157,9 +158,9 @@ class Jobs:
         on_trained: Callable[[int], None],
     ) -> Trained:
         """As with a script: one run."""
-        one, begun_s = stretches[0], tune_run.time.monotonic()
+        one, begun_s = stretches[0], tune_search.time.monotonic()
         message = self._train(one.setting, one.seed, one.step)
-        took_s = tune_run.time.monotonic() - begun_s
+        took_s = tune_search.time.monotonic() - begun_s
         return Trained((), 0.0, message) if message else Trained((took_s,), 0.0)
 
     def stands(self, setting: Setting, seed: int) -> int:
@@ -265,7 +266,7 @@ def timed_search(
 ) -> tuple[TuneRecord, list[str]]:
     """Return what a search finds, and what it says."""
     told: list[str] = []
-    monkeypatch.setattr(tune_run, "time", SimpleNamespace(monotonic=jobs.monotonic))
+    monkeypatch.setattr(tune_search, "time", SimpleNamespace(monotonic=jobs.monotonic))
     return search(jobs.out, jobs, say=told.append, **options), told
 
 
@@ -647,7 +648,7 @@ def test_a_job_that_would_take_too_long_ends_early_and_the_search_with_it(
             return super().train_together(*given)
 
     clock = SimpleNamespace(now_s=0.0)
-    monkeypatch.setattr(tune_run, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
+    monkeypatch.setattr(tune_search, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     jobs, told = Capped(tmp_path), list[str]()
     record = search(tmp_path, jobs, say=told.append)
     assert [count for count, _ in jobs.jobs] == [3, 2] and len(record.rungs) == 1 and record.completed

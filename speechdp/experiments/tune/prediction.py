@@ -1,0 +1,202 @@
+"""Measure every back-end, predict the speed of all settings with each, and choose one; rule settings out.
+
+What cannot be predicted, other batches or a strategy of the user's, is left to the race.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from speechdp.errors import RunError
+from speechdp.experiments.compare.training import LOGS
+from speechdp.experiments.tune.jobs import MEASURED, Measurement
+from speechdp.experiments.tune.plan import LAST, Setting, too_slow
+from speechdp.experiments.tune.record import MEASURE, PREDICT, BackendRecord, SettingRecord
+from speechdp.experiments.tune.search import SearchState
+from speechdp.simulation.predict import Interval
+
+#: How it is told that somebody, the kernel for want of memory, or the network has ended a rank.
+_LOST = ("SIGKILL", "SIGTERM", "signal 9", "signal 15", "was lost")
+
+
+def measure(search: SearchState) -> dict[str, Measurement]:
+    """Measure every back-end, or the one that was chosen before; return what those that work show.
+
+    Raises:
+        RunError: none works, or the one that was chosen does not.
+        JobStopped: a signal came meanwhile.
+    """
+    known = {one.name for one in search.record.backends if one.besides is not None}
+    chosen = search.backend_before
+    if not chosen:
+        before = {one.name: one for one in search.record.backends}
+        backends = (before.get(name, BackendRecord(name)) for name in search.request.backends)
+        search.keep(stage=MEASURE, backends=tuple(replace(one, speed=None, why="") for one in backends))
+    found: dict[str, Measurement] = {}
+    for name in [chosen] if chosen else search.request.backends:
+        result = _measure_backend(search, name, knows_start=name in known)
+        if isinstance(result, Measurement):
+            found[name] = result
+            continue
+        if chosen:
+            raise RunError(
+                f"{search.request.out}: back-end {name}, with which this search has begun, fails: "
+                f"{result}; the same command tries again"
+            )
+        search.say(f"measure: back-end {name} is left out: {result}")
+        _keep_backend(search, name, why=result)
+    if not found:
+        reasons = "; ".join(f"with {one.name}: {one.why}" for one in search.record.backends)
+        raise RunError(
+            f"{search.request.out}: nothing could be trained {reasons}; the output is in "
+            f"{search.request.out / MEASURED / LOGS}, and the same command tries again"
+        )
+    return found
+
+
+def _measure_backend(search: SearchState, name: str, *, knows_start: bool) -> Measurement | str:
+    """Measure a back-end and keep that; return what it shows, or what went wrong.
+
+    Args:
+        knows_start: an earlier command has measured what a job takes besides its steps.
+    """
+    search.say(f"measure: computing, data and exchanges with back-end {name}")
+    result = search.jobs.measure(name, knows_start=knows_start)
+    if isinstance(result, str) and any(word in result for word in _LOST):  # no fault of the back-end
+        search.say(f"measure: back-end {name} is tried once more: {result}")
+        result = search.jobs.measure(name, knows_start=knows_start)
+    if isinstance(result, str):
+        return result
+    _keep_backend(search, name, link=result.link, exchanges=result.exchanges)
+    if result.besides is not None:
+        _keep_backend(search, name, start_s=result.besides.start_s, run_s=result.besides.run_s)
+        if not knows_start:  # else a rung of an earlier command may have told it better
+            search.keep_besides(result.besides)
+    return result
+
+
+def _keep_backend(search: SearchState, name: str, **changes: Any) -> None:
+    backends = (replace(one, **changes) if one.name == name else one for one in search.record.backends)
+    search.keep(backends=tuple(backends))
+
+
+def predict(search: SearchState, measured: Mapping[str, Measurement]) -> str:
+    """Predict all settings with every back-end; choose one and return it, and rule settings out.
+
+    Args:
+        measured: by back-end, as `measure` returns it.
+
+    Raises:
+        RunError: the disk is full.
+    """
+    tried = search.request.tried
+    search.settings = {one.name: one for one in tried}
+    refused = {name: found.refused(tried) for name, found in measured.items()}
+    speeds = {
+        name: found.predict(search.request.ranks, [one for one in tried if one not in refused[name]])
+        for name, found in measured.items()
+    }
+    backend = search.backend_before or _choose_backend(search, speeds)
+    shown, why_refused = speeds[backend], refused[backend]
+    reasons = too_slow(
+        list(shown),
+        lambda one, other: shown[one].low > shown[other].high,
+        lambda one, other: shown[one].mean / shown[other].mean,
+        "predicted",
+    )
+    records = [
+        _record_of(one, shown.get(one), why_refused.get(one, ""), reasons.get(one, "")) for one in tried
+    ]
+    records += _other_batches(search, [one for one in records if not one.out_in])
+    if not search.backend_before:  # else a rung of an earlier command may have told it better
+        search.keep_besides(search.record.measured_besides(backend))
+    _keep_tried(search, records)
+    search.say_ruled_out(PREDICT, len(reasons) + len(why_refused))
+    return backend
+
+
+def _choose_backend(search: SearchState, speeds: Mapping[str, Mapping[Setting, Interval]]) -> str:
+    """Return the first back-end, unless another is surely faster."""
+    common = set[Setting].intersection(*[set(of) for of in speeds.values() if of] or [set()])
+    found = {name: _overall([of[one] for one in common if of]) for name, of in speeds.items()}
+    chosen = next(iter(found))
+    for name, speed in found.items():
+        kept = found[chosen]
+        if speed is not None and (kept is None or speed.low > kept.high):
+            chosen = name
+    best = found[chosen]
+    for name, speed in found.items():
+        why = ""
+        if name != chosen and speed is not None and best is not None and speed.high < best.low:
+            why = f"predicted to be slower than {chosen}"
+        elif name != chosen:
+            why = f"cannot be told from {chosen} by what was measured"
+        _keep_backend(search, name, speed=None if speed is None else speed.mean, why=why)
+    search.say(f"predict: back-end {chosen}")
+    return chosen
+
+
+def _overall(speeds: Sequence[Interval]) -> Interval | None:
+    """Return the geometric mean of several speeds; None where there is none."""
+    if not speeds:
+        return None
+    count = len(speeds)
+    return Interval(
+        math.exp(sum(math.log(one.mean) for one in speeds) / count),
+        math.exp(sum(math.log(one.low) for one in speeds) / count),
+        math.exp(sum(math.log(one.high) for one in speeds) / count),
+    )
+
+
+def _record_of(setting: Setting, speed: Interval | None, refused: str, slow: str) -> SettingRecord:
+    """Return what is known of a setting.
+
+    Args:
+        speed: as predicted; None: it was not.
+        refused: why these ranks or their back-end would refuse it; "": they would not.
+        slow: why it is too slow; "": it is not, or nobody knows.
+    """
+    own = SettingRecord(setting.name, setting.strategy.text)
+    if refused:
+        own = replace(own, out_in=MEASURE, why=refused)
+    elif slow:
+        own = replace(own, out_in=PREDICT, why=slow)
+    if speed is None:
+        return own
+    return replace(own, predicted=speed.mean, predicted_low=speed.low, predicted_high=speed.high)
+
+
+def _other_batches(search: SearchState, left: Sequence[SettingRecord]) -> list[SettingRecord]:
+    """Return gradient averaging, and the setting predicted to be fastest, with other batches.
+
+    Where there are no more than the halving ends with, all of them.
+    """
+    fastest = max(left, key=lambda one: one.predicted or 0.0)
+    few = [one.name for one in left] if len(left) <= LAST else []
+    added = [
+        Setting(search.settings[name].strategy, size)
+        for size in search.request.batch_sizes
+        for name in dict.fromkeys((search.request.tried[0].name, fastest.name, *few))
+    ]
+    search.settings |= {one.name: one for one in added}
+    return [SettingRecord(one.name, one.strategy.text, one.batch_size) for one in added]
+
+
+def _keep_tried(search: SearchState, records: Sequence[SettingRecord]) -> None:
+    """Keep what is known of all settings, and of what an earlier command has found what is of them."""
+    names, before = {one.name for one in records}, search.record
+    kept = before.chosen in names
+    search.keep(
+        stage=PREDICT,
+        tried=tuple(records),
+        rungs=tuple(itertools.takewhile(lambda rung: names.issuperset(rung.settings), before.rungs)),
+        target=None,
+        seen_s=None,
+        untold=(),
+        chosen=before.chosen if kept else "",
+        command=before.command if kept else "",
+    )

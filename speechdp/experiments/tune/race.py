@@ -1,0 +1,187 @@
+"""The race of what the predictions leave: whether the budget suffices for it and the rungs; what it shows."""
+
+from __future__ import annotations
+
+import math
+
+from speechdp.counting import counted
+from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.tune.jobs import Measurement, RacedSettings
+from speechdp.experiments.tune.plan import (
+    LAST,
+    LEAST_STEPS,
+    ExpectedTimes,
+    Rungs,
+    Setting,
+    plan_rungs,
+    shortest_rungs,
+    too_slow,
+)
+from speechdp.experiments.tune.record import RACE
+from speechdp.experiments.tune.search import SearchState
+from speechdp.report.kit import formatting
+
+#: Share of the budget that the race takes at most, as far as its intervals allow.
+_RACE_SHARE = 0.25
+#: Share of it that the shortest race may take.
+_MOST_OF_RACE = 0.5
+#: What a budget has to have more than that, by which the same command finds it to be enough.
+_ROOM = 1.05
+
+
+class TunedRace:
+    """Lets the settings of a search race.
+
+    Args:
+        search: whose back-end is chosen.
+        measured: with that back-end.
+    """
+
+    def __init__(self, search: SearchState, measured: Measurement) -> None:
+        self._search, self._measured = search, measured
+        self._backend = search.record.backend
+
+    def hold(self) -> None:
+        """Let what is left race, unless it has; rule settings out by that, and choose the fastest so far.
+
+        Raises:
+            ConfigError: the shortest race and the shortest rungs cannot be expected to end within the budget;
+                the message names one that will do.
+            RunError: it failed, or fewer than two can take part.
+            JobStopped: a signal came meanwhile.
+        """
+        search, out = self._search, self._search.request.out
+        longest_s, pace = self._plan()
+        search.keep(stage=RACE)
+        race = search.jobs.hold_race(list(pace.steps_s), self._backend, longest_s, pace)
+        if isinstance(race, str):
+            raise RunError(f"{out}: the race of the settings failed: {race}; the same command tries again")
+        search.rule_out(RACE, {n: why for n, why in race.left_out.items() if n in search.record.left})
+        if not race.speeds:
+            raise RunError(f"{out}: fewer than two settings could race; name other --strategies")
+        self._take(race)
+        search.choose(max(search.record.left, key=lambda name: search.record.of(name).frames_per_s or 0.0))
+
+    def _take(self, race: RacedSettings) -> None:
+        """Note how fast settings are, and rule out those that are too slow."""
+        search = self._search
+        raced = {search.settings[name]: race.speeds[name] for name in search.record.left}
+        for setting, speed in raced.items():
+            rate, (low, high) = speed.ratio * race.baseline_per_s, speed.interval or (None, None)
+            search.note(
+                setting.name,
+                ratio=speed.ratio,
+                ratio_low=low,
+                ratio_high=high,
+                frames_per_s=rate,
+                steps_per_s=rate / race.frames_per_step[setting.name],
+            )
+        reasons = too_slow(
+            list(raced),
+            lambda one, other: raced[one].is_faster_than(raced[other]),
+            lambda one, other: raced[one].over(raced[other]).ratio,
+            "raced",
+        )
+        search.rule_out(RACE, {one.name: why for one, why in reasons.items()})
+
+    def _plan(self) -> tuple[float, ExpectedTimes]:
+        """Return how long the race may take, and the pace that is expected of its settings.
+
+        Raises:
+            ConfigError: as `hold`.
+        """
+        search, budget_s = self._search, self._search.request.budget_s
+        pace = self._pace()
+        share_s = _RACE_SHARE * budget_s
+        race_s = self._shortest_race_s(pace)
+        if search.record.rungs or not race_s:
+            return share_s, pace  # it was held: what it has shown is known better
+        rungs, _ = self._expected_rungs(pace)
+        # One that the race leaves alone is not trained.
+        rungs_s = rungs.cost_s(search.record.besides) if rungs.counts[0] > 1 else 0.0
+        why = self._why_too_short()
+        if not why:
+            return min(share_s, max(search.left_s - rungs_s, 0.0)), pace
+        enough_s = search.enough_s(race_s + rungs_s)
+        if search.jobs.chooses_race:
+            enough_s = max(enough_s, math.ceil(_ROOM * race_s / _MOST_OF_RACE))
+        raise ConfigError(
+            f"--budget {formatting.seconds(budget_s)}: {why}; go on with --budget {enough_s:.0f}s (what was "
+            f"measured is kept){self._or_less()}"
+        )
+
+    def _why_too_short(self) -> str:
+        """Return why the budget is expected not to suffice; "": it may.
+
+        A larger batch may take no longer, as on a GPU that waits for its host: a budget that suffices then is
+        not refused.
+        """
+        search, besides = self._search, self._search.record.besides
+        told, budget_s = formatting.seconds, search.request.budget_s
+        pace = self._pace(is_quick=True)
+        race_s = self._shortest_race_s(pace)
+        rungs, whole_s = self._expected_rungs(pace)
+        racing, training = (counted(count, "setting") for count in (len(search.record.left), rungs.counts[0]))
+        if search.jobs.chooses_race and race_s > _MOST_OF_RACE * budget_s:
+            return f"the shortest race of {racing} takes about {told(race_s)}, more than half of it"
+        planned = plan_rungs(rungs.counts, rungs.seeds, search.left_after_s(race_s), besides, whole_s)
+        if rungs.counts[0] == 1 or planned.seconds[0] >= rungs.seconds[0]:
+            return ""
+        return (
+            f"{told(search.spent_s)} of {told(budget_s)} are used, the shortest race of {racing} is "
+            f"expected to take {told(race_s)}, and training {training} rung by rung, for "
+            f"{LEAST_STEPS} steps in the first, {told(rungs.cost_s(besides))}"
+        )
+
+    def _or_less(self) -> str:
+        """Return what else would make a search shorter, of what was asked for; "" where nothing would."""
+        request = self._search.request
+        if len(request.tried) > LAST:
+            return ", or begin in another folder with fewer --strategies or --periods"
+        if request.batch_sizes:
+            return ", or begin in another folder with --batch-sizes none"
+        return ", or begin in another folder with one of --seeds" if len(request.seeds) > 1 else ""
+
+    def _shortest_race_s(self, pace: ExpectedTimes) -> float:
+        """Return about how long the shortest race takes; 0: one was held."""
+        return self._search.jobs.expected_race_s(list(pace.steps_s), self._backend, 0.0, pace)
+
+    def _expected_rungs(self, pace: ExpectedTimes) -> tuple[Rungs, float]:
+        """Return the shortest rungs after a race, by what is predicted, and what the slowest training takes.
+
+        Settings that the race would rule out, if it showed the predicted speeds, have no part in them: what
+        it will show better than the prediction must not be a reason to refuse a budget.
+        """
+        search = self._search
+        known = {one: speed for one in pace.steps_s if (speed := search.record.of(one.name).predicted)}
+        gone = too_slow(
+            list(known),
+            lambda one, other: known[one] > known[other],
+            lambda one, other: known[one] / known[other],
+            "",
+        )
+        steps_s = [step_s for one, step_s in pace.steps_s.items() if one not in gone]
+        whole_s = max(steps_s) * search.jobs.total_steps(self._measured.frames_per_step)
+        seeds = len(search.request.seeds)
+        return shortest_rungs(len(steps_s), seeds, LEAST_STEPS * max(steps_s), whole_s), whole_s
+
+    def _pace(self, *, is_quick: bool = False) -> ExpectedTimes:
+        """Return how long what is left is expected to take, before the race.
+
+        Args:
+            is_quick: a larger batch takes no longer; else as many times as long as it is larger.
+        """
+        record, own_batch = self._search.record, self._search.request.own_batch
+        left = [self._search.settings[name] for name in record.left]
+        steps_s = {one: self._expected_step_s(one) for one in left}
+        if not is_quick and own_batch:
+            for one in left:
+                steps_s[one] *= max(one.batch_size / own_batch, 1.0)
+        return ExpectedTimes(record.measured_besides(self._backend).cost_s(1), steps_s)
+
+    def _expected_step_s(self, setting: Setting) -> float:
+        """Return about how long a step takes with the training's own batch."""
+        own = self._search.record.of(Setting(setting.strategy).name)
+        if own.predicted:
+            return self._measured.frames_per_step / own.predicted
+        return self._search.jobs.step_s(self._backend)
