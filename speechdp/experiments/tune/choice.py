@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from speechdp.errors import RunError
 from speechdp.experiments.tune.plan import SEED_STOPS, Curve, Finish, Setting, finishes, untold
-from speechdp.experiments.tune.record import SettingRecord
+from speechdp.experiments.tune.record import TARGET, SettingRecord
 from speechdp.experiments.tune.runs import Leg, TunedRuns
 from speechdp.experiments.tune.search import SearchState
 from speechdp.parallel.registry import StrategyChoice
@@ -62,10 +62,12 @@ def choose_again(search: SearchState, runs: TunedRuns, before: float | None) -> 
     search.settings = {
         one.name: Setting(StrategyChoice(one.strategy), one.batch_size) for one in search.record.tried
     }
+    # Until it is chosen again the choice is that by the target before, and the same command has this to do.
+    search.record = replace(search.record, settings={**search.record.settings, TARGET: before})
     if search.record.rungs:
         search.jobs.begin()
         choose_soonest(search, runs)
-    search.keep()
+    search.keep(settings=search.request.settings)
 
 
 def _trained_with_all_seeds(search: SearchState, runs: TunedRuns) -> dict[str, list[Curve]]:

@@ -412,6 +412,22 @@ def test_a_search_that_is_over_is_judged_again_by_another_target(tmp_path: Path)
     assert None not in record.of(SHORT).times_s and record.of(SHORT).why == ""
 
 
+def test_another_target_stays_to_be_judged_by_where_that_is_interrupted(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path)
+    first = search(tmp_path, jobs, target=target_of(-1e-9))
+    jobs.trained = [run for run in jobs.trained if run[1] == 1]  # runs of other seeds were deleted
+    jobs.stops_after = 0
+    with pytest.raises(JobStopped):
+        search(tmp_path, jobs, target=target_of(-0.005))
+    kept = read_tune(tmp_path)
+    assert kept is not None and kept.settings["target"] == -1e-9 and kept.chosen == first.chosen
+    jobs.stops_after = None
+    told: list[str] = []
+    record = search(tmp_path, jobs, target=target_of(-0.005), say=told.append)
+    assert told[0] == f"{tmp_path}: this search is over; its runs are judged by the target given now"
+    assert record.settings["target"] == -0.005 and record.target == -0.005
+
+
 def test_settings_of_a_rung_train_for_the_same_time(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path)
     record = search(tmp_path, jobs)
