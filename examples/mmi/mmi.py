@@ -55,7 +55,7 @@ from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.models.lstm_config import LstmConfig
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import FrameScores, LossSum, TaskData
-from speechdp.tasks.metrics import Metric
+from speechdp.tasks.metrics import LOG_PROB, Metric
 
 MMI = Metric(
     "mmi_log_ratio",
@@ -82,10 +82,7 @@ class Denominator:
         frames, runs = np.zeros(num_classes, np.int64), np.zeros(num_classes, np.int64)
         for states in alignments:
             at = contexts_of(states)
-            begins = np.flatnonzero(np.diff(np.stack([at.left, at.phone, at.right])).any(0)) + 1
-            again = np.flatnonzero(at.state[1:] < at.state[:-1]) + 1  # A A A: its contexts are the same
-            begins = np.unique(np.concatenate([[0], begins, again]))
-            contexts = np.stack([at.left, at.phone, at.right], 1)[begins].tolist()
+            contexts = np.stack([at.left, at.phone, at.right], 1)[at.begins].tolist()
             triples.update(map(tuple, contexts))
             first[tuple(contexts[0])] += 1
             counted = count_frames_and_runs(states if tying is None else tying.tied(states), num_classes)
@@ -123,14 +120,11 @@ class Denominator:
         self._leads_to = torch.from_numpy(np.searchsorted(pairs, leads_to))  # (M,)
         self._classes = torch.from_numpy(np.ascontiguousarray(merged[:, 2:].T)).long()  # (3, M)
         self._stay = torch.from_numpy(stay).float()[self._classes].unsqueeze(2)  # (3, M, 1)
-        initial = np.bincount(
-            [number[index] for index, triple in enumerate(triples) for _ in range(first[triple])],
-            minlength=len(merged),
-        )
+        initial = np.bincount(number, [first[triple] for triple in triples], len(merged))
         self._initial = torch.from_numpy(initial / initial.sum()).float()
 
     def to(self, device: torch.device) -> None:
-        """Move to the device that scores are on."""
+        """Move to a device."""
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
@@ -139,13 +133,12 @@ class Denominator:
         """Sum over all state sequences.
 
         Args:
-            scores: (B, T, C), nats.
+            scores: (B, T, C), nats, on the device that this was moved to.
             lengths: (B,), on the CPU.
 
         Returns:
             The log of the sum, (B,), and the occupancy of each class in each frame, (B, T, C).
         """
-        self.to(scores.device)
         top = scores.amax(2, keepdim=True)
         probs = (scores - top).exp().permute(1, 2, 0).contiguous()  # (T, C, B)
         alphas, norms = self._forward(probs)
@@ -279,30 +272,32 @@ class Mmi(AcousticTask):
 
     def loss(self, model: LstmAcousticModel, batch: Batch) -> LossSum:
         total, log_posteriors = self._total(model, batch)
-        learnt = batch.targets != IGNORED_TARGET
-        log_probs = _of_targets(log_posteriors, batch)[learnt].sum()
+        log_probs = _of_targets(log_posteriors, batch)
         total = (1 - self.cross_entropy) / self.scale * total - self.cross_entropy * log_probs
         return LossSum(total, batch.num_frames)
 
     def score(self, model: LstmAcousticModel, batch: Batch) -> FrameScores:
         with torch.no_grad():
-            total, _ = self._total(model, batch)
-        others = super().score(model, batch)
-        return FrameScores({MMI.key: -total.item(), **others.sums}, others.num_frames, others.counts)
+            total, log_posteriors = self._total(model, batch)
+        log_probs = _of_targets(log_posteriors, batch)
+        accuracy = self._accuracy(log_posteriors.argmax(2) == batch.targets, batch.targets, batch.num_frames)
+        sums = {MMI.key: -total.item(), LOG_PROB.key: log_probs.item(), **accuracy.sums}
+        return FrameScores(sums, batch.num_frames, accuracy.counts)
 
     def _total(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the summed MMI loss, in which scores have their scale, and log-posteriors (B, T, C)."""
         log_posteriors = model(batch.features, batch.lengths).float().log_softmax(2)
         denominator = model.denominator
-        log_prior = denominator.log_prior.to(log_posteriors.device)
-        scores = self.scale * (log_posteriors - self.prior_scale * log_prior)
-        spoken = _of_targets(scores, batch)[batch.targets != IGNORED_TARGET].sum()
-        return log_sum(scores, batch.lengths, denominator).sum() - spoken, log_posteriors
+        denominator.to(log_posteriors.device)
+        scores = self.scale * (log_posteriors - self.prior_scale * denominator.log_prior)
+        total = log_sum(scores, batch.lengths, denominator).sum() - _of_targets(scores, batch)
+        return total, log_posteriors
 
 
 def _of_targets(scores: Tensor, batch: Batch) -> Tensor:
-    """Return the scores of the targets, (B, T)."""
-    return scores.gather(2, batch.targets.clamp_min(0).unsqueeze(2)).squeeze(2)
+    """Return the sum of the targets' scores."""
+    found = scores.gather(2, batch.targets.clamp_min(0).unsqueeze(2)).squeeze(2)  # (B, T)
+    return found[batch.targets != IGNORED_TARGET].sum()
 
 
 @functools.cache

@@ -216,12 +216,17 @@ def context_shape(inventory: StateInventory, context: Context) -> tuple[int, int
 
 @dataclass(frozen=True)
 class Contexts:
-    """What each frame of an alignment belongs to, (T,) each: a state of a phone between two phones."""
+    """What each frame of an alignment belongs to, (T,) each: a state of a phone between two phones.
+
+    Attributes:
+        begins: whether it is the first of its phone.
+    """
 
     left: IntArray
     phone: IntArray
     right: IntArray
     state: IntArray
+    begins: NDArray[np.bool_]
 
 
 def contexts_of(states: IntArray) -> Contexts:
@@ -234,7 +239,7 @@ def contexts_of(states: IntArray) -> Contexts:
     begins[1:] = (phone[1:] != phone[:-1]) | (state[1:] < state[:-1])
     sequence = np.concatenate([[EDGE], phone[begins], [EDGE]]).astype(np.int32)
     place = np.cumsum(begins)
-    return Contexts(sequence[place - 1], phone, sequence[place + 1], state)
+    return Contexts(sequence[place - 1], phone, sequence[place + 1], state, begins)
 
 
 def tying_in(folder: Path | None) -> StateTying | None:
