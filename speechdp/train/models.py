@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ from speechdp.tasks.model_file import ClassCounts, load_model
 from speechdp.tasks.registry import is_ours
 from speechdp.train.session import Session
 
+#: Ranks that are threads draw from the same generator: weights of one made meanwhile would be others.
+_ONE_AT_A_TIME = threading.Lock()
+
 
 def check_task(dataset: Dataset, options: TrainOptions) -> None:
     """Refuse data that are another task's.  Raises ConfigError."""
@@ -49,9 +53,11 @@ def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
     Raises:
         ConfigError: the task says that `decode` reads its models, and this one it does not.
     """
-    torch.manual_seed(options.seed)
     task = options.make_task()
-    model = task.make_model(task_data(dataset, options))
+    data = task_data(dataset, options)
+    with _ONE_AT_A_TIME:
+        torch.manual_seed(options.seed)
+        model = task.make_model(data)
     if task.decodes and not isinstance(model, LstmAcousticModel):
         raise ConfigError(
             f"--task {task.name}: its model is a {type(model).__name__}, and decode reads LstmAcousticModel "

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import hashlib
 import json
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,7 +43,7 @@ from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Paused, Stopped
 from speechdp.report.runs.folders import read_run
 from speechdp.tasks.acoustic import AcousticTask
-from speechdp.tasks.base import FrameScores, LossSum
+from speechdp.tasks.base import FrameScores, LossSum, TaskData
 from speechdp.tasks.metrics import Metric
 from speechdp.testing import make_replica
 from speechdp.train import build
@@ -249,6 +250,28 @@ def test_a_model_that_moves_its_parameters_is_trained_as_others(
     monkeypatch.setattr(LstmAcousticModel, "encode", moving)
     found = train("moving")
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_weights_depend_on_the_seed_alone_where_ranks_are_threads(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_slowly(task: AcousticTask, data: TaskData) -> LstmAcousticModel:
+        model = made(task, data)
+        time.sleep(0.2)  # the other rank begins, and seeds and draws from the generator of all threads
+        nn.init.normal_(model.output.weight)
+        return model
+
+    made = AcousticTask.make_model
+    monkeypatch.setattr(AcousticTask, "make_model", make_slowly)
+    alone = make_model(dataset, OPTIONS).state_dict()
+
+    def make_apart(comm: Communicator) -> dict[str, torch.Tensor]:
+        time.sleep(0.1 * comm.rank)
+        return make_model(dataset, OPTIONS).state_dict()
+
+    for weights in run_threads(2, make_apart):
+        for name, value in alone.items():
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=0)
 
 
 def test_the_best_model_is_chosen_also_where_models_move_their_parameters() -> None:
