@@ -1,18 +1,23 @@
-"""How much memory a rank holds for what it has in use, after many batches of different lengths.
+"""How much memory a training holds for what it has in use, after many batches of different lengths.
 
-    python benchmarks/commands/resident.py [--epochs 12] [--ranks 1] [--out OUT] [--keep-heap]
+    python benchmarks/commands/resident.py [--epochs 12] [--out OUT] [--keep-heap]
 
-Trains `tiny` on synthetic speech (made once in OUT) and reads every rank's resident memory once a second,
-from the first evaluation on.  In use is what stays resident at the end once the C library has given back what
-is free, which every run records.  --keep-heap trains as if nothing were given back meanwhile, for comparison.
+Trains `tiny` on synthetic speech (made once in OUT) in one process, which notes five times a second, from the
+first evaluation on, what is resident and what the C library counts as handed out.  Two things can be called
+live: what stays resident at the end, once the C library has given back what is free, which every run records;
+and what is in use at the same instant, which has the activations of the step under way as well: the former,
+less what was handed out then, plus what is handed out now.  --keep-heap trains as if nothing were given back
+meanwhile, for comparison.
 
-Last line: JSON {"resident_vs_live": of the rank with most, the median of its resident memory in the last
-quarter of the run over what it has in use, "peak_vs_live": ..., "live_mb": ...}.
+Last line: JSON {"resident_vs_live": median of the last quarter's resident memory over what is live at the
+end, "resident_vs_live_then": median of the same quarter's ratios of each instant, "peak_vs_live": ...,
+"live_mb": ...}.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -20,6 +25,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -28,71 +34,96 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.data.data_wait import prepare
 from speechdp.experiments.jobs import JobStarter
 from speechdp.launching.command import own_program
-from speechdp.launching.processes import descendants
 
 _HOURS = 0.3
-_KEEPING = (
-    "import sys, speechdp.process.heap as heap; heap.EVERY_S = float('inf'); "
-    "from speechdp.cli.main import main; sys.argv[0] = 'speechdp'; main()"
-)
+_EVERY_S = 0.2
+_NOTED = "memory.jsonl"
 
 
-def resident_bytes(pid: int) -> int | None:
-    """Return the resident memory of a process; None: it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/statm").read_text().split()
-    except OSError:
-        return None
-    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+class _Mallinfo2(ctypes.Structure):
+    _NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _NAMES.split()]
 
 
-def train(data: Path, run_dir: Path, given: argparse.Namespace) -> dict[int, list[int]]:
-    """Train; return each large process's resident bytes once a second, from the first evaluation on."""
-    shutil.rmtree(run_dir, ignore_errors=True)
-    words = ["train", str(data), str(run_dir), "--epochs", str(given.epochs)]
-    program = [*own_program(Path(sys.executable))]
-    if given.keep_heap:
-        program = [sys.executable, "-c", _KEEPING]
-    if given.ranks > 1:
-        program += ["launch", "-np", str(given.ranks), "--"]
-    found: dict[int, list[int]] = {}
-    with (run_dir.parent / "train.log").open("wb") as log:
-        child = subprocess.Popen([*program, *words], stdout=log, stderr=subprocess.STDOUT)
-        while child.poll() is None:
+def _handed_out_bytes() -> int:
+    """Return what the C library has handed out and not got back, in its heaps and beside them."""
+    counts = ctypes.CDLL(None).mallinfo2
+    counts.restype = _Mallinfo2
+    found = counts()
+    return int(found.uordblks + found.hblkhd)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def train_noting(words: list[str], noted: Path, *, keep_heap: bool) -> None:
+    """Train in this process, noting resident and handed-out bytes, and those of when it records the live."""
+    from speechdp.cli.main import main as speechdp  # noqa: PLC0415 - torch, in the training's process only
+    from speechdp.process import heap  # noqa: PLC0415
+    from speechdp.train import run  # noqa: PLC0415
+
+    if keep_heap:
+        heap.EVERY_S = float("inf")
+    lines = noted.open("w", buffering=1)
+    run_dir = Path(words[2])
+
+    def note() -> None:
+        while True:
             if (run_dir / "metrics.jsonl").exists():
-                for pid in (child.pid, *descendants(child.pid)):
-                    held = resident_bytes(pid)
-                    if held is not None and held > 150e6:  # neither launchers nor what they start besides
-                        found.setdefault(pid, []).append(held)
-            time.sleep(1.0)
-    if child.returncode != 0:
-        raise SystemExit((run_dir.parent / "train.log").read_text(errors="replace"))
-    return found
+                lines.write(json.dumps([_resident_bytes(), _handed_out_bytes()]) + "\n")
+            time.sleep(_EVERY_S)
+
+    measured = run.peak_memory
+
+    def peak_memory(*given: object) -> dict[str, int]:
+        found = measured(*given)  # type: ignore[arg-type]
+        lines.write(json.dumps({"live": found["live_rss_bytes"], "handed_out": _handed_out_bytes()}) + "\n")
+        return found
+
+    run.peak_memory = peak_memory
+    threading.Thread(target=note, daemon=True).start()
+    sys.argv = ["speechdp", *words]
+    speechdp()
 
 
 def main() -> None:
-    """Train, print the course of the largest rank and the ratios."""
+    """Train, print the course and the ratios."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--keep-heap", action="store_true")
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "speechdp-resident")
+    parser.add_argument("--trains", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.keep_heap and given.ranks > 1:
-        raise SystemExit("--keep-heap: on one rank only; leave out --ranks")
+    data, run_dir, noted = given.out / "data", given.out / "run", given.out / _NOTED
+    if given.trains:
+        words = ["train", str(data), str(run_dir), "--epochs", str(given.epochs)]
+        train_noting(words, noted, keep_heap=given.keep_heap)
+        return
     given.out.mkdir(parents=True, exist_ok=True)
-    data, run_dir = given.out / "data", given.out / "run"
     prepare(data, "features", _HOURS, JobStarter(own_program(Path(sys.executable)), dict(os.environ), ()))
-    courses = train(data, run_dir, given)
-    course = max(courses.values(), key=statistics.median)
+    shutil.rmtree(run_dir, ignore_errors=True)
+    with (given.out / "train.log").open("wb") as log:
+        ended = subprocess.run([sys.executable, *sys.argv, "--trains"], stdout=log, stderr=log, check=False)
+    if ended.returncode != 0:
+        raise SystemExit((given.out / "train.log").read_text(errors="replace"))
+    lines = [json.loads(line) for line in noted.read_text().splitlines()]
+    (end,) = (line for line in lines if isinstance(line, dict))
+    course = [tuple(line) for line in lines if isinstance(line, list)]
+    live, beside_heap = end["live"], end["live"] - end["handed_out"]
     for number in range(8):
         part = course[len(course) * number // 8 : len(course) * (number + 1) // 8] or course[-1:]
-        print(f"eighth {number + 1}: {min(part) / 1e6:.0f} to {max(part) / 1e6:.0f} MB")
-    timing = json.loads((run_dir / "timing.json").read_text())
-    live = max(rank["memory"]["live_rss_bytes"] for rank in timing["ranks"])
+        held, used = zip(*part, strict=True)
+        in_use = statistics.median(used) + beside_heap
+        print(
+            f"eighth {number + 1}: {min(held) / 1e6:.0f} to {max(held) / 1e6:.0f} MB, "
+            f"in use {in_use / 1e6:.0f} MB in the median"
+        )
+    last = course[-max(1, len(course) // 4) :]
     figures = {
-        "resident_vs_live": statistics.median(course[-max(1, len(course) // 4) :]) / live,
-        "peak_vs_live": max(course) / live,
+        "resident_vs_live": statistics.median(held for held, _ in last) / live,
+        "resident_vs_live_then": statistics.median(held / (used + beside_heap) for held, used in last),
+        "peak_vs_live": max(held for held, _ in course) / live,
         "live_mb": live / 1e6,
     }
     print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
