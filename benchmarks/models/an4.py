@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.strategies.paired import REPOSITORY
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.data.shards.dataset import Dataset
-from speechdp.decode.recognise import DecodingOptions, Normalise
+from speechdp.decode.recogniser import DecodingOptions, Normalise
 from speechdp.decode.tuning import tune
 from speechdp.launching.command import own_program
 from speechdp.tasks.model_file import load_model

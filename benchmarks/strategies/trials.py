@@ -28,7 +28,8 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.startup.create import create_communicator
 from speechdp.comm.startup.failure import guard
 from speechdp.data.shards.dataset import Dataset
-from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.recogniser import DecodingOptions
+from speechdp.decode.split import decode_split
 from speechdp.launching.command import LaunchJob, child_environment, mpirun_command
 from speechdp.launching.hostfile import local_hosts
 from speechdp.launching.programs import find_open_mpi

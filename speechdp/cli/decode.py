@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from speechdp.comm.base import Communicator
     from speechdp.data.shards.dataset import Dataset
-    from speechdp.decode.recognise import DecodingOptions
+    from speechdp.decode.recogniser import DecodingOptions
     from speechdp.decode.results import DecodingResult
 
 GrammarName = Literal["auto", "ngram", "digit-loop", "word-loop", "word", "transcript-set"]
@@ -82,7 +82,7 @@ class DecodeCommand:
         from speechdp.comm.device import choose_device  # noqa: PLC0415
         from speechdp.comm.startup.world import check_world  # noqa: PLC0415
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
-        from speechdp.decode.recognise import decode_split, opened_split  # noqa: PLC0415
+        from speechdp.decode.split import decode_split, opened_split  # noqa: PLC0415
         from speechdp.decode.tuning import tune  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
 
@@ -105,7 +105,7 @@ class DecodeCommand:
 
     def _with_earlier_weights(self, dataset: Dataset, comm: Communicator) -> RecognitionOptions:
         """Return the search options, where none is given with what was tuned before.  Collective."""
-        from speechdp.decode.graph import Grammar  # noqa: PLC0415
+        from speechdp.decode.graphs.graph import Grammar  # noqa: PLC0415
         from speechdp.decode.transcribe import grammar_of  # noqa: PLC0415
 
         if self.tune_on is not None:
@@ -156,8 +156,8 @@ class DecodeCommand:
 
     def _decoding_options(self, search: RecognitionOptions) -> DecodingOptions:
         """Return what the recogniser takes.  Raises ConfigError: options that do not go together."""
-        from speechdp.decode.graph import OF_ANY_LENGTH, Grammar  # noqa: PLC0415
-        from speechdp.decode.kaldi_graph import KaldiGraphFiles  # noqa: PLC0415
+        from speechdp.decode.graphs.graph import OF_ANY_LENGTH, Grammar  # noqa: PLC0415
+        from speechdp.decode.graphs.kaldi_graph import KaldiGraphFiles  # noqa: PLC0415
 
         grammar = None if self.grammar == "auto" else Grammar(self.grammar)
         if grammar is not None and grammar not in OF_ANY_LENGTH:

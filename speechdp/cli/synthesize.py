@@ -184,7 +184,7 @@ class SynthesizeCommand:
         from speechdp.cli.support.progress import progress_bar  # noqa: PLC0415
         from speechdp.cli.support.synthesis_table import print_result  # noqa: PLC0415
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
-        from speechdp.decode.graph import Grammar  # noqa: PLC0415
+        from speechdp.decode.graphs.graph import Grammar  # noqa: PLC0415
         from speechdp.synthesis.held_out import EvaluationRequest, evaluate_split  # noqa: PLC0415
 
         request = EvaluationRequest(
@@ -207,7 +207,7 @@ class SynthesizeCommand:
         return 0
 
     def _listener(self, device: torch.device) -> SpeechListener | None:
-        from speechdp.decode.graph import Grammar  # noqa: PLC0415
+        from speechdp.decode.graphs.graph import Grammar  # noqa: PLC0415
         from speechdp.decode.transcribe import grammar_of  # noqa: PLC0415
         from speechdp.decode.tuning import earlier_weights  # noqa: PLC0415
         from speechdp.synthesis.recognition import SpeechListener  # noqa: PLC0415

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from speechdp.data.shards.dataset import Dataset
-    from speechdp.decode.recognise import DecodingOptions
+    from speechdp.decode.recogniser import DecodingOptions
     from speechdp.decode.transcribe import Transcription
 
 

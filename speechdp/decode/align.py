@@ -16,7 +16,7 @@ from speechdp.data.shards.alignment_file import TargetsFile, open_targets, write
 from speechdp.data.shards.shard import Shard
 from speechdp.data.transforms.inputs import FEATURES_ALONE, InputOptions
 from speechdp.data.transforms.preprocess import Preprocessor
-from speechdp.decode.graph import LexiconTransducer, transcript, word_ids_of
+from speechdp.decode.graphs.graph import LexiconTransducer, transcript, word_ids_of
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.labels.hmm import FloatArray, IntArray, count_frames_and_runs
 

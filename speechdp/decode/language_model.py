@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from speechdp.data.shards.dataset import ARPA_NAME, GRAMMAR_NAME, WORDS_NAME
-from speechdp.decode.fst_arrays import EPSILON, FstArrays
-from speechdp.decode.fst_files import read_fst, read_symbols
-from speechdp.decode.ngram_grammar import BACKOFF_SYMBOL
+from speechdp.decode.graphs.fst_arrays import EPSILON, FstArrays
+from speechdp.decode.graphs.fst_files import read_fst, read_symbols
+from speechdp.decode.graphs.ngram_grammar import BACKOFF_SYMBOL
 from speechdp.errors import ConfigError
 from speechdp.files import atomic_path, write_text_atomically
 from speechdp.labels.lexicon import Lexicon

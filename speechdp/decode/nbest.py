@@ -16,8 +16,8 @@ from typing import Any
 import kaldi_decoder
 import kaldifst
 
-from speechdp.decode.determinise import determinise_within
-from speechdp.decode.graph import DecodingGraph
+from speechdp.decode.graphs.determinise import determinise_within
+from speechdp.decode.graphs.graph import DecodingGraph
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.labels.hmm import FloatArray
 from speechdp.language.ngram import NgramModel

@@ -18,7 +18,8 @@ from speechdp.data.kaldi.matrix import write_matrix
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
-from speechdp.decode.recognise import TrainedModel, check_origin, check_task
+from speechdp.decode.origin import check_origin, check_task
+from speechdp.decode.recogniser import TrainedModel
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_written

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset
-from speechdp.decode.graph import Grammar
+from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.nbest import Candidate
 from speechdp.decode.wer import WerResult, errors_by_group, oracle_of, word_error_rate
 from speechdp.errors import RunError

@@ -10,7 +10,7 @@ import kaldi_decoder
 import kaldifst
 import numpy as np
 
-from speechdp.decode.graph import DecodingGraph
+from speechdp.decode.graphs.graph import DecodingGraph
 from speechdp.errors import RunError
 from speechdp.labels.hmm import FloatArray, IntArray
 

@@ -15,10 +15,10 @@ from speechdp.data.signal.features import FeatureConfig, shift_s
 from speechdp.data.signal.pieces import Piece, cut_at_pauses
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.align import Aligner
-from speechdp.decode.graph import Grammar
+from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.language_model import language_model_in, language_model_path
 from speechdp.decode.nbest import Candidate, joined, nbest_lines
-from speechdp.decode.recognise import DecodingOptions, Recogniser, TrainedModel
+from speechdp.decode.recogniser import DecodingOptions, Recogniser, TrainedModel
 from speechdp.decode.word_times import confidences, word_spans
 from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import FloatArray, StateInventory

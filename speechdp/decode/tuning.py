@@ -12,15 +12,9 @@ from typing import Any
 from speechdp.comm.base import Communicator
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import inputs_of
-from speechdp.decode.graph import LOOPS, OF_ANY_LENGTH, Grammar
-from speechdp.decode.recognise import (
-    DecodingOptions,
-    Recogniser,
-    SpokenSplit,
-    TrainedModel,
-    check_decodable,
-    recogniser_for,
-)
+from speechdp.decode.graphs.graph import LOOPS, OF_ANY_LENGTH, Grammar
+from speechdp.decode.recogniser import DecodingOptions, Recogniser, TrainedModel, recogniser_for
+from speechdp.decode.split import SpokenSplit, check_decodable
 from speechdp.decode.wer import count_errors
 from speechdp.errors import RunError
 from speechdp.files import record_cannot_be_read

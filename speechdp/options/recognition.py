@@ -14,8 +14,8 @@ from speechdp.errors import ConfigError
 from speechdp.options.shown import shown
 
 if TYPE_CHECKING:
-    from speechdp.decode.graph import Grammar
-    from speechdp.decode.recognise import DecodingOptions
+    from speechdp.decode.graphs.graph import Grammar
+    from speechdp.decode.recogniser import DecodingOptions
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class RecognitionOptions:
         Raises:
             ConfigError: a value out of range.
         """
-        from speechdp.decode.recognise import DecodingOptions  # noqa: PLC0415 - keeps --help fast
+        from speechdp.decode.recogniser import DecodingOptions  # noqa: PLC0415 - keeps --help fast
 
         rescoring: dict[str, Any] = (
             {} if self.rescore_weight is None else {"rescore_weight": self.rescore_weight}

@@ -18,7 +18,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.layout import printable
 from speechdp.data.shards.shard import Shard
 from speechdp.data.signal.audio import read_audio
-from speechdp.decode.graph import Grammar
+from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.wer import word_error_rate
 from speechdp.errors import ConfigError, ShardError
 from speechdp.labels.symbols import SymbolInventory

@@ -20,8 +20,9 @@ from speechdp.data.signal.audio import resample
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import num_frames_of
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
-from speechdp.decode.graph import Grammar
-from speechdp.decode.recognise import Recogniser, TrainedModel, check_origin, recogniser_for
+from speechdp.decode.graphs.graph import Grammar
+from speechdp.decode.origin import check_origin
+from speechdp.decode.recogniser import Recogniser, TrainedModel, recogniser_for
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import FloatArray, StateInventory
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs

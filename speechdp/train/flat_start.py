@@ -18,7 +18,7 @@ from speechdp.data.shards.shard import Shard
 from speechdp.data.transforms.inputs import FEATURES_ALONE
 from speechdp.data.transforms.preprocess import Preprocessor
 from speechdp.decode.align import Aligner
-from speechdp.decode.graph import LexiconTransducer
+from speechdp.decode.graphs.graph import LexiconTransducer
 from speechdp.errors import RunError
 from speechdp.labels.gaussian_mixtures import DoubleArray, GaussianMixtures, Statistics, cepstra_of
 from speechdp.labels.hmm import (

@@ -113,7 +113,7 @@ def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptio
     folder = options.initial_model
     if folder is None:
         return
-    from speechdp.decode.recognise import check_origin  # noqa: PLC0415
+    from speechdp.decode.origin import check_origin  # noqa: PLC0415
 
     trained = load_model(folder, torch.device("cpu"))
     check_origin(trained.config, dataset, classes_of(dataset))

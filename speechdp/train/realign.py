@@ -501,7 +501,7 @@ def _until_asked(session: Session, score: Scorer) -> Scorer:
 
 def _aligner(dataset: Dataset, self_loop: NDArray[np.float64]) -> Aligner:
     from speechdp.decode.align import Aligner  # noqa: PLC0415
-    from speechdp.decode.graph import LexiconTransducer  # noqa: PLC0415
+    from speechdp.decode.graphs.graph import LexiconTransducer  # noqa: PLC0415
 
     inventory = StateInventory.load(dataset.classes_path)
     return Aligner(LexiconTransducer(Lexicon.load(dataset.lexicon_path), inventory, self_loop))

@@ -14,7 +14,7 @@ import pytest
 from speechdp.cli.main import run as speechdp
 from speechdp.data.kaldi.alignments import alignment_source
 from speechdp.data.shards.dataset import Dataset
-from speechdp.decode.graph import DecodingGraph
+from speechdp.decode.graphs.graph import DecodingGraph
 from speechdp.decode.search import Searcher
 from tests.helpers.corpora import shared_data
 from tests.helpers.jobs import DEADLINE_S, alone, by_launch, ended_within

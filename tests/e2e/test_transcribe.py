@@ -17,8 +17,8 @@ import soundfile
 import torch
 
 from speechdp.cli.main import run as speechdp
-from speechdp.decode.graph import Grammar
-from speechdp.decode.recognise import DecodingOptions
+from speechdp.decode.graphs.graph import Grammar
+from speechdp.decode.recogniser import DecodingOptions
 from speechdp.decode.transcribe import TimedWord, Transcriber, Transcription, kept_data
 from speechdp.errors import RunError
 from speechdp.labels import decision_tree

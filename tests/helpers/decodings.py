@@ -11,7 +11,7 @@ import numpy as np
 from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
 from speechdp.data.shards.shard import AudioUtterance, ShardWriter, Utterance
 from speechdp.data.signal.features import FeatureConfig, num_frames_of
-from speechdp.decode.graph import Grammar
+from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.nbest import Candidate
 from speechdp.decode.results import DecodingResult, Hypothesis
 from speechdp.decode.wer import errors_by_group, word_error_rate

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.counting import counted
-from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.recogniser import DecodingOptions
 from speechdp.decode.results import has_word_errors
+from speechdp.decode.split import decode_split
 from speechdp.decode.tuning import tune
 from speechdp.experiments.arguments import refuse_throughout, split_to_tune_on
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting

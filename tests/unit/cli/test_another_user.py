@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from speechdp.comm.serial import SerialCommunicator
-from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.recogniser import DecodingOptions
+from speechdp.decode.split import decode_split
 from speechdp.errors import RunError
 from speechdp.synthesis.generate import GenerateOptions, Synthesiser
 from speechdp.synthesis.held_out import EvaluationRequest, evaluate_split
@@ -33,7 +34,7 @@ def test_decoding_into_a_run_of_somebody_elses_is_refused_before_the_work(
 ) -> None:
     dataset = write_dataset(tmp_path / "data", [[Spoken("a", "one", "one")]])
     refuse_new_files(monkeypatch)
-    monkeypatch.setattr("speechdp.decode.recognise.Recogniser", None)  # nothing is recognised
+    monkeypatch.setattr("speechdp.decode.recogniser.Recogniser", None)  # nothing is recognised
     with pytest.raises(RunError, match=r"run/hypotheses: cannot be written \(Permission denied\); permit"):
         decode_split(
             oracle(dataset.num_classes),

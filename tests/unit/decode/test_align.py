@@ -8,7 +8,7 @@ import pytest
 from speechdp.data.shards.alignment_file import open_targets, write_targets
 from speechdp.data.shards.shard import Shard
 from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, align_shards
-from speechdp.decode.graph import LexiconTransducer
+from speechdp.decode.graphs.graph import LexiconTransducer
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.labels.hmm import StateInventory, count_frames_and_runs
 from speechdp.labels.lexicon import Lexicon

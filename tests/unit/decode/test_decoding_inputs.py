@@ -20,9 +20,10 @@ from speechdp.data.signal.features import FeatureConfig, kaldi_features, num_fra
 from speechdp.data.transforms.inputs import InputOptions
 from speechdp.data.transforms.preprocess import Preprocessor
 from speechdp.decode.align import Aligner, AlignmentJob, AlignmentReport, align_shards
-from speechdp.decode.graph import LexiconTransducer
-from speechdp.decode.recognise import DecodingOptions, SpokenSplit, decode_split
+from speechdp.decode.graphs.graph import LexiconTransducer
+from speechdp.decode.recogniser import DecodingOptions
 from speechdp.decode.scoring import AcousticScorer
+from speechdp.decode.split import SpokenSplit, decode_split
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon

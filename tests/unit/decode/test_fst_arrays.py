@@ -8,7 +8,7 @@ import kaldifst
 import numpy as np
 import pytest
 
-from speechdp.decode.fst_arrays import EPSILON, FstArrays
+from speechdp.decode.graphs.fst_arrays import EPSILON, FstArrays
 
 
 def random_fst(seed: int, num_states: int = 40, num_arcs: int = 120) -> kaldifst.StdVectorFst:

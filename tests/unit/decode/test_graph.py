@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from speechdp.decode.graph import (
+from speechdp.decode.graphs.graph import (
     DecodingGraph,
     Grammar,
     LexiconTransducer,

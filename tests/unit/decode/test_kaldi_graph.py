@@ -14,8 +14,9 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.data.shards.dataset import Dataset, Manifest, ShardEntry, SplitEntry
 from speechdp.data.shards.shard import ShardHeader, ShardWriter, Utterance
 from speechdp.data.signal.features import FeatureConfig
-from speechdp.decode.kaldi_graph import KaldiGraphFiles, read_kaldi_graph
-from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.graphs.kaldi_graph import KaldiGraphFiles, read_kaldi_graph
+from speechdp.decode.recogniser import DecodingOptions
+from speechdp.decode.split import decode_split
 from speechdp.decode.tuning import tune
 from speechdp.errors import ConfigError
 from speechdp.labels.kaldi_pdfs import KaldiPdfs

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from speechdp.decode import graph as graph_module
-from speechdp.decode.graph import DecodingGraph, Grammar, LexiconTransducer, build_graph
+from speechdp.decode.graphs.graph import DecodingGraph, Grammar, LexiconTransducer, build_graph
+from speechdp.decode.graphs.ngram_grammar import ngram_acceptor
 from speechdp.decode.language_model import (
     GrammarFst,
     language_model_in,
     read_language_model,
     save_language_model,
 )
-from speechdp.decode.ngram_grammar import ngram_acceptor
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import FloatArray, StateInventory

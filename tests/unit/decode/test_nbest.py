@@ -16,12 +16,13 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
 from speechdp.decode import nbest as nbest_module
-from speechdp.decode.graph import Grammar, LexiconTransducer, build_graph, transcript
+from speechdp.decode.graphs.graph import Grammar, LexiconTransducer, build_graph, transcript
 from speechdp.decode.language_model import save_language_model
 from speechdp.decode.nbest import Candidate, NBestSearcher, Rescorer, joined, nbest_lines, ngram_cost
-from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.recogniser import DecodingOptions
 from speechdp.decode.results import DecodingResult
 from speechdp.decode.search import Searcher, SearchOptions
+from speechdp.decode.split import decode_split
 from speechdp.decode.tuning import earlier_tuning, tune
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import FloatArray, StateInventory

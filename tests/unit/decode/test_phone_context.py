@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from speechdp.decode.align import Aligner
-from speechdp.decode.graph import DecodingGraph, Grammar, LexiconTransducer, build_graph, transcript
+from speechdp.decode.graphs.graph import DecodingGraph, Grammar, LexiconTransducer, build_graph, transcript
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import FloatArray, StateInventory, states_of

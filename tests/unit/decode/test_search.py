@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from speechdp.decode.graph import Grammar, LexiconTransducer, build_graph
+from speechdp.decode.graphs.graph import Grammar, LexiconTransducer, build_graph
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.errors import RunError
 from speechdp.labels.hmm import FloatArray, StateInventory, flat_alignment

@@ -19,9 +19,10 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
 from speechdp.decode import tuning
-from speechdp.decode.graph import Grammar
+from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.language_model import save_language_model
-from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.recogniser import DecodingOptions
+from speechdp.decode.split import decode_split
 from speechdp.decode.tuning import earlier_tuning, tune
 from speechdp.errors import RunError, ShardError
 from speechdp.labels.hmm import StateInventory, states_of

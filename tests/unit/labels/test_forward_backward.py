@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from speechdp.decode.align import Aligner
-from speechdp.decode.graph import LexiconTransducer
+from speechdp.decode.graphs.graph import LexiconTransducer
 from speechdp.labels.forward_backward import best_paths, full_sum, occupancies
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon

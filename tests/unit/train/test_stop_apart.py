@@ -13,7 +13,8 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
-from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.recogniser import DecodingOptions
+from speechdp.decode.split import decode_split
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.run_files import RunDirectory

@@ -22,7 +22,8 @@ from speechdp.data.shards.shard import AudioUtterance, Utterance
 from speechdp.data.signal.audio import read_audio
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import FeatureConfig, normalise, num_frames_of
-from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.recogniser import DecodingOptions
+from speechdp.decode.split import decode_split
 from speechdp.errors import ConfigError, ShardError
 from speechdp.labels.kaldi_pdfs import KaldiPdfs, load_classes
 from speechdp.options.prepare import FilesOptions, KaldiOptions, PrepareOptions

@@ -19,7 +19,8 @@ from speechdp.data.prepare.pipeline import Prepared, prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.description import keep_description
 from speechdp.decode.language_model import language_model_in
-from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.recogniser import DecodingOptions
+from speechdp.decode.split import decode_split
 from speechdp.errors import ConfigError, RunError, ShardError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon

@@ -15,7 +15,8 @@ from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Utterance
 from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
-from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.recogniser import DecodingOptions
+from speechdp.decode.split import decode_split
 from speechdp.errors import ConfigError, ShardError
 from speechdp.options.batch import BatchOptions
 from speechdp.options.prepare import KaldiOptions, PrepareOptions

@@ -13,10 +13,11 @@ from speechdp.cli.decode import DecodeCommand
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
-from speechdp.decode.graph import Grammar
-from speechdp.decode.recognise import DecodingOptions, decode_split
+from speechdp.decode.graphs.graph import Grammar
+from speechdp.decode.recogniser import DecodingOptions
 from speechdp.decode.results import DecodingResult, DecodingSpeed
 from speechdp.decode.scoring import AcousticScorer
+from speechdp.decode.split import decode_split
 from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import StateInventory
 from speechdp.report.decoding.page import write_decoding_page

@@ -18,7 +18,7 @@ from typing import Any
 import kaldifst
 import numpy as np
 
-from speechdp.decode.fst_arrays import EPSILON, FstArrays
+from speechdp.decode.graphs.fst_arrays import EPSILON, FstArrays
 from speechdp.labels.lexicon import SILENCE, Pronunciation
 
 _TOO_LARGE = "Determinization aborted since"  # passed so many states, or looped so often: as kaldifst says it

@@ -9,9 +9,9 @@ from typing import Any
 import kaldifst
 
 from speechdp.data.kaldi.model import PdfMap, read_pdf_map
-from speechdp.decode.fst_arrays import EPSILON, FstArrays
-from speechdp.decode.fst_files import read_fst, read_symbols
-from speechdp.decode.graph import DecodingGraph
+from speechdp.decode.graphs.fst_arrays import EPSILON, FstArrays
+from speechdp.decode.graphs.fst_files import read_fst, read_symbols
+from speechdp.decode.graphs.graph import DecodingGraph
 from speechdp.errors import ConfigError
 
 

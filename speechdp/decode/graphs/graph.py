@@ -21,16 +21,16 @@ import kaldifst
 import numpy as np
 from numpy.typing import ArrayLike
 
-from speechdp.decode.determinise import (
+from speechdp.decode.graphs.determinise import (
     determinise_within,
     determinised,
     disambiguation_symbols,
     with_self_loops,
 )
-from speechdp.decode.fst_arrays import EPSILON
+from speechdp.decode.graphs.fst_arrays import EPSILON
+from speechdp.decode.graphs.ngram_grammar import ngram_acceptor
+from speechdp.decode.graphs.phone_context import in_context
 from speechdp.decode.language_model import GrammarFst, LanguageModel
-from speechdp.decode.ngram_grammar import ngram_acceptor
-from speechdp.decode.phone_context import in_context
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, states_of
 from speechdp.labels.lexicon import SILENCE, Lexicon, Pronunciation, digit_words

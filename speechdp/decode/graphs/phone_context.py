@@ -18,7 +18,7 @@ import kaldifst
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from speechdp.decode.fst_arrays import EPSILON, Arcs, FstArrays
+from speechdp.decode.graphs.fst_arrays import EPSILON, Arcs, FstArrays
 from speechdp.labels.gaussian_mixtures import DoubleArray
 from speechdp.labels.state_tying import EDGE, StateTying
 

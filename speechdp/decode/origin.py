@@ -1,0 +1,34 @@
+"""Whether data are of the kind that a model was trained on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from speechdp.data.shards.dataset import Dataset
+from speechdp.errors import ConfigError
+from speechdp.labels.hmm import StateInventory
+from speechdp.labels.kaldi_pdfs import KaldiPdfs
+
+
+def check_task(dataset: Dataset) -> None:
+    """Refuse data whose speech is not to be recognised, by ConfigError; their class list is another's."""
+    if dataset.task != "acoustic":
+        raise ConfigError(
+            f"{dataset.path}: holds spectrograms for synthesis; give data prepared without --task synthesis"
+        )
+
+
+def check_origin(config: dict[str, Any], dataset: Dataset, classes: StateInventory | KaldiPdfs) -> None:
+    """Refuse data made otherwise than those of training, by ConfigError; nothing else might notice."""
+    if config.get("classes_sha256", classes.sha256) != classes.sha256:
+        raise ConfigError(
+            f"{dataset.classes_path}: is not the class list the model was trained on; prepare the data with "
+            "--like RUN, the run of the model (--lexicon as well, for other words in its phones)"
+        )
+    of_data = {"sampling_rate": dataset.sampling_rate, "features": dataset.features.to_dict()}
+    for name, value in of_data.items():
+        if config.get(name, value) != value:
+            raise ConfigError(
+                f"{dataset.path}: {name} {value} is not what the model was trained on ({config[name]}); "
+                "prepare the data with --like RUN, the run of the model"
+            )

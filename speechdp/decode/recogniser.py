@@ -1,0 +1,329 @@
+"""What recognises an utterance: a trained model, a graph of what may be said, and a search of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+from speechdp.data.shards.dataset import Dataset
+from speechdp.decode.graphs.graph import (
+    LOOPS,
+    OF_ANY_LENGTH,
+    DecodingGraph,
+    Grammar,
+    LexiconTransducer,
+    build_graph,
+    choose_grammar,
+    loop_vocabulary,
+)
+from speechdp.decode.graphs.kaldi_graph import KaldiGraphFiles, read_kaldi_graph
+from speechdp.decode.language_model import LanguageModel, language_model_in, read_respelled
+from speechdp.decode.nbest import Candidate, NBestSearcher, Rescorer, SentenceCost, ngram_cost
+from speechdp.decode.scoring import AcousticScorer
+from speechdp.decode.search import SearchOptions
+from speechdp.errors import ConfigError
+from speechdp.labels.hmm import FloatArray, StateInventory
+from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.state_tying import StateTying
+from speechdp.language.ngram import NgramModel
+
+#: Graphs of other scales are kept, for a search of scales, while they have fewer arcs together: some 150 MB.
+_MOST_KEPT_ARCS = 4_000_000
+#: Word sequences of an utterance that are rescored, where the user does not say how many.
+_TO_RESCORE = 100
+#: Over what features are normalised: the utterance alone, or all utterances of its speaker in the split.
+Normalise = Literal["utterance", "speaker"]
+
+
+class TrainedModel(Protocol):
+    """What decoding needs of `speechdp.checkpoint.state.LoadedModel`."""
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Map features (B, T, F) and lengths (B,) to logits (B, T, C)."""
+
+    @property
+    def class_log_prior(self) -> torch.Tensor:
+        """Log-priors, (C,), from `hmm.log_priors`."""
+
+    @property
+    def self_loop(self) -> torch.Tensor:
+        """Self-loop probabilities, (C,)."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Tell what it was trained on: classes, features and sampling rate are compared."""
+
+    @property
+    def tying(self) -> StateTying | None:
+        """What its classes are where states depend on context."""
+
+
+@dataclass(frozen=True)
+class DecodingOptions:
+    """How to decode; recorded in wer-<split>.json.
+
+    Attributes:
+        grammar: which word sequences are allowed; None: ngram if there is a language model, else digit-loop
+            if all reference words are digits, else word-loop.
+        beam: search beam, nats.
+        max_active: at most this many paths a frame.
+        acoustic_scale: factor on the acoustic log-likelihoods.
+        prior_scale: how much of the class priors is divided out of the posteriors.
+        insertion_log_prob: added to each word's log-probability in loops and n-grams; negative: fewer words.
+        lm_scale: factor on the costs of the language model (ngram).
+        silence_probability: of a pause at a word boundary.
+        normalise: over what features of data that store audio are normalised.
+        graph: Kaldi's own graph to use in place of grammar, lexicon and language model; only the beam,
+            max_active and the scales of the network's scores matter then.
+        nbest: find so many word sequences for each utterance; 0: the best alone, or 100 to rescore.
+        lattice_beam: of the lattice that they are taken from, nats.
+        rescore_lm: file of a language model to weigh these anew with.
+        rescore_weight: its share in their log-probability, 0 to 1.
+    """
+
+    grammar: Grammar | None = None
+    beam: float = 16.0
+    max_active: int = 10_000
+    acoustic_scale: float = 1.0
+    prior_scale: float = 1.0
+    insertion_log_prob: float = 0.0
+    lm_scale: float = 1.0
+    silence_probability: float = 0.5
+    normalise: Normalise = "utterance"
+    graph: KaldiGraphFiles | None = None
+    nbest: int = 0
+    lattice_beam: float = 10.0
+    rescore_lm: Path | None = None
+    rescore_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("beam", "acoustic_scale", "lm_scale", "lattice_beam"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be more than 0")
+        if self.max_active < 2:
+            raise ConfigError(f"--max-active {self.max_active}: must be at least 2")
+        for name in ("acoustic_scale", "prior_scale", "lm_scale", "insertion_log_prob", "lattice_beam"):
+            if not math.isfinite(getattr(self, name)):
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be finite")
+        if not self.prior_scale >= 0:
+            raise ConfigError(f"--prior-scale {self.prior_scale}: must not be negative")
+        if not 0 <= self.silence_probability < 1:
+            raise ConfigError(f"--silence-probability {self.silence_probability}: must lie in [0, 1)")
+        if self.nbest < 0:
+            raise ConfigError(f"--nbest {self.nbest}: must not be negative")
+        if not 0 <= self.rescore_weight <= 1:
+            raise ConfigError(f"--rescore-weight {self.rescore_weight}: must lie in [0, 1]")
+
+    @property
+    def num_candidates(self) -> int:
+        """Word sequences to find for each utterance; 0: the best alone, without a lattice."""
+        return self.nbest or (_TO_RESCORE if self.rescore_lm is not None else 0)
+
+    def record(self) -> dict[str, Any]:
+        """Return them as wer-<split>.json records them: but for the graph, which has a record of its own."""
+        values = {
+            name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()
+        }
+        del values["graph"]
+        return values
+
+
+class Recogniser:
+    """Recognises utterances with one model and one grammar.
+
+    Args:
+        trained: the model with its priors and transitions.
+        lexicon: pronunciations, as the model was trained with.
+        inventory: classes, as the model was trained with.
+        options: how to decode.
+        transcripts: the corpus's word sequences: they choose the grammar where neither `options` nor a
+            language model does, and are the grammar transcript-set.
+        language_model: that of the grammar ngram, which is the default where there is one.
+
+    Attributes:
+        grammar: the grammar used.
+        words: the words that can be recognised.
+        transducer: HL, of which graphs are made.
+        graph: what is searched.
+        searcher: searches it.
+
+    Raises:
+        ConfigError: model and lexicon differ in classes, or the grammar needs words that are missing.
+    """
+
+    _second: SentenceCost | None
+
+    def __init__(
+        self,
+        trained: TrainedModel,
+        lexicon: Lexicon,
+        inventory: StateInventory,
+        options: DecodingOptions,
+        transcripts: Sequence[Sequence[str]],
+        language_model: LanguageModel | None = None,
+    ) -> None:
+        without = choose_grammar(transcripts) if language_model is None else Grammar.NGRAM
+        self.grammar = options.grammar or without
+        self.words = frozenset(lexicon.recognised_words)
+        if self.grammar is Grammar.NGRAM and language_model is not None:
+            self.words &= language_model.words
+        elif self.grammar in LOOPS:
+            self.words = frozenset(loop_vocabulary(lexicon, self.grammar))
+        self_loop = trained.self_loop.detach().cpu().double().numpy()
+        self.transducer = LexiconTransducer(
+            lexicon, inventory, self_loop, options.silence_probability, trained.tying
+        )
+        self._transcripts, self._language_model = transcripts, language_model
+        self._attach(trained, options)
+
+    def _sentence_cost(self) -> tuple[SentenceCost, float] | None:
+        """Return what a word sequence costs by the grammar's language model, and its scale in the graph."""
+        if self.grammar is Grammar.NGRAM:
+            model = self._language_model
+            return (ngram_cost(model), self._options.lm_scale) if isinstance(model, NgramModel) else None
+        if self.grammar in LOOPS:
+            cost = math.log(len(loop_vocabulary(self.transducer.lexicon, self.grammar)))
+            return (lambda words: len(words) * cost), 1.0
+        return None
+
+    def _rescorer(self) -> Rescorer | None:
+        options, first = self._options, self._sentence_cost()
+        if options.rescore_lm is None:
+            return None
+        if first is None:
+            raise ConfigError(
+                f"--rescore-lm {options.rescore_lm}: the grammar {self.grammar.value} has no n-grams to put "
+                "it in place of; decode with an ARPA file or estimated n-grams (prepare --lm-order) or a loop"
+            )
+        if self._second is None:
+            self._second = self._second_model(options.rescore_lm)
+        cost, scale = first
+        return Rescorer(cost, scale, self._second, options.lm_scale, options.rescore_weight)
+
+    def _second_model(self, path: Path) -> SentenceCost:
+        found = read_respelled(path, self.transducer.lexicon)
+        if found is None:
+            raise ConfigError(f"--rescore-lm {path}: none of its words is in the lexicon; give one that fits")
+        if not isinstance(found.model, NgramModel):
+            raise ConfigError(f"--rescore-lm {path}: has no n-grams; give an ARPA file")
+        return ngram_cost(found.model)
+
+    def _attach(self, trained: TrainedModel, options: DecodingOptions) -> None:
+        """Take the network and the options of the search."""
+        log_prior = trained.class_log_prior.detach().cpu().numpy()
+        device = next(trained.model.parameters(), trained.class_log_prior).device
+        self._scorer = AcousticScorer(trained.model, log_prior, options.prior_scale, device)
+        #: By the scale of the language model.
+        self._graphs: dict[float, DecodingGraph] = {}
+        self._num_kept_arcs = 0
+        self._second = None
+        self.use(options)
+
+    def _build(self, lm_scale: float) -> DecodingGraph:
+        return build_graph(
+            self.transducer,
+            self.grammar,
+            self._transcripts,
+            language_model=self._language_model,
+            lm_scale=lm_scale,
+        )
+
+    def _graph_with(self, lm_scale: float) -> DecodingGraph:
+        """Return a graph that is there, or build it; as many are kept as memory bears."""
+        if lm_scale not in self._graphs:
+            graph = self._build(lm_scale)
+            num_arcs = graph.num_arcs  # counted state by state
+            if self._num_kept_arcs + num_arcs > _MOST_KEPT_ARCS:
+                self._graphs.clear()
+                self._num_kept_arcs = 0
+            self._graphs[lm_scale] = graph
+            self._num_kept_arcs += num_arcs
+        return self._graphs[lm_scale]
+
+    def use(self, options: DecodingOptions) -> None:
+        """Search with other scales, insertion scores or lengths of lists from now on; other options stay.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        self.graph = self._graph_with(options.lm_scale)
+        if self.grammar in OF_ANY_LENGTH:
+            self.graph.set_insertion(options.insertion_log_prob)
+        self._options = options
+        search = SearchOptions(options.beam, options.max_active, options.acoustic_scale)
+        self.searcher = NBestSearcher(self.graph, search, options.num_candidates, options.lattice_beam)
+        self._rescore = self._rescorer()
+
+    @property
+    def gives_lists(self) -> bool:
+        """Whether `candidates` returns more than the best word sequence, by the options."""
+        return self._options.num_candidates > 0
+
+    def score(self, utterances: Iterable[FloatArray]) -> Iterator[tuple[int, FloatArray]]:
+        """Yield (position in `utterances`, log-likelihoods (T, C)), in any order."""
+        return self._scorer.score(utterances)
+
+    def candidates(self, log_likelihoods: FloatArray) -> list[Candidate]:
+        """Return the most probable word sequences, the best first: as many as the options ask for.
+
+        Args:
+            log_likelihoods: (T, C), nats, of one utterance.
+
+        Returns:
+            They are rescored, if that is asked for; empty where no path survived.
+        """
+        if not self.gives_lists:
+            path = self.searcher.search(log_likelihoods)
+            return [] if path is None else [Candidate(path.words, path.cost)]
+        return self.rescored(self.searcher.search_nbest(log_likelihoods))
+
+    def rescored(self, found: Sequence[Candidate]) -> list[Candidate]:
+        """Return what `searcher.search_nbest` found with the costs of the language models, the best first."""
+        if self._rescore is not None:
+            return self._rescore.rescored(found)
+        first = self._sentence_cost()
+        return [each if first is None else replace(each, lm_cost=first[0](each.words)) for each in found]
+
+    def recognise(self, utterances: Iterable[FloatArray]) -> Iterator[tuple[int, list[Candidate]]]:
+        """Yield (position in `utterances`, its most probable word sequences), in any order.
+
+        Args:
+            utterances: features, (T, F) each.
+        """
+        for index, log_likelihoods in self.score(utterances):
+            yield index, self.candidates(log_likelihoods)
+
+
+class GraphRecogniser(Recogniser):
+    """Recognises with a graph that is there already, in place of lexicon and grammar."""
+
+    def __init__(self, trained: TrainedModel, graph: DecodingGraph, options: DecodingOptions) -> None:
+        self.grammar = Grammar.GRAPH
+        self.words = frozenset(graph.words) - {""}
+        self._ready = graph
+        self._attach(trained, options)
+
+    def _build(self, lm_scale: float) -> DecodingGraph:
+        return self._ready
+
+
+def recogniser_for(
+    trained: TrainedModel, dataset: Dataset, options: DecodingOptions, transcripts: Sequence[Sequence[str]]
+) -> Recogniser:
+    """Make a recogniser with the lexicon, the classes and the language model of a data directory.
+
+    Raises:
+        ConfigError: model and lexicon differ in classes, or the grammar needs what is missing.
+    """
+    if options.graph is not None:
+        graph = read_kaldi_graph(options.graph, dataset.num_classes)
+        return GraphRecogniser(trained, graph, options)
+    inventory = StateInventory.load(dataset.classes_path)
+    lexicon, language_model = Lexicon.load(dataset.lexicon_path), language_model_in(dataset.path)
+    return Recogniser(trained, lexicon, inventory, options, transcripts, language_model)

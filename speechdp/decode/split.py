@@ -1,0 +1,318 @@
+"""Recognise a split of a data directory with a trained model, over N ranks, and write what came out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from speechdp.comm.base import Communicator
+from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.signal.features import shift_s
+from speechdp.data.transforms.moments import Moments, moments_by_speaker, sums_of
+from speechdp.data.transforms.preprocess import InputOptions, Preprocessor, inputs_of
+from speechdp.decode.nbest import nbest_lines
+from speechdp.decode.origin import check_origin, check_task
+from speechdp.decode.recogniser import (
+    DecodingOptions,
+    Normalise,
+    Recogniser,
+    TrainedModel,
+    recogniser_for,
+)
+from speechdp.decode.results import (
+    DecodingResult,
+    DecodingSpeed,
+    Hypothesis,
+    NBestLists,
+    errors_by_speaker,
+    judged,
+    nbest_path,
+    results_at,
+    results_name,
+    write_results,
+)
+from speechdp.decode.wer import word_error_rate
+from speechdp.errors import ConfigError
+from speechdp.files import check_writable
+from speechdp.labels.hmm import FloatArray
+from speechdp.labels.kaldi_pdfs import is_kaldi_pdfs, load_classes, refuse_kaldi_pdfs
+from speechdp.process.ending import Stopped
+from speechdp.timing.memory import peak_rss_bytes
+
+#: Utterances of a rank whose n-best lists are passed on at once.
+_PORTION = 256
+
+
+class SpokenSplit:
+    """A split to be recognised, over N ranks: rank r takes utterances r, r + N, ...
+
+    Attributes:
+        transcripts: the words of all utterances.
+        own: those of this rank, each given by its shard and its place there.
+    """
+
+    def __init__(self, dataset: Dataset, split: str, comm: Communicator, stack: ExitStack) -> None:
+        num_shards = len(dataset.shard_paths(split))
+        shards = [stack.enter_context(dataset.open_shard(split, i)) for i in range(num_shards)]
+        self.transcripts = [text.split() for shard in shards for text in shard.texts]
+        if not any(self.transcripts):
+            remedy = "recognise its recordings with speechdp transcribe RUN FILES"
+            if is_kaldi_pdfs(dataset.classes_path):  # which transcribe refuses
+                remedy = "write its scores with speechdp posteriors"
+            raise ConfigError(
+                f"{dataset.path}: split {split!r} has no transcripts to count errors by; {remedy}"
+            )
+        self._all = [(shard, i) for shard in shards for i in range(shard.num_utterances)]
+        self._comm = comm
+        self.own = self._all[comm.rank :: comm.size]
+
+    @classmethod
+    @contextmanager
+    def open(cls, dataset: Dataset, split: str, comm: Communicator) -> Iterator[SpokenSplit]:
+        """Open the shards of a split.
+
+        Raises:
+            ConfigError: the split has no reference words.
+            ShardError: no such split, or a shard is damaged.
+        """
+        with ExitStack() as stack:
+            yield cls(dataset, split, comm, stack)
+
+    def features(self, inputs: InputOptions, normalise: Normalise = "utterance") -> Iterator[FloatArray]:
+        """Return what the network sees of each own utterance, (T, F), one by one.  Collective.
+
+        Raises:
+            ShardError: a shard is damaged.
+        """
+        own: list[Moments | None] = [None] * len(self.own)
+        if normalise == "speaker":
+            own[:] = self._moments_by_speaker(inputs)[self._comm.rank :: self._comm.size]
+        return (
+            Preprocessor.for_shard(shard.header, inputs).read(shard, i, moments)[0]
+            for (shard, i), moments in zip(self.own, own, strict=True)
+        )
+
+    def _moments_by_speaker(self, inputs: InputOptions) -> list[Moments]:
+        """Return what each utterance of the split is normalised by.  Collective."""
+        preprocessor = Preprocessor.for_shard(self._all[0][0].header, inputs)
+        sums = torch.zeros(len(self._all), 1 + 2 * preprocessor.base_dim, dtype=torch.float64)
+        for place, (shard, i) in zip(sums[self._comm.rank :: self._comm.size], self.own, strict=True):
+            place.copy_(sums_of(preprocessor.not_normalised(shard.read_samples(i)[0])))
+        speakers = [shard.speaker(i) for shard, i in self._all]
+        known = ["" if speaker == UNKNOWN_SPEAKER else speaker for speaker in speakers]
+        if known and not any(known):
+            raise ConfigError("--normalise speaker: the data do not say who speaks; leave it out")
+        return moments_by_speaker(sums, known, self._comm)
+
+    def reference(self, position: int) -> str:
+        """Return the words of an own utterance."""
+        shard, i = self.own[position]
+        return " ".join(shard.text(i).split())
+
+
+def check_decodable(trained: TrainedModel, dataset: Dataset, options: DecodingOptions) -> None:
+    """Refuse data that the model was not trained for, or that the graph does not fit, by ConfigError."""
+    check_task(dataset)
+    if options.graph is None:
+        refuse_kaldi_pdfs(dataset.classes_path, "decode")
+    elif not is_kaldi_pdfs(dataset.classes_path):
+        raise ConfigError(
+            f"--graph {options.graph.graph}: {dataset.path} has states of phones as classes, not the pdfs of "
+            "a Kaldi system; leave --graph out"
+        )
+    check_origin(trained.config, dataset, load_classes(dataset.classes_path))
+    if options.normalise == "speaker" and dataset.stored != "audio":
+        raise ConfigError(
+            f"--normalise speaker: {dataset.path} holds features, which are normalised already; prepare it "
+            "with --store audio"
+        )
+
+
+@contextmanager
+def opened_split(
+    trained: TrainedModel,
+    dataset: Dataset,
+    split: str,
+    run_dir: Path,
+    options: DecodingOptions,
+    comm: Communicator,
+) -> Iterator[tuple[SpokenSplit, str]]:
+    """Open a split to be decoded, and say how the files of its decoding are called.  Collective.
+
+    What `decode_split` would refuse is refused, as far as that is known before the work.
+
+    Raises:
+        ConfigError, ShardError, RunError: as `decode_split`.
+    """
+    check_decodable(trained, dataset, options)
+    name = _agreed_name(trained, dataset, split, run_dir, comm)
+    with SpokenSplit.open(dataset, split, comm) as reader:
+        yield reader, name
+
+
+def decode_split(
+    trained: TrainedModel,
+    dataset: Dataset,
+    split: str,
+    run_dir: Path,
+    options: DecodingOptions,
+    comm: Communicator,
+    is_asked_to_stop: Callable[[], bool] = lambda: False,
+    tuning: Mapping[str, Any] | None = None,
+) -> DecodingResult:
+    """Decode a split and write RUN/hypotheses/<name>.txt (Kaldi `text`) and RUN/wer-<name>.json.
+
+    The name is that of `results_name`.
+
+    Collective.
+
+    Rank r decodes utterances r, r + size, ...; rank 0 writes.  The result is the same for any number of
+    ranks, and the same on every rank.
+
+    Args:
+        trained: the model.
+        dataset: the data directory; its lexicon and classes must be those of the training data.
+        split: name of the split.
+        run_dir: the run directory.
+        options: how to decode.
+        comm: the ranks to share the work.
+        is_asked_to_stop: looked at before every utterance; where one rank is, none writes anything.
+        tuning: how the options were chosen, to be recorded.
+
+    Raises:
+        Stopped: a rank was asked to.
+        ConfigError: the model does not fit the data, or the split has no reference words.
+        ShardError: a shard is damaged.
+        RunError: the model gives NaN, or the results cannot be written.
+    """
+    with opened_split(trained, dataset, split, run_dir, options, comm) as (reader, name):
+        path = run_dir / "hypotheses" / f"{name}.txt"
+        began = time.process_time()
+        recogniser = recogniser_for(trained, dataset, options, reader.transcripts)
+        step_s = shift_s(dataset.sampling_rate, dataset.features)
+        own = _OwnUtterances(step_s, time.process_time() - began)
+        features = reader.features(inputs_of(trained.config), options.normalise)
+        own.recognise(recogniser, reader, features, is_asked_to_stop)
+    parts = comm.allgather_object(
+        {
+            "hypotheses": [vars(h) for h in own.hypotheses],
+            "speed": vars(own.speed()),
+            "retried": recogniser.searcher.num_retried,
+            "stopped": len(own.hypotheses) < len(reader.own),
+        }
+    )
+    if any(part["stopped"] for part in parts):
+        raise Stopped
+    everything = (Hypothesis(**values) for part in parts for values in part["hypotheses"])
+    hypotheses = sorted(everything, key=lambda h: h.utterance_id)  # the order Kaldi's tools expect
+    told = judged(hypotheses)
+    wer = word_error_rate([h.ref for h in told], [h.hyp for h in told])
+    result = DecodingResult(
+        split=split,
+        name=name,
+        data={"path": str(dataset.path), "checksum": dataset.checksum},
+        grammar=recogniser.grammar,
+        wer=wer,
+        speakers=errors_by_speaker(told),
+        retried=sum(part["retried"] for part in parts),
+        failed=sum(h.num_candidates == 0 for h in hypotheses),
+        unknown_words=sum(word not in recogniser.words for words in reader.transcripts for word in words),
+        hypotheses=path,
+        utterances=tuple(hypotheses),
+        settings=_settings(recogniser, options, tuning),
+        nbest=NBestLists.of(hypotheses, nbest_path(path), options.num_candidates),
+        speed=DecodingSpeed.over([part["speed"] for part in parts]),
+    )
+    lists = _gathered(own.lists, comm)
+    if comm.rank == 0:
+        write_results(run_dir, result, lists)
+    comm.barrier()  # nobody reports success before the files are there
+    return result
+
+
+def _agreed_name(
+    trained: TrainedModel, dataset: Dataset, split: str, run_dir: Path, comm: Communicator
+) -> str:
+    """Return how the files of a decoding are called, on every rank, if they can be written.  Collective."""
+    name = split
+    if comm.rank == 0:
+        name = results_name(run_dir, split, dataset, trained.config.get("data_checksum"))
+        with results_at(run_dir):
+            check_writable(run_dir / "hypotheses")  # of somebody else's run, say: before the work
+    return str(comm.broadcast_object(name))
+
+
+def _gathered(own: Mapping[str, str], comm: Communicator) -> dict[str, str]:
+    """Return on rank 0 what all ranks have; collective.  In portions: long lists of a large split are GB."""
+    names, lists = list(own), dict[str, str]()
+    for first in range(0, max(comm.allgather_object(len(names))), _PORTION):
+        portion = {name: own[name] for name in names[first : first + _PORTION]}
+        for part in comm.allgather_object(portion):
+            if comm.rank == 0:
+                lists |= part
+    return lists
+
+
+def _settings(
+    recogniser: Recogniser, options: DecodingOptions, tuning: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return what is to be recorded of the search."""
+    settings = options.record() | {"grammar": recogniser.grammar.value}
+    graph = recogniser.graph
+    values = {"states": graph.num_states, "arcs": graph.num_arcs, "determinised": graph.is_determinised}
+    files = {} if options.graph is None else {name: str(path) for name, path in vars(options.graph).items()}
+    return {"options": settings, "graph": values | files, **({"tuning": tuning} if tuning else {})}
+
+
+class _OwnUtterances:
+    """What this rank recognises, and what that takes.
+
+    Attributes:
+        hypotheses: in the order in which they were found.
+        lists: lines of n-best lists, by utterance, where they were asked for.
+    """
+
+    def __init__(self, frame_shift_s: float, graph_s: float) -> None:
+        self.hypotheses: list[Hypothesis] = []
+        self.lists: dict[str, str] = {}
+        self._frame_shift_s, self._graph_s = frame_shift_s, graph_s
+        self._frames = 0
+        self._network_s = self._search_s = 0.0
+        self._began = time.process_time()  # before features are normalised over speakers
+
+    def recognise(
+        self,
+        recogniser: Recogniser,
+        reader: SpokenSplit,
+        features: Iterable[FloatArray],
+        is_asked_to_stop: Callable[[], bool],
+    ) -> None:
+        """Recognise this rank's utterances until asked to stop."""
+        before = self._began
+        for position, log_likelihoods in recogniser.score(features):
+            if is_asked_to_stop():
+                break
+            scored = time.process_time()
+            candidates = recogniser.candidates(log_likelihoods)
+            shard, i = reader.own[position]
+            name, speaker = shard.utterance_id(i), shard.speaker(i)
+            known = "" if speaker == UNKNOWN_SPEAKER else speaker
+            self.hypotheses.append(Hypothesis.of(name, known, reader.reference(position), candidates))
+            if recogniser.gives_lists:
+                self.lists[name] = nbest_lines(name, candidates)
+            found = time.process_time()
+            self._frames += len(log_likelihoods)
+            self._network_s += scored - before
+            self._search_s += found - scored
+            before = found
+
+    def speed(self) -> DecodingSpeed:
+        """Return what it took so far."""
+        speech = self._frames * self._frame_shift_s
+        return DecodingSpeed(speech, self._graph_s, self._network_s, self._search_s, peak_rss_bytes())
