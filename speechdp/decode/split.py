@@ -103,7 +103,7 @@ class SpokenSplit:
         preprocessor = Preprocessor.for_shard(self._all[0][0].header, inputs)
         sums = torch.zeros(len(self._all), 1 + 2 * preprocessor.base_dim, dtype=torch.float64)
         for place, (shard, i) in zip(sums[self._comm.rank :: self._comm.size], self.own, strict=True):
-            place.copy_(sums_of(preprocessor.not_normalised(shard.read_samples(i)[0])))
+            place.copy_(sums_of(preprocessor.not_normalised(shard.read_samples(i)[0]), shard.header.features))
         speakers = [shard.speaker(i) for shard, i in self._all]
         known = ["" if speaker == UNKNOWN_SPEAKER else speaker for speaker in speakers]
         if known and not any(known):

@@ -1,9 +1,9 @@
 """The HMM of a transcript: every state sequence that a recording of these words may pass through.
 
 The HMM is what decoding's HL composed with the transcript is (`decode.graphs.graph.LexiconTransducer`),
-without its epsilon arcs: all pronunciations of a word side by side, silence optional at both ends and between words,
-3-state left-to-right phones.  It is kept as arrays, so that `labels.forward_backward` can pass through the
-HMMs of a whole batch at a time.
+without its epsilon arcs: all pronunciations of a word side by side, silence optional at both ends and between
+words, 3-state left-to-right phones.  It is kept as arrays, so that `labels.forward_backward` can pass through
+the HMMs of a whole batch at a time.
 
 Legend: B utterances, S states, K predecessors of a state, C classes.
 """
@@ -129,8 +129,8 @@ class TranscriptCompiler:
     """Makes the HMMs of transcripts; safe from several threads.
 
     Probabilities are those of `decode.graphs.graph.LexiconTransducer`: a pause has `silence_probability` at
-    each word boundary, variants of a word have those of the lexicon, or 1 each, a visit of n frames to a state
-    takes its self-loop n - 1 times and leaves it once.
+    each word boundary, variants of a word have those of the lexicon, or 1 each, a visit of n frames to a
+    state takes its self-loop n - 1 times and leaves it once.
 
     Args:
         lexicon: the words.

@@ -17,6 +17,11 @@ from speechdp.errors import ConfigError
 
 #: Least standard deviation divided by: digital silence (all frames at the log floor) stays zero.
 STD_FLOOR = 1e-2
+#: Of digital silence, nats: an isolated step of 16-bit samples makes a band of 3.4 at most, and 0 of energy.
+#: The quietest backgrounds of AN4, FSDD, kathleen16k and yesno are at 7 and more in their loudest band.
+_LOUDEST_SILENT_BAND, _LOUDEST_SILENT_ENERGY = 4.0, 1.0
+#: What normalised features are where an utterance is nothing but digital silence: as low as quiet frames.
+SILENCE_ALONE = -2.0
 #: Fewest mel filters.
 _LEAST_MEL_BINS = 3
 #: Kaldi's lowest mel edge, in Hz.
@@ -191,10 +196,49 @@ def kaldi_features(
     return frames
 
 
+def loudness_of_silence(config: FeatureConfig) -> tuple[slice, float] | None:
+    """Return how digital silence is told from all that a microphone hears; None: it cannot be.
+
+    A frame is silent in which all values of these columns are below this.  That is more than a single step of
+    16-bit samples in the frame, or noise of a tenth of a step, leaves there, and less than the background of
+    any recording.  The frames before and behind have a few samples of what is heard, at the window's edge:
+    they do not count either.
+
+    Returns:
+        Columns of not normalised features, and the value, nats.
+    """
+    if config.kind == "log_mel":
+        return slice(None), _LOUDEST_SILENT_BAND
+    if config.kind == "mfcc":
+        return slice(0, 1), _LOUDEST_SILENT_ENERGY
+    return None  # Kaldi's are on a scale of their own
+
+
 def normalise(features: npt.NDArray[np.float32], config: FeatureConfig) -> npt.NDArray[np.float32]:
-    """Normalise one utterance's (T, D) features per dimension as `config` says."""
-    if features.shape[0] == 0:
+    """Normalise one utterance's (T, D) features per dimension as `config` says.
+
+    Digital silence, which editors, gates and codecs leave, lies so far below all else that it would shift
+    mean and deviation of the speech: neither counts it, and such frames get the lowest values of the others,
+    or where there are no others SILENCE_ALONE.
+    """
+    if features.shape[0] == 0 or not (config.mean_normalise or config.variance_normalise):
         return features
+    if (silence := loudness_of_silence(config)) is not None:
+        columns, below = silence
+        silent = np.all(features[:, columns] < below, axis=1)
+        if silent.any():
+            heard = ~silent
+            heard[1:] &= ~silent[:-1]
+            heard[:-1] &= ~silent[1:]
+            normalised = np.full_like(features, SILENCE_ALONE)
+            if heard.any():
+                normalised[heard] = _normalised(features[heard], config)
+                normalised[~heard] = normalised[heard].min(axis=0)
+            return normalised
+    return _normalised(features, config)
+
+
+def _normalised(features: npt.NDArray[np.float32], config: FeatureConfig) -> npt.NDArray[np.float32]:
     if config.mean_normalise:
         features = features - features.mean(axis=0, dtype=np.float64).astype(np.float32)
     if config.variance_normalise:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.data.signal.features import STD_FLOOR, FeatureConfig
+from speechdp.data.transforms.torch_features import beside_silence, heard_frames
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,21 @@ class Moments:
 
     def normalise(self, features: Tensor, config: FeatureConfig) -> Tensor:
         """Normalise (T, F) features in what `config` normalises of them."""
+        heard = heard_frames(features, config)
         if config.mean_normalise:
             features = features - self.mean
-        return features / self.std if config.variance_normalise else features
+        if config.variance_normalise:
+            features = features / self.std
+        is_normalised = config.mean_normalise or config.variance_normalise
+        return beside_silence(features[heard], heard) if is_normalised else features
 
 
-def sums_of(features: Tensor) -> Tensor:
-    """Return number of frames, sums and sums of squares of (T, F) features: (1 + 2 F,) float64."""
-    rows = features.double()
+def sums_of(features: Tensor, config: FeatureConfig) -> Tensor:
+    """Return number of frames, sums and sums of squares of (T, F) features: (1 + 2 F,) float64.
+
+    Digital silence does not count, as in `features.normalise`.
+    """
+    rows = features[heard_frames(features, config)].double()
     return torch.cat(
         [torch.tensor([float(len(rows))], dtype=torch.float64), rows.sum(0), rows.square().sum(0)]
     )

@@ -20,9 +20,11 @@ from torch import Tensor
 
 from speechdp.data.signal.features import (
     LOW_FREQ_HZ,
+    SILENCE_ALONE,
     STD_FLOOR,
     FeatureConfig,
     check_mel_bins,
+    loudness_of_silence,
     mel_of,
     shift_samples,
     window_samples,
@@ -100,6 +102,51 @@ def raw_features(
 
 def normalise_rows(rows: Tensor, num_frames: Sequence[int], config: FeatureConfig) -> Tensor:
     """Normalise utterances' features (R, D) as `features.normalise` does each."""
+    if not (config.mean_normalise or config.variance_normalise):
+        return rows
+    if not bool(_silent_rows(rows, config).any()):
+        return _normalised(rows, num_frames, config)
+    return torch.cat(
+        [_normalised_beside_silence(part, config) for part in torch.split(rows, list(num_frames))]
+    )
+
+
+def heard_frames(features: Tensor, config: FeatureConfig) -> Tensor:
+    """Return which of an utterance's not normalised features (T, D) are no digital silence: (T,) bool."""
+    silent = _silent_rows(features, config)
+    heard = ~silent
+    heard[1:] &= ~silent[:-1]
+    heard[:-1] &= ~silent[1:]
+    return heard
+
+
+def _silent_rows(rows: Tensor, config: FeatureConfig) -> Tensor:
+    silence = loudness_of_silence(config)
+    if silence is None:
+        return rows.new_zeros(len(rows), dtype=torch.bool)
+    columns, below = silence
+    return (rows[:, columns] < below).all(dim=1)
+
+
+def _normalised_beside_silence(features: Tensor, config: FeatureConfig) -> Tensor:
+    heard = heard_frames(features, config)
+    return beside_silence(_normalised(features[heard], [int(heard.sum())], config), heard)
+
+
+def beside_silence(normalised: Tensor, heard: Tensor) -> Tensor:
+    """Put normalised frames where they were heard, (T,) bool, and their lowest values where silence was.
+
+    Without any such frame there are none to be lower than: SILENCE_ALONE.
+    """
+    features = normalised.new_full((len(heard), normalised.shape[1]), SILENCE_ALONE)
+    if len(normalised):
+        features[heard], features[~heard] = normalised, normalised.amin(dim=0)
+    return features
+
+
+def _normalised(rows: Tensor, num_frames: Sequence[int], config: FeatureConfig) -> Tensor:
+    if not len(rows):
+        return rows
     if config.mean_normalise:
         rows = rows - _spread(_means(rows, num_frames).float(), num_frames)
     if config.variance_normalise:

@@ -12,8 +12,15 @@ import pytest
 import soundfile
 import torch
 
-from speechdp.data.signal.features import FeatureConfig, kaldi_features, normalise, num_frames_of
+from speechdp.data.signal.features import (
+    SILENCE_ALONE,
+    FeatureConfig,
+    kaldi_features,
+    normalise,
+    num_frames_of,
+)
 from speechdp.data.transforms import torch_features
+from speechdp.data.transforms.moments import Moments, sums_of
 from speechdp.data.transforms.torch_features import normalise_rows, raw_features
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import fsdd_dir, shared_data, tone
@@ -145,3 +152,92 @@ def test_threads_within_an_operation_change_no_bit() -> None:
 def test_more_filters_than_the_spectrum_can_fill_are_refused() -> None:
     with pytest.raises(ConfigError, match="mel bins are too many"):
         in_torch([tone(0.1)], 8000, FeatureConfig(num_mel_bins=120))
+
+
+def padded(wave: npt.NDArray[np.float32], rate: int, fill: str) -> npt.NDArray[np.float32]:
+    """Put 0.3 s before and behind of what gates and codecs leave where nothing is heard."""
+    num = round(0.3 * rate)
+    rng = np.random.default_rng(5)
+    silence = {
+        "zeros": np.zeros(num),
+        "an offset": np.full(num, 3.0),
+        "a step here and there": (np.arange(num) % 1000 == 0).astype(float),
+        "what an MP3 leaves": rng.normal(0, 0.03, num),
+    }[fill].astype(np.float32)
+    return np.concatenate([silence, wave, silence])
+
+
+@pytest.mark.parametrize("kind", ["log_mel", "mfcc"])
+@pytest.mark.parametrize("rate", [8000, 16000])
+@pytest.mark.parametrize("fill", ["zeros", "an offset", "a step here and there", "what an MP3 leaves"])
+def test_digital_silence_does_not_change_how_speech_is_normalised(kind: str, rate: int, fill: str) -> None:
+    config = FeatureConfig(kind=kind, num_mel_bins=24)  # type: ignore[arg-type]
+    wave = speech_like(1.2, rate) - 50  # without its offset, a step between which and silence would be heard
+    alone = normalise(kaldi_features(wave, rate, config), config)
+    raw = kaldi_features(padded(wave, rate, fill), rate, config)
+    found = normalise(raw, config)
+
+    def differs(features: npt.NDArray[np.float32]) -> float:
+        return float(np.abs(features[33 : 27 + len(alone)] - alone[3:-3]).mean())  # frames that see it alone
+
+    assert differs(found) < 0.1
+    assert differs((raw - raw.mean(axis=0)) / raw.std(axis=0)) > 0.35
+    quiet = found[:27]
+    assert np.array_equal(quiet, np.broadcast_to(quiet[0], quiet.shape))
+    assert np.array_equal(quiet[0], found.min(axis=0))
+
+
+def test_the_quietest_background_of_a_recording_is_no_digital_silence() -> None:
+    config = FeatureConfig()
+    noise = np.round(np.random.default_rng(1).normal(0, 0.5, 16000)).astype(np.float32)
+    wave = np.concatenate([noise, speech_like(1.0, 16000)])
+    raw = kaldi_features(wave, 16000, config)
+    expected = (raw - raw.mean(axis=0)) / raw.std(axis=0)
+    np.testing.assert_allclose(normalise(raw, config), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["log_mel", "mfcc"])
+def test_digital_silence_among_several_utterances_is_treated_as_in_numpy(kind: str) -> None:
+    config = FeatureConfig(kind=kind)  # type: ignore[arg-type]
+    waves = [
+        speech_like(0.5, 16000),
+        np.zeros(4000, np.float32),
+        padded(speech_like(0.7, 16000), 16000, "zeros"),
+    ]
+    raw = in_torch(waves, 16000, config)
+    frames = [len(part) for part in raw]
+    found = torch.split(normalise_rows(torch.from_numpy(np.concatenate(raw)), frames, config), frames)
+    for part, rows in zip(found, raw, strict=True):
+        np.testing.assert_allclose(part.numpy(), normalise(rows, config), rtol=0, atol=1e-5)
+    assert (found[1] == SILENCE_ALONE).all()
+
+
+def test_features_that_are_not_normalised_keep_their_silence() -> None:
+    config = FeatureConfig(mean_normalise=False, variance_normalise=False)
+    (raw,) = in_torch([np.zeros(4000, np.float32)], 16000, config)
+    rows = torch.from_numpy(raw)
+    assert torch.equal(normalise_rows(rows, [len(raw)], config), rows)
+    assert np.array_equal(normalise(raw, config), raw)
+
+
+def test_features_that_kaldi_has_made_have_no_silence_that_could_be_told() -> None:
+    config = FeatureConfig(kind="kaldi", kaldi_dim=3)
+    rows = np.concatenate([np.full((5, 3), -20.0), np.random.default_rng(0).normal(size=(9, 3))])
+    rows = rows.astype(np.float32)
+    expected = (rows - rows.mean(axis=0)) / rows.std(axis=0)
+    np.testing.assert_allclose(normalise(rows, config), expected, atol=1e-5)
+
+
+def test_digital_silence_does_not_count_in_a_speakers_moments() -> None:
+    config = FeatureConfig()
+    heard, silent = speech_like(0.5, 16000), np.zeros(8000, np.float32)
+    raw = [
+        torch.from_numpy(x) for x in in_torch([heard, padded(heard, 16000, "zeros"), silent], 16000, config)
+    ]
+    assert torch.equal(sums_of(raw[2], config), torch.zeros(81, dtype=torch.float64))
+    assert 50 <= sums_of(raw[1], config)[0] < 60 and sums_of(raw[0], config)[0] == 50
+    moments = Moments(raw[0].mean(0), raw[0].std(0, correction=0))
+    found = moments.normalise(raw[1], config)
+    torch.testing.assert_close(found[33:77], moments.normalise(raw[0], config)[3:47], rtol=0, atol=1e-3)
+    assert torch.equal(found[:27], found.amin(0).expand(27, 40))
+    assert (moments.normalise(raw[2], config) == SILENCE_ALONE).all()
