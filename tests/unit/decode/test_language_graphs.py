@@ -8,7 +8,7 @@ import kaldifst
 import numpy as np
 import pytest
 
-from speechdp.decode import graph as graph_module
+from speechdp.decode.graphs import graph as graph_module
 from speechdp.decode.graphs.graph import DecodingGraph, Grammar, LexiconTransducer, build_graph
 from speechdp.decode.graphs.ngram_grammar import ngram_acceptor
 from speechdp.decode.language_model import (
