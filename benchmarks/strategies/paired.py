@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from speechdp.report.runs.raced import RacedSpeed
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 Rates = dict[str, list[float]]
 
@@ -71,8 +73,10 @@ def run_rounds(contenders: Sequence[str], measure: Callable[[str], float], round
 
 
 def compare(rates: Rates, ours: str, peer: str) -> float:
-    """Print and return the median over rounds of ours / peer."""
+    """Print and return the median over rounds of ours / peer; from 6 rounds on, print its interval, too."""
     ratios = [a / b for a, b in zip(rates[ours], rates[peer], strict=True)]
     median = statistics.median(ratios)
-    print(f"{ours} / {peer}: median {median:.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+    interval = RacedSpeed(tuple(ratios), peer).interval
+    surely = "" if interval is None else f"; 95 % interval {interval[0]:.3f} to {interval[1]:.3f}"
+    print(f"{ours} / {peer}: median {median:.3f}, from {min(ratios):.3f} to {max(ratios):.3f}{surely}")
     return round(median, 3)

@@ -1,7 +1,7 @@
 """Frames/s of our strategies beside what else there is for the same, over the same shards and model.
 
     pip install accelerate          # one of the peers; left out, and said so, where it is missing
-    python benchmarks/strategies/peers.py [--rounds 5] [--seconds 8] [--ranks 2] [--period 8]
+    python benchmarks/strategies/peers.py [--rounds 6] [--seconds 8] [--ranks 2] [--period 8]
 
 Each contender in processes of its own, in turn; ratios within a round, medians over rounds.  Peers run as
 their makers ship them: Open MPI, Horovod and gloo with their own settings.  All share loss, clipping, the
@@ -203,7 +203,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--period", type=int, default=8, help="steps between averages of parameters")
