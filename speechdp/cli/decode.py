@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from speechdp.comm.base import Communicator
     from speechdp.data.shards.dataset import Dataset
-    from speechdp.decode.recogniser import DecodingOptions
+    from speechdp.decode.recogniser import DecodingOptions, Normalise
     from speechdp.decode.results import DecodingResult
 
 GrammarName = Literal["auto", "ngram", "digit-loop", "word-loop", "word", "transcript-set"]
@@ -52,7 +52,10 @@ class DecodeCommand:
     mdl: Annotated[Path | None, shown("FILE", "final.mdl in the folder above --graph's")] = None
     """Kaldi model that --graph was made with; its transition-ids are mapped to pdfs."""
     search: Annotated[RecognitionOptions, heading("search")] = field(default_factory=RecognitionOptions)
-    normalise: Literal["utterance", "speaker"] = "utterance"
+    normalise: Annotated[
+        Literal["utterance", "speaker"] | None,
+        shown("utterance|speaker", "as --tune-on had it; else utterance"),
+    ] = None
     """Over what features are normalised: each utterance, as in training, or all of a speaker's in the split.
     speaker: better for short utterances; needs data prepared with --store audio and known speakers."""
     backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
@@ -90,7 +93,7 @@ class DecodeCommand:
         dataset = Dataset.open(self.data)
         check_world(comm, {"data checksum": dataset.checksum, "configuration": repr(self)})
         trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank))
-        options, tuning = self._decoding_options(self._with_earlier_weights(dataset, comm)), None
+        options, tuning = self._decoding_options(*self._with_earlier_weights(dataset, comm)), None
         if self.tune_on is not None:
             with opened_split(trained, dataset, self.split, self.run_dir, options, comm):
                 pass  # can be decoded: known before hours of tuning
@@ -103,24 +106,34 @@ class DecodeCommand:
             self._show(result, dataset)
         return 0
 
-    def _with_earlier_weights(self, dataset: Dataset, comm: Communicator) -> RecognitionOptions:
-        """Return the search options, where none is given with what was tuned before.  Collective."""
+    def _with_earlier_weights(
+        self, dataset: Dataset, comm: Communicator
+    ) -> tuple[RecognitionOptions, Normalise | None]:
+        """Return the search options and how to normalise, as was tuned before where not given.
+
+        Collective.
+        """
         from speechdp.decode.graphs.graph import Grammar  # noqa: PLC0415
         from speechdp.decode.transcribe import grammar_of  # noqa: PLC0415
+        from speechdp.decode.tuning import earlier_normalise  # noqa: PLC0415
 
         if self.tune_on is not None:
-            return self.search
-        found: tuple[dict[str, float], str] = {}, ""
+            return self.search, self.normalise
+        found: tuple[dict[str, float], str, Normalise | None] = {}, "", self.normalise
         if comm.rank == 0:
             if self.graph is not None:
                 grammar = Grammar.GRAPH
             else:
                 grammar = grammar_of(dataset) if self.grammar == "auto" else Grammar(self.grammar)
-            found = self.search.earlier_weights(self.run_dir, grammar)
-        weights, line = comm.broadcast_object(list(found))
+            weights, line = self.search.earlier_weights(self.run_dir, grammar)
+            normalise = self.normalise
+            if weights and normalise is None:
+                normalise = earlier_normalise(self.run_dir, grammar)
+            found = weights, line, normalise
+        weights, line, normalise = comm.broadcast_object(list(found))
         if line and comm.rank == 0:
             _tell(line)
-        return self.search.with_weights(weights)
+        return self.search.with_weights(weights), normalise
 
     def _show(self, result: DecodingResult, dataset: Dataset) -> None:
         """Print what was found, and write the page about it."""
@@ -154,7 +167,9 @@ class DecodeCommand:
         print(f"hypotheses: {result.hypotheses}")
         print(f"page: {page.html}")
 
-    def _decoding_options(self, search: RecognitionOptions) -> DecodingOptions:
+    def _decoding_options(
+        self, search: RecognitionOptions, normalise: Normalise | None = None
+    ) -> DecodingOptions:
         """Return what the recogniser takes.  Raises ConfigError: options that do not go together."""
         from speechdp.decode.graphs.graph import OF_ANY_LENGTH, Grammar  # noqa: PLC0415
         from speechdp.decode.graphs.kaldi_graph import KaldiGraphFiles  # noqa: PLC0415
@@ -165,7 +180,7 @@ class DecodeCommand:
         return search.decoding(
             graph=None if self.graph is None else KaldiGraphFiles.of(self.graph, self.words, self.mdl),
             grammar=grammar,
-            normalise=self.normalise,
+            normalise=normalise or "utterance",
         )
 
     def _refuse_weights(self, names: Sequence[str], beside: str) -> None:

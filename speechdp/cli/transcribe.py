@@ -44,8 +44,9 @@ class TranscribeCommand:
     """Also write the time of every word and how sure the model is of it, 0 to 1 (a CTM file)."""
     nbest_out: Annotated[Path | None, shown("FILE", "none")] = None
     """Also write the --nbest most probable word sequences of each recording, with their costs."""
-    longest: Annotated[float, shown("SECONDS")] = 30.0
-    """Cut recordings that are longer than this, at pauses."""
+    longest: Annotated[float | None, shown("SECONDS", "1.5 of its training utterances, 5 to 30 s")] = None
+    """Cut recordings that are longer than this, at pauses: a model hears best what is as long as its training
+    utterances were."""
     search: Annotated[RecognitionOptions, heading("search")] = field(default_factory=RecognitionOptions)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: on a GPU if there is one, else on the CPU."""

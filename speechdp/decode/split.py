@@ -107,7 +107,9 @@ class SpokenSplit:
         speakers = [shard.speaker(i) for shard, i in self._all]
         known = ["" if speaker == UNKNOWN_SPEAKER else speaker for speaker in speakers]
         if known and not any(known):
-            raise ConfigError("--normalise speaker: the data do not say who speaks; leave it out")
+            raise ConfigError(
+                "--normalise speaker: the data do not say who speaks; give --normalise utterance"
+            )
         return moments_by_speaker(sums, known, self._comm)
 
     def reference(self, position: int) -> str:
@@ -130,7 +132,7 @@ def check_decodable(trained: TrainedModel, dataset: Dataset, options: DecodingOp
     if options.normalise == "speaker" and dataset.stored != "audio":
         raise ConfigError(
             f"--normalise speaker: {dataset.path} holds features, which are normalised already; prepare it "
-            "with --store audio"
+            "with --store audio, or give --normalise utterance"
         )
 
 

@@ -27,6 +27,9 @@ from speechdp.labels.lexicon import Lexicon
 from speechdp.parallel.run_files import TRAINED_ON
 
 _MAX_PIECE_S = 3600.0
+#: Pieces are at most half as long again as what the model has learnt from, but between these lengths, s: each
+#: is normalised by itself, which shorter ones bear badly.
+_USUAL_PIECE_S, _OF_TRAINING = (5.0, 30.0), 1.5
 
 
 def kept_data(run_dir: Path) -> Dataset:
@@ -51,6 +54,24 @@ def kept_data(run_dir: Path) -> Dataset:
 def grammar_of(kept: Dataset) -> Grammar:
     """Return which word sequences are recognised with what a run keeps."""
     return Grammar.WORD_LOOP if language_model_path(kept.path) is None else Grammar.NGRAM
+
+
+def usual_piece_s(kept: Dataset) -> float:
+    """Return how long pieces of a recording are at most, s, that a model hears as it heard its utterances.
+
+    Args:
+        kept: what its run keeps of the data.
+
+    Example:
+        A model trained on utterances of 4 s in the mean gets pieces of at most 6 s, one trained on digits
+        pieces of at most 5 s.
+    """
+    utterances = max(1, sum(map(kept.num_utterances, kept.split_names)))
+    mean_s = (
+        sum(map(kept.num_frames, kept.split_names)) * shift_s(kept.sampling_rate, kept.features) / utterances
+    )
+    least, most = _USUAL_PIECE_S
+    return min(max(_OF_TRAINING * mean_s, least), most)
 
 
 @dataclass(frozen=True)
@@ -128,15 +149,17 @@ class Transcriber:
         trained: the model.
         kept: what its run keeps of the data it was trained on: lexicon, classes, language model.
         options: how to decode.
-        longest_s: recordings are cut into pieces of at most so many seconds, at pauses.
+        longest_s: recordings are cut at pauses into pieces of at most so many seconds; None: `usual_piece_s`.
 
     Raises:
         ConfigError: it was trained on features that audio alone does not give.
     """
 
     def __init__(
-        self, trained: TrainedModel, kept: Dataset, options: DecodingOptions, longest_s: float = 30.0
+        self, trained: TrainedModel, kept: Dataset, options: DecodingOptions, longest_s: float | None = None
     ) -> None:
+        if longest_s is None:
+            longest_s = usual_piece_s(kept)
         if not 1 <= longest_s < _MAX_PIECE_S:
             raise ConfigError(f"--longest {longest_s:g}: 1 to {_MAX_PIECE_S:g} seconds")
         self._lexicon = Lexicon.load(kept.lexicon_path)

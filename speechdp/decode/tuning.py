@@ -13,7 +13,13 @@ from speechdp.comm.base import Communicator
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import inputs_of
 from speechdp.decode.graphs.graph import LOOPS, OF_ANY_LENGTH, Grammar
-from speechdp.decode.recogniser import DecodingOptions, Recogniser, TrainedModel, recogniser_for
+from speechdp.decode.recogniser import (
+    DecodingOptions,
+    Normalise,
+    Recogniser,
+    TrainedModel,
+    recogniser_for,
+)
 from speechdp.decode.split import SpokenSplit, check_decodable
 from speechdp.decode.wer import count_errors
 from speechdp.errors import RunError
@@ -74,6 +80,7 @@ class EarlierTuning:
         path: its record.
         split: what it was tuned on.
         grammar: what it was tuned for.
+        normalise: over what features were normalised.
         chosen: the values that were chosen.
         weights: these and the others that they go with, by their names in `DecodingOptions`.
     """
@@ -81,6 +88,7 @@ class EarlierTuning:
     path: Path
     split: str
     grammar: Grammar
+    normalise: Normalise
     chosen: dict[str, float]
     weights: dict[str, Any]
 
@@ -90,7 +98,8 @@ class EarlierTuning:
 
     def summary(self) -> str:
         """Say in one line which values are used."""
-        return f"{_listed(self.chosen)}, as decode --tune-on {self.split} chose them ({self.path})"
+        how = "" if self.normalise == "utterance" else f" with --normalise {self.normalise}"
+        return f"{_listed(self.chosen)}, as decode --tune-on {self.split}{how} chose them ({self.path})"
 
     def refusal(self, grammar: Grammar) -> str:
         """Say in one line why the values are not used for another grammar."""
@@ -128,7 +137,9 @@ def earlier_tuning(run_dir: Path, rescore_lm: Path | None = None) -> EarlierTuni
         weight = chosen.pop("rescore_weight", None)
         if weight is not None and options["rescore_lm"] == str(rescore_lm.resolve() if rescore_lm else None):
             chosen["rescore_weight"] = weights["rescore_weight"] = weight
-        return EarlierTuning(path, str(tuning["split"]), Grammar(values["grammar"]), chosen, weights)
+        normalise: Normalise = "speaker" if options.get("normalise") == "speaker" else "utterance"
+        grammar = Grammar(values["grammar"])
+        return EarlierTuning(path, str(tuning["split"]), grammar, normalise, chosen, weights)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -152,6 +163,16 @@ def earlier_weights(
     if earlier is None:
         return {}, ""
     return (earlier.weights, earlier.summary()) if earlier.is_for(grammar) else ({}, earlier.refusal(grammar))
+
+
+def earlier_normalise(run_dir: Path, grammar: Grammar) -> Normalise | None:
+    """Return over what features were normalised where the weights were chosen that `earlier_weights` gives.
+
+    Raises:
+        RunError: the record of the tuning is damaged.
+    """
+    earlier = earlier_tuning(run_dir)
+    return earlier.normalise if earlier is not None and earlier.is_for(grammar) else None
 
 
 def weights_set_aside(

@@ -19,7 +19,7 @@ import torch
 from speechdp.cli.main import run as speechdp
 from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.recogniser import DecodingOptions
-from speechdp.decode.transcribe import TimedWord, Transcriber, Transcription, kept_data
+from speechdp.decode.transcribe import TimedWord, Transcriber, Transcription, kept_data, usual_piece_s
 from speechdp.errors import RunError
 from speechdp.labels import decision_tree
 from speechdp.process.ending import Ended
@@ -137,7 +137,7 @@ def test_a_long_recording_is_cut_and_its_times_go_on(trained: Trained, tmp_path:
     starts = np.cumsum([0, *(len(wave) + len(pause) for wave in waves)]) / 8000
     joined = np.concatenate([part for wave in waves for part in (wave, pause)])
     soundfile.write(tmp_path / "long.wav", joined, 8000)
-    options = DecodingOptions(acoustic_scale=0.5, nbest=4)
+    options = DecodingOptions(acoustic_scale=0.5, nbest=4, lattice_beam=40.0)
     model = load_model(trained.run, torch.device("cpu"))
     found = Transcriber(model, kept_data(trained.run), options, longest_s=2.0).transcribe(
         tmp_path / "long.wav", "long"
@@ -153,6 +153,15 @@ def test_a_long_recording_is_cut_and_its_times_go_on(trained: Trained, tmp_path:
     middles = [(start + end) / 2 for start, end in times]
     heard = [any(a <= m < b for m in middles) for a, b in itertools.pairwise(starts)]
     assert sum(heard) >= 0.8 * len(heard)
+
+
+def test_pieces_are_as_long_as_what_the_model_has_learnt_from(trained: Trained, tmp_path: Path) -> None:
+    kept = kept_data(trained.run)
+    assert usual_piece_s(kept) == 5.0  # its utterances are single digits
+    for mean_s, usual_s in ((3.8, 5.7), (12.0, 18.0), (60.0, 30.0)):
+        for split in kept.splits.values():
+            object.__setattr__(split, "frames", round(100 * mean_s * split.utterances))  # frozen
+        assert usual_piece_s(kept) == pytest.approx(usual_s, abs=0.1)
 
 
 def test_what_cannot_be_transcribed(

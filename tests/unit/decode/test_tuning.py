@@ -21,7 +21,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.decode import tuning
 from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.language_model import save_language_model
-from speechdp.decode.recogniser import DecodingOptions
+from speechdp.decode.recogniser import DecodingOptions, Normalise
 from speechdp.decode.split import decode_split
 from speechdp.decode.tuning import earlier_tuning, tune
 from speechdp.errors import RunError, ShardError
@@ -292,9 +292,15 @@ def test_what_was_tuned_last_is_found_again(dataset: Dataset, tmp_path: Path) ->
         earlier_tuning(run_dir)
 
 
-def write_tuned(run_dir: Path, grammar: Grammar, chosen: dict[str, float], rescore_lm: str | None) -> None:
+def write_tuned(
+    run_dir: Path,
+    grammar: Grammar,
+    chosen: dict[str, float],
+    rescore_lm: str | None,
+    normalise: str = "utterance",
+) -> None:
     weights = {"acoustic_scale": 0.4, "prior_scale": 1.0, "insertion_log_prob": 0.0, "lm_scale": 1.0}
-    options = {**weights, "silence_probability": 0.5, "rescore_lm": rescore_lm}
+    options = {**weights, "silence_probability": 0.5, "rescore_lm": rescore_lm, "normalise": normalise}
     record = {"grammar": grammar.value, "options": options, "tuning": {"split": "dev", "chosen": chosen}}
     run_dir.mkdir(exist_ok=True)
     (run_dir / "tuned.json").write_text(json.dumps(record))
@@ -329,6 +335,36 @@ def test_a_weight_that_is_given_sets_the_tuned_ones_aside_and_says_so(tmp_path: 
     assert search.earlier_weights(tmp_path, Grammar.NGRAM) == ({}, "")
     with pytest.raises(RunError, match=r"tuned\.json: cannot be read"):
         RecognitionOptions().earlier_weights(tmp_path, Grammar.NGRAM)
+
+
+@pytest.mark.parametrize(
+    ("tuned_with", "given", "search", "used"),
+    [
+        ("speaker", None, RecognitionOptions(), "speaker"),
+        ("speaker", "utterance", RecognitionOptions(), "utterance"),
+        ("utterance", None, RecognitionOptions(), "utterance"),
+        ("speaker", None, RecognitionOptions(acoustic_scale=0.3), "utterance"),  # what was tuned is not used
+    ],
+)
+def test_tuned_weights_are_used_with_the_normalisation_they_were_chosen_with(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    tuned_with: str,
+    given: Normalise | None,
+    search: RecognitionOptions,
+    used: str,
+) -> None:
+    dataset = write_dataset(tmp_path / "data", SHARDS)
+    write_tuned(tmp_path / "run", Grammar.WORD_LOOP, {"acoustic_scale": 0.4}, None, normalise=tuned_with)
+    command = DecodeCommand(
+        tmp_path / "run", dataset.path, grammar="word-loop", search=search, normalise=given
+    )
+    options = command._decoding_options(*command._with_earlier_weights(dataset, SerialCommunicator()))
+    assert options.normalise == used
+    said = capsys.readouterr().err
+    assert ("--tune-on dev with --normalise speaker chose them" in said) == (
+        tuned_with == "speaker" and not search.weights
+    )
 
 
 def test_options_of_decode_are_advised_to_its_users_alone(
