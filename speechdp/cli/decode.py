@@ -85,6 +85,7 @@ class DecodeCommand:
         from speechdp.comm.device import choose_device  # noqa: PLC0415
         from speechdp.comm.startup.world import check_world  # noqa: PLC0415
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
+        from speechdp.decode.origin import is_ctc  # noqa: PLC0415
         from speechdp.decode.split import decode_split, opened_split  # noqa: PLC0415
         from speechdp.decode.tuning import tune  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
@@ -92,7 +93,9 @@ class DecodeCommand:
         self._decoding_options(self.search)
         dataset = Dataset.open(self.data)
         check_world(comm, {"data checksum": dataset.checksum, "configuration": repr(self)})
-        trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank))
+        trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank), ctc=True)
+        if is_ctc(trained.config):
+            self._refuse_weights(("prior_scale", "silence_probability"), "a model of --criterion ctc")
         options, tuning = self._decoding_options(*self._with_earlier_weights(dataset, comm)), None
         if self.tune_on is not None:
             with opened_split(trained, dataset, self.split, self.run_dir, options, comm):

@@ -1,13 +1,19 @@
-"""Whether data are of the kind that a model was trained on."""
+"""What a model's file says of its training: of what kind its classes are, and whether data are of that kind."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.kaldi_pdfs import KaldiPdfs
+
+
+def is_ctc(config: Mapping[str, Any]) -> bool:
+    """Tell by what its file says whether a model's classes are CTC's: phones and a blank, no states."""
+    return config.get("criterion") == "ctc"
 
 
 def check_task(dataset: Dataset) -> None:

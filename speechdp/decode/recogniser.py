@@ -14,6 +14,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.graphs.graph import (
     LOOPS,
     OF_ANY_LENGTH,
+    CtcTransducer,
     DecodingGraph,
     Grammar,
     LexiconTransducer,
@@ -24,6 +25,7 @@ from speechdp.decode.graphs.graph import (
 from speechdp.decode.graphs.kaldi_graph import KaldiGraphFiles, read_kaldi_graph
 from speechdp.decode.language_model import LanguageModel, language_model_in, read_respelled
 from speechdp.decode.nbest import Candidate, NBestSearcher, Rescorer, SentenceCost, ngram_cost
+from speechdp.decode.origin import is_ctc
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.decode.search import SearchOptions
 from speechdp.errors import ConfigError
@@ -175,10 +177,13 @@ class Recogniser:
             self.words &= language_model.words
         elif self.grammar in LOOPS:
             self.words = frozenset(loop_vocabulary(lexicon, self.grammar))
-        self_loop = trained.self_loop.detach().cpu().double().numpy()
-        self.transducer = LexiconTransducer(
-            lexicon, inventory, self_loop, options.silence_probability, trained.tying
-        )
+        if is_ctc(trained.config):
+            self.transducer: LexiconTransducer = CtcTransducer(lexicon, inventory)
+        else:
+            self_loop = trained.self_loop.detach().cpu().double().numpy()
+            self.transducer = LexiconTransducer(
+                lexicon, inventory, self_loop, options.silence_probability, trained.tying
+            )
         self._transcripts, self._language_model = transcripts, language_model
         self._attach(trained, options)
 

@@ -13,6 +13,7 @@ from speechdp.comm.base import Communicator
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import inputs_of
 from speechdp.decode.graphs.graph import LOOPS, OF_ANY_LENGTH, Grammar
+from speechdp.decode.origin import is_ctc
 from speechdp.decode.recogniser import (
     DecodingOptions,
     Normalise,
@@ -229,7 +230,7 @@ def tune(
     recogniser, scored, num_words = _scored(trained, dataset, split, options, comm)
     log_prior = trained.class_log_prior.detach().cpu().numpy()
     trials = _Trials(recogniser, log_prior, split, scored, num_words, comm, is_asked_to_stop, say)
-    tunable = _tunable(recogniser.grammar)
+    tunable = [n for n in _tunable(recogniser.grammar) if n != "prior_scale" or not is_ctc(trained.config)]
     best = options
     for _ in range(_ROUNDS):
         before = best

@@ -177,8 +177,10 @@ class TrainOptions:
                 "or align by a run of --task acoustic with --flat-start, and give its targets: "
                 "--alignments RUN/alignments/0"
             )
-        if self.initial_model is not None and not self.make_task().decodes:
-            raise ConfigError("--initial-model: only for acoustic models that can be decoded; leave it out")
+        if self.initial_model is not None and not (task.decodes and self.model.criterion != "ctc"):
+            raise ConfigError(
+                "--initial-model: only for acoustic models of HMM states that can be decoded; leave it out"
+            )
         self._refuse_two_beginnings()
 
     def _refuse_two_beginnings(self) -> None:

@@ -325,7 +325,6 @@ class CtcTask(TranscriptTask):
     """
 
     metrics = (TRANSCRIPT_LOG_PROB,)
-    decodes = False
     counts_classes = False
     modules = TranscriptTask.modules
     transcripts: ClassVar[TranscriptOptions] = TranscriptOptions("ctc")

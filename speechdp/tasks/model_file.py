@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from speechdp import remedies
 from speechdp.data.shards.dataset import MANIFEST_NAME
 from speechdp.data.signal.features import FeatureConfig
+from speechdp.decode.origin import is_ctc
 from speechdp.errors import ConfigError, RunError, one_line
 from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk, why_no_folder
 from speechdp.json_input import parse_json
@@ -59,8 +60,8 @@ class LoadedModel:
 
     Attributes:
         model: in evaluation mode.
-        class_log_prior: (C,) log-probability of each class in training.
-        self_loop: (C,) probability of staying in an HMM state for another frame.
+        class_log_prior: (C,) log-probability of each class in training; 0 for CTC's, which has none.
+        self_loop: (C,) probability of staying in an HMM state for another frame; 0 for CTC's.
         config: sizes and the data it was trained on.
         tying: what its classes are where states depend on context; None: they do not.
     """
@@ -139,22 +140,31 @@ def _save(run_dir: Path, model: nn.Module, facts: dict[str, Any], tensors: dict[
     return path
 
 
-def load_model(run_dir: Path, device: torch.device) -> LoadedModel:
+def load_model(run_dir: Path, device: torch.device, *, ctc: bool = False) -> LoadedModel:
     """Load RUN/model.safetensors.
 
+    Args:
+        run_dir: the run.
+        device: where the model is to be.
+        ctc: a model of --criterion ctc will do, too, which has neither states nor priors: for words alone.
+
     Raises:
-        RunError: missing, damaged or of another version.
+        RunError: missing, damaged or of another version, or one of CTC's.
     """
     with _reading(run_dir) as file:
         _check_task(file, "acoustic")
         head = file.head
-        if head.get("criterion") == "ctc":
+        if is_ctc(head) and not ctc:
             raise RunError(
-                f"{file.path}: is a model of --criterion ctc, which cannot be decoded; train with another"
+                f"{file.path}: is a model of --criterion ctc, which has no states and which only decode "
+                "takes; train with another"
             )
         config = LstmConfig(**head["lstm"])
         model = file.built(lambda: LstmAcousticModel(head["feature_dim"], head["num_classes"], config))
         model.load_state_dict(file.weights)
+        if is_ctc(head):
+            nothing = torch.zeros(head["num_classes"], dtype=torch.float64)
+            return LoadedModel(model.to(device).eval(), nothing, nothing, head)
         frames, runs = file.tensors["class_frames"].numpy(), file.tensors["class_runs"].numpy()
         tying = StateTying.from_json(head["tying"]) if "tying" in head else None
         if tying is not None and tying.num_classes != head["num_classes"]:

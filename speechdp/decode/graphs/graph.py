@@ -35,6 +35,7 @@ from speechdp.errors import ConfigError
 from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, states_of
 from speechdp.labels.lexicon import SILENCE, Lexicon, Pronunciation, digit_words
 from speechdp.labels.state_tying import StateTying
+from speechdp.labels.transcript_hmm import BLANK, num_ctc_classes
 
 #: A graph of more states is not determinised: beyond it that takes minutes, and gigabytes.
 _MAX_DETERMINISED_STATES = 1_000_000
@@ -170,14 +171,18 @@ class LexiconTransducer:
         assert tying is None or tying.inventory == inventory
         assert 0 <= silence_probability < 1
         assert ((stay > 0) & (stay < 1)).all()
-        self.lexicon = lexicon
-        self.words = lexicon.words
-        self.word_ids: Mapping[str, int] = {word: i for i, word in enumerate(self.words, start=1)}
         self._inventory, self._tying = inventory, tying
         self._stay_cost = -np.log(stay)
         self._leave_cost = -np.log1p(-stay)
         self._entry_cost = self._leave_cost if tying is None else np.zeros(tying.num_phones)
-        self._silence_probability = silence_probability
+        self._no_pause_cost = -np.log1p(-silence_probability)
+        self._pause_cost = -np.log(silence_probability) if silence_probability > 0 else np.inf
+        self._take(lexicon)
+
+    def _take(self, lexicon: Lexicon) -> None:
+        self.lexicon = lexicon
+        self.words = lexicon.words
+        self.word_ids: Mapping[str, int] = {word: i for i, word in enumerate(self.words, start=1)}
         self._backoff = len(self.words) + 1  # the word that stands for backing off
         self._is_too_large = False  # to be determinised with the words of a language model
         self.fst = self._build({})
@@ -264,26 +269,27 @@ class LexiconTransducer:
         boundary, hub = fst.add_state(), fst.add_state()
         fst.start = boundary
         fst.set_final(hub, 0.0)
-        silence = self._silence_probability
-        num_labels, units = self._num_classes, states_of
-        if self._tying is not None:
-            num_labels, units = self._tying.num_phones, _phones_of
         chain = self._looped_chain if backoff is None and self._tying is None else self._plain_chain
-        _add_arc(fst, boundary, (EPSILON, EPSILON, -np.log1p(-silence), hub))
-        if silence > 0:
-            states = units([SILENCE], self._inventory)
-            chain(fst, (boundary, hub), states, (EPSILON, EPSILON, -np.log(silence)))
-        first_symbol = num_labels + 1
+        _add_arc(fst, boundary, (EPSILON, EPSILON, self._no_pause_cost, hub))
+        if np.isfinite(self._pause_cost):
+            states = self._units([SILENCE])
+            chain(fst, (boundary, hub), states, (EPSILON, EPSILON, self._pause_cost))
+        first_symbol = (self._num_classes if self._tying is None else self._tying.num_phones) + 1
         for word, variants in self.lexicon.pronunciations.items():
             for variant, log_prob in zip(variants, self.lexicon.log_probs(word), strict=True):
                 symbol = symbols.get((word, variant))
                 end = EPSILON if symbol is None else first_symbol + symbol
-                states = units(variant, self._inventory)
+                states = self._units(variant)
                 chain(fst, (hub, boundary), states, (self.word_ids[word], end, -log_prob))
         if backoff is not None:
             _add_arc(fst, hub, (first_symbol, backoff, 0.0, hub))
         kaldifst.arcsort(fst, sort_type="olabel")
         return fst
+
+    def _units(self, phones: Sequence[str]) -> list[int]:
+        """Return what phones are made of: states, or where those depend on context the phones' numbers."""
+        units = states_of if self._tying is None else _phones_of
+        return units(phones, self._inventory)
 
     def _looped_chain(
         self, fst: Any, ends: tuple[int, int], classes: Sequence[int], labels: tuple[int, int, float]
@@ -322,6 +328,73 @@ class LexiconTransducer:
             _add_arc(fst, source, (c + 1, word, cost + self._entry_cost[c], state))
             source, word, cost = state, EPSILON, 0.0
         _add_arc(fst, source, (end, EPSILON, 0.0, target))
+
+
+class CtcTransducer(LexiconTransducer):
+    """The same over the classes of CTC: a phone is one of them, and a blank may stand around it.
+
+    Between two of the same phone of a word there has to be one (`transcript_hmm.CtcCompiler`).  Where a word
+    ends with the phone that the next begins with it is not asked for: what comes before a word is not known
+    here, so frames of that phone may be shared between the two.  All arcs have probability 1.
+
+    Args:
+        lexicon: the words.
+        inventory: of the HMM states of the same phones; class n + 1 is its n-th phone, class 0 the blank.
+    """
+
+    def __init__(self, lexicon: Lexicon, inventory: StateInventory) -> None:
+        self._num_classes = num_ctc_classes(inventory.num_classes)
+        self._inventory, self._tying = inventory, None
+        self._stay_cost = np.zeros(self._num_classes)
+        self._no_pause_cost = self._pause_cost = 0.0
+        self._take(lexicon)
+
+    def min_frames(self, words: Iterable[str]) -> int:
+        """Return the fewest frames that can hold `words`: one a phone of each shortest pronunciation."""
+        return super().min_frames(words) // STATES_PER_PHONE
+
+    def _units(self, phones: Sequence[str]) -> list[int]:
+        return _phones_of(phones, self._inventory)  # silence's number is the blank's
+
+    def _looped_chain(
+        self, fst: Any, ends: tuple[int, int], classes: Sequence[int], labels: tuple[int, int, float]
+    ) -> None:
+        self._chain(fst, ends, classes, labels, loops=True)
+
+    def _plain_chain(
+        self, fst: Any, ends: tuple[int, int], classes: Sequence[int], labels: tuple[int, int, float]
+    ) -> None:
+        self._chain(fst, ends, classes, labels, loops=False)
+
+    def _chain(
+        self,
+        fst: Any,
+        ends: tuple[int, int],
+        classes: Sequence[int],
+        labels: tuple[int, int, float],
+        *,
+        loops: bool,
+    ) -> None:
+        """Add a phone after the other between two states, and blanks beside the arcs from one to the next."""
+        (source, target), (word, end, cost) = ends, labels
+        for place, c in enumerate(classes):
+            state = _add_lasting(fst, c, loops=loops)
+            if place == 0 or classes[place - 1] != c:
+                _add_arc(fst, source, (c + 1, word, cost, state))
+            if place > 0:
+                blank = _add_lasting(fst, BLANK, loops=loops)
+                _add_arc(fst, source, (BLANK + 1, EPSILON, 0.0, blank))
+                _add_arc(fst, blank, (c + 1, EPSILON, 0.0, state))
+            source, word, cost = state, EPSILON, 0.0
+        _add_arc(fst, source, (end, EPSILON, cost, target))
+
+
+def _add_lasting(fst: Any, number: int, *, loops: bool) -> int:
+    """Add a state that a class enters, and that the class may stay in."""
+    state = int(fst.add_state())
+    if loops:
+        _add_arc(fst, state, (number + 1, EPSILON, 0.0, state))
+    return state
 
 
 def _phones_of(phones: Iterable[str], inventory: StateInventory) -> list[int]:

@@ -232,7 +232,7 @@ def _decode(session: Session, held_out: str, split: str, run_dir: Path) -> None:
     dataset, comm = session.dataset, session.comm
     if session.comm.broadcast_object(has_word_errors(run_dir, split)):
         return
-    trained = load_model(run_dir, session.device)
+    trained = load_model(run_dir, session.device, ctc=True)
     options, tuning = DecodingOptions(), None
     tune_on = split_to_tune_on(dataset.path, held_out, split)
     if tune_on is not None:

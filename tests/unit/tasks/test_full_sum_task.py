@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from speechdp.cli.decode import DecodeCommand
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
@@ -27,6 +28,7 @@ from speechdp.labels.transcript_hmm import TranscriptCompiler, TranscriptHmms
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.options.batch import BatchOptions
 from speechdp.options.optimizer import OptimizerOptions
+from speechdp.options.recognition import RecognitionOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.tasks.acoustic import AcousticTask, CtcTask, FullSumTask
@@ -408,24 +410,33 @@ def test_a_first_round_over_chunks_is_refused_before_it_begins() -> None:
 # --- CTC ----------------------------------------------------------------------------------------------
 
 
-def test_ctc_learns_and_cannot_be_decoded(dataset: Dataset, tmp_path: Path) -> None:
+def test_ctc_learns_words_that_decode_finds(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = TrainOptions(
         ModelOptions(layers=1, cells=16, dropout=0.0, criterion="ctc"),
         BatchOptions(batch_size=4),
         OptimizerOptions("adam", learning_rate=0.01),
         strategy=StrategyChoice("model_averaging:period=2"),
-        epochs=15,
+        epochs=30,
     )
     assert isinstance(options.make_task(), CtcTask)
-    assert options.to_decode("test") == ""
+    assert options.to_decode("test") == "test"
     run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
     found = [line["heldout_transcript_log_prob"] for line in evaluations(tmp_path)]
     assert found[-1] > 0.5 * found[0] and "heldout_frame_accuracy" not in evaluations(tmp_path)[0]
     record = json.loads((tmp_path / "run.json").read_text())
-    assert record["decodes"] is False
+    assert record["decodes"] is True
     assert len(model_tensors(tmp_path)["model.output.bias"]) == dataset.num_classes // 3
-    with pytest.raises(RunError, match="model of --criterion ctc, which cannot be decoded"):
+    with pytest.raises(RunError, match="model of --criterion ctc, which has no states and which only decode"):
         load_model(tmp_path, CPU)
+    assert DecodeCommand(tmp_path, dataset.path, "dev", tune_on="dev", device="cpu")._on_rank(ALONE) == 0
+    result = json.loads((tmp_path / "wer-dev.json").read_text())
+    assert result["wer"] < 0.5, result["wer"]
+    assert "prior_scale" not in result["tuning"]["chosen"]
+    command = DecodeCommand(tmp_path, dataset.path, "dev", search=RecognitionOptions(prior_scale=0.5))
+    with pytest.raises(ConfigError, match="--prior-scale has no effect with a model of --criterion ctc"):
+        command._on_rank(ALONE)
 
 
 def test_models_of_ctc_do_not_align() -> None:
