@@ -1,4 +1,4 @@
-"""What a model's file says of its training: of what kind its classes are, and whether data are of that kind."""
+"""What a model's file says of its training: what its classes are, and whether data are of that kind."""
 
 from __future__ import annotations
 
