@@ -66,8 +66,9 @@ from speechdp.experiments.compare.plan import checked_strategies, whole_numbers
 from speechdp.experiments.compare.record import FILE_NAME, read_record
 from speechdp.experiments.jobs import JobStarter, JobStopped
 from speechdp.experiments.race.record import RaceRecord, find_race
+from speechdp.experiments.tune.curves import Curve, Finish, finishes
 from speechdp.experiments.tune.jobs import frames_per_step
-from speechdp.experiments.tune.plan import STRATEGIES, Curve, Finish, Setting, finishes, settings_of
+from speechdp.experiments.tune.plan import STRATEGIES, Setting, settings_of
 from speechdp.experiments.tune.record import MEASURE, TuneRecord, read_tune
 from speechdp.experiments.tune.training import racing_text
 from speechdp.launching.command import own_program

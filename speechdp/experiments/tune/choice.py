@@ -7,7 +7,8 @@ import math
 from dataclasses import replace
 
 from speechdp.errors import RunError
-from speechdp.experiments.tune.plan import SEED_STOPS, Curve, Finish, Setting, finishes, untold
+from speechdp.experiments.tune.curves import Curve, Finish, finishes, untold
+from speechdp.experiments.tune.plan import SEED_STOPS, Setting
 from speechdp.experiments.tune.record import TARGET, SettingRecord
 from speechdp.experiments.tune.runs import Leg, TunedRuns
 from speechdp.experiments.tune.search import SearchState

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from speechdp.experiments.tune.curves import Curve, shrinkage
 from speechdp.experiments.tune.jobs import Scored, Stretch
-from speechdp.experiments.tune.plan import Besides, Curve, shrinkage
+from speechdp.experiments.tune.plan import Besides
 from speechdp.experiments.tune.record import HALVING
 from speechdp.experiments.tune.search import SearchState
 from speechdp.report.kit.metric_names import Terms

@@ -12,8 +12,8 @@ from rich.console import Group
 
 from speechdp.counting import counted
 from speechdp.experiments.race.shown import ShownRaces, read_races
+from speechdp.experiments.tune.curves import Finish
 from speechdp.experiments.tune.jobs import measured_dirs
-from speechdp.experiments.tune.plan import Finish
 from speechdp.experiments.tune.record import (
     PREDICT,
     RUNS,

@@ -14,24 +14,20 @@ from speechdp.cli.tune import TuneOptions, _strategies_for
 from speechdp.comm.device import RANKS_PER_GPU
 from speechdp.errors import ConfigError
 from speechdp.experiments.compare.plan import checked_strategies
+from speechdp.experiments.tune.curves import Curve, Finish, finishes, shrinkage, untold
 from speechdp.experiments.tune.jobs import steps_of_turn
 from speechdp.experiments.tune.plan import (
     STRATEGIES,
     Besides,
-    Curve,
-    Finish,
     Setting,
     batches_of,
-    finishes,
     halvings,
     in_two_levels,
     next_rung,
     plan_rungs,
     settings_of,
     shortest_rungs,
-    shrinkage,
     too_slow,
-    untold,
 )
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.predict import Interval
