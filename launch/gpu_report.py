@@ -129,6 +129,9 @@ _STRATEGIES = (
     _IN_HALF,
     "model_averaging:period=4",
     "model_averaging:period=4,compression=int8",
+    # Two levels: each of the two ranks is a node.
+    "model_averaging:period=4,between_nodes=8,node_size=1",
+    "gradient_averaging:between_nodes=4,node_size=1",
     "delayed_averaging:period=4,delay=2,compression=int8",
     "dpsgd",
     "ad_psgd",

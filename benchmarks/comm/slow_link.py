@@ -4,11 +4,17 @@
         [--ranks-per-node 1] [--batch-size 4]
 
 One core a rank.  With several ranks a node also averages inside nodes, and less often between them.  Only
-whole periods are timed, after steps that are not.  Writes docs/images/slow_link.csv and .png.  Last line:
-JSON {"model_averaging_16_vs_gradient_averaging_1gbit": ..., "int8_vs_none_1g": ..., "int8_vs_fp32_1g": ...}:
-frames/s beside gradient averaging on the back-end where that is fastest, at the same rate; of compressed
-averages with a period of 16 also beside no exchange at all and beside the same averages in full precision; of
-averages in two levels beside those in one.
+whole periods are timed, after steps that are not.  Writes docs/images/slow_link.csv and .png.
+
+Last line: JSON of ratios of frames/s at the same rate (free, 10g, 1g, 100m), where both were measured:
+
+    {"dpsgd_vs_gradient_1g": ..., "int8_vs_none_1g": ..., "int8_vs_fp32_100m": ...,
+     "model_averaging_16_nodes_64_vs_model_averaging_16_1g": ...}
+
+NAME_vs_gradient_RATE: each contender beside gradient averaging on the back-end where that is fastest;
+int8_vs_none_RATE, int4_...: compressed averages with a period of 16 beside no exchange at all;
+int8_vs_fp32_RATE, int4_...: beside the same averages in full precision;
+NAME_nodes_K_vs_NAME_RATE: averages in two levels beside those in one.
 """
 
 from __future__ import annotations
@@ -206,6 +212,11 @@ def median_rate(command: Sequence[str], rounds: int) -> float | None:
         return None
 
 
+def _short(rate: str) -> str:
+    """Return a rate as the names of ratios have it: 1g for 1gbit."""
+    return rate.removesuffix("bit")
+
+
 def compare(results: Sequence[Result]) -> dict[str, float]:
     """Return each contender's frames/s over those of the fastest gradient averaging at the same rate."""
     ratios = {}
@@ -214,7 +225,7 @@ def compare(results: Sequence[Result]) -> dict[str, float]:
         peers = [r.frames_per_s for r in here if r.strategy == "gradient_averaging"]
         for result in here:
             if peers and result.strategy != "gradient_averaging":
-                name = f"{result.name.replace(' ', '_')}_vs_gradient_averaging_{rate}"
+                name = f"{result.name.replace(' ', '_')}_vs_gradient_{_short(rate)}"
                 ratios[name] = round(result.frames_per_s / max(peers), 3)
     return ratios
 
@@ -229,7 +240,7 @@ def compare_compressed(results: Sequence[Result]) -> dict[str, float]:
             for word, name in (("none", _NO_EXCHANGE), ("fp32", _IN_FULL)):
                 other = found.get((rate, name))
                 if ours is not None and other is not None:
-                    ratios[f"{compression}_vs_{word}_{rate.removesuffix('bit')}"] = round(ours / other, 3)
+                    ratios[f"{compression}_vs_{word}_{_short(rate)}"] = round(ours / other, 3)
     return ratios
 
 
@@ -241,8 +252,13 @@ def compare_levels(results: Sequence[Result]) -> dict[str, float]:
         one, is_in_two, rest = name.partition("_nodes_")
         one += rest.lstrip("0123456789")  # compressed averages beside compressed ones
         if is_in_two and (rate, one) in found:
-            ratios[f"{name}_vs_{one}_{rate}"] = round(frames_per_s / found[rate, one], 3)
+            ratios[f"{name}_vs_{one}_{_short(rate)}"] = round(frames_per_s / found[rate, one], 3)
     return ratios
+
+
+def ratios(results: Sequence[Result]) -> dict[str, float]:
+    """Return all ratios, as the last line has them."""
+    return compare(results) | compare_compressed(results) | compare_levels(results)
 
 
 def write_csv(results: Sequence[Result], path: Path) -> None:
@@ -294,7 +310,7 @@ def main() -> None:
         sys.exit("slow_link: no contender could be measured")
     write_csv(results, arguments.output.with_suffix(".csv"))
     draw(results, arguments.output.with_suffix(".png"))
-    print(json.dumps(compare(results) | compare_compressed(results) | compare_levels(results)))
+    print(json.dumps(ratios(results)))
     if len(results) < len(contenders) * len(arguments.rates):
         sys.exit("slow_link: not every contender could be measured")
 

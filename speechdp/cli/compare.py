@@ -14,6 +14,7 @@ from speechdp.cli.support.script_options import (
     OutFolder,
     ScriptOptions,
     check_new,
+    check_precision,
     check_target,
     check_training,
     inputs_of,
@@ -83,7 +84,8 @@ class CompareCommand:
 
     def run(self) -> int:
         """Make the comparison and its report, or be a rank of a race; return the exit code."""
-        from speechdp.experiments.compare.own_training import OwnTraining  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.support.starting import starts_here  # noqa: PLC0415 - keeps --help fast
+        from speechdp.experiments.compare.own_training import OwnTraining  # noqa: PLC0415
         from speechdp.ownership.overwrite import COMPARISON  # noqa: PLC0415
 
         if self.job:
@@ -91,8 +93,10 @@ class CompareCommand:
         check_target(self.target, self.options.make_task().record())
         check_new(self.options, self.out_dir, COMPARISON)
         request, starter = self._request(self._plan()), self._starter()
+        here = starts_here(starter)
         if self.overwrite:
-            check_training(self.data, self.options, self.out_dir, on_this_machine=self.hostfile is None)
+            check_training(self.data, self.options, self.out_dir, on_this_machine=here)
+        check_precision(self.data, self.options, on_this_machine=here)
         return _compare(
             OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options)),
             request.plan,

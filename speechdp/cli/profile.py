@@ -14,6 +14,7 @@ from speechdp import exit_codes
 from speechdp.cli.support.script_options import (
     OutFolder,
     check_new,
+    check_precision,
     inputs_of,
     owned_folder,
     say_how_many_failed,
@@ -96,7 +97,7 @@ class ProfileCommand:
     def _run_all(self) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
-        from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
+        from speechdp.cli.support.starting import line_printer, starts_here  # noqa: PLC0415
         from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
         from speechdp.experiments.profile.jobs import LOGS, Profiler  # noqa: PLC0415
         from speechdp.experiments.profile.record import STRONG  # noqa: PLC0415
@@ -105,6 +106,7 @@ class ProfileCommand:
 
         check_new(self.options, self.out_dir, PROFILE)
         request, starter = self._request(self._plan()), self._starter()
+        check_precision(self.data, self.options, on_this_machine=starts_here(starter))
         say = line_printer(make_console())
         profiler = Profiler(request, starter, say)
         out = OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options))

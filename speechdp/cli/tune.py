@@ -16,6 +16,7 @@ from speechdp.cli.support.script_options import (
     OutFolder,
     ScriptOptions,
     check_new,
+    check_precision,
     check_training,
     inputs_of,
     owned_folder,
@@ -177,7 +178,8 @@ class TuneCommand:
 
     def run(self) -> int:
         """Search and report, or be a rank of the race; return the exit code."""
-        from speechdp.experiments.tune.training import TunedTraining  # noqa: PLC0415 - keeps --help fast
+        from speechdp.cli.support.starting import starts_here  # noqa: PLC0415 - keeps --help fast
+        from speechdp.experiments.tune.training import TunedTraining  # noqa: PLC0415
         from speechdp.ownership.overwrite import TUNE  # noqa: PLC0415
 
         if self.job:
@@ -186,8 +188,10 @@ class TuneCommand:
         check_new(self.options, self.out_dir, TUNE)
         compared = self._compared(ranks)
         request, starter = self._request(compared, ranks), self._starter(ranks)
+        here = starts_here(starter)
         if self.search.overwrite:
-            check_training(self.data, self.options, self.out_dir, on_this_machine=self.hostfile is None)
+            check_training(self.data, self.options, self.out_dir, on_this_machine=here)
+        check_precision(self.data, self.options, on_this_machine=here)
         return _search(
             request,
             lambda say: TunedTraining(compared, starter, say),

@@ -85,7 +85,8 @@ class TrainOptions:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device each rank computes on; auto: the GPU of its local rank if there is one, else the CPU."""
     precision: PrecisionName = "fp32"
-    """Number format of forward and backward passes, and of evaluation; weights and exchanges keep float32.
+    """Number format of forward and backward passes, and of evaluation.
+    Weights keep float32, and so do exchanges unless the strategy has compression=.
     bf16: half precision by torch.autocast; fp16: likewise, with scaled losses (docs/training.md)."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """auto: on a GPU, recurrent layers train by CUDA graphs, captured for each shape of batches.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from decimal import Decimal
@@ -76,6 +77,13 @@ class Beginning(Period):
             ConfigError: anything else.
         """
         return cls(0.0) if text.strip() == "0" else super().parse(text)
+
+
+def rounds_between(between_nodes: Period, period: Period) -> int:
+    """Return how many periods there are from one average between nodes to the next; 0: no whole number."""
+    rounds = round(between_nodes.value / period.value)
+    is_whole = math.isclose(between_nodes.value, rounds * period.value)
+    return rounds if is_whole and between_nodes.unit is period.unit else 0
 
 
 def plain_number(value: float) -> str:

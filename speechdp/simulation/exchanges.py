@@ -9,11 +9,10 @@ from typing import Any
 
 from speechdp.errors import ConfigError
 from speechdp.extensions import option_kinds
-from speechdp.parallel.period import Period, PeriodUnit
+from speechdp.parallel.period import Period, PeriodUnit, rounds_between
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.strategy import Strategy
-from speechdp.strategies.mechanisms.nodes import rounds_between
-from speechdp.strategies.mechanisms.quantised_mean import share_of_bytes
+from speechdp.strategies.mechanisms.number_formats import share_of_bytes
 
 
 class Pattern(Enum):

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import plain_number
 from speechdp.parallel.registry import StrategyChoice
-from speechdp.report.kit import formatting
-from speechdp.report.runs.results import RunResult
 from speechdp.simulation.exchanges import Exchange, exchange_of, has_period
 from speechdp.simulation.fit import fit_link
 from speechdp.simulation.links import Cluster, Samples
-from speechdp.simulation.measured import MeasuredRun, measured_run
+from speechdp.simulation.measured import MeasuredRun
 from speechdp.simulation.predict import Interval, Scenario, is_too_long, predict_paces
 from speechdp.simulation.simulate import Request, scenario_of
 from speechdp.simulation.steps import MeasuredWork
@@ -26,10 +24,6 @@ _INSTEAD = 16
 _SOLD = {f"{rate} Gbit/s": rate * 1e9 / 8 for rate in (1, 10, 25, 100, 400)}
 #: A link that is faster by less than this is called the same.
 _NOTABLY = 1.8
-#: Gains whose interval begins below this are not worth a word.
-_NOTABLE = 1.02
-#: Of all ranks' timelines together, from their ends: what a report takes the time to read, some 5 s.
-_MOST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -136,49 +130,3 @@ def _name_of(longer: StrategyChoice, choice: StrategyChoice, exchange: Exchange)
     if longer.name == choice.name:
         return f"with period {longer.parsed.traits.period}"
     return f"with {longer.name.replace('_', ' ')} every {exchange.period} steps"
-
-
-def gain_sentence(run: RunResult, label: str, others: Sequence[RunResult] = ()) -> str:
-    """Return one sentence on what would help a run most; "" where its steps say nothing of that.
-
-    Args:
-        label: the run's name for people.
-        others: runs that the reader sees beside it.  Where one that is finished averages less often, what
-            that brings was measured, and no longer period is proposed.
-    """
-    if run.status != "complete" or run.timing is None:
-        return ""
-    try:
-        measured = measured_run(run, last_bytes=_MOST_BYTES // len(run.timing.ranks))
-    except ConfigError:  # of an older run, or of a short one: there are no steps to change anything in
-        return ""
-    was_tried = any(other.status == "complete" and _averages_less(other, run) for other in others)
-    notable = [
-        gain
-        for gain in gains_of(measured)
-        if gain.times.low >= _NOTABLE and not (was_tried and gain.averages_less)
-    ]
-    if not notable:
-        return ""
-    first, *rest = notable
-    more = "".join(f"; {gain.change}, {_times(gain)}" for gain in rest)
-    return (
-        f"What would help {label} most, by the model of speechdp simulate (time alone, not accuracy): "
-        f"{first.change} it would be {_times(first)} as fast{more}."
-    )
-
-
-def _averages_less(other: RunResult, run: RunResult) -> bool:
-    """Return whether a run averages less often than another, or at times that cannot be compared."""
-    theirs, own = other.model_period, run.model_period
-    if theirs is None or own is None:
-        return theirs not in (None, "1")
-    if theirs.isdecimal() and own.isdecimal():
-        return int(theirs) > int(own)
-    return theirs != own
-
-
-def _times(gain: Gain) -> str:
-    times = gain.times
-    interval = f"[{formatting.times(times.low)}, {formatting.times(times.high)}]"
-    return f"{formatting.times(times.mean)}\u00a0{interval} times"

@@ -197,9 +197,7 @@ def measured_run(
         missing = "run.json: no num_parameters" if hosts is not None else "timing.json: missing or damaged"
         raise ConfigError(f"{path}: {missing}; train it again, or give another run")
     choice = StrategyChoice(str(settings.get("strategy", "")))
-    # Of a strategy from outside, which may not even be found here, nobody knows who waits for whom.
-    aligned = is_known(choice) and choice.parsed.traits.synchronous
-    times = _read_steps(path, timing, last_bytes, aligned=aligned)
+    times, aligned = _read_steps(path, timing, last_bytes, choice)
     figures = data_figures(timing, result.order)
     last = result.evaluations[-1].frames if result.evaluations else None
     return MeasuredRun(
@@ -234,8 +232,12 @@ def _optimizer_vectors(settings: Mapping[str, Any]) -> int:
     return _OPTIMIZER_VECTORS.get(str(value), 2)
 
 
-def _read_steps(path: Path, timing: RunTiming, last_bytes: int | None, *, aligned: bool) -> StepTimes:
+def _read_steps(
+    path: Path, timing: RunTiming, last_bytes: int | None, choice: StrategyChoice
+) -> tuple[StepTimes, bool]:
     """Read the timelines of a run: the steps that its timing sums, those of its last start after the warm-up.
+
+    Also returns whether all ranks are known to have taken the same steps at the same time.
 
     Steps of earlier starts may have been made on other machines, or by another number of ranks.
     """
@@ -266,6 +268,9 @@ def _read_steps(path: Path, timing: RunTiming, last_bytes: int | None, *, aligne
             {number: step for number, step in steps.items() if first <= number <= last}
             for steps, (first, last) in zip(ranks, bounds, strict=True)
         ]
+    # Of a strategy from outside, which may not even be found here, nobody knows who waits for whom.  Looked
+    # up only now: it imports torch, and reports of runs without timelines do without.
+    aligned = is_known(choice) and choice.parsed.traits.synchronous
     if aligned:
         common = set.intersection(*(set(steps) for steps in ranks))
         kept = [[steps[number] for number in sorted(common)] for steps in ranks]
@@ -281,7 +286,7 @@ def _read_steps(path: Path, timing: RunTiming, last_bytes: int | None, *, aligne
             f"{path}: has {counted(count, 'step')} after the warm-up of its last start, too few to predict "
             f"from (at least {LEAST_STEPS}); train longer"
         )
-    return times
+    return times, aligned
 
 
 def _parts(step: Mapping[str, Any]) -> tuple[float, ...]:

@@ -7,9 +7,10 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 #: Why a GPU's clock is lower than it could be: the bits of NVML's clock event reasons, which say it.  That it
 #: is idle (bit 0) is none.
@@ -32,6 +33,8 @@ def gpu_facts(device: torch.device) -> dict[str, Any] | None:
     """
     if device.type != "cuda":
         return None
+    import torch  # noqa: PLC0415 (reports, which know what limits clocks, do without)
+
     properties = torch.cuda.get_device_properties(device)
     facts: dict[str, Any] = {"name": properties.name, "memory_bytes": properties.total_memory}
     try:
@@ -53,11 +56,17 @@ def gpu_facts(device: torch.device) -> dict[str, Any] | None:
 
 def gpu_uuid(device: torch.device) -> str | None:
     """Return NVML's UUID of a CUDA device, independent of CUDA_VISIBLE_DEVICES; None for a CPU."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    import torch  # noqa: PLC0415
+
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def visible_gpus() -> list[str]:
     """Return the UUIDs of the GPUs that CUDA_VISIBLE_DEVICES shows this process, in torch's order."""
+    import torch  # noqa: PLC0415
+
     if not torch.cuda.is_available():
         return []
     return [f"GPU-{torch.cuda.get_device_properties(i).uuid}" for i in range(torch.cuda.device_count())]

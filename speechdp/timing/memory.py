@@ -7,10 +7,12 @@ import resource
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from speechdp.process.heap import give_back_free_heap
+
+if TYPE_CHECKING:
+    import torch
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:
@@ -25,6 +27,8 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     if live is not None:
         found["live_rss_bytes"] = live
     if device.type == "cuda":
+        import torch  # noqa: PLC0415 (reports, which compare memory, do without)
+
         found["gpu_peak_bytes"] = torch.cuda.max_memory_allocated(device)
     return found
 

@@ -13,6 +13,9 @@ EVENT_NAMES = ("eval", "checkpoint", "capture")
 #: Spans whose host time is kept beside the device's: there the host blocks.
 HOST_TIMED = (STEP_SPAN_NAMES.index("data_wait"), STEP_SPAN_NAMES.index("comm"))
 
+#: Beside the timelines: from when on which averaging period was in force.
+PERIODS_FILE = "periods.jsonl"
+
 _COMM = STEP_SPAN_NAMES.index("comm")
 
 #: One piece of time: index of the span, start in s after the step's start, duration in s.

@@ -22,7 +22,7 @@ from speechdp.jsonl import LineFile
 from speechdp.timing.device_events import CudaEvents, DeviceEvents
 from speechdp.timing.load import LoadMeter
 from speechdp.timing.spans import EXIT, DeviceSpan, HostSpan, OverlappedSpan, innermost
-from speechdp.timing.steps import PendingStep, StepTotals
+from speechdp.timing.steps import PERIODS_FILE, PendingStep, StepTotals
 
 
 class Span(str, Enum):
@@ -48,8 +48,6 @@ class Span(str, Enum):
 STEP_SPANS = (Span.DATA_WAIT, Span.H2D, Span.FORWARD, Span.BACKWARD, Span.COMM, Span.UPDATE)
 EVENT_SPANS = (Span.EVAL, Span.CHECKPOINT, Span.CAPTURE)
 SPAN_NAMES = tuple(span.value for span in Span)
-#: Beside the timelines: from when on which averaging period was in force.
-PERIODS_FILE = "periods.jsonl"
 
 
 class Timeline:

@@ -20,8 +20,8 @@ from speechdp.parallel.strategy import Progress
 from speechdp.parallel.training_step import TrainingStep
 from speechdp.strategies.easgd import Easgd
 from speechdp.strategies.mechanisms import quantisation
-from speechdp.strategies.mechanisms.quantisation import BLOCK
-from speechdp.strategies.mechanisms.quantised_mean import Compression, Outbox, QuantisedMean, share_of_bytes
+from speechdp.strategies.mechanisms.number_formats import BLOCK, Compression, share_of_bytes
+from speechdp.strategies.mechanisms.quantised_mean import Outbox, QuantisedMean
 from speechdp.strategies.mechanisms.quantised_wire import QuantisedWire
 from speechdp.strategies.mechanisms.server import SERVER
 from speechdp.testing import (

@@ -1,7 +1,7 @@
 """Training on a GPU that is not there: host and device tensors never meet, copies keep their order.
 
-Tensors there have no data: shapes, devices and types are checked, not values, and not speeds.  Exchanges in
-threads of a strategy (dpsgd with neighbours, asynchronous ones) are left to machines with a GPU.
+Tensors there have no data: shapes, devices and types are checked, not values, and not speeds.  Asynchronous
+strategies are left to machines with a GPU, and so is what threads do at the same time: here they take turns.
 """
 
 from __future__ import annotations
@@ -35,9 +35,19 @@ STRATEGIES = (
     "diloco:period=2",
     "delayed_averaging:period=2,fragments=2",
     "adaptive_averaging:period=2",
+    "dpsgd",
     "dpsgd:topology=complete",
     "easgd:mode=sync,period=2",
+    "easgd:mode=sync,period=2,compression=int4",
     "parameter_server:mode=sync",
+    # Quantised by each rank, and sent in a thread of its own.
+    "model_averaging:period=2,compression=int8",
+    "delayed_averaging:period=2,delay=1,compression=int8",
+    # On nodes of one rank, which has nobody to exchange with inside, and of two.
+    "model_averaging:period=2,between_nodes=4,node_size=1",
+    "model_averaging:period=2,between_nodes=4,node_size=2,compression=int8",
+    "gradient_averaging:between_nodes=2,node_size=1",
+    "gradient_averaging:between_nodes=2,node_size=2,compression=fp16",
 )
 
 
@@ -67,7 +77,7 @@ def python(*words: str | Path) -> subprocess.CompletedProcess[str]:
 TRAININGS = (
     ("acoustic", "fp16", STRATEGIES),
     ("acoustic", "fp32", STRATEGIES[:1]),
-    ("synthesis", "bf16", STRATEGIES[:1]),
+    ("synthesis", "bf16", (STRATEGIES[0], "model_averaging:period=2,compression=int8")),
 )
 
 

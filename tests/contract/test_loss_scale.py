@@ -36,8 +36,14 @@ TOGETHER = (
 APART = (
     "model_averaging:period=3",
     "model_averaging:period=3,momentum=average",
+    "model_averaging:period=2,compression=int8",
+    "model_averaging:period=2,between_nodes=4,node_size=1",
+    "gradient_averaging:between_nodes=3,node_size=1",
     "bmuf:period=2",
+    "slowmo:period=2",
+    "diloco:period=2",
     "delayed_averaging:period=2",
+    "delayed_averaging:period=2,compression=int8",
     "dpsgd",
     "easgd:mode=sync,period=2",
     "adaptive_averaging:period=2",
@@ -180,6 +186,29 @@ def test_ranks_that_train_apart_skip_their_own_updates(strategy: str) -> None:
         assert_bitwise_equal_over_ranks(comm, final, strategy)
 
     run_threads(3, check)
+
+
+def test_an_overflow_on_one_rank_skips_the_update_of_its_node_alone() -> None:
+    def check(comm: Communicator) -> None:
+        strategy = "gradient_averaging:between_nodes=4,node_size=2"
+        run, in_its_node = Run(comm, strategy), comm.rank < 2
+        run.step()
+        before = run.values()
+        run.step(factor=1e6 if comm.rank == 1 else 1.0)
+        assert torch.equal(run.values(), before) == in_its_node
+        scale = FIRST_SCALE / 2 if in_its_node else FIRST_SCALE
+        assert run.scale == scale
+        run.step()
+        assert not torch.equal(run.values(), before)
+        of_all = [torch.tensor(values) for values in comm.allgather_object(run.values().tolist())]
+        assert [torch.equal(of_all[0], other) for other in of_all] == [True, True, False, False]
+        assert torch.equal(of_all[2], of_all[3])
+        run.step()  # and the average between nodes
+        assert_bitwise_equal_over_ranks(comm, run.values(), strategy)
+        assert run.scale == scale, "an average between nodes changed a scale"
+        run.finish()
+
+    run_threads(4, check)
 
 
 @pytest.mark.parametrize("strategy", APART[:1])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from speechdp.cli.main import SUBCOMMANDS
+from tests.helpers.runs import MadeUpRun, write_run
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 from tests.helpers.tiny_speech import write_tiny_speech
 from tests.helpers.untrained_speech import write_untrained_run
@@ -66,6 +67,18 @@ def test_the_launcher_checks_a_command_without_torch(tmp_path: Path) -> None:
     found = modules_after(running([[*launch, *command] for command in (words, *others)]))
     assert "speechdp.launching.command" in found
     assert found & {"torch", "h5py", "jinja2", *_HEAVY} == set()
+
+
+def test_a_run_and_data_are_looked_at_without_torch(tmp_path: Path) -> None:
+    """What would make a finished run faster, by the times of its steps, is told with torch alone."""
+    data = write_tiny_data(tmp_path / "data", TinySizes(4, 2, 1, shards=1)).path
+    finished = write_run(MadeUpRun("finished"), tmp_path)
+    stopped = write_run(MadeUpRun("stopped", completed=False), tmp_path)
+    words = [["inspect", str(data)], ["report", str(finished)], ["report", str(stopped)]]
+    found = modules_after(running(words))
+    assert (finished / "report").is_dir() and (stopped / "report").is_dir()
+    assert {"speechdp.cli.inspect", "speechdp.report.sweep.report"} <= found
+    assert found & {"torch", "numba", "librosa", "sklearn", "sympy", "pandas", "tensorboard"} == set()
 
 
 def test_a_rank_takes_its_steps_with_what_they_need(tmp_path: Path) -> None:

@@ -153,6 +153,32 @@ def check_training(data: Path, options: TrainOptions, out: Path, *, on_this_mach
     check_overwriting(Session(Dataset.open(data), SerialCommunicator(), device), shared, out)
 
 
+def check_precision(data: Path, options: TrainOptions, *, on_this_machine: bool) -> None:
+    """Refuse, before any job starts, a number format that no rank could compute in: `train` refuses it, too.
+
+    Only for CPUs of this machine: GPUs and other hosts are left to the ranks, as `check_training` says.
+
+    Args:
+        on_this_machine: the ranks are started here.
+
+    Raises:
+        ConfigError, ShardError: a format that the model cannot be computed in, or data that do not fit it.
+    """
+    if options.precision == "fp32" or not on_this_machine:
+        return
+    import torch  # noqa: PLC0415 - keeps --help fast
+
+    from speechdp.comm.device import ranks_on_gpus  # noqa: PLC0415
+    from speechdp.comm.serial import SerialCommunicator  # noqa: PLC0415
+    from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
+    from speechdp.train import models  # noqa: PLC0415
+    from speechdp.train.session import Session  # noqa: PLC0415
+
+    if ranks_on_gpus(options.device) == 0:
+        session = Session(Dataset.open(data), SerialCommunicator(), torch.device("cpu"))
+        models.check_precision(session, options)
+
+
 @dataclass(frozen=True)
 class OutFolder:
     """The folder that a command writes.

@@ -13,9 +13,11 @@ from rich.console import Console
 from speechdp.comm.environment import announced
 from speechdp.errors import ConfigError
 from speechdp.experiments.jobs import JobStarter
+from speechdp.launching.allocation import find_allocation
 from speechdp.launching.command import own_program
 from speechdp.launching.cores import available_cores
-from speechdp.launching.hostfile import read_hostfile
+from speechdp.launching.forwarded_options import has_option
+from speechdp.launching.hostfile import is_this_machine, read_hostfile
 
 
 def make_starter(command: str, launch_args: str, hostfile: Path | None, threads: int) -> JobStarter:
@@ -42,6 +44,17 @@ def make_starter(command: str, launch_args: str, hostfile: Path | None, threads:
         launch_options += ["--hostfile", str(hostfile.absolute())]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     return JobStarter(own_program(Path(sys.executable)), environment, tuple(launch_options))
+
+
+def starts_here(starter: JobStarter) -> bool:
+    """Return whether all jobs run on this machine; not so where that is not known."""
+    if has_option(starter.launch_options, "--hostfile"):
+        return False
+    try:
+        allocation = find_allocation(starter.environment)
+    except ConfigError:  # `launch` says it, unless it needs none
+        return False
+    return allocation is None or all(is_this_machine(host.name) for host in allocation.hostfile.hosts)
 
 
 def threads_of_a_rank(

@@ -21,7 +21,7 @@ from speechdp.report.kit.choice import (
 )
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
 from speechdp.report.kit.speeds import any_raced, choose_fastest, is_surely_slower, ratio_text, speed_phrase
-from speechdp.simulation.gains import gain_sentence
+from speechdp.simulation.gain_sentence import gain_sentence
 
 #: Seeds that a claim needs.
 CLAIM_SEEDS = 3

@@ -11,7 +11,7 @@ from speechdp.jsonl import read_lines
 from speechdp.parallel.period import Period
 from speechdp.report.runs.records import amount, words
 from speechdp.report.runs.results import PeriodChange
-from speechdp.timing.timeline import PERIODS_FILE
+from speechdp.timing.steps import PERIODS_FILE
 
 #: Of steps and of what a period counts; more can only be damage, and cannot be drawn.
 _MOST = 1e15

@@ -28,7 +28,7 @@ from speechdp.report.runs.samples import Samples
 from speechdp.report.runs.steadiness import notable_load
 from speechdp.report.sweep.cautions import find_cautions
 from speechdp.report.sweep.data_answer import data_advice, other_runs
-from speechdp.simulation.gains import gain_sentence
+from speechdp.simulation.gain_sentence import gain_sentence
 
 #: Shares of the step time below this hold nothing back.
 SMALL_SHARE = 0.03

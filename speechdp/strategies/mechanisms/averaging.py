@@ -10,8 +10,9 @@ from torch import Tensor
 
 from speechdp.errors import ConfigError
 from speechdp.parallel.strategy import Traits
+from speechdp.strategies.mechanisms.number_formats import Compression
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
-from speechdp.strategies.mechanisms.quantised_mean import Compression, Outbox, QuantisedMean
+from speechdp.strategies.mechanisms.quantised_mean import Outbox, QuantisedMean
 
 
 @dataclass(eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
-from speechdp.parallel.period import Beginning, Period
+from speechdp.parallel.period import Beginning, rounds_between
 from speechdp.parallel.strategy import Traits
 from speechdp.strategies.mechanisms.averaging import AveragingStrategy
 from speechdp.strategies.mechanisms.periodic import MomentumRule, weighted_mean
@@ -114,13 +113,6 @@ def check_nodes(strategy: str, comm: Communicator, node_size: int) -> None:
         f"{strategy}:between_nodes: all {comm.size} ranks are on one node; start them on several hosts (a "
         "run that goes on may also have one rank), leave it out, or give node_size=N: every N ranks a node"
     )
-
-
-def rounds_between(between_nodes: Period, period: Period) -> int:
-    """Return how many periods there are from one average between nodes to the next; 0: no whole number."""
-    rounds = round(between_nodes.value / period.value)
-    is_whole = math.isclose(between_nodes.value, rounds * period.value)
-    return rounds if is_whole and between_nodes.unit is period.unit else 0
 
 
 def check_node_size(strategy: str, node_size: int, *, averages_between: bool) -> None:

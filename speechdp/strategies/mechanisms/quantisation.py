@@ -7,15 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-#: Values that share a scale; a short one wastes bytes on scales, a long one is coarse where values differ.
-BLOCK = 256
+from speechdp.strategies.mechanisms.number_formats import BLOCK, HEADER_BYTES, SCALE_BYTES, message_bytes
+
 #: Values worked on at a time: what one pass writes the next finds in the cache.
 _STRETCH = 512 * BLOCK
-#: The weight in front of a message, as float64.
-_HEADER_BYTES = 8
-_SCALE_BYTES = 4
-#: Messages are whole multiples of this, so that in a row of them each is aligned for its header.
-_ALIGNMENT_BYTES = 8
 #: Nothing is smaller than this scale, whose inverse is still a number: a block of zeros has it.
 _LEAST_SCALE = float(torch.finfo(torch.float32).tiny)
 
@@ -39,24 +34,17 @@ class Message:
     codes: Tensor
 
     @staticmethod
-    def num_bytes(length: int, bits: int) -> int:
-        """Return how long the message of `length` values is, in bytes."""
-        blocks = -(-length // BLOCK)
-        wanted = _HEADER_BYTES + blocks * (_SCALE_BYTES + BLOCK * bits // 8)
-        return -(-wanted // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-    @staticmethod
     def over(memory: Tensor, length: int, bits: int) -> Message:
         """Return the message of `length` values that stands at the beginning of `memory` (uint8, aligned)."""
         blocks = -(-length // BLOCK)
-        whole = memory[: Message.num_bytes(length, bits)]
-        codes_at = _HEADER_BYTES + _SCALE_BYTES * blocks
+        whole = memory[: message_bytes(length, bits)]
+        codes_at = HEADER_BYTES + SCALE_BYTES * blocks
         block_bytes = BLOCK * bits // 8
         return Message(
             whole,
             length,
-            whole[:_HEADER_BYTES].view(torch.float64),
-            whole[_HEADER_BYTES:codes_at].view(torch.float32),
+            whole[:HEADER_BYTES].view(torch.float64),
+            whole[HEADER_BYTES:codes_at].view(torch.float32),
             whole[codes_at : codes_at + blocks * block_bytes].view(blocks, block_bytes),
         )
 

@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speechdp.comm.background import JobThread
 from speechdp.comm.base import PeerCommunicator
-from speechdp.strategies.mechanisms.quantisation import BLOCK, Message, Quantiser, stretches
+from speechdp.strategies.mechanisms.number_formats import BITS, BLOCK, Compression, message_bytes
+from speechdp.strategies.mechanisms.quantisation import Message, Quantiser, stretches
 
-#: Number format in which differences travel.
-Compression = Literal["none", "int8", "int4"]
-#: Bits a value for each of them.
-BITS = {"int8": 8, "int4": 4}
 #: Tags of what goes to a piece's owner, and of what comes from it.
 _TO_OWNER, _FROM_OWNER = 0, 1
-
-
-def share_of_bytes(compression: Compression) -> float:
-    """Return the bytes of a compressed exchange over those of one in single precision."""
-    if compression == "none":
-        return 1.0
-    return Message.num_bytes(2**20 * BLOCK, BITS[compression]) / (4 * 2**20 * BLOCK)
 
 
 class Outbox:
@@ -127,10 +117,10 @@ class QuantisedMean:
         length = like.numel()
         piece = -(-length // (self._size * BLOCK)) * BLOCK
         self._borders = [min(piece * rank, length) for rank in range(self._size + 1)]
-        message_bytes = Message.num_bytes(piece, BITS[compression])
-        memory = torch.zeros(self._size, message_bytes, dtype=torch.uint8, device=like.device)
+        num_bytes = message_bytes(piece, BITS[compression])
+        memory = torch.zeros(self._size, num_bytes, dtype=torch.uint8, device=like.device)
         self._outgoing = [self._message(row, owner) for owner, row in enumerate(memory)]
-        self._incoming = memory.new_zeros(message_bytes)
+        self._incoming = memory.new_zeros(num_bytes)
         self._mean = like.new_zeros(self._length(self._rank))
         #: e_i and f, and s_i.
         self._error = torch.zeros_like(like)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import PeerCommunicator
-from speechdp.strategies.mechanisms.quantisation import Message, Quantiser, stretches
-from speechdp.strategies.mechanisms.quantised_mean import BITS, Compression
+from speechdp.strategies.mechanisms.number_formats import BITS, Compression, message_bytes
+from speechdp.strategies.mechanisms.quantisation import Quantiser, stretches
 from speechdp.strategies.mechanisms.server import ANSWER_TAG, GIVEN_TAG, SERVER, Wire
 
 
@@ -32,7 +32,7 @@ class QuantisedWire(Wire):
         self._known = known
         self._quantiser = Quantiser(BITS[compression], like)
         self._length = like.numel()
-        num_bytes = Message.num_bytes(self._length, BITS[compression])
+        num_bytes = message_bytes(self._length, BITS[compression])
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=like.device)
         self._message = self._quantiser.message(memory, self._length)
         self._has_answer = False  # in the message

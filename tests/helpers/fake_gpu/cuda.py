@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +70,15 @@ class Event:
 def fake_cuda() -> Iterator[Log]:
     """Give torch a GPU for the block, whose tensors have no data; yield what its streams were told.
 
-    A number that is read from a tensor is 1, and no element of a mask is 0.
+    A number that is read from a tensor is 1, and no element of a mask is 0.  Tensors without data are for one
+    thread at a time: whoever lets a `JobThread` begin waits until its job is done.
     """
     from unittest import mock  # noqa: PLC0415 (after `load`, as all below)
 
     import torch  # noqa: PLC0415
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
 
+    from speechdp.comm.background import JobThread  # noqa: PLC0415
     from speechdp.parallel import flat_buffer  # noqa: PLC0415
 
     class Mode(FakeTensorMode):
@@ -97,25 +101,49 @@ def fake_cuda() -> Iterator[Log]:
             return super().dispatch(func, types, args, kwargs)
 
     log: Log = []
-    current = [Stream(log, "compute")]
+    compute = Stream(log, "compute")
+    chosen_streams = threading.local()  # each thread chooses its own, and begins with that of all
     made = iter(f"side {number}" for number in range(1000))
 
+    def current() -> Stream:
+        return getattr(chosen_streams, "last", compute)
+
     @contextlib.contextmanager
-    def stream(chosen: Stream) -> Iterator[None]:
-        current.append(chosen)
+    def stream(chosen: Stream | None) -> Iterator[None]:
+        before = current()
+        chosen_streams.last = before if chosen is None else chosen
         try:
             yield
         finally:
-            current.pop()
+            chosen_streams.last = before
 
     def copy_(x: Any, source: Any, non_blocking: bool = False) -> Any:
         if x.is_cuda != source.is_cuda:
             direction = "to the device" if x.is_cuda else "to the host"
-            log.append(f"{current[-1].name}: copy {direction}{', not waiting' if non_blocking else ''}")
+            log.append(f"{current().name}: copy {direction}{', not waiting' if non_blocking else ''}")
         return plain_copy(x, source, non_blocking)
 
     def tolist(x: Any) -> Any:
         return [tolist(row) for row in x] if x.dim() else x.item()
+
+    mode, make_thread, start_thread = Mode(), JobThread.__init__, JobThread.start
+    over = weakref.WeakKeyDictionary[JobThread, threading.Semaphore]()
+
+    def make_here(thread: JobThread, name: str, job: Callable[[], None]) -> None:
+        over[thread] = is_over = threading.Semaphore(0)
+
+        def alone() -> None:
+            try:
+                with mode:
+                    job()
+            finally:
+                is_over.release()
+
+        make_thread(thread, name, alone)
+
+    def start_and_wait(thread: JobThread) -> None:
+        start_thread(thread)
+        over[thread].acquire()
 
     plain_copy = torch.Tensor.copy_
     stand_ins: dict[Any, dict[str, Any]] = {
@@ -125,7 +153,7 @@ def fake_cuda() -> Iterator[Log]:
             "is_bf16_supported": lambda including_emulation=True: True,
             "Stream": lambda device=None: Stream(log, next(made)),
             "Event": lambda **options: Event(log),
-            "current_stream": lambda device=None: current[-1],
+            "current_stream": lambda device=None: current(),
             "current_device": lambda: 0,
             "stream": stream,
             "is_current_stream_capturing": lambda: False,
@@ -138,10 +166,11 @@ def fake_cuda() -> Iterator[Log]:
         },
         torch.UntypedStorage: {"data_ptr": lambda storage: storage._cdata},
         flat_buffer: {"from_dlpack": lambda x: x},
+        JobThread: {"__init__": make_here, "start": start_and_wait},
     }
     with contextlib.ExitStack() as stack:
         for owner, names in stand_ins.items():
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(owner, name, value))
-        stack.enter_context(Mode())
+        stack.enter_context(mode)
         yield log

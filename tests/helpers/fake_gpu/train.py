@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.helpers.fake_gpu import cuda
@@ -71,7 +71,8 @@ class _StagedWork(Work):
 
 
 class _Peers(PeerCommunicator):
-    rank, size = 0, 2
+    def __init__(self, size: int) -> None:
+        self.rank, self.size = 0, size
 
     def send(self, x: Tensor, dest: int, *, tag: int = 0) -> None:
         assert not Staged(as_bytes(x)).fetch().is_cuda
@@ -85,14 +86,25 @@ class _Peers(PeerCommunicator):
 
 
 class StagedCommunicator(Communicator):
-    """The first of two ranks that exchange over the host's memory; the other one is not there."""
+    """The first of several ranks that exchange over the host's memory; the others are not there.
+
+    Args:
+        size: number of ranks.
+        groups: sizes of the groups that it is split into, in this order.
+    """
 
     backend = "staged"
     reducible = Communicator.reducible | {torch.float16}
-    rank, size, local_rank, device = 0, 2, 0, DEVICE
+
+    def __init__(self, size: int, groups: Sequence[int] = ()) -> None:
+        self.rank, self.size, self.local_rank, self.device = 0, size, 0, DEVICE
+        self._groups = iter(groups)
 
     def peers(self) -> PeerCommunicator:
-        return _Peers()
+        return _Peers(self.size)
+
+    def split(self, color: int) -> Communicator:
+        return StagedCommunicator(next(self._groups))
 
     def barrier(self) -> None:
         return None
@@ -110,7 +122,7 @@ class StagedCommunicator(Communicator):
         _exchanged(as_bytes(x))
 
     def _allgather_bytes(self, data: bytes) -> list[bytes]:
-        return [data, data]
+        return [data] * self.size
 
 
 def _acoustic() -> tuple[Task, Callable[[], nn.Module], Batch]:
@@ -134,14 +146,15 @@ def train(task_name: str, precision_name: str, strategy: str, log: cuda.Log) -> 
         model = make_model()
     graphs = Graphs.of(model, torch.device("cpu"), Repeats)
     precision = Precision(precision_name, DEVICE)  # type: ignore[arg-type]
-    comm = StagedCommunicator()
+    parsed = parse_strategy(strategy)
+    # Two nodes: their ranks, then their leaders.
+    of_a_node = max(1, getattr(parsed, "node_size", 0))
+    comm = StagedCommunicator(2 * of_a_node, (of_a_node, 2))
     scaler = make_scaler(DEVICE) if precision.scales_losses else None
     assert scaler is None or scaler.is_enabled()
     adam = torch.optim.Adam
     replica = Replica(model, lambda p: adam(p, 0.1, fused=True), max_gradient_norm=1.0, scaler=scaler)
-    attached = parse_strategy(strategy).attach(
-        replica, comm, Timeline(None, rank=0, device=torch.device("cpu"))
-    )
+    attached = parsed.attach(replica, comm, Timeline(None, rank=0, device=torch.device("cpu")))
     moving = DeviceStream(DEVICE, StageTimes())
     attached.resume()
     for number in range(1, 6):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import shlex
 import subprocess
 from dataclasses import replace
@@ -67,9 +68,9 @@ def test_whole_periods_are_timed(period: int | None, steps: int) -> None:
 
 def test_ratios_are_over_the_fastest_gradient_averaging_at_the_same_rate() -> None:
     assert slow_link.compare(RESULTS) == {
-        "no_exchange_vs_gradient_averaging_free": 2.0,
-        "model_averaging_4_vs_gradient_averaging_free": 1.5,
-        "model_averaging_4_vs_gradient_averaging_1gbit": 2.5,
+        "no_exchange_vs_gradient_free": 2.0,
+        "model_averaging_4_vs_gradient_free": 1.5,
+        "model_averaging_4_vs_gradient_1g": 2.5,
     }
 
 
@@ -95,11 +96,24 @@ def test_averages_in_two_levels_are_held_against_those_in_one() -> None:
     )
     rounded, rounded_two = (replace(r, name=f"{r.name}_int8", frames_per_s=40.0) for r in (one, two))
     assert slow_link.compare_levels([*RESULTS, one, two, rounded, rounded_two]) == {
-        "model_averaging_16_nodes_64_vs_model_averaging_16_1gbit": 1.5,
-        "model_averaging_16_nodes_64_int8_vs_model_averaging_16_int8_1gbit": 1.0,
+        "model_averaging_16_nodes_64_vs_model_averaging_16_1g": 1.5,
+        "model_averaging_16_nodes_64_int8_vs_model_averaging_16_int8_1g": 1.0,
     }
     assert family(two) == "model_averaging between nodes"
     assert [c.cycle for c in slow_link.IN_TWO_LEVELS] == [16, 64, 64, 16]
+
+
+def test_the_last_line_has_the_keys_that_are_held_against_bounds() -> None:
+    """Of the contenders and rates that a run without options measures."""
+    every = [
+        Result(rate, c.name, c.strategy, c.backend, c.cycle, 1.0)
+        for rate in slow_link.parse([]).rates
+        for c in slow_link.CONTENDERS
+    ]
+    found = slow_link.ratios(every)
+    keys = {"int8_vs_none_1g", "dpsgd_vs_gradient_1g", "int8_vs_fp32_100m"}
+    assert keys <= found.keys()
+    assert keys <= set(re.findall(r"\w+", slow_link.__doc__ or ""))
 
 
 def test_contenders_of_one_colour_share_strategy_and_back_end() -> None:

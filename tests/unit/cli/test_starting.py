@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
-from speechdp.cli.support.starting import threads_of_a_rank
+from speechdp.cli.support.starting import starts_here, threads_of_a_rank
 from speechdp.errors import ConfigError
+from speechdp.experiments.jobs import JobStarter
 
 
 def test_jobs_that_are_added_have_the_threads_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +24,15 @@ def test_jobs_that_are_added_have_the_threads_of_those_before(monkeypatch: pytes
         threads_of_a_rank(0, 4, None)
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert threads_of_a_rank(None, 100_000, None) == 1
+
+
+def test_where_jobs_start_is_known_for_this_machine_alone() -> None:
+    def here(environ: dict[str, str], *options: str) -> bool:
+        return starts_here(JobStarter(("python",), environ, options))
+
+    job = {"SLURM_JOB_ID": "7", "SLURM_TASKS_PER_NODE": "2"}
+    assert here({}) and here({}, "--launcher", "horovodrun")
+    assert not here({}, "--hostfile", "hosts") and not here({}, "--hostfile=hosts")
+    assert here({**job, "SLURM_JOB_NODELIST": socket.gethostname()})
+    assert not here({**job, "SLURM_JOB_NODELIST": "somewhere-else"})
+    assert not here({**job, "SLURM_JOB_NODELIST": "[broken"})

@@ -62,7 +62,8 @@ def test_every_back_end_sums_what_it_is_given(tmp_path: Path) -> None:
         assert dtype in REDUCIBLE[backend], f"{backend} cannot sum what {text} exchanges"
     in_half = {backend for backend, text in asked if "compression=fp16" in text}
     quantised = {backend for backend, text in asked if text.startswith("delayed") and "=int8" in text}
-    assert in_half == {"torch", "horovod"} and quantised == {"mpi", "torch", "horovod"}
+    in_two_levels = {backend for backend, text in asked if "between_nodes=" in text}
+    assert in_half == {"torch", "horovod"} and quantised == in_two_levels == {"mpi", "torch", "horovod"}
 
 
 def test_of_the_gpus_that_a_scheduler_has_assigned_the_first_are_taken(

@@ -15,8 +15,9 @@ from speechdp.report.compare.report import write_comparison as write_comparison_
 from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.simulation.report import TIME_ONLY
 from speechdp.report.simulation.table import hours_text
-from speechdp.simulation import fit, gains
-from speechdp.simulation.gains import gain_sentence
+from speechdp.simulation import fit
+from speechdp.simulation import gain_sentence as sentences
+from speechdp.simulation.gain_sentence import gain_sentence
 from tests.helpers.comparisons import MadeUpStrategy, write_comparison
 from tests.helpers.measured_runs import MadeUpSteps
 from tests.helpers.page_reader import PageReader
@@ -215,10 +216,10 @@ def test_of_a_long_run_the_end_tells_what_would_help(tmp_path: Path, monkeypatch
     lines = file.read_text().splitlines()
     file.write_text("\n".join(["no line of JSON"] * 50 + lines[50:]) + "\n")
     read = list[int]()
-    keep = gains.measured_run
-    monkeypatch.setattr(gains, "_MOST_BYTES", 2 * sum(len(line) + 1 for line in lines[-20:]))
+    keep = sentences.measured_run
+    monkeypatch.setattr(sentences, "_MOST_BYTES", 2 * sum(len(line) + 1 for line in lines[-20:]))
     monkeypatch.setattr(
-        gains, "measured_run", lambda *a, **k: read.append(len((m := keep(*a, **k)).times.frames)) or m
+        sentences, "measured_run", lambda *a, **k: read.append(len((m := keep(*a, **k)).times.frames)) or m
     )
     assert "What would help it most" in gain_sentence(read_run(run), "it") and "help it most" in whole
     assert read == [16]  # less as many steps as the warm-up has, which an older run does not bound

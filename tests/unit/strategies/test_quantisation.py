@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from speechdp.strategies.mechanisms import quantisation
-from speechdp.strategies.mechanisms.quantisation import BLOCK, Message, Quantiser, stretches
+from speechdp.strategies.mechanisms.number_formats import BLOCK, message_bytes
+from speechdp.strategies.mechanisms.quantisation import Quantiser, stretches
 
 LEVELS = {8: 127, 4: 7}
 
@@ -18,7 +19,7 @@ def written_and_read(values: Tensor, bits: int) -> Tensor:
     """Return what the message of `values` says, in memory that held something else before."""
     quantiser = Quantiser(bits, values)
     quantiser.values.fill_(1e6)
-    memory = torch.full((Message.num_bytes(values.numel(), bits) + 8,), 0xAB, dtype=torch.uint8)
+    memory = torch.full((message_bytes(values.numel(), bits) + 8,), 0xAB, dtype=torch.uint8)
     message = quantiser.message(memory[:-8], values.numel())
     for start, end in stretches(values.numel()):
         quantiser.values[: end - start].copy_(values[start:end])
@@ -72,5 +73,5 @@ def test_what_is_no_number_spoils_its_block_alone(bits: int, value: float) -> No
 
 @pytest.mark.parametrize(("bits", "share"), [(8, 260 / 1024), (4, 132 / 1024)])
 def test_a_message_is_codes_scales_and_a_weight(bits: int, share: float) -> None:
-    assert Message.num_bytes(BLOCK * 1000, bits) == pytest.approx(share * 4 * BLOCK * 1000, abs=16)
-    assert Message.num_bytes(0, bits) == 8
+    assert message_bytes(BLOCK * 1000, bits) == pytest.approx(share * 4 * BLOCK * 1000, abs=16)
+    assert message_bytes(0, bits) == 8

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from speechdp.checkpoint.state import load_checkpoint
+from speechdp.cli.main import run as speechdp
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.loading.batch import Batch
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
+from speechdp.experiments.jobs import JobStarter
 from speechdp.models.precision import Precision
 from speechdp.options.batch import BatchOptions
 from speechdp.options.model import ModelOptions
@@ -258,6 +260,38 @@ def test_what_torch_cannot_compute_is_refused_before_there_is_a_run(
             precision="fp16",
         )
     assert not (tmp_path / "run" / "run.json").exists()
+
+
+@pytest.mark.parametrize("command", ["compare", "profile", "tune"])
+def test_commands_that_start_jobs_refuse_what_no_rank_could_compute(
+    datasets: dict[str, Dataset],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+) -> None:
+    """As `train` does, with the same words; each of their jobs would fail by it, and again if repeated."""
+
+    def no_kernel(self: Precision, module: torch.nn.RNNBase) -> None:
+        raise RuntimeError("no kernel")
+
+    def started(*_: object, **__: object) -> str:
+        raise AssertionError("a job was started")
+
+    monkeypatch.setattr(Precision, "_try", no_kernel)
+    monkeypatch.setattr(JobStarter, "run", started)
+    words = [command, str(datasets["acoustic"].path), str(tmp_path / "out"), "--ranks=2", "--precision=fp16"]
+    words += ["--layers=1", "--cells=4"]
+    assert speechdp(words) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--precision fp16: torch" in said and "cannot compute this model's LSTM in it" in said
+    assert "use fp32" in said and "tries them again" not in said
+    assert not (tmp_path / "out").exists()
+    # Ranks on other hosts may have GPUs, of which nothing is known here.
+    hosts = tmp_path / "hosts"
+    hosts.write_text("somewhere-else slots=2\n")
+    with pytest.raises(AssertionError, match="a job was started"):
+        speechdp([*words, f"--hostfile={hosts}"])
 
 
 @pytest.mark.parametrize("works", ["bf16", "fp32"])

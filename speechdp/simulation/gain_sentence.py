@@ -1,0 +1,69 @@
+"""One sentence in reports on what would make a run faster; what has too few steps needs no model for that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from speechdp.errors import ConfigError
+from speechdp.report.kit import formatting
+from speechdp.report.runs.results import RunResult
+from speechdp.simulation.measured import LEAST_STEPS, measured_run
+
+if TYPE_CHECKING:
+    from speechdp.simulation.gains import Gain
+
+#: Gains whose interval begins below this are not worth a word.
+_NOTABLE = 1.02
+#: Of all ranks' timelines together, from their ends: what a report takes the time to read, some 5 s.
+_MOST_BYTES = 64 << 20
+
+
+def gain_sentence(run: RunResult, label: str, others: Sequence[RunResult] = ()) -> str:
+    """Return one sentence on what would help a run most; "" where its steps say nothing of that.
+
+    Args:
+        label: the run's name for people.
+        others: runs that the reader sees beside it.  Where one that is finished averages less often, what
+            that brings was measured, and no longer period is proposed.
+    """
+    if run.status != "complete" or run.timing is None:
+        return ""
+    if max(rank.steps for rank in run.timing.ranks) < LEAST_STEPS:  # known without reading timelines
+        return ""
+    try:
+        measured = measured_run(run, last_bytes=_MOST_BYTES // len(run.timing.ranks))
+    except ConfigError:  # of an older run, or of a short one: there are no steps to change anything in
+        return ""
+    from speechdp.simulation.gains import gains_of  # noqa: PLC0415 (torch, for a part of all reports)
+
+    was_tried = any(other.status == "complete" and _averages_less(other, run) for other in others)
+    notable = [
+        gain
+        for gain in gains_of(measured)
+        if gain.times.low >= _NOTABLE and not (was_tried and gain.averages_less)
+    ]
+    if not notable:
+        return ""
+    first, *rest = notable
+    more = "".join(f"; {gain.change}, {_times(gain)}" for gain in rest)
+    return (
+        f"What would help {label} most, by the model of speechdp simulate (time alone, not accuracy): "
+        f"{first.change} it would be {_times(first)} as fast{more}."
+    )
+
+
+def _averages_less(other: RunResult, run: RunResult) -> bool:
+    """Return whether a run averages less often than another, or at times that cannot be compared."""
+    theirs, own = other.model_period, run.model_period
+    if theirs is None or own is None:
+        return theirs not in (None, "1")
+    if theirs.isdecimal() and own.isdecimal():
+        return int(theirs) > int(own)
+    return theirs != own
+
+
+def _times(gain: Gain) -> str:
+    times = gain.times
+    interval = f"[{formatting.times(times.low)}, {formatting.times(times.high)}]"
+    return f"{formatting.times(times.mean)}\u00a0{interval} times"
