@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from speechdp.data.corpora.joining import JoinRule
-from speechdp.data.corpora.kaldi_dir import parse_path_map
+from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.signal.features import FeatureConfig, usual_mel_bins
 from speechdp.data.signal.spectrogram import spectrogram_config
 from speechdp.errors import ConfigError
@@ -131,7 +131,7 @@ class FilesOptions:
     """Leave out utterances without audio, transcript or speaker, and report how many."""
 
     def __post_init__(self) -> None:
-        parse_path_map(self.path_map)
+        PathMap.parse(self.path_map)
 
 
 @dataclass(frozen=True)

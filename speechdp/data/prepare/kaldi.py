@@ -74,6 +74,7 @@ def read_kaldi(options: PrepareOptions, scratch: Path, progress: Progress) -> Co
             raise ConfigError(f"{folder}: has no utterance to score; check feats.scp or wav.scp")
         splits, notices = {"test": utterances}, listed.left_out(utterances, "have no frame")
     cmvn = SpeakerCmvn(folder / "cmvn.scp", rules) if manifest.features.cmvn == "speaker" else None
+    rules.path_map.refuse_unused(folder)
     dealt = deal_splits(splits, lambda utterance: utterance.num_frames, options.shards, options.seed)
     return Contents(
         manifest=manifest,
@@ -150,7 +151,11 @@ def _with_files(
         for key, place in sources.items()
     }
     missing, empty = find_unusable(
-        files.values(), str(folder / table), folder, may_be_left_out=rules.skip_incomplete
+        files.values(),
+        str(folder / table),
+        folder,
+        may_be_left_out=rules.skip_incomplete,
+        path_map=rules.path_map,
     )
     unusable = missing | empty
     return {key: place for key, place in sources.items() if files[key] not in unusable}
