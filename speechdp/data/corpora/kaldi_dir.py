@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from speechdp.counting import agreeing, counted
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance, file_lines
 from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.corpora.pipes import Pipe, PipeRunner
@@ -258,9 +259,9 @@ def _segment(where: str, fields: Sequence[str]) -> Segment:
 
 
 def left_out(reasons: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Say which utterances are left out, by the reason, with the first of each."""
+    """Say which utterances are left out, by the reason ("have no text"), with the first of each."""
     return tuple(
-        f"left out: {len(names)} utterances that {reason}, first {names[0]}"
+        f"left out: {counted(len(names), 'utterance')} that {agreeing(len(names), reason)}, first {names[0]}"
         for reason, names in reasons.items()
         if names
     )

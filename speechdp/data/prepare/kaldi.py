@@ -122,7 +122,7 @@ class _Listed:
         ids = {utterance.utterance_id for utterance in taken}
         listed = {*self.sources, *self.gone}
         reasons = {
-            f"are in {self.table}, but their file does not exist or is empty": self.gone,
+            f"are in {self.table} with a file that does not exist or is empty": self.gone,
             f"are not in {self.table}": [u for u in self.speakers if u not in listed],
             "are not in utt2spk": [u for u in self.sources if u not in self.speakers],
             lacking: [u.utterance_id for u in self.utterances if u.utterance_id not in ids],

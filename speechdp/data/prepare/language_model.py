@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speechdp.counting import counted
 from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.corpora.splits import RANDOM_DEFAULT, original_name
 from speechdp.data.shards.dataset import LM_RECORD_NAME, Dataset
@@ -160,9 +161,10 @@ def _model_line(values: Mapping[str, Any]) -> str:
     else:
         line = f"language model: {values['kind']}, {origin}"
     if values["left_out"]:
-        line += f"; {values['left_out']:,} words that are not in the lexicon left out"
+        line += f"; left out: {counted(values['left_out'], 'word')} that the lexicon lacks"
     if values["without_entry"]:
-        line += f"; {values['without_entry']:,} words of the lexicon that it lacks cannot be recognised"
+        words = counted(values["without_entry"], "word")
+        line += f"; {words} of the lexicon that it lacks cannot be recognised"
     return line
 
 

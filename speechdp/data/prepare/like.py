@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from speechdp.counting import agreeing, counted, said_of
 from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.prepare.contents import Contents, ShardContent, deal_splits
 from speechdp.data.prepare.divided_corpus import DividedCorpus
@@ -107,7 +108,7 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
         if model is not None:
             model.save(directory)
 
-    notices = divided.notices + lacking + _without_targets(len(untold), unknown)
+    notices = divided.notices + lacking + _without_targets(len(untold), len(corpus.utterances), unknown)
     if is_aligned:
         notices += lengths_of(divided, num_frames, lexicon)
     return Contents(
@@ -149,9 +150,10 @@ def _lexicon(like: Dataset, given: Path | None, inventory: StateInventory) -> Le
     lexicon = Lexicon.load(path)
     strange = [phone for phone in lexicon.phones if phone not in inventory.phones]
     if strange:
+        said = said_of(len(strange), "phone", "are not among those of the model")
         raise ConfigError(
-            f"{path}: {len(strange)} phones are not among those of the model, first {strange[0]}; give a "
-            f"lexicon in its phones ({' '.join(inventory.phones[:10])} ...)"
+            f"{path}: {said}, first {strange[0]}; give a lexicon in its phones "
+            f"({' '.join(inventory.phones[:10])} ...)"
         )
     return lexicon
 
@@ -171,14 +173,21 @@ def _language_model(
     return model, ()
 
 
-def _without_targets(num_untold: int, unknown: Counter[str]) -> tuple[str, ...]:
+def _without_targets(num_untold: int, num_utterances: int, unknown: Counter[str]) -> tuple[str, ...]:
+    """Say why there are no targets, and what the data are good for; nothing where there are targets."""
+    if num_untold == num_utterances:
+        return (
+            "no utterance has a transcript: the data cannot be trained on, and decode, which counts errors, "
+            "refuses them; speechdp transcribe RUN FILES recognises the words, speechdp posteriors scores "
+            "the frames",
+        )
     reasons = []
     if num_untold:
-        reasons.append(f"{num_untold} utterances have no transcript")
+        reasons.append(said_of(num_untold, "utterance", "have no transcript"))
     if unknown:
         most = " ".join(word for word, _ in unknown.most_common(5))
         reasons.append(
-            f"{len(unknown)} words ({unknown.total()} occurrences) are not in the lexicon and will be "
-            f"errors, e.g. {most}"
+            f"{counted(len(unknown), 'word')} ({counted(unknown.total(), 'occurrence')}) "
+            f"{agreeing(len(unknown), 'are')} not in the lexicon and will be errors, e.g. {most}"
         )
     return (f"{'; '.join(reasons)}; the data can be decoded, but not trained on",) if reasons else ()

@@ -118,7 +118,7 @@ def test_segments_of_recordings_that_are_not_there(tmp_path: Path) -> None:
     corpus = read_kaldi_dir(source, SKIP)
     assert [u.utterance_id for u in corpus.utterances] == ["utt0"]
     assert corpus.notices == (
-        "left out: 1 utterances that are not in segments, or whose recording is not in wav.scp, first utt1",
+        "left out: 1 utterance that is not in segments, or whose recording is not in wav.scp, first utt1",
     )
 
 
@@ -132,9 +132,9 @@ def test_incomplete_utterances_are_left_out_and_counted_where_that_is_asked_for(
     assert [u.utterance_id for u in corpus.utterances] == ["utt0", "utt4"]
     assert corpus.notices == (
         "left out: 2 utterances that are not in wav.scp, first more",
-        "left out: 1 utterances that are not in utt2spk, first utt3",
-        "left out: 1 utterances that are not in text, first utt2",
-        "left out: 1 utterances that have an empty transcript, first utt1",
+        "left out: 1 utterance that is not in utt2spk, first utt3",
+        "left out: 1 utterance that is not in text, first utt2",
+        "left out: 1 utterance that has an empty transcript, first utt1",
     )
 
 
@@ -145,9 +145,9 @@ def test_folders_of_audio_may_be_incomplete_too(tmp_path: Path) -> None:
     corpus = read_corpus(tmp_path, "folder", None, SKIP)
     assert [u.utterance_id for u in corpus.utterances] == ["a"]
     assert corpus.notices == (
-        "left out: 1 utterances that have no transcript in text, first b",
-        "left out: 1 utterances that have no audio, but a transcript in text, first d",
-        "left out: 1 utterances that have an empty transcript, first c",
+        "left out: 1 utterance that has no transcript in text, first b",
+        "left out: 1 utterance that has no audio, but a transcript in text, first d",
+        "left out: 1 utterance that has an empty transcript, first c",
     )
     (tmp_path / "text").unlink()
     (tmp_path / "a.txt").write_text("one")
@@ -191,7 +191,7 @@ def test_paths_of_another_machine_are_mapped_and_the_map_is_suggested(tmp_path: 
         read(source, path_map=(mapping,))
     some = read(source, path_map=(mapping,), skip_incomplete=True)
     assert [u.utterance_id for u in some.utterances] == ["utt0", "utt2"]
-    assert some.notices == ("left out: 1 utterances that have no audio file, first utt1",)
+    assert some.notices == ("left out: 1 utterance that has no audio file, first utt1",)
 
 
 def test_files_without_a_byte_are_counted_and_can_be_left_out(tmp_path: Path) -> None:

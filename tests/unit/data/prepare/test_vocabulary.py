@@ -307,7 +307,7 @@ def test_users_grammar_is_taken_over(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert isinstance(model, GrammarFst) and model.words == {"TO", "SEE"}
     assert main.run(["inspect", str(dataset.path)]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "language model: fst, from G.fst; 1 words that are not in the lexicon left out; 1 words of" in out
+    assert "language model: fst, from G.fst; left out: 1 word that the lexicon lacks; 1 word of" in out
     assert "test: 50.0 % of 2 words unknown (OOV)" in out and "perplexity" not in out
 
 
