@@ -10,6 +10,25 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def agreeing(number: int, predicate: str) -> str:
+    """Return what is said of so many things, which begins with are, have or do, in their number.
+
+    Example:
+        >>> agreeing(1, "have no text"), agreeing(2, "have no text")
+        ('has no text', 'have no text')
+    """
+    verb, blank, rest = predicate.partition(" ")
+    return f"{_OF_ONE[verb]}{blank}{rest}" if number == 1 else predicate
+
+
+def said_of(number: int, noun: str, predicate: str) -> str:
+    """Return a number, what is counted and what is said of it, `agreeing`: `1 file has 8000 Hz`."""
+    return f"{counted(number, noun)} {agreeing(number, predicate)}"
+
+
+_OF_ONE = {"are": "is", "have": "has", "do": "does"}
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Ask whether one of the names was meant, `; did you mean train?`; "": none is like it."""
     import difflib  # noqa: PLC0415 - only for a message; every command imports this module

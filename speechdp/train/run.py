@@ -11,7 +11,7 @@ from typing import Any
 
 from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
 from speechdp.comm.startup.start_guard import StartGuard
-from speechdp.counting import counted
+from speechdp.counting import agreeing, counted
 from speechdp.data.loading.loader import StepLoader
 from speechdp.data.shards.dataset import UNALIGNED
 from speechdp.data.shards.description import keep_description
@@ -343,7 +343,9 @@ def _utterances_left_out(session: Session, options: TrainOptions, sources: Sourc
     for split, source in ((options.train_split, sources.training), (options.held_out, sources.held_out)):
         numbers = source.left_out.gather(session.comm)
         for why, number in numbers.items():
-            session.reporter.notice(f"{number} utterances of {split!r} {because[why]} and were left out")
+            session.reporter.notice(
+                f"left out of {split!r}: {counted(number, 'utterance')} that {agreeing(number, because[why])}"
+            )
         if numbers:
             found[split] = numbers
     return found

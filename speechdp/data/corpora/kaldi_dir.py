@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from speechdp.counting import agreeing, counted
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance, file_lines
+from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.corpora.pipes import Pipe, PipeRunner
 from speechdp.data.signal.audio import AudioPart, AudioSource, file_of
 from speechdp.errors import ConfigError
@@ -35,21 +37,14 @@ class ReadingRules:
         needs_text: refuse, or leave out, utterances without a transcript.
     """
 
-    path_map: tuple[tuple[str, str], ...] = ()
+    path_map: PathMap = field(default_factory=PathMap)
     pipes: PipeRunner | None = None
     skip_incomplete: bool = False
     needs_text: bool = True
 
-    def mapped(self, path: str) -> str:
-        """Return a path of a table as it is here: the longest beginning that fits is replaced."""
-        for old, new in sorted(self.path_map, key=lambda pair: -len(pair[0])):
-            if path == old or path.startswith(old + "/"):
-                return new + path[len(old) :]
-        return path
-
     def find_file(self, folder: Path, value: str) -> Path:
         """Look up a path of a table as Kaldi does: from the working directory, then from the table's."""
-        path = Path(self.mapped(value))
+        path = Path(self.path_map.mapped(value))
         if not path.is_absolute() and not path.exists() and (folder / path).exists():
             return folder / path
         return path  # if it is missing, opening it says so
@@ -75,21 +70,12 @@ class ReadingRules:
                 f"{where[first]}: a pipe ({first}) runs {programs} ({len(texts)} pipes in all); "
                 "let the programs run with --allow-pipes, or write their output to files"
             )
-        return self.pipes.run({key: Pipe.parse(text, where[key], self.mapped) for key, text in texts.items()})
+        return self.pipes.run(
+            {key: Pipe.parse(text, where[key], self.path_map.mapped) for key, text in texts.items()}
+        )
 
 
 PLAIN_RULES = ReadingRules()
-
-
-def parse_path_map(texts: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """Read --path-map OLD=NEW.  Raises ConfigError."""
-    pairs = []
-    for text in texts:
-        old, equals, new = text.partition("=")
-        if not equals or not old.rstrip("/") or not new:
-            raise ConfigError(f"--path-map {text}: is not understood; write OLD=NEW, e.g. /export/data=/data")
-        pairs.append((old.rstrip("/"), new.rstrip("/")))
-    return tuple(pairs)
 
 
 def read_kaldi_dir(source: Path, rules: ReadingRules = PLAIN_RULES) -> Corpus:
@@ -273,9 +259,9 @@ def _segment(where: str, fields: Sequence[str]) -> Segment:
 
 
 def left_out(reasons: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Say which utterances are left out, by the reason, with the first of each."""
+    """Say which utterances are left out, by the reason ("have no text"), with the first of each."""
     return tuple(
-        f"left out: {len(names)} utterances that {reason}, first {names[0]}"
+        f"left out: {counted(len(names), 'utterance')} that {agreeing(len(names), reason)}, first {names[0]}"
         for reason, names in reasons.items()
         if names
     )

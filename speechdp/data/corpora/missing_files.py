@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 
+from speechdp.data.corpora.path_map import PathMap
 from speechdp.errors import ConfigError
 
 #: Look through at most this many files for those that are missing: a folder may be a whole disk.
@@ -16,7 +17,7 @@ _MOST_TRIED = 200
 
 
 def find_unusable(
-    files: Iterable[Path], where: str, folder: Path | None, *, may_be_left_out: bool
+    files: Iterable[Path], where: str, folder: Path | None, *, may_be_left_out: bool, path_map: PathMap
 ) -> tuple[frozenset[Path], frozenset[Path]]:
     """Return the files that do not exist, and those of 0 bytes.
 
@@ -25,6 +26,7 @@ def find_unusable(
         where: the table that names them, or the corpus.
         folder: as in missing_error.
         may_be_left_out: they are no error as long as others are left.
+        path_map: as in missing_error.
 
     Raises:
         ConfigError: there are such files, and they may not be left out; or one cannot be looked at.
@@ -36,7 +38,9 @@ def find_unusable(
     num_unusable = len(missing) + len(empty)
     if num_unusable and not (may_be_left_out and num_unusable < len(every)):
         if missing:
-            raise missing_error(sorted(missing), len(every), where, folder)
+            if folder is not None:
+                path_map.refuse_unused(folder)  # a typo in it may be why they are not found
+            raise missing_error(sorted(missing), len(every), where, folder, path_map)
         raise _empty_error(empty, len(every), where)
     return gone, frozenset(empty)
 
@@ -61,7 +65,11 @@ def _empty_error(empty: Sequence[Path], num_files: int, where: str) -> ConfigErr
 
 
 def missing_error(
-    missing: Sequence[Path], num_files: int, where: str, folder: Path | None = None
+    missing: Sequence[Path],
+    num_files: int,
+    where: str,
+    folder: Path | None = None,
+    path_map: PathMap | None = None,
 ) -> ConfigError:
     """Return the error for files that are not there; its remedy is a --path-map that would find them.
 
@@ -70,21 +78,30 @@ def missing_error(
         num_files: how many there are with those that exist.
         where: the table that names them, or the corpus.
         folder: the corpus, which is searched for files of the same names; None: its paths are not mapped.
+        path_map: what has made the paths what they are.
     """
     first = missing[0]
+    given = None if path_map is None else path_map.leading_to(first)
     if num_files == 1:
         gone = f"{first}: no such file"
+    elif given is not None and len(missing) == num_files:
+        gone = f"{where}: none of {num_files} files is there, first {first}"
     else:
         gone = f"{where}: {len(missing)} of {num_files} files do not exist, first {first}"
     mapping = None if folder is None else suggest_mapping(missing, folder)
     if mapping is not None:
         old, new = mapping
         num_found = sum(_mapped(path, old, new).exists() for path in missing)
+        if given is not None:
+            old, new = _of_table(given, old, new)
         return ConfigError(f"{gone}; --path-map {old}={new} finds {num_found} of them")
     if first.is_symlink():
         return ConfigError(f"{gone}; it is a symbolic link to {first.readlink()}, which is missing")
-    remedies = ["check the paths"]
-    if folder is not None:
+    if given is None:
+        remedies = ["check the paths"]
+    else:
+        remedies = [f"--path-map {given[0]}={given[1]} leads there: give the folder that holds them"]
+    if folder is not None and given is None:
         remedies.append("say where they are now with --path-map OLD=NEW")
     if len(missing) < num_files:
         remedies.append("leave them out with --skip-incomplete")
@@ -136,3 +153,10 @@ def _common_end(path: Path, other: Path) -> int:
 
 def _mapped(path: Path, old: str, new: str) -> Path:
     return Path(new, path.relative_to(old)) if path.is_relative_to(old) else path
+
+
+def _of_table(given: tuple[str, str], old: str, new: str) -> tuple[str, str]:
+    """Return a map for the paths of the table that does what old -> new would do after the `given` one."""
+    if Path(old).is_relative_to(given[1]):
+        return str(_mapped(Path(old), given[1], given[0])), new
+    return given[0], str(_mapped(Path(given[1]), old, new))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from speechdp.counting import counted, said_of
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
 from speechdp.data.corpora.splits import (
     OneSplit,
@@ -112,8 +113,8 @@ def warn_of_speakers(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[s
         return ()
     everyone = {original_name(u.speaker) for utterances in splits.values() for u in utterances}
     return (
-        f"warning: {len(names)} speakers are both in train and held out, first {names[0]}; results do not "
-        f"hold for new speakers (--split {rule_apart(everyone)} keeps speakers apart)",
+        f"warning: {said_of(len(names), 'speaker', 'are both in train and held out')}, first {names[0]}; "
+        f"results do not hold for new speakers (--split {rule_apart(everyone)} keeps speakers apart)",
     )
 
 
@@ -122,11 +123,11 @@ def _resampled(infos: Sequence[AudioInfo], rate: int) -> tuple[str, ...]:
     lower = [info for info in infos if info.sampling_rate < rate]
     others = [info for info in infos if info.sampling_rate != rate]
     if lower:
+        files = said_of(len(lower), "file", f"have {lower[0].sampling_rate} Hz")
         return (
-            f"warning: {len(lower)} files have {lower[0].sampling_rate} Hz, less than the {rate} Hz that the "
-            "model was trained on; expect more errors",
+            f"warning: {files}, less than the {rate} Hz that the model was trained on; expect more errors",
         )
-    return (f"resampled {len(others)} files to {rate} Hz",) if others else ()
+    return (f"resampled {counted(len(others), 'file')} to {rate} Hz",) if others else ()
 
 
 def probe_all(sources: Sequence[AudioSource], progress: Progress) -> list[AudioInfo]:

@@ -74,6 +74,7 @@ def read_kaldi(options: PrepareOptions, scratch: Path, progress: Progress) -> Co
             raise ConfigError(f"{folder}: has no utterance to score; check feats.scp or wav.scp")
         splits, notices = {"test": utterances}, listed.left_out(utterances, "have no frame")
     cmvn = SpeakerCmvn(folder / "cmvn.scp", rules) if manifest.features.cmvn == "speaker" else None
+    rules.path_map.refuse_unused(folder)
     dealt = deal_splits(splits, lambda utterance: utterance.num_frames, options.shards, options.seed)
     return Contents(
         manifest=manifest,
@@ -121,7 +122,7 @@ class _Listed:
         ids = {utterance.utterance_id for utterance in taken}
         listed = {*self.sources, *self.gone}
         reasons = {
-            f"are in {self.table}, but their file does not exist or is empty": self.gone,
+            f"are in {self.table} with a file that does not exist or is empty": self.gone,
             f"are not in {self.table}": [u for u in self.speakers if u not in listed],
             "are not in utt2spk": [u for u in self.sources if u not in self.speakers],
             lacking: [u.utterance_id for u in self.utterances if u.utterance_id not in ids],
@@ -150,7 +151,11 @@ def _with_files(
         for key, place in sources.items()
     }
     missing, empty = find_unusable(
-        files.values(), str(folder / table), folder, may_be_left_out=rules.skip_incomplete
+        files.values(),
+        str(folder / table),
+        folder,
+        may_be_left_out=rules.skip_incomplete,
+        path_map=rules.path_map,
     )
     unusable = missing | empty
     return {key: place for key, place in sources.items() if files[key] not in unusable}

@@ -8,11 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from speechdp.counting import counted
 from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.corpora.splits import RANDOM_DEFAULT, original_name
 from speechdp.data.shards.dataset import LM_RECORD_NAME, Dataset
 from speechdp.data.shards.layout import printable
-from speechdp.decode.language_model import GrammarFst, LanguageModel, read_respelled, save_language_model
+from speechdp.decode.language_model import (
+    GrammarFst,
+    LanguageModel,
+    read_given_model,
+    respelled_model,
+    save_language_model,
+)
 from speechdp.errors import ConfigError
 from speechdp.files import record_cannot_be_read, write_text_atomically
 from speechdp.json_input import parse_json
@@ -56,18 +63,24 @@ class PreparedLanguageModel:
         )
 
 
+def users_model(options: LanguageModelOptions) -> LanguageModel | None:
+    """Read the model that the user gives, if any.  Raises ConfigError as `read_given_model`."""
+    return None if options.lm is None else read_given_model(options.lm)
+
+
 def prepare_language_model(
-    options: LanguageModelOptions, lexicon: Lexicon, texts: Texts
+    options: LanguageModelOptions, lexicon: Lexicon, texts: Texts, given: LanguageModel | None
 ) -> PreparedLanguageModel | None:
-    """Estimate a model on the training texts, or read the user's; None if neither is asked for.
+    """Estimate a model on the training texts, or take the user's; None if neither is asked for.
 
     Args:
         options: which.
         lexicon: the words that can be recognised.
         texts: those of train are learnt from; the others are only measured.
+        given: the `users_model`.
 
     Raises:
-        ConfigError: the user's cannot be read, or has no word of the lexicon; there are no training texts.
+        ConfigError: the user's has no word of the lexicon; there are no training texts.
     """
     if options.lm_order is not None:
         if "train" not in texts:
@@ -79,9 +92,9 @@ def prepare_language_model(
         train = ([word if word in lexicon else UNKNOWN_WORD for word in words] for words in texts["train"])
         model: LanguageModel = estimate(train, options.lm_order, lexicon.recognised_words)
         return _measured(model, {"source": "train", "left_out": 0, "without_entry": 0}, texts)
-    if options.lm is None:
+    if given is None or options.lm is None:
         return None
-    prepared = take_over_language_model(options.lm, lexicon, texts)
+    prepared = _taken_over(given, options.lm, lexicon, texts)
     if prepared is None:
         raise ConfigError(f"{options.lm}: none of its words is in the lexicon; give one that fits it")
     return prepared
@@ -103,7 +116,13 @@ def take_over_language_model(path: Path, lexicon: Lexicon, texts: Texts) -> Prep
     Raises:
         ConfigError: it cannot be read, or does not say how probable the end of a sentence is.
     """
-    found = read_respelled(path, lexicon)
+    return _taken_over(read_given_model(path), path, lexicon, texts)
+
+
+def _taken_over(
+    given: LanguageModel, path: Path, lexicon: Lexicon, texts: Texts
+) -> PreparedLanguageModel | None:
+    found = respelled_model(given, lexicon)
     if found is None:
         return None
     origin = {"source": path.name, "left_out": found.left_out, "without_entry": found.without_entry}
@@ -160,9 +179,13 @@ def _model_line(values: Mapping[str, Any]) -> str:
     else:
         line = f"language model: {values['kind']}, {origin}"
     if values["left_out"]:
-        line += f"; {values['left_out']:,} words that are not in the lexicon left out"
+        line += f"; left out: {counted(values['left_out'], 'word')} that the lexicon lacks"
     if values["without_entry"]:
-        line += f"; {values['without_entry']:,} words of the lexicon that it lacks cannot be recognised"
+        words = counted(values["without_entry"], "word")
+        line += (
+            f"; {words} of the lexicon that it lacks cannot be recognised: prepare with a --lm FILE that has "
+            "them, or with --lm-order N where there is a train split"
+        )
     return line
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from speechdp.counting import agreeing, counted, said_of
 from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.prepare.contents import Contents, ShardContent, deal_splits
 from speechdp.data.prepare.divided_corpus import DividedCorpus
@@ -19,18 +20,19 @@ from speechdp.data.prepare.language_model import (
     prepare_language_model,
     take_over_language_model,
     texts_of,
+    users_model,
 )
 from speechdp.data.prepare.reading import read_whole_corpus
 from speechdp.data.prepare.recognition import FlatShard, frames_of, lengths_of, read_samples, stored_utterance
-from speechdp.data.prepare.vocabulary import plainly_spelt
+from speechdp.data.prepare.vocabulary import plainly_spelt, with_words_of_model
 from speechdp.data.shards.dataset import FLAT, MANIFEST_NAME, UNALIGNED, Dataset, Manifest
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
-from speechdp.decode.language_model import language_model_path
+from speechdp.decode.language_model import LanguageModel, language_model_path
 from speechdp.errors import ConfigError, ShardError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.kaldi_pdfs import KaldiPdfs, classes_of
-from speechdp.labels.lexicon import Lexicon
-from speechdp.options.prepare import LanguageModelOptions, PrepareOptions
+from speechdp.labels.lexicon import Lexicon, grapheme_lexicon
+from speechdp.options.prepare import GRAPHEMES, LanguageModelOptions, PrepareOptions
 from speechdp.parallel.run_files import TRAINED_ON, RunDirectory
 
 
@@ -77,7 +79,8 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
     assert options.like is not None
     like = open_like(options.like)
     inventory = _inventory_of(like, options.like)
-    lexicon = _lexicon(like, options.lexicon, inventory)
+    users = users_model(options.for_language_model)
+    lexicon, spelt = _lexicon(like, options, inventory, () if users is None else users.words)
     corpus = read_whole_corpus(options, scratch, progress, needs_text=False)
     corpus = plainly_spelt(corpus, lexicon, needs_text=False)
     divided = DividedCorpus.of(corpus, options, progress, like)
@@ -99,7 +102,7 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
     def shard(part: tuple[CorpusUtterance, ...]) -> ShardContent:
         return FlatShard.of(part, lexicon, inventory) if is_aligned else UnalignedShard(part)
 
-    model, lacking = _language_model(options, like, lexicon, texts_of(divided.splits))
+    model, lacking = _language_model(options, like, lexicon, texts_of(divided.splits), users)
 
     def save(directory: Path) -> None:
         lexicon.save(directory / "lexicon.txt")
@@ -107,7 +110,8 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
         if model is not None:
             model.save(directory)
 
-    notices = divided.notices + lacking + _without_targets(len(untold), unknown)
+    notices = divided.notices + spelt + lacking
+    notices += _without_targets(len(untold), len(corpus.utterances), unknown)
     if is_aligned:
         notices += lengths_of(divided, num_frames, lexicon)
     return Contents(
@@ -143,25 +147,44 @@ def _inventory_of(like: Dataset, given: Path) -> StateInventory:
     return classes
 
 
-def _lexicon(like: Dataset, given: Path | None, inventory: StateInventory) -> Lexicon:
-    """Return the user's lexicon, whole, or that of the model's data."""
-    path = like.lexicon_path if given is None else given
+def _lexicon(
+    like: Dataset, options: PrepareOptions, inventory: StateInventory, of_model: Collection[str]
+) -> tuple[Lexicon, tuple[str, ...]]:
+    """Return the user's lexicon, whole, or that of the model's data, and notices.
+
+    Args:
+        like: the data of the model.
+        options: the lexicon; graphemes: that of the model's data and the words `of_model`.
+        inventory: of the model's phones.
+        of_model: the words of the user's language model.
+    """
+    if options.lexicon == GRAPHEMES:
+        lexicon = Lexicon.load(like.lexicon_path)
+        words = lexicon.recognised_words
+        if grapheme_lexicon(words) != Lexicon({word: lexicon.pronunciations[word] for word in words}):
+            raise ConfigError(
+                f"--lexicon graphemes: the phones of --like {options.like} are no letters; give a lexicon in "
+                f"its phones ({' '.join(inventory.phones[:10])} ...)"
+            )
+        return with_words_of_model(lexicon, of_model)
+    path = like.lexicon_path if options.lexicon is None else options.lexicon
     lexicon = Lexicon.load(path)
     strange = [phone for phone in lexicon.phones if phone not in inventory.phones]
     if strange:
+        said = said_of(len(strange), "phone", "are not among those of the model")
         raise ConfigError(
-            f"{path}: {len(strange)} phones are not among those of the model, first {strange[0]}; give a "
-            f"lexicon in its phones ({' '.join(inventory.phones[:10])} ...)"
+            f"{path}: {said}, first {strange[0]}; give a lexicon in its phones "
+            f"({' '.join(inventory.phones[:10])} ...)"
         )
-    return lexicon
+    return lexicon, ()
 
 
 def _language_model(
-    options: PrepareOptions, like: Dataset, lexicon: Lexicon, texts: Texts
+    options: PrepareOptions, like: Dataset, lexicon: Lexicon, texts: Texts, users: LanguageModel | None
 ) -> tuple[PreparedLanguageModel | None, tuple[str, ...]]:
     """Return the language model, that of the model's data where nothing else is asked for, and notices."""
     if options.for_language_model != LanguageModelOptions():
-        return prepare_language_model(options.for_language_model, lexicon, texts), ()
+        return prepare_language_model(options.for_language_model, lexicon, texts, users), ()
     path = language_model_path(like.path)
     if path is None:
         return None, ()
@@ -171,14 +194,21 @@ def _language_model(
     return model, ()
 
 
-def _without_targets(num_untold: int, unknown: Counter[str]) -> tuple[str, ...]:
+def _without_targets(num_untold: int, num_utterances: int, unknown: Counter[str]) -> tuple[str, ...]:
+    """Say why there are no targets, and what the data are good for; nothing where there are targets."""
+    if num_untold == num_utterances:
+        return (
+            "no utterance has a transcript: the data cannot be trained on, and decode, which counts errors, "
+            "refuses them; speechdp transcribe RUN FILES recognises the words, speechdp posteriors scores "
+            "the frames",
+        )
     reasons = []
     if num_untold:
-        reasons.append(f"{num_untold} utterances have no transcript")
+        reasons.append(said_of(num_untold, "utterance", "have no transcript"))
     if unknown:
         most = " ".join(word for word, _ in unknown.most_common(5))
         reasons.append(
-            f"{len(unknown)} words ({unknown.total()} occurrences) are not in the lexicon and will be "
-            f"errors, e.g. {most}"
+            f"{counted(len(unknown), 'word')} ({counted(unknown.total(), 'occurrence')}) "
+            f"{agreeing(len(unknown), 'are')} not in the lexicon and will be errors, e.g. {most}"
         )
     return (f"{'; '.join(reasons)}; the data can be decoded, but not trained on",) if reasons else ()

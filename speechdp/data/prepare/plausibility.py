@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from speechdp.counting import counted, said_of
+
 #: An utterance is implausible whose phones last this many times as long (or short) as the corpus' median ...
 _TOO_SLOW = 4.0
 _TOO_FAST = 4.0
@@ -38,10 +40,10 @@ def _too_few_frames(lengths: Sequence[SpokenLength]) -> tuple[str, ...]:
     if not short:
         return ()
     worst = min(short, key=lambda length: length.num_frames / length.num_states)
+    utterances = said_of(len(short), "utterance", "have fewer frames than the transcript has states")
     return (
-        f"warning: {len(short)} utterances have fewer frames than their transcript has states, worst "
-        f"{worst.utterance_id} ({worst.num_frames} frames, {worst.num_states} states); their flat alignment "
-        "skips states",
+        f"warning: {utterances}, worst {worst.utterance_id} ({worst.num_frames} frames, {worst.num_states} "
+        "states); their flat alignment skips states",
     )
 
 
@@ -60,8 +62,9 @@ def _implausible(lengths: Sequence[SpokenLength]) -> tuple[str, ...]:
         ("short", fast, min(fast, key=rate, default=None)),
     )
     return tuple(
-        f"warning: {len(some)} utterances are implausibly {kind} for their text, worst {worst.utterance_id} "
-        f"({worst.seconds:.2f} s for {worst.num_words} words); check their transcripts"
+        f"warning: {said_of(len(some), 'utterance', f'are implausibly {kind} for the text')}, worst "
+        f"{worst.utterance_id} ({worst.seconds:.2f} s for {counted(worst.num_words, 'word')}); check the "
+        "transcripts"
         for kind, some, worst in found
         if worst is not None
     )

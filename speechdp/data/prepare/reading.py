@@ -6,8 +6,9 @@ import dataclasses
 from pathlib import Path
 
 from speechdp.data.corpora.corpus import Corpus
-from speechdp.data.corpora.kaldi_dir import ReadingRules, left_out, parse_path_map
+from speechdp.data.corpora.kaldi_dir import ReadingRules, left_out
 from speechdp.data.corpora.missing_files import find_unusable
+from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.corpora.pipes import PipeRunner
 from speechdp.data.corpora.reader import read_corpus, reader_of
 from speechdp.data.prepare.jobs import Progress
@@ -22,7 +23,7 @@ def reading_rules(
     """Return how the files of a corpus are read; what pipes write goes to the folder `scratch`."""
     files = options.files
     return ReadingRules(
-        path_map=parse_path_map(files.path_map),
+        path_map=PathMap.parse(files.path_map),
         pipes=PipeRunner(scratch, options.workers, progress) if files.allow_pipes else None,
         skip_incomplete=files.skip_incomplete,
         needs_text=needs_text,
@@ -46,7 +47,9 @@ def read_whole_corpus(
     corpus = read_corpus(source, options.corpus, options.pattern, rules)
     notices = () if rules.pipes is None else rules.pipes.notices
     corpus = dataclasses.replace(corpus, notices=corpus.notices + notices)
-    return _with_audio(corpus, rules, is_kaldi=is_kaldi)
+    corpus = _with_audio(corpus, rules, is_kaldi=is_kaldi)
+    rules.path_map.refuse_unused(source)
+    return corpus
 
 
 def _refuse_options_of_tables(options: PrepareOptions, source: Path) -> None:
@@ -64,6 +67,7 @@ def _with_audio(corpus: Corpus, rules: ReadingRules, *, is_kaldi: bool) -> Corpu
         str(corpus.source / "wav.scp" if is_kaldi else corpus.source),
         corpus.source if is_kaldi else None,
         may_be_left_out=rules.skip_incomplete,
+        path_map=rules.path_map,
     )
     unusable = missing | empty
     if not unusable:

@@ -13,7 +13,12 @@ from speechdp.data.corpora.corpus import CorpusUtterance
 from speechdp.data.prepare.contents import Contents, ShardContent, deal_splits
 from speechdp.data.prepare.divided_corpus import DividedCorpus, divide
 from speechdp.data.prepare.jobs import Progress
-from speechdp.data.prepare.language_model import PreparedLanguageModel, prepare_language_model, texts_of
+from speechdp.data.prepare.language_model import (
+    PreparedLanguageModel,
+    prepare_language_model,
+    texts_of,
+    users_model,
+)
 from speechdp.data.prepare.plausibility import SpokenLength, warn_of_lengths
 from speechdp.data.prepare.reading import read_whole_corpus
 from speechdp.data.prepare.vocabulary import choose_vocabulary, given_lexicon, plainly_spelt
@@ -66,9 +71,10 @@ def read_corpus_for_recognition(options: PrepareOptions, scratch: Path, progress
     corpus = read_whole_corpus(options, scratch, progress)
     given = given_lexicon(options.lexicon)
     division = divide(plainly_spelt(corpus, given), options)
-    vocabulary = choose_vocabulary(division.splits, options, given)
+    users = users_model(options.for_language_model)
+    vocabulary = choose_vocabulary(division.splits, options, given, () if users is None else users.words)
     lexicon = vocabulary.lexicon
-    model = prepare_language_model(options.for_language_model, lexicon, texts_of(vocabulary.splits))
+    model = prepare_language_model(options.for_language_model, lexicon, texts_of(vocabulary.splits), users)
     divided = DividedCorpus.probed(replace(division, splits=vocabulary.splits), options, progress)
     rate = divided.sampling_rate
     features = options.feature_config(rate)

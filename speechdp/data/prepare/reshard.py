@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from speechdp.counting import counted
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.recordings import RECORDINGS_NAME, TRAIN_RECORDINGS_NAME
 from speechdp.data.shards.data_dir import check_target, new_data_dir
@@ -163,8 +164,8 @@ def _check_count(dataset: Dataset, split: str, num_shards: int) -> None:
     if num_shards > num_utterances:
         other = "" if split == "train" else ", or choose --split train"
         raise ConfigError(
-            f"{dataset.path}: {split} has {num_utterances} utterances, too few for --shards {num_shards}; "
-            f"ask for fewer{other}"
+            f"{dataset.path}: {split} has {counted(num_utterances, 'utterance')}, too few for "
+            f"--shards {num_shards}; ask for fewer{other}"
         )
 
 

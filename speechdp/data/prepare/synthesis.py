@@ -111,7 +111,8 @@ def _joined(
     num_utterances = sum(len(utterances) for utterances in splits.values())
     times = f", each used {join.times} times," if join.times > 1 else ""
     most = f"{join.fewest} to {join.most}" if join.most > join.fewest else str(join.most)
-    return (f"joined {num_recordings} recordings{times} into {num_utterances} utterances of {most}",)
+    into = counted(num_utterances, "utterance")
+    return (f"joined {counted(num_recordings, 'recording')}{times} into {into} of {most}",)
 
 
 def _chosen(corpus: Corpus, speakers: tuple[str, ...]) -> Corpus:

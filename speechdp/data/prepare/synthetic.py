@@ -20,7 +20,7 @@ from speechdp.data.espeak.synthetic_plan import PlannedUtterance, plan_corpus
 from speechdp.data.espeak.voice_plan import plan_voices, voices_of
 from speechdp.data.prepare.contents import Contents, deal_splits
 from speechdp.data.prepare.jobs import Progress, run_jobs
-from speechdp.data.prepare.language_model import prepare_language_model
+from speechdp.data.prepare.language_model import prepare_language_model, users_model
 from speechdp.data.prepare.recognition import States
 from speechdp.data.prepare.spectrograms import Texts
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Stored, Utterance
@@ -49,7 +49,9 @@ def speak_for_recognition(options: PrepareOptions, scratch: Path, progress: Prog
     spoken = _speak(plan, (features, options.store), options, scratch, progress)
     lexicon = _collect_lexicon(spoken["train"])
     texts = {name: [utterance.text.split() for utterance in each] for name, each in plan.items()}
-    model = prepare_language_model(options.for_language_model, lexicon, texts)
+    model = prepare_language_model(
+        options.for_language_model, lexicon, texts, users_model(options.for_language_model)
+    )
     states = States(lexicon, features, options.synthetic_rate, model)
     return Contents(
         manifest=states.manifest("exact", _rule(options), options),

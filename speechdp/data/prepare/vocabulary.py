@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from speechdp.labels.lexicon import (
     refuse_unknown,
 )
 from speechdp.labels.text_normalise import without_punctuation
+from speechdp.language.ngram import UNKNOWN_NAMES
 from speechdp.options.prepare import GRAPHEMES, PrepareOptions
 
 Splits = Mapping[str, Sequence[CorpusUtterance]]
@@ -70,13 +71,16 @@ def _plain_spelling(word: str, lexicon: Lexicon) -> str:
     return " ".join(lexicon.spelling_of(part) or part.lower() for part in plain.split())
 
 
-def choose_vocabulary(splits: Splits, options: PrepareOptions, given: Lexicon | None) -> Vocabulary:
+def choose_vocabulary(
+    splits: Splits, options: PrepareOptions, given: Lexicon | None, of_model: Collection[str] = ()
+) -> Vocabulary:
     """Find pronunciations: all of a lexicon that is given, else those of the training words.
 
     Args:
         splits: the corpus, divided.
         options: the lexicon, and what becomes of training words without pronunciation.
         given: the lexicon in the file that the user gives, if it is one.
+        of_model: words of a language model, which can be recognised, too, where letters are phones.
 
     Raises:
         ConfigError: there are such words, and they are to be refused; or nothing is left to train on.
@@ -97,7 +101,39 @@ def choose_vocabulary(splits: Splits, options: PrepareOptions, given: Lexicon | 
         notices = (f"left out of train: {left_out} with {_shown(unknown)} without a pronunciation",)
         if not chosen["train"]:
             raise ConfigError(f"every utterance of train has words without a pronunciation; {found.remedy}")
+    if options.lexicon == GRAPHEMES:
+        lexicon, added = with_words_of_model(lexicon, of_model)
+        notices += added
     return Vocabulary(lexicon, chosen, (*found.notices, *notices, *_out_of_vocabulary(chosen, lexicon)))
+
+
+def with_words_of_model(lexicon: Lexicon, words: Collection[str]) -> tuple[Lexicon, tuple[str, ...]]:
+    """Spell words that only a language model has by their letters.
+
+    Args:
+        lexicon: of letters; a word with others is left out, for nothing can be learnt of them.
+        words: all of the model.
+
+    Returns:
+        The lexicon with these words, and what to tell the user.
+    """
+    lacking = [word for word in words if lexicon.spelling_of(word) is None and word not in UNKNOWN_NAMES]
+    spelt = {word: _plain_spelling(word, lexicon) for word in lacking}
+    found = grapheme_lexicon(plain for plain in spelt.values() if len(plain.split()) == 1)
+    # The model's words are looked up as they are: with punctuation, one is not the word without.
+    usable = {plain for word, plain in spelt.items() if plain in found and found.spelling_of(word) == plain}
+    phones = set(lexicon.phones)
+    variants = {word: found.pronunciations[word][0] for word in sorted(usable)}
+    added = {word: letters for word, letters in variants.items() if phones.issuperset(letters)}
+    strange = [word for word in variants if word not in added]
+    notices = []
+    if added:
+        notices.append(f"spelt by their letters: {_shown(list(added))} that only the language model has")
+    if strange:
+        notices.append(
+            f"left out of the language model: {_shown(strange)} with letters that no word of train has"
+        )
+    return lexicon.with_words(added), tuple(notices)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import kaldifst
 
 from speechdp.errors import ConfigError
-from speechdp.files import cannot_be_read
+from speechdp.files import named_file_cannot_be_read
 
 
 def read_fst(path: Path) -> Any:
@@ -20,7 +20,7 @@ def read_fst(path: Path) -> Any:
     try:
         path.open("rb").close()
     except OSError as error:
-        raise ConfigError(cannot_be_read(path, error)) from error
+        raise ConfigError(named_file_cannot_be_read(path, error)) from error
     fst = kaldifst.StdFst.read(str(path))
     if fst is None or fst.start < 0:
         raise ConfigError(
@@ -38,7 +38,7 @@ def read_symbols(path: Path) -> dict[int, str]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
-        raise ConfigError(cannot_be_read(path, error)) from error
+        raise ConfigError(named_file_cannot_be_read(path, error)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 text; convert it with iconv") from error
     names: dict[int, str] = {}

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Group
 
+from speechdp.counting import agreeing, counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.layout import printable
 from speechdp.decode.results import DecodingResult, judged
@@ -98,12 +99,14 @@ def _answer(result: DecodingResult) -> Answer:
     if result.unknown_words:
         share = formatting.percent(result.unknown_words / wer.words, 1)
         cautions.append(
-            f"{result.unknown_words:,} words ({share} %) are not in the vocabulary: all of them are errors."
+            f"{counted(result.unknown_words, 'word')} ({share} %) "
+            f"{agreeing(result.unknown_words, 'are not in the vocabulary')}: counted as errors."
         )
     if result.settings.get("tuning", {}).get("split") == result.split:
         cautions.append("The scales were chosen on this split: on new speech the error rate may be higher.")
     if result.failed:
-        cautions.append(f"For {result.failed:,} utterances nothing was found: their words are deletions.")
+        failed = counted(result.failed, "utterance")
+        cautions.append(f"For {failed} nothing was found: the words said are deletions.")
     return Answer(headline, tuple(details), tuple(cautions))
 
 

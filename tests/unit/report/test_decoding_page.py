@@ -131,7 +131,7 @@ def test_unknown_words_are_a_caution(tmp_path: Path) -> None:
     run = tmp_path / "run"
     result = decoding_of(UTTERANCES, run, unknown_words=2)
     report = write_decoding_page(result, data_of(UTTERANCES, tmp_path / "data", audio=False), run)
-    assert "2 words (20.0 %) are not in the vocabulary: all of them are errors." in report.answer
+    assert "2 words (20.0 %) are not in the vocabulary: counted as errors." in report.answer
 
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def test_empty_transcripts_of_a_reader_are_left_out_if_asked(tmp_path: Path) -> 
     source = table(tmp_path, text="...")
     corpus = read_corpus(source, TABLE, rules=ReadingRules(skip_incomplete=True))
     assert [u.utterance_id for u in corpus.utterances] == ["u0", "u2", "u3", "u4"]
-    assert corpus.notices == ("left out: 1 utterances that have an empty transcript, first u1",)
+    assert corpus.notices == ("left out: 1 utterance that has an empty transcript, first u1",)
     assert (
         len(read_corpus(source, TABLE, rules=ReadingRules(skip_incomplete=True, needs_text=False)).utterances)
         == 5

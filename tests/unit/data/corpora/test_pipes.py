@@ -9,6 +9,7 @@ import pytest
 
 from speechdp.cli.main import run as speechdp
 from speechdp.data.corpora.kaldi_dir import ReadingRules, read_kaldi_dir
+from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.corpora.pipes import Pipe, PipeRunner
 from speechdp.data.kaldi.matrix import read_matrix, read_scp
 from speechdp.data.shards.dataset import Dataset
@@ -135,7 +136,7 @@ def test_what_a_pipe_wrote_is_named_by_its_line(tmp_path: Path, capsys: pytest.C
 def test_paths_in_pipes_are_mapped(tmp_path: Path) -> None:
     audio = write_tone(tmp_path / "audio" / "a.wav")
     runner = PipeRunner(tmp_path, 1, no_progress)
-    rules = ReadingRules(path_map=(("/export/corpus", str(audio.parent)),), pipes=runner)
+    rules = ReadingRules(path_map=PathMap([("/export/corpus", str(audio.parent))]), pipes=runner)
     files = rules.run_pipes({"a": "cat /export/corpus/a.wav |"}, tmp_path / "wav.scp", {"a": 1})
     assert files["a"].read_bytes() == audio.read_bytes()
 

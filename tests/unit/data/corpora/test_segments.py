@@ -11,8 +11,9 @@ import soundfile
 
 from speechdp.cli.main import run as speechdp
 from speechdp.data.corpora.corpus import Corpus
-from speechdp.data.corpora.kaldi_dir import ReadingRules, parse_path_map, read_kaldi_dir, read_segments
+from speechdp.data.corpora.kaldi_dir import ReadingRules, read_kaldi_dir, read_segments
 from speechdp.data.corpora.missing_files import missing_error, suggest_mapping
+from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.corpora.reader import read_corpus
 from speechdp.data.prepare.pipeline import Prepared, prepare
 from speechdp.data.prepare.reading import read_whole_corpus
@@ -117,7 +118,7 @@ def test_segments_of_recordings_that_are_not_there(tmp_path: Path) -> None:
     corpus = read_kaldi_dir(source, SKIP)
     assert [u.utterance_id for u in corpus.utterances] == ["utt0"]
     assert corpus.notices == (
-        "left out: 1 utterances that are not in segments, or whose recording is not in wav.scp, first utt1",
+        "left out: 1 utterance that is not in segments, or whose recording is not in wav.scp, first utt1",
     )
 
 
@@ -131,9 +132,9 @@ def test_incomplete_utterances_are_left_out_and_counted_where_that_is_asked_for(
     assert [u.utterance_id for u in corpus.utterances] == ["utt0", "utt4"]
     assert corpus.notices == (
         "left out: 2 utterances that are not in wav.scp, first more",
-        "left out: 1 utterances that are not in utt2spk, first utt3",
-        "left out: 1 utterances that are not in text, first utt2",
-        "left out: 1 utterances that have an empty transcript, first utt1",
+        "left out: 1 utterance that is not in utt2spk, first utt3",
+        "left out: 1 utterance that is not in text, first utt2",
+        "left out: 1 utterance that has an empty transcript, first utt1",
     )
 
 
@@ -144,9 +145,9 @@ def test_folders_of_audio_may_be_incomplete_too(tmp_path: Path) -> None:
     corpus = read_corpus(tmp_path, "folder", None, SKIP)
     assert [u.utterance_id for u in corpus.utterances] == ["a"]
     assert corpus.notices == (
-        "left out: 1 utterances that have no transcript in text, first b",
-        "left out: 1 utterances that have no audio, but a transcript in text, first d",
-        "left out: 1 utterances that have an empty transcript, first c",
+        "left out: 1 utterance that has no transcript in text, first b",
+        "left out: 1 utterance that has no audio, but a transcript in text, first d",
+        "left out: 1 utterance that has an empty transcript, first c",
     )
     (tmp_path / "text").unlink()
     (tmp_path / "a.txt").write_text("one")
@@ -184,13 +185,13 @@ def test_paths_of_another_machine_are_mapped_and_the_map_is_suggested(tmp_path: 
     (source / "audio" / "wav" / "utt1.wav").unlink()
     with pytest.raises(
         ConfigError,
-        match=r"1 of 3 files do not exist, first .*utt1\.wav; check the paths, or say where they are now "
-        "with --path-map OLD=NEW, or leave them out with --skip-incomplete",
+        match=rf"1 of 3 files do not exist, first .*utt1\.wav; --path-map {mapping} leads there: give the "
+        "folder that holds them, or leave them out with --skip-incomplete$",
     ):
         read(source, path_map=(mapping,))
     some = read(source, path_map=(mapping,), skip_incomplete=True)
     assert [u.utterance_id for u in some.utterances] == ["utt0", "utt2"]
-    assert some.notices == ("left out: 1 utterances that have no audio file, first utt1",)
+    assert some.notices == ("left out: 1 utterance that has no audio file, first utt1",)
 
 
 def test_files_without_a_byte_are_counted_and_can_be_left_out(tmp_path: Path) -> None:
@@ -213,8 +214,8 @@ def test_files_without_a_byte_are_counted_and_can_be_left_out(tmp_path: Path) ->
 
 
 def test_the_longest_beginning_is_mapped_and_only_whole_names() -> None:
-    rules = ReadingRules(path_map=parse_path_map(("/a=/x", "/a/b/=/y/")))
-    mapped = [rules.mapped(path) for path in ("/a/b/c.wav", "/a/c.wav", "/ab/c.wav", "/a", "c.wav")]
+    path_map = PathMap.parse(("/a=/x", "/a/b/=/y/"))
+    mapped = [path_map.mapped(path) for path in ("/a/b/c.wav", "/a/c.wav", "/ab/c.wav", "/a", "c.wav")]
     assert mapped == ["/y/c.wav", "/x/c.wav", "/ab/c.wav", "/x", "c.wav"]
 
 
@@ -258,11 +259,59 @@ def test_a_cut_corpus_is_prepared(tmp_path: Path) -> None:
 
 def test_the_command_line_takes_several_maps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = moved(tmp_path / "kaldi")
-    arguments = ["prepare", str(source), str(tmp_path / "data"), "--path-map", "/export/x=/y"]
-    assert speechdp(arguments) == 1
-    assert "--path-map /export/c/corpus=" in capsys.readouterr().err
-    maps = ["--path-map", f"/export/c/corpus={source / 'audio'}", "--split", "random:dev=0"]
-    assert speechdp([*arguments, *maps]) == 0
+    arguments = ["prepare", str(source), str(tmp_path / "data"), "--split", "random:dev=0"]
+    first = ["--path-map", f"/export/c/corpus/wav/utt1.wav={source / 'audio/wav/utt1.wav'}"]
+    assert speechdp([*arguments, *first]) == 1
+    assert "2 of 3 files do not exist" in (error := capsys.readouterr().err)
+    assert f"; --path-map /export/c/corpus={source / 'audio'} finds 2 of them" in error
+    assert speechdp([*arguments, *first, "--path-map", f"/export/c/corpus={source / 'audio'}"]) == 0
+
+
+def test_a_map_that_begins_no_path_is_refused(tmp_path: Path) -> None:
+    source = moved(tmp_path)
+    unused = (
+        rf"^--path-map /exprt/c=/y: /exprt/c begins no path in the tables of {source} \(the first is "
+        r"/export/c/corpus/wav/utt0\.wav\); mend it, or leave it out$"
+    )
+    with pytest.raises(ConfigError, match=unused):  # where its typo is why files are missing
+        read(source, path_map=("/exprt/c=/y",))
+    maps = (f"/export/c/corpus={source / 'audio'}", "/exprt/c=/y")
+    with pytest.raises(ConfigError, match=unused):  # and where all files are there
+        read(source, path_map=maps)
+    # A map that a longer one goes before everywhere is no typo.
+    read(source, path_map=(f"/export/c/corpus={source / 'audio'}", "/export/c=/y"))
+
+
+def test_a_map_that_leads_to_nothing_is_what_to_mend(tmp_path: Path) -> None:
+    source = moved(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        read(source, path_map=("/export=/wrong",))
+    assert str(caught.value) == (
+        f"{source / 'wav.scp'}: none of 3 files is there, first /wrong/c/corpus/wav/utt0.wav; "
+        f"--path-map /export/c/corpus={source / 'audio'} finds 3 of them"
+    )
+    read(source, path_map=(f"/export/c/corpus={source / 'audio'}",))
+    with pytest.raises(
+        ConfigError, match=rf"--path-map /export/c/corpus={source / 'audio'} finds 3 of them$"
+    ):
+        read(source, path_map=("/export/c/corpus=/wrong/deep",))
+    for file in (source / "audio" / "wav").iterdir():
+        file.unlink()
+    with pytest.raises(ConfigError) as caught:
+        read(source, path_map=("/export=/wrong",))
+    assert str(caught.value) == (
+        f"{source / 'wav.scp'}: none of 3 files is there, first /wrong/c/corpus/wav/utt0.wav; "
+        "--path-map /export=/wrong leads there: give the folder that holds them"
+    )
+
+
+def test_a_suggested_map_may_replace_more_than_the_wrong_one(tmp_path: Path) -> None:
+    """/old=/elsewhere/audio, but audio/ is below the corpus: /old is what is still there to be replaced."""
+    write_tone(tmp_path / "audio" / "a.wav", 0.1)
+    path_map = PathMap.parse(("/old=/elsewhere/audio",))
+    missing = Path(path_map.mapped("/old/a.wav"))
+    error = str(missing_error([missing], 1, "here", tmp_path, path_map))
+    assert error.endswith(f"; --path-map /old={tmp_path / 'audio'} finds 1 of them")
 
 
 def test_a_directory_of_lhotse_names_what_its_pipes_run() -> None:

@@ -225,9 +225,9 @@ def test_what_lacks_a_part_is_left_out_and_counted(options: PrepareOptions) -> N
     result = prepared(options)
     assert utterances_of(result.dataset).keys() == {"utt1", "utt3", "utt5", "utt6", "utt7"}
     assert result.notices == (
-        "left out: 1 utterances that are not in feats.scp, first utt0",
+        "left out: 1 utterance that is not in feats.scp, first utt0",
         "left out: 2 utterances that have no alignment, first utt2",
-        f"left out: 1 utterances that are aligned, but not in {folder}, first other",
+        f"left out: 1 utterance that is aligned, but not in {folder}, first other",
     )
 
 
@@ -364,7 +364,7 @@ def test_archives_that_do_not_exist_are_not_said_to_be_unlisted(options: Prepare
     (folder / "feats.scp").write_text(scp.replace(str(folder), "/gone", 1))
     result = prepared(changed(options, files=FilesOptions(skip_incomplete=True)))
     assert result.notices == (
-        "left out: 1 utterances that are in feats.scp, but their file does not exist or is empty, first utt0",
+        "left out: 1 utterance that is in feats.scp with a file that does not exist or is empty, first utt0",
     )
 
 
@@ -380,7 +380,7 @@ def test_recordings_whose_archive_does_not_exist_have_no_segments(options: Prepa
         prepare(options, no_progress)
     result = prepared(changed(options, files=FilesOptions(skip_incomplete=True)))
     assert result.notices == (
-        "left out: 1 utterances that are in feats.scp, but their file does not exist or is empty, first utt0",
+        "left out: 1 utterance that is in feats.scp with a file that does not exist or is empty, first utt0",
     )
 
 
@@ -530,7 +530,7 @@ def test_audio_files_of_no_byte_can_be_left_out(tmp_path: Path) -> None:
         prepare(given, no_progress)
     result = prepared(changed(given, files=FilesOptions(skip_incomplete=True)))
     assert result.dataset.num_utterances("train") == 2
-    assert "their file does not exist or is empty, first utt1" in result.notices[0]
+    assert "with a file that does not exist or is empty, first utt1" in result.notices[0]
 
 
 def test_audio_without_an_alignment_needs_the_rate_trained_on(tmp_path: Path) -> None:

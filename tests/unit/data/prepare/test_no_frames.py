@@ -101,7 +101,7 @@ def test_an_empty_matrix_of_kaldis(tmp_path: Path) -> None:
     )
     options = PrepareOptions((tmp_path / "data",), from_kaldi=kaldi, split="random:dev=0")
     assert prepare(options, no_progress).notices == (
-        "left out: 1 utterances that have no alignment, first utt2",
+        "left out: 1 utterance that has no alignment, first utt2",
     )
     kaldi = dataclasses.replace(kaldi, ali=ali_dir(tmp_path / "ali2", alignments))
     aligned = dataclasses.replace(options, from_kaldi=kaldi, overwrite=True)

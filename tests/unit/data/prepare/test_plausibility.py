@@ -37,12 +37,12 @@ def test_utterances_that_are_too_long_and_too_short_are_counted_and_the_worst_is
     usual = lengths(40)
     odd = [with_seconds(usual[1], 9.0), with_seconds(usual[0], 8.0), with_seconds(usual[7], 0.6)]
     assert warn_of_lengths([*usual, *odd]) == (
-        "warning: 1 utterances have fewer frames than their transcript has states, worst odd (60 frames, 72 "
+        "warning: 1 utterance has fewer frames than the transcript has states, worst odd (60 frames, 72 "
         "states); their flat alignment skips states",
-        "warning: 2 utterances are implausibly long for their text, worst odd (8.00 s for 1 words); check "
-        "their transcripts",
-        "warning: 1 utterances are implausibly short for their text, worst odd (0.60 s for 8 words); check "
-        "their transcripts",
+        "warning: 2 utterances are implausibly long for the text, worst odd (8.00 s for 1 word); check "
+        "the transcripts",
+        "warning: 1 utterance is implausibly short for the text, worst odd (0.60 s for 8 words); check "
+        "the transcripts",
     )
 
 
@@ -56,7 +56,7 @@ def test_prepare_prints_them(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
     write_tone(source / "1_bob_11.wav", 9.0)
     (warning,) = prepare(PrepareOptions((source, tmp_path / "data"), workers=1), no_progress).notices[1:]
-    assert "1 utterances are implausibly long for their text, worst 1_bob_11 (9.00 s for 1 words)" in warning
+    assert "1 utterance is implausibly long for the text, worst 1_bob_11 (9.00 s for 1 word)" in warning
 
 
 @pytest.mark.parametrize("corpus", ["an4"])

@@ -136,7 +136,7 @@ def test_too_short_utterances_are_counted_and_kept(tmp_path: Path) -> None:
     write_tone(source / "0_ann_10.wav", 0.05)  # 5 frames for the 12 states of "zero"
     prepared = prepare(PrepareOptions((source, tmp_path / "data"), workers=1), no_progress)
     assert any(
-        "1 utterances have fewer frames than their transcript has states, worst 0_ann_10 (5 frames" in n
+        "1 utterance has fewer frames than the transcript has states, worst 0_ann_10 (5 frames" in n
         for n in prepared.notices
     )
     shard, number = _read(prepared.dataset, "train")["0_ann_10"]

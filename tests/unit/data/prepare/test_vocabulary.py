@@ -297,6 +297,45 @@ def test_users_ngrams_are_taken_over(tmp_path: Path, has_unknown: bool) -> None:
     assert record["splits"]["test"]["unknown"] == (0 if has_unknown else 1)
 
 
+def test_letters_spell_the_words_of_the_users_ngrams(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "in", "one two", "net Tenor", "not eon", "wet")
+    write_arpa(estimate([["NET", "Tenor", "note,", "<unk>"], ["two", "tax", "ten"]], 2), tmp_path / "my.arpa")
+    options = LanguageModelOptions(lm=tmp_path / "my.arpa")
+    prepared = make(source, tmp_path / "data", options, lexicon=GRAPHEMES)
+    lexicon = lexicon_of(prepared.dataset)
+    # Train has the letters e, n, o, t, w; tenor and tax have others, and "note," is as it stands no word.
+    assert lexicon.words == ("eon", "not", "one", "two", "net", "ten")
+    assert lexicon.pronunciations["net"] == (("n", "e", "t"),)
+    assert StateInventory.load(prepared.dataset.classes_path).phones == ("e", "n", "o", "t", "w")
+    assert prepared.notices[:3] == (
+        "spelt by their letters: 2 words (net, ten) that only the language model has",
+        "left out of the language model: 2 words (tax, tenor) with letters that no word of train has",
+        "test: 2 of 3 words (66.7 %) are not in the vocabulary and will be errors: 2 words (tenor, wet)",
+    )
+    model = language_model_in(prepared.dataset.path)
+    assert isinstance(model, NgramModel) and {"net", "ten", "two"} < model.words
+    assert json.loads((prepared.dataset.path / "lm.json").read_text())["left_out"] == 3
+    assert lexicon_of(make(source, tmp_path / "plain", lexicon=GRAPHEMES).dataset).words == lexicon.words[:4]
+
+
+def test_letters_of_a_model_spell_the_words_of_another_language_model(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "in", "one two", "two one", "not eon", "one")
+    trained = make(source, tmp_path / "trained", lexicon=GRAPHEMES).dataset
+    write_arpa(estimate([["net", "one", "tax"]], 2), tmp_path / "my.arpa")
+    options = LanguageModelOptions(lm=tmp_path / "my.arpa")
+    given = {"split": None, "like": trained.path, "lexicon": GRAPHEMES}
+    prepared = make(corpus(tmp_path / "new", "net one", "tax"), tmp_path / "test", options, **given)
+    assert lexicon_of(prepared.dataset).words == ("eon", "not", "one", "two", "net")
+    assert prepared.dataset.num_classes == trained.num_classes
+    assert prepared.notices[:2] == (
+        "spelt by their letters: 1 word (net) that only the language model has",
+        "left out of the language model: 1 word (tax) with letters that no word of train has",
+    )
+    phones = make(source, tmp_path / "phones", lexicon=None, unknown_words="skip").dataset
+    with pytest.raises(ConfigError, match=r"^--lexicon graphemes: the phones of .*phones are no letters"):
+        make(source, tmp_path / "test", options, overwrite=True, **{**given, "like": phones.path})
+
+
 def test_users_grammar_is_taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lexicon.txt").write_text("TO A\nSEE B\nONE C\n")
     (tmp_path / "lm").mkdir()
@@ -307,7 +346,11 @@ def test_users_grammar_is_taken_over(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert isinstance(model, GrammarFst) and model.words == {"TO", "SEE"}
     assert main.run(["inspect", str(dataset.path)]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert "language model: fst, from G.fst; 1 words that are not in the lexicon left out; 1 words of" in out
+    assert "language model: fst, from G.fst; left out: 1 word that the lexicon lacks; 1 word of" in out
+    assert (
+        "that it lacks cannot be recognised: prepare with a --lm FILE that has them, or with --lm-order"
+        in out
+    )
     assert "test: 50.0 % of 2 words unknown (OOV)" in out and "perplexity" not in out
 
 
