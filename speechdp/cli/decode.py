@@ -11,12 +11,10 @@ import tyro
 
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
-from speechdp.options.recognition import RecognitionOptions
+from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptions
 from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from speechdp.comm.base import Communicator
     from speechdp.data.shards.dataset import Dataset
     from speechdp.decode.recogniser import DecodingOptions, Normalise
@@ -71,7 +69,7 @@ class DecodeCommand:
         if self.graph is not None and self.grammar != "auto":
             raise ConfigError(f"--graph replaces --grammar {self.grammar}; leave one of them out")
         if self.graph is not None:
-            self._refuse_weights(("lm_scale", "insertion_log_prob", "silence_probability"), "--graph")
+            self.search.refuse_weights(("lm_scale", "insertion_log_prob", "silence_probability"), "--graph")
 
     def run(self) -> int:
         """Decode and print the word error rate."""
@@ -95,7 +93,7 @@ class DecodeCommand:
         check_world(comm, {"data checksum": dataset.checksum, "configuration": repr(self)})
         trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank), ctc=True)
         if is_ctc(trained.config):
-            self._refuse_weights(("prior_scale", "silence_probability"), "a model of --criterion ctc")
+            self.search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
         options, tuning = self._decoding_options(*self._with_earlier_weights(dataset, comm)), None
         if self.tune_on is not None:
             with opened_split(trained, dataset, self.split, self.run_dir, options, comm):
@@ -179,18 +177,12 @@ class DecodeCommand:
 
         grammar = None if self.grammar == "auto" else Grammar(self.grammar)
         if grammar is not None and grammar not in OF_ANY_LENGTH:
-            self._refuse_weights(("insertion_log_prob",), f"--grammar {self.grammar}")
+            self.search.refuse_weights(("insertion_log_prob",), f"--grammar {self.grammar}")
         return search.decoding(
             graph=None if self.graph is None else KaldiGraphFiles.of(self.graph, self.words, self.mdl),
             grammar=grammar,
             normalise=normalise or "utterance",
         )
-
-    def _refuse_weights(self, names: Sequence[str], beside: str) -> None:
-        """Refuse weights that another option leaves without effect.  Raises ConfigError naming the first."""
-        for name in names:
-            if name in self.search.weights:
-                raise ConfigError(f"--{name.replace('_', '-')} has no effect with {beside}; leave it out")
 
 
 def _tell(line: str) -> None:

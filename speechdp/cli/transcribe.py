@@ -14,7 +14,7 @@ import tyro
 from speechdp import exit_codes
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
-from speechdp.options.recognition import RecognitionOptions
+from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptions
 from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ class TranscribeCommand:
         from speechdp.cli.support.outputs import growing_files  # noqa: PLC0415 - keeps --help fast
         from speechdp.comm.device import choose_device  # noqa: PLC0415
         from speechdp.comm.environment import announced  # noqa: PLC0415
+        from speechdp.decode.origin import is_ctc  # noqa: PLC0415
         from speechdp.decode.transcribe import Transcriber, kept_data  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
 
@@ -68,7 +69,9 @@ class TranscribeCommand:
             )
         outputs = self._outputs()
         recordings = self._recordings()
-        trained = load_model(self.run_dir, choose_device(self.device, 0))
+        trained = load_model(self.run_dir, choose_device(self.device, 0), ctc=True)
+        if is_ctc(trained.config):
+            self.search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
         kept = kept_data(self.run_dir)
         transcriber = Transcriber(trained, kept, self._options(kept), self.longest)
         done = _Done()

@@ -18,10 +18,11 @@ from speechdp.decode.align import Aligner
 from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.language_model import language_model_in, language_model_path
 from speechdp.decode.nbest import Candidate, joined, nbest_lines
+from speechdp.decode.origin import is_ctc
 from speechdp.decode.recogniser import DecodingOptions, Recogniser, TrainedModel
-from speechdp.decode.word_times import confidences, word_spans
+from speechdp.decode.word_times import confidences, ctc_word_spans, word_spans
 from speechdp.errors import ConfigError, RunError
-from speechdp.labels.hmm import FloatArray, StateInventory
+from speechdp.labels.hmm import STATES_PER_PHONE, FloatArray, IntArray, StateInventory
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.labels.lexicon import Lexicon
 from speechdp.parallel.run_files import TRAINED_ON
@@ -164,7 +165,8 @@ class Transcriber:
             raise ConfigError(f"--longest {longest_s:g}: 1 to {_MAX_PIECE_S:g} seconds")
         self._lexicon = Lexicon.load(kept.lexicon_path)
         self._inventory = StateInventory.load(kept.classes_path)
-        self._tying = trained.tying
+        self._inventory_states: IntArray = np.arange(self._inventory.num_classes, dtype=np.int32)
+        self._tying, self._is_ctc = trained.tying, is_ctc(trained.config)
         self._longest_s = longest_s
         self._sampling_rate = int(trained.config["sampling_rate"])
         self._features = FeatureConfig.from_dict(trained.config["features"])
@@ -221,10 +223,15 @@ class Transcriber:
         classes = self._aligner.align(words, scores * np.float32(self._acoustic_scale))
         if classes is None:
             return None
-        states = classes if self._tying is None else self._tying.states[classes]
-        spans = word_spans(words, states, self._lexicon, self._inventory)
+        if self._is_ctc:
+            spans = ctc_word_spans(words, classes, self._lexicon, self._inventory)
+            phones: IntArray = np.arange(scores.shape[1], dtype=np.int32)
+        else:
+            states = self._inventory_states if self._tying is None else self._tying.states
+            spans = word_spans(words, states[classes], self._lexicon, self._inventory)
+            phones = states // STATES_PER_PHONE
         shift = shift_s(self._sampling_rate, self._features)
-        sure = confidences(spans, classes, scores, self._tying)
+        sure = confidences(spans, classes, scores, phones)
         return [
             TimedWord(span.word, span.first * shift, (span.end - span.first) * shift, confidence)
             for span, confidence in zip(spans, sure, strict=True)

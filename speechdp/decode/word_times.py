@@ -7,9 +7,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from speechdp.labels.hmm import STATES_PER_PHONE, FloatArray, IntArray, StateInventory, states_of
+from speechdp.labels.hmm import (
+    FloatArray,
+    IntArray,
+    StateInventory,
+    phones_of,
+    states_of,
+)
 from speechdp.labels.lexicon import SILENCE, Lexicon
-from speechdp.labels.state_tying import StateTying
+from speechdp.labels.transcript_hmm import BLANK
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,79 @@ def word_spans(
     raise AssertionError("the alignment is not one of this transcript")
 
 
+def ctc_word_spans(
+    words: Sequence[str], classes: IntArray, lexicon: Lexicon, inventory: StateInventory
+) -> list[WordSpan]:
+    """Find the frames of each word in an alignment by a model of CTC's.
+
+    A word lasts from the first frame of its first phone to the last of its last phone, blanks between them
+    included.  Where a word ends with the phone that the next begins with, and no blank is between, the frames
+    of that phone are divided evenly.  CTC learns words, not times: phones may be heard late, and briefly.
+
+    Args:
+        words: the transcript.
+        classes: the class of each frame, (T,), as `Aligner.align` gives them for a `CtcTransducer`.
+        lexicon: with the pronunciation that was spoken.
+        inventory: of the HMM states of the same phones.
+
+    Returns:
+        One span a word, in order.
+
+    Example:
+        >>> lexicon, inventory = Lexicon({"a": (("A",),)}), StateInventory(("A",))
+        >>> ctc_word_spans(["a", "a"], np.array([0, 1, 1, 0, 1, 0], np.int32), lexicon, inventory)
+        [WordSpan(word='a', first=1, end=3), WordSpan(word='a', first=4, end=5)]
+    """
+    begins = np.flatnonzero(np.diff(classes, prepend=-1))
+    ends = np.append(begins[1:], len(classes))
+    is_heard = classes[begins] != BLANK
+    begins, ends = begins[is_heard], ends[is_heard]
+    visited = classes[begins].tolist()
+    variants = [
+        [[c for c in phones_of(v, inventory) if c != BLANK] for v in lexicon.pronunciations[word]]
+        for word in words
+    ]
+    paths: list[tuple[int, tuple[tuple[int, int], ...]]] = [(0, ())]
+    while paths:
+        visit, placed = paths.pop()
+        if len(placed) == len(words):
+            if visit == len(visited):
+                return _divided(words, placed, begins, ends)
+            continue
+        for first in (visit - 1, visit) if visit else (visit,):  # the last is tried first
+            for variant in reversed(variants[len(placed)]):
+                if visited[first : first + len(variant)] == variant and (variant or first == visit):
+                    end = first + len(variant)
+                    paths.append((end, (*placed, (first, end))))
+    raise AssertionError("the alignment is not one of this transcript")
+
+
+def _divided(
+    words: Sequence[str], placed: Sequence[tuple[int, int]], begins: IntArray, ends: IntArray
+) -> list[WordSpan]:
+    """Return the words' frames; a visit to a phone that several words share has a part for each."""
+    sharing: dict[int, list[int]] = {}
+    for number, (first, end) in enumerate(placed):
+        for visit in range(first, end):
+            sharing.setdefault(visit, []).append(number)
+
+    def edge(visit: int, part: int) -> int:
+        return int(begins[visit] + (ends[visit] - begins[visit]) * part // len(sharing[visit]))
+
+    spans = []
+    for number, (first, end) in enumerate(placed):
+        word = words[number]
+        if first == end:  # it is written with silence alone
+            at = int(begins[first]) if first < len(begins) else int(ends[-1]) if len(ends) else 0
+            spans.append(WordSpan(word, at, at))
+            continue
+        since = edge(first, sharing[first].index(number))
+        spans.append(WordSpan(word, since, edge(end - 1, sharing[end - 1].index(number) + 1)))
+    return spans
+
+
 def confidences(
-    spans: Sequence[WordSpan], classes: IntArray, log_likelihoods: FloatArray, tying: StateTying | None = None
+    spans: Sequence[WordSpan], classes: IntArray, log_likelihoods: FloatArray, phones: IntArray
 ) -> list[float]:
     """Return how sure the network is of each word, 0 to 1.
 
@@ -82,11 +159,10 @@ def confidences(
         spans: of the words.
         classes: the class of each frame, (T,).
         log_likelihoods: scaled, (T, C), nats.
-        tying: what the classes are; None: states without context, in threes.
+        phones: the phone of each class, (C,), in ascending order.
     """
     scores = np.exp(log_likelihoods - log_likelihoods.max(axis=1, keepdims=True, initial=-np.inf))
     shares = scores / scores.sum(axis=1, keepdims=True)
-    phones = (np.arange(shares.shape[1]) if tying is None else tying.states) // STATES_PER_PHONE
     of_phone = np.add.reduceat(shares, np.unique(phones, return_index=True)[1], axis=1)
     own = of_phone[np.arange(len(classes)), phones[classes]]
-    return [float(own[span.first : span.end].mean()) for span in spans]
+    return [float(own[span.first : max(span.end, span.first + 1)].mean()) for span in spans]

@@ -111,6 +111,11 @@ def states_of(phones: Iterable[str], inventory: StateInventory) -> list[int]:
     return [state for phone in phones for state in inventory.classes_of(phone)]
 
 
+def phones_of(phones: Iterable[str], inventory: StateInventory) -> list[int]:
+    """Return the numbers of a sequence of phones; silence is 0."""
+    return [inventory.classes_of(phone)[0] // STATES_PER_PHONE for phone in phones]
+
+
 def flat_alignment(
     words: Sequence[str],
     num_frames: int,

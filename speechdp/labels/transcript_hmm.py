@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from speechdp.errors import ConfigError
-from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, states_of
+from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, phones_of, states_of
 from speechdp.labels.lexicon import SILENCE, Lexicon
 
 #: Log-probability of what cannot be.  Finite, so that no difference of two of them is NaN.
@@ -266,11 +266,7 @@ class CtcCompiler:
         return entries[0]
 
     def _variants_of(self, word: str) -> list[list[int]]:
-        classes_of = self._inventory.classes_of
-        return [
-            [classes_of(phone)[0] // STATES_PER_PHONE for phone in phones]
-            for phones in self._lexicon.pronunciations[word]
-        ]
+        return [phones_of(phones, self._inventory) for phones in self._lexicon.pronunciations[word]]
 
 
 def num_ctc_classes(num_states: int) -> int:

@@ -55,7 +55,7 @@ class ModelOptions:
     """Acoustic models: what is trained.
     frame: cross-entropy of each frame against the HMM state that it is aligned with.
     full-sum: probability of the transcript, summed over all its state sequences; needs no alignment.
-    ctc: the same over phones and a blank instead of HMM states, for comparison: decode takes its models, but
+    ctc: the same over phones and a blank instead of HMM states; decode and transcribe take its models, but
     nothing aligns with them."""
     prior_scale: Annotated[float | None, shown("SCALE", "0.3")] = None
     """Exponent of the class priors that the posteriors are divided by in --criterion full-sum, 0 to 1."""

@@ -5,7 +5,7 @@ The docstring under a field is its help on the command line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,10 @@ from speechdp.options.shown import shown
 if TYPE_CHECKING:
     from speechdp.decode.graphs.graph import Grammar
     from speechdp.decode.recogniser import DecodingOptions
+
+
+#: Weights that models of CTC's have no use for, which have neither priors nor transitions, and what to say.
+WITHOUT_EFFECT_ON_CTC = (("prior_scale", "silence_probability"), "a model of --criterion ctc")
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,12 @@ class RecognitionOptions:
         if line and not weights:
             line += ", for which --acoustic-scale and its like set others"
         return weights, line
+
+    def refuse_weights(self, names: Sequence[str], beside: str) -> None:
+        """Refuse weights that something else leaves without effect.  Raises ConfigError naming the first."""
+        for name in names:
+            if name in self.weights:
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect with {beside}; leave it out")
 
     def with_weights(self, weights: Mapping[str, Any]) -> RecognitionOptions:
         """Return them with other weights."""

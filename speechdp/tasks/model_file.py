@@ -157,7 +157,7 @@ def load_model(run_dir: Path, device: torch.device, *, ctc: bool = False) -> Loa
         if is_ctc(head) and not ctc:
             raise RunError(
                 f"{file.path}: is a model of --criterion ctc, which has no states and which only decode "
-                "takes; train with another"
+                "and transcribe take; train with another"
             )
         config = LstmConfig(**head["lstm"])
         model = file.built(lambda: LstmAcousticModel(head["feature_dim"], head["num_classes"], config))

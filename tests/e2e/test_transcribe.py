@@ -10,6 +10,7 @@ import wave
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -131,6 +132,30 @@ def test_states_in_context(
     assert sure and all(0 <= value <= 1 for value in sure) and np.median(sure) > 0.3
 
 
+def test_a_model_of_ctc_hears_words_and_when_they_were_spoken(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, ctm = tmp_path / "run", tmp_path / "words.ctm"
+    options = (*OPTIONS, "--epochs", "40", "--criterion", "ctc")  # too few for all words
+    assert speechdp(["train", str(trained.data), str(run), "--backend", "serial", *options]) == 0
+    capsys.readouterr()
+    files = [str(path) for path in trained.recordings]
+    assert speechdp(["transcribe", str(run), *files, "--ctm", str(ctm)]) == 0
+    digits = ("zero", "one", "two", "three", "four")
+    printed = capsys.readouterr().out.splitlines()
+    right = [line.split()[1:] == [digits[int(line[0])]] for line in printed]
+    heard = [hit for hit, line in zip(right, printed, strict=True) if len(line.split()) > 1]
+    assert len(heard) >= 2 and sum(heard) >= 0.6 * len(heard), printed
+    times = [line.split() for line in ctm.read_text().splitlines()]
+    long = {name: soundfile.info(path).duration for name, path in zip(map(str, files), files, strict=True)}
+    assert times and all(float(since) >= 0 and float(last) > 0 for _, _, since, last, *_ in times)
+    assert all(float(since) + float(last) <= max(long.values()) + 0.02 for _, _, since, last, *_ in times)
+    assert all(0 <= float(sure) <= 1 for *_, sure in times)
+    refused = speechdp(["transcribe", str(run), *files, "--prior-scale", "0.5"])
+    assert refused == 2
+    assert "--prior-scale has no effect with a model of --criterion ctc" in capsys.readouterr().err
+
+
 def test_a_long_recording_is_cut_and_its_times_go_on(trained: Trained, tmp_path: Path) -> None:
     pause = np.zeros(2400, np.float32)
     waves = [soundfile.read(path, dtype="float32")[0] for path in trained.recordings]
@@ -240,7 +265,8 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Echo:
     monkeypatch.setattr("speechdp.decode.transcribe.Transcriber", heard)
     monkeypatch.setattr("speechdp.decode.transcribe.kept_data", lambda _run: None)
     monkeypatch.setattr("speechdp.decode.transcribe.grammar_of", lambda _kept: Grammar.WORD_LOOP)
-    monkeypatch.setattr("speechdp.tasks.model_file.load_model", lambda _run, _device: None)
+    model = SimpleNamespace(config={})
+    monkeypatch.setattr("speechdp.tasks.model_file.load_model", lambda _run, _device, ctc: model)
     return heard
 
 

@@ -32,7 +32,7 @@ from speechdp.decode.graphs.ngram_grammar import ngram_acceptor
 from speechdp.decode.graphs.phone_context import in_context
 from speechdp.decode.language_model import GrammarFst, LanguageModel
 from speechdp.errors import ConfigError
-from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, states_of
+from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, phones_of, states_of
 from speechdp.labels.lexicon import SILENCE, Lexicon, Pronunciation, digit_words
 from speechdp.labels.state_tying import StateTying
 from speechdp.labels.transcript_hmm import BLANK, num_ctc_classes
@@ -288,7 +288,7 @@ class LexiconTransducer:
 
     def _units(self, phones: Sequence[str]) -> list[int]:
         """Return what phones are made of: states, or where those depend on context the phones' numbers."""
-        units = states_of if self._tying is None else _phones_of
+        units = states_of if self._tying is None else phones_of
         return units(phones, self._inventory)
 
     def _looped_chain(
@@ -354,7 +354,7 @@ class CtcTransducer(LexiconTransducer):
         return super().min_frames(words) // STATES_PER_PHONE
 
     def _units(self, phones: Sequence[str]) -> list[int]:
-        return _phones_of(phones, self._inventory)  # silence's number is the blank's
+        return phones_of(phones, self._inventory)  # silence's number is the blank's
 
     def _looped_chain(
         self, fst: Any, ends: tuple[int, int], classes: Sequence[int], labels: tuple[int, int, float]
@@ -395,11 +395,6 @@ def _add_lasting(fst: Any, number: int, *, loops: bool) -> int:
     if loops:
         _add_arc(fst, state, (number + 1, EPSILON, 0.0, state))
     return state
-
-
-def _phones_of(phones: Iterable[str], inventory: StateInventory) -> list[int]:
-    """Return the numbers of phones; silence is 0."""
-    return [inventory.classes_of(phone)[0] // STATES_PER_PHONE for phone in phones]
 
 
 def _add_arc(fst: Any, source: int, arc: tuple[int, int, float, int]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from speechdp.decode.align import Aligner
 from speechdp.decode.graphs.graph import CtcTransducer, Grammar, build_graph, transcript
 from speechdp.decode.search import Searcher, SearchOptions
+from speechdp.decode.word_times import WordSpan, ctc_word_spans
 from speechdp.labels.hmm import FloatArray, StateInventory
 from speechdp.labels.lexicon import Lexicon
 from speechdp.labels.transcript_hmm import CtcCompiler, TranscriptHmm, num_ctc_classes
@@ -97,3 +99,40 @@ def test_determinised_graphs_have_the_same_best_paths(order: int) -> None:
     for seed in range(10):
         log_probs = scores(15, seed)
         assert best_cost(graph.fst, log_probs) == pytest.approx(best_cost(simple.fst, log_probs), abs=0.01)
+
+
+def spans_of(words: str, classes: str) -> list[WordSpan]:
+    """Find words in an alignment that is written by the names of phones and `-`."""
+    numbers = [0 if name == "-" else INVENTORY.classes_of(name)[0] // 3 for name in classes]
+    return ctc_word_spans(words.split(), np.array(numbers, np.int32), LEXICON, INVENTORY)
+
+
+def test_a_word_lasts_from_its_first_phone_to_its_last() -> None:
+    assert spans_of("to see", "-AA-B--CCA-") == [WordSpan("to", 1, 5), WordSpan("see", 7, 10)]
+    assert spans_of("been", "BB-BC") == [WordSpan("been", 0, 5)]
+    assert spans_of("two two", "A-AB") == [WordSpan("two", 0, 1), WordSpan("two", 2, 4)]
+    assert spans_of("", "---") == []
+
+
+def test_frames_of_a_phone_that_two_words_share_are_divided() -> None:
+    assert spans_of("to been", "ABBBB-BC") == [WordSpan("to", 0, 3), WordSpan("been", 3, 8)]
+    assert spans_of("see two two", "CAAA") == [
+        WordSpan("see", 0, 2),
+        WordSpan("two", 2, 3),
+        WordSpan("two", 3, 4),
+    ]
+    with pytest.raises(AssertionError, match="not one of this transcript"):
+        spans_of("to", "A-C")
+
+
+def test_every_alignment_has_the_words_that_it_was_made_for() -> None:
+    aligner = Aligner(CtcTransducer(LEXICON, INVENTORY))
+    rng = np.random.default_rng(3)
+    for seed in range(60):
+        words = list(rng.choice(LEXICON.words, 4))
+        classes = aligner.align(words, scores(16, seed))
+        assert classes is not None
+        spans = ctc_word_spans(words, classes, LEXICON, INVENTORY)
+        assert [span.word for span in spans] == words
+        edges = [edge for span in spans for edge in (span.first, span.end)]
+        assert edges == sorted(edges) and edges[0] >= 0 and edges[-1] <= 16

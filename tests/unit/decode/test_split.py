@@ -235,7 +235,7 @@ def test_command_prints_the_error_rate_and_the_file(
 ) -> None:
     asked: list[Path] = []
 
-    def load_model(run_dir: Path, device: torch.device) -> Oracle:
+    def load_model(run_dir: Path, device: torch.device, *, ctc: bool) -> Oracle:
         asked.append(run_dir)
         trained = oracle(dataset.num_classes)
         trained.model.to(device)

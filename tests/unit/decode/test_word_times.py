@@ -77,6 +77,7 @@ def test_confidence_is_the_share_of_the_phone() -> None:
     scores[:, 3:6] = np.log(0.2)  # phone A has 0.6 of each frame
     scores[:, 0] = np.log(0.4)
     spans = [WordSpan("a", 0, 3), WordSpan("b", 3, 4)]
-    assert confidences(spans, classes, scores) == pytest.approx([0.6, 0.0], abs=1e-6)
+    phones = np.arange(scores.shape[1]) // 3
+    assert confidences(spans, classes, scores, phones) == pytest.approx([0.6, 0.0], abs=1e-6)
     # A constant of the frame, such as its probability, changes nothing.
-    assert confidences(spans, classes, scores + 7) == pytest.approx([0.6, 0.0], abs=1e-6)
+    assert confidences(spans, classes, scores + 7, phones) == pytest.approx([0.6, 0.0], abs=1e-6)

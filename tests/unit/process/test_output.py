@@ -212,7 +212,7 @@ def test_decode_is_ended_likewise(
     command: Command, tmp_path: Path, dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "speechdp.tasks.model_file.load_model", lambda *args: signal.raise_signal(signal.SIGTERM)
+        "speechdp.tasks.model_file.load_model", lambda *args, **options: signal.raise_signal(signal.SIGTERM)
     )
     code, said = command(tmp_path / "stdout", "decode", tmp_path, dataset.path, "--backend", "serial")
     assert (code, said) == (143, "speechdp: ended by SIGTERM\n")
