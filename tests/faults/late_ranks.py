@@ -67,9 +67,10 @@ def _fit(schedule: Schedule, comm: Communicator) -> Schedule:
     """Return the schedule for this job's ranks."""
     story = schedule.story
     interruption: Interruption = "undisturbed" if story.interruption == "undisturbed" else "stopped"
+    strategy = story.strategy.replace("groups=2", f"groups={comm.size}")
     story = dataclasses.replace(
         story,
-        strategy=story.strategy.replace("groups=2", f"groups={comm.size}"),
+        strategy=strategy.replace("node_size=2", f"node_size={-(-comm.size // 2)}"),
         size=comm.size,
         interruption=interruption,
         num_feeders=0,

@@ -168,7 +168,7 @@ class Bench:
         self.folder, self._ranks = folder, ranks
         self._dataset = write_tiny_data(folder / "data", SIZES) if dataset is None else dataset
         self._references: dict[Story, Path] = {}
-        self._num_runs = 0
+        self._num_dirs = 0
 
     def run(self, story: Story, pace: Pace) -> Finished:
         """Have a story happen, however late anything is.
@@ -177,7 +177,7 @@ class Bench:
             AssertionError: what ended a run on a failing disk is not one line that names the remedy.
         """
         reference = self._reference(story.uninterrupted) if story.repeats else None
-        run_dir = self._next_run_dir()
+        run_dir = self._next_dir("run")
         with _repeatable_in_threads(run_dir) as parameters, self._ranks.late(pace, run_dir) as lateness:
             if story.interruption != "undisturbed":
                 self._run_interrupted(story, run_dir, lateness, random.Random(f"{pace.seed} interrupted"))
@@ -261,15 +261,15 @@ class Bench:
     def _reference(self, story: Story) -> Path:
         """Return the run of a story without delays."""
         if story not in self._references:
-            path = self.folder / f"reference-{len(self._references)}"
+            path = self._next_dir("reference")  # not that of one that has failed
             with _repeatable_in_threads(path):
                 self._train(story, path, SilentReporter)
             self._references[story] = path
         return self._references[story]
 
-    def _next_run_dir(self) -> Path:
-        self._num_runs += 1
-        return self.folder / f"run-{self._num_runs}"
+    def _next_dir(self, what: str) -> Path:
+        self._num_dirs += 1
+        return self.folder / f"{what}-{self._num_dirs}"
 
 
 @dataclass(frozen=True)

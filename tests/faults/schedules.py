@@ -34,9 +34,12 @@ from tests.faults.late_runs import Bench, Interruption, Story, Threads
 STRATEGIES = (
     "gradient_averaging",
     "gradient_averaging:every=2,bucket_mib=0.001",
+    "gradient_averaging:between_nodes=2,node_size=2",
     "model_averaging:period=2",
     "model_averaging:period=0.01s",
     "model_averaging:period=2,first=best,leave_out=0.05,combine=3",
+    "model_averaging:period=2,compression=int8",
+    "model_averaging:period=2,between_nodes=4,node_size=2",
     "adaptive_averaging:period=2,begin=1,interval=2",
     "bmuf:period=3",
     "slowmo:period=2",
@@ -76,7 +79,8 @@ class Schedule:
         """Return the schedule of a seed; seeds that follow one another take the strategies in turn."""
         rng = random.Random(seed)
         strategy = strategies[seed % len(strategies)]
-        size = 2 if "groups=2" in strategy else rng.choice((2, 3))
+        size = rng.choice((2, 3))
+        size = 2 if "groups=2" in strategy else 3 if "node_size=2" in strategy else size
         made = parse_strategy(strategy)
         interruption = rng.choice(_INTERRUPTIONS)
         may_lose = made.traits.survives_loss and "groups=2" not in strategy

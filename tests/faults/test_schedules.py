@@ -15,6 +15,7 @@ from speechdp.comm.threads import communicator as threads
 from speechdp.errors import RunError
 from speechdp.files import sync
 from speechdp.parallel.registry import strategy_names
+from speechdp.train import run
 from tests.faults.late import Pace
 from tests.faults.late_runs import Bench, Story, Threads
 from tests.faults.schedules import STRATEGIES, fuzz_schedules
@@ -41,6 +42,20 @@ def test_what_touches_a_folder_that_is_no_longer_its_own_is_found(
     monkeypatch.setattr(checkpoint_writer, "tell", tell_and_sync)
     with pytest.raises(RunError, match=r"No such file or directory on rank 1"):
         Bench(tmp_path, Threads()).run(Story("gradient_averaging", 2), OPENS_LATE)
+
+
+def test_a_reference_that_has_failed_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else each later schedule of its story would find the folder that the first has left."""
+
+    def fail(*_: object) -> None:
+        raise RunError("once")
+
+    story, bench = Story("gradient_averaging", 2), Bench(tmp_path, Threads())
+    with monkeypatch.context() as patch, pytest.raises(RunError, match="once"):
+        patch.setattr(run, "save_trained", fail)
+        bench.run(story, PUNCTUAL)
+    assert list(tmp_path.glob("reference-*/run.json"))
+    assert list(bench.run(story, PUNCTUAL).differences()) == []
 
 
 def test_another_order_of_summation_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
