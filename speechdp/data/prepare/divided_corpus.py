@@ -17,6 +17,7 @@ from speechdp.data.corpora.splits import (
     split_corpus,
 )
 from speechdp.data.prepare.jobs import Progress
+from speechdp.data.prepare.plausibility import warn_of_undivided
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.audio import AudioInfo, AudioSource, common_sampling_rate, probe
 from speechdp.options.prepare import PrepareOptions
@@ -108,7 +109,8 @@ def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) 
 
 def warn_of_splits(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
     """Warn of splits from which no error rate that means anything comes."""
-    return warn_of_speakers(splits) + _warn_of_single(splits)
+    words = (word for utterances in splits.values() for u in utterances for word in u.words)
+    return warn_of_speakers(splits) + _warn_of_single(splits) + warn_of_undivided(words)
 
 
 def _warn_of_single(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
