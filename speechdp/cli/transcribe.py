@@ -18,11 +18,14 @@ from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptio
 from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from speechdp.data.shards.dataset import Dataset
     from speechdp.decode.recogniser import DecodingOptions
     from speechdp.decode.transcribe import Transcription
+
+#: Name at most so many recordings in which nothing was found; the end says how many there are.
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class TranscribeCommand:
         from speechdp.cli.support.outputs import growing_files  # noqa: PLC0415 - keeps --help fast
         from speechdp.comm.device import choose_device  # noqa: PLC0415
         from speechdp.comm.environment import announced  # noqa: PLC0415
+        from speechdp.data.signal.audio import probe  # noqa: PLC0415
         from speechdp.decode.origin import is_ctc  # noqa: PLC0415
         from speechdp.decode.transcribe import Transcriber, kept_data  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
@@ -74,7 +78,7 @@ class TranscribeCommand:
             self.search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
         kept = kept_data(self.run_dir)
         transcriber = Transcriber(trained, kept, self._options(kept), self.longest)
-        done = _Done()
+        done = _Done(kept.sampling_rate)
         with growing_files(list(outputs), "recording") as add:
             for name, path in recordings.items():
                 try:
@@ -82,12 +86,11 @@ class TranscribeCommand:
                 except ConfigError as error:  # one bad file of many does not cost the others
                     print(f"speechdp: {error}", file=sys.stderr)
                     continue
-                if found.is_too_short:
-                    print(f"speechdp: {path}: too short to hold a word; leave it out", file=sys.stderr)
+                for remark in done.count(found, path, probe(path).sampling_rate):
+                    print(f"speechdp: {remark}", file=sys.stderr)
                 if self.out is None:
                     print(found.line(), end="", flush=True)
                 add([text_of(found) for text_of in outputs.values()])
-                done.count(found)
         print(done.summary(), file=sys.stderr)
         return 0 if done.recordings == len(recordings) else exit_codes.FAILED
 
@@ -157,24 +160,48 @@ class TranscribeCommand:
 
 @dataclass
 class _Done:
-    """How much was recognised, and how long that takes.
+    """How much was recognised, how long that takes, and what to tell the user.
 
     Attributes:
+        sampling_rate: of the model, in Hz.
         recordings: how many.
         duration_s: of them together, seconds.
+        failed: how many in which nothing was found, or nothing in a part.
         failed_s: seconds of them for which nothing was found.
     """
 
+    sampling_rate: int
     recordings: int = 0
     duration_s: float = 0.0
+    failed: int = 0
     failed_s: float = 0.0
+    _has_low_rate: bool = False
     _began: float = field(default_factory=time.monotonic)
 
-    def count(self, found: Transcription) -> None:
-        """Count a recording."""
+    def count(self, found: Transcription, path: Path, sampling_rate: int) -> Iterator[str]:
+        """Count a recording, and yield what to tell of it.
+
+        Args:
+            found: what was recognised in it.
+            path: its file.
+            sampling_rate: of the file, in Hz.
+        """
         self.recordings += 1
         self.duration_s += found.duration_s
         self.failed_s += found.failed_s
+        if found.is_too_short:
+            yield f"{path}: too short to hold a word; leave it out"
+        if found.failed_s:
+            self.failed += 1
+            if self.failed <= _MOST_NAMED:
+                part = f"{found.failed_s:.2f} s of its {found.duration_s:.2f} s" if found.words else "it"
+                yield f"{path}: nothing found in {part}"
+        if sampling_rate < self.sampling_rate and not self._has_low_rate:
+            self._has_low_rate = True
+            yield (
+                f"warning: {path} has {sampling_rate} Hz, less than the {self.sampling_rate} Hz that the "
+                "model was trained on; expect more errors in it and others like it"
+            )
 
     def summary(self) -> str:
         """Say in one line what was done in the time until now."""
@@ -187,7 +214,7 @@ class _Done:
         text += f", peak memory {peak_rss_bytes() / 2**20:,.0f} MiB"
         if self.failed_s:
             text += (
-                f"; nothing found in {self.failed_s:,.1f} s of them, nor in a much wider search: see that "
-                "they hold speech in the language of the model"
+                f"; nothing found in {self.failed_s:,.2f} s of {counted(self.failed, 'recording')}, nor in a "
+                "much wider search: see that they hold speech in the language of the model"
             )
         return text

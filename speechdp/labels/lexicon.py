@@ -212,9 +212,21 @@ class Lexicon:
         )
 
 
+def lower_case(text: str) -> str:
+    """Return a text in lower case, its letters composed with their marks (NFC).
+
+    A Turkish dotted I becomes a plain i: `str.lower` leaves its dot as a mark of its own.
+
+    Example:
+        >>> lower_case("\u0130stanbul")
+        'istanbul'
+    """
+    return unicodedata.normalize("NFC", text.lower().replace("i\u0307", "i"))
+
+
 def _folded(word: str) -> str:
     """Return what words share that differ in case and in how their signs are encoded."""
-    return unicodedata.normalize("NFC", word).lower().translate(SIGNS_IN_WORDS)
+    return lower_case(word).translate(SIGNS_IN_WORDS)
 
 
 def _fields(line: str) -> list[str]:
@@ -301,7 +313,7 @@ def grapheme_lexicon(words: Iterable[str]) -> Lexicon:
 
 def _graphemes(word: str) -> Pronunciation:
     letters: list[str] = []
-    for character in unicodedata.normalize("NFC", word.lower()):
+    for character in lower_case(word):
         if character.isalnum():  # a digit alone would be taken for a probability
             letters.append(f"d{character}" if character.isdecimal() else character)
         elif letters and unicodedata.category(character).startswith("M"):

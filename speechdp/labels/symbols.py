@@ -17,7 +17,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError
 from speechdp.files import write_text_atomically
 from speechdp.json_input import parse_json
-from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.lexicon import Lexicon, lower_case
 from speechdp.labels.text_normalise import PUNCTUATION, normalise, plain_words
 
 SymbolKind = Literal["characters", "phones"]
@@ -64,7 +64,7 @@ class SymbolInventory:
             return cls(kind, _CHARACTERS)
         if lexicon is None:
             raise ConfigError("phones as input need a lexicon; give one with --lexicon")
-        spoken = {word.lower(): variants[0] for word, variants in lexicon.pronunciations.items()}
+        spoken = {lower_case(word): variants[0] for word, variants in lexicon.pronunciations.items()}
         phones = sorted({phone for variant in spoken.values() for phone in variant})
         return cls(kind, (END, SPACE, *PUNCTUATION, *phones), spoken)
 

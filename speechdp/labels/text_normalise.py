@@ -6,7 +6,7 @@ import re
 import unicodedata
 
 from speechdp.errors import ConfigError
-from speechdp.labels.lexicon import SIGNS_IN_WORDS, is_mark
+from speechdp.labels.lexicon import SIGNS_IN_WORDS, is_mark, lower_case
 
 #: Signs that are kept, for they are heard as pauses or intonation; the apostrophe belongs to its word.
 PUNCTUATION = ("!", ",", ".", "?")
@@ -87,8 +87,8 @@ def without_punctuation(text: str, *, keeps_case: bool = False) -> str:
         text: any.
         keeps_case: else it is brought to lower case.
     """
-    composed = unicodedata.normalize("NFC", text)
-    apart = _BETWEEN_LETTERS.sub(" ", composed if keeps_case else composed.lower())
+    composed = unicodedata.normalize("NFC", text) if keeps_case else lower_case(text)
+    apart = _BETWEEN_LETTERS.sub(" ", composed)
     words = apart.translate(_OF_TRANSCRIPTS).split()
     return " ".join(word for word in words if word.strip(_IN_WORDS))
 
@@ -104,7 +104,7 @@ def normalise(text: str) -> str:
     Raises:
         ConfigError: a number above 999,999.
     """
-    lower = unicodedata.normalize("NFKC", text).lower()
+    lower = lower_case(unicodedata.normalize("NFKC", text))
     plain = _MINUS.sub("minus ", lower).translate(_SIGNS)
     words = _NUMBER.sub(lambda match: f" {_in_words(match)} ", plain)
     return _SPACE_BEFORE_SIGN.sub(r"\1", " ".join(words.split()))

@@ -158,10 +158,10 @@ class SpeakerShares:
         if sum(counts.values()) >= len(speakers):
             # Beside a held-out speaker, who is tested, only a random dev part of the others can be had.
             can_be_apart = held_out_speaker is None and len(speakers) > 1
-            remedy = rule_apart(speakers) if can_be_apart else RANDOM_DEFAULT
+            remedy = options_apart(speakers) if can_be_apart else f"--split {RANDOM_DEFAULT}"
             raise ConfigError(
                 f"{corpus.source}: --split {self.spec} needs {sum(counts.values()) + 1} speakers, it has "
-                f"{len(speakers)}; choose --split {remedy}"
+                f"{len(speakers)}; choose {remedy}"
             )
         order = iter(
             sorted(speakers, key=lambda name: hashlib.sha256(f"{self.seed} {name}".encode()).digest())
@@ -228,11 +228,11 @@ def original_name(name: str) -> str:
     return name if match is None else match["name"]
 
 
-def rule_apart(speakers: Collection[str]) -> str:
-    """Return a --split that keeps two speakers or more apart; two are too few for dev, test and train."""
+def options_apart(speakers: Collection[str]) -> str:
+    """Return options that keep two speakers or more apart; of two, one is tested."""
     if len(speakers) >= _FEWEST_SPEAKERS:
-        return SPEAKERS_DEFAULT
-    return f"speaker:test={min(set(speakers) - {UNKNOWN_SPEAKER})}"
+        return f"--split {SPEAKERS_DEFAULT}"
+    return f"--held-out-speaker {min(set(speakers) - {UNKNOWN_SPEAKER})} --split random:dev=0.1"
 
 
 def parse_split(spec: str, seed: int) -> SplitRule | SpeakerShares:
@@ -360,14 +360,19 @@ def _remedy(corpus: Corpus, rule: SplitRule, empty: str) -> str:
 
 
 def speakers_on_both_sides(splits: Mapping[str, Sequence[CorpusUtterance]]) -> list[str]:
-    """Return who is both in train and held out, sorted; nobody where there are no two speakers."""
+    """Return who is both in train and held out, sorted; nobody where there are no two speakers.
+
+    Two are too few for train, dev and test: where there is a test split, only that has to be apart.
+    """
     speakers = {
         name: {original_name(utterance.speaker) for utterance in part} for name, part in splits.items()
     }
     everyone = set().union(*speakers.values())
     if len(everyone) < 2:
         return []
-    held_out = set().union(*(names for split, names in speakers.items() if split != "train"))
+    only_test = len(everyone) < _FEWEST_SPEAKERS and "test" in speakers
+    looked_at = {"test"} if only_test else speakers.keys() - {"train"}
+    held_out = set().union(*(speakers[split] for split in looked_at))
     return sorted((speakers.get("train", set()) & held_out) - {UNKNOWN_SPEAKER})
 
 

@@ -11,12 +11,13 @@ from speechdp.data.corpora.splits import (
     OneSplit,
     SplitRule,
     choose_rule,
+    options_apart,
     original_name,
-    rule_apart,
     speakers_on_both_sides,
     split_corpus,
 )
 from speechdp.data.prepare.jobs import Progress
+from speechdp.data.prepare.plausibility import warn_of_undivided
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.audio import AudioInfo, AudioSource, common_sampling_rate, probe
 from speechdp.options.prepare import PrepareOptions
@@ -67,7 +68,7 @@ class DividedCorpus:
         infos = probe_all(list(dict.fromkeys(u.audio for each in splits.values() for u in each)), progress)
         seconds = {info.source: info.num_samples / info.sampling_rate for info in infos}
         rate = common_sampling_rate(infos, options.resample) if like is None else like.sampling_rate
-        notices = division.notices + (warn_of_speakers(splits) if options.is_for_recognition else ())
+        notices = division.notices + (warn_of_splits(splits) if options.is_for_recognition else ())
         if like is not None:
             notices += _resampled(infos, rate)
         return cls(division.rule, splits, rate, seconds, notices)
@@ -106,6 +107,24 @@ def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) 
     return Division(rule.spec, splits, corpus.notices)
 
 
+def warn_of_splits(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
+    """Warn of splits from which no error rate that means anything comes."""
+    words = (word for utterances in splits.values() for u in utterances for word in u.words)
+    return warn_of_speakers(splits) + _warn_of_single(splits) + warn_of_undivided(words)
+
+
+def _warn_of_single(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
+    """Warn of a single utterance beside train; where there is no train, nobody has asked for more."""
+    single = [name for name, utterances in splits.items() if name != "train" and len(utterances) == 1]
+    if not single or "train" not in splits:
+        return ()
+    hold = "holds a single utterance" if len(single) == 1 else "hold a single utterance each"
+    return (
+        f"warning: {' and '.join(single)} {hold}, on which an error rate means nothing; give larger "
+        "shares, e.g. --split random:dev=0.2,test=0.2",
+    )
+
+
 def warn_of_speakers(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
     """Warn of speakers who are both trained on and tested: word errors are fewer than with new speakers."""
     names = speakers_on_both_sides(splits)
@@ -114,7 +133,7 @@ def warn_of_speakers(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[s
     everyone = {original_name(u.speaker) for utterances in splits.values() for u in utterances}
     return (
         f"warning: {said_of(len(names), 'speaker', 'are both in train and held out')}, first {names[0]}; "
-        f"results do not hold for new speakers (--split {rule_apart(everyone)} keeps speakers apart)",
+        f"results do not hold for new speakers ({options_apart(everyone)} keeps speakers apart)",
     )
 
 

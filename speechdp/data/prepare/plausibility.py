@@ -1,9 +1,10 @@
-"""Find utterances whose transcript and length do not fit each other, as where transcripts are mixed up."""
+"""Find transcripts that cannot be what they are taken for: mixed up, or not divided into words."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from speechdp.counting import counted, said_of
@@ -15,6 +16,11 @@ _TOO_FAST = 4.0
 _PAUSES_S = 2.0
 #: With fewer utterances the median says little.
 _FEWEST = 10
+#: Scripts that are written without blanks, as Unicode's names of their letters begin, ...
+_WITHOUT_BLANKS = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
+#: ... and how many letters their words have at most, on average: two to five are usual.
+_MOST_LETTERS = 8
+_MOST_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -67,4 +73,25 @@ def _implausible(lengths: Sequence[SpokenLength]) -> tuple[str, ...]:
         "transcripts"
         for kind, some, worst in found
         if worst is not None
+    )
+
+
+def warn_of_undivided(words: Iterable[str]) -> tuple[str, ...]:
+    """Warn of whole sentences that stand as words, in scripts that are written without blanks.
+
+    Args:
+        words: of all transcripts.
+    """
+    lengths, first = [], ""
+    for word in words:
+        letters = [sign for sign in word if sign.isalpha()]
+        if num := sum(unicodedata.name(letter, "").startswith(_WITHOUT_BLANKS) for letter in letters):
+            lengths.append(num)
+            first = first or word
+    if not lengths or statistics.mean(lengths) <= _MOST_LETTERS:
+        return ()
+    shown = first if len(first) <= _MOST_SHOWN else f"{first[:_MOST_SHOWN]}..."
+    return (
+        f"warning: words have {statistics.mean(lengths):.1f} letters on average, first {shown}: whole "
+        "sentences, it seems; divide texts that are written without blanks into words, and prepare again",
     )

@@ -19,6 +19,7 @@ from speechdp.labels.lexicon import (
     built_in_pronunciations,
     grapheme_lexicon,
     is_mark,
+    lower_case,
     own_lexicon,
     refuse_unknown,
 )
@@ -68,7 +69,7 @@ def _plain_spelling(word: str, lexicon: Lexicon) -> str:
     for form in (word, word.strip(_AROUND_WORDS), plain):
         if (spelling := lexicon.spelling_of(form)) is not None:
             return spelling
-    return " ".join(lexicon.spelling_of(part) or part.lower() for part in plain.split())
+    return " ".join(lexicon.spelling_of(part) or lower_case(part) for part in plain.split())
 
 
 def choose_vocabulary(

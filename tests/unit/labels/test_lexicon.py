@@ -17,7 +17,7 @@ from speechdp.labels.lexicon import (
     own_lexicon,
     refuse_unknown,
 )
-from speechdp.labels.text_normalise import plain_transcript
+from speechdp.labels.text_normalise import normalise, plain_transcript
 
 ARPABET = frozenset(
     re.findall(
@@ -115,6 +115,15 @@ def test_words_are_found_however_their_signs_are_encoded() -> None:
     lexicon = Lexicon({"don\u2019t": (("D",),), "cafe\u0301": (("K",),), "Caf\u00e9": (("C",),)})
     assert lexicon.spelling_of("DON'T") == "don\u2019t" and lexicon.spelling_of("caf\u00e9") == "cafe\u0301"
     assert lexicon.spelling_of("Caf\u00e9") == "Caf\u00e9" and lexicon.spelling_of("cafe") is None
+
+
+def test_a_dotted_capital_i_is_the_letter_i() -> None:
+    """str.lower makes two characters of it, of which no other text has the second."""
+    word = "\u0130stanbul"
+    assert Lexicon({"istanbul": (("A",),)}).spelling_of(word) == "istanbul"
+    assert plain_transcript(word) == plain_transcript("I\u0307stanbul") == "istanbul"
+    assert normalise(word) == "istanbul"
+    assert grapheme_lexicon([word]).pronunciations[word] == (tuple("istanbul"),)
 
 
 def test_marks_that_no_lexicon_can_hold_are_to_be_taken_out() -> None:

@@ -17,11 +17,12 @@ from speechdp.data.corpora.splits import (
     SPEAKERS_DEFAULT,
     choose_rule,
     deal,
+    original_name,
     parse_split,
     speakers_on_both_sides,
     split_corpus,
 )
-from speechdp.data.prepare.divided_corpus import warn_of_speakers
+from speechdp.data.prepare.divided_corpus import warn_of_speakers, warn_of_splits
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import fsdd_dir
 
@@ -183,9 +184,9 @@ def test_a_held_out_speaker_is_the_test_part_and_no_other() -> None:
 @pytest.mark.parametrize(
     ("num_speakers", "held_out", "counts", "remedy"),
     [
-        (2, None, "3 speakers, it has 2", "speaker:test=spk0"),
-        (1, None, "3 speakers, it has 1", RANDOM_DEFAULT),
-        (2, "spk0", "2 speakers, it has 1", RANDOM_DEFAULT),
+        (2, None, "3 speakers, it has 2", "--held-out-speaker spk0 --split random:dev=0.1"),
+        (1, None, "3 speakers, it has 1", f"--split {RANDOM_DEFAULT}"),
+        (2, "spk0", "2 speakers, it has 1", f"--split {RANDOM_DEFAULT}"),
     ],
 )
 def test_too_few_speakers_are_refused_with_a_remedy_that_helps(
@@ -194,8 +195,16 @@ def test_too_few_speakers_are_refused_with_a_remedy_that_helps(
     corpus = _spoken(num_speakers)
     with pytest.raises(ConfigError) as caught:
         choose_rule(corpus, SPEAKERS_DEFAULT, held_out, 1)
-    assert f"--split {SPEAKERS_DEFAULT} needs {counts}; choose --split {remedy}" in str(caught.value)
-    choose_rule(corpus, remedy, held_out, 1)
+    assert f"--split {SPEAKERS_DEFAULT} needs {counts}; choose {remedy}" in str(caught.value)
+    speaker, spec = _options(remedy)
+    choose_rule(corpus, spec, held_out or speaker, 1)
+
+
+def _options(remedy: str) -> tuple[str | None, str]:
+    """Return --held-out-speaker and --split of a remedy."""
+    words = remedy.split()
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    return given.get("--held-out-speaker"), given["--split"]
 
 
 def test_shares_that_are_too_large_for_the_speakers_lead_to_usual_ones() -> None:
@@ -238,7 +247,11 @@ def test_speakers_on_both_sides_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("speakers", "remedy"), [(("bob", "ann"), "speaker:test=ann"), (("c", "b", "a"), SPEAKERS_DEFAULT)]
+    ("speakers", "remedy"),
+    [
+        (("bob", "ann"), "--held-out-speaker ann --split random:dev=0.1"),
+        (("c", "b", "a"), f"--split {SPEAKERS_DEFAULT}"),
+    ],
 )
 def test_the_warning_of_speakers_on_both_sides_names_a_split_that_helps(
     speakers: tuple[str, ...], remedy: str
@@ -254,8 +267,21 @@ def test_the_warning_of_speakers_on_both_sides_names_a_split_that_helps(
     )
     splits = split_corpus(corpus, choose_rule(corpus, "random:test=0.5", None, 1))
     (warning,) = warn_of_speakers(splits)
-    assert f"{len(speakers)} speakers are both" in warning and f"(--split {remedy} keeps" in warning
-    assert warn_of_speakers(split_corpus(corpus, choose_rule(corpus, remedy, None, 1))) == ()
+    assert f"{len(speakers)} speakers are both" in warning and f"({remedy} keeps" in warning
+    speaker, spec = _options(remedy)
+    apart = split_corpus(corpus, choose_rule(corpus, spec, speaker, 1))
+    assert sorted(apart) == ["dev", "test", "train"]  # to train, to choose scales by, and to be tested
+    assert warn_of_speakers(apart) == ()
+
+
+def test_a_split_of_a_single_utterance_is_warned_of() -> None:
+    utterances = [CorpusUtterance(f"u{n}", f"spk{n}", "one", Path("a.wav")) for n in range(6)]
+    splits = {"train": utterances[:2], "dev": utterances[4:5], "test": utterances[5:]}
+    (warning,) = warn_of_splits(splits)
+    assert warning.startswith("warning: dev and test hold a single utterance each, on which an error rate")
+    (warning,) = warn_of_splits({**splits, "dev": utterances[2:4]})
+    assert warning.startswith("warning: test holds a single utterance, on")
+    assert warn_of_splits({"test": utterances[:1]}) == ()  # prepared for a model: as many as there are
 
 
 def test_copies_of_a_speaker_or_an_utterance_stay_with_the_original() -> None:
@@ -283,8 +309,12 @@ def test_copies_of_a_speaker_or_an_utterance_stay_with_the_original() -> None:
         if spec is None:
             assert len({u.speaker for u in splits["dev"]}) == 2 * len(copies)
             assert speakers_on_both_sides(splits) == []
-    apart = {"train": corpus.utterances[:1], "dev": corpus.utterances[1:2], "test": corpus.utterances[-1:]}
-    assert speakers_on_both_sides(apart) == ["spk0"]
+    (one, copy), (*_, other) = corpus.utterances[:2], corpus.utterances
+    apart = {"train": [one], "dev": [copy], "test": [other]}
+    assert speakers_on_both_sides(apart) == []  # of two speakers, who else should be dev
+    another = next(u for u in corpus.utterances if original_name(u.speaker) == "spk5")
+    assert speakers_on_both_sides({**apart, "test": [other, another]}) == ["spk0"]
+    assert speakers_on_both_sides({"train": [one, other], "dev": [copy]}) == ["spk0"]
 
 
 def test_copies_of_a_speaker_who_is_named_go_along() -> None:

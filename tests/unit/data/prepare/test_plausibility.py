@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
 
 from speechdp.data.prepare.pipeline import prepare
-from speechdp.data.prepare.plausibility import SpokenLength, warn_of_lengths
-from speechdp.options.prepare import PrepareOptions
-from tests.helpers.corpora import digit_folder, no_progress, shared_data, write_tone
+from speechdp.data.prepare.plausibility import SpokenLength, warn_of_lengths, warn_of_undivided
+from speechdp.options.prepare import GRAPHEMES, PrepareOptions
+from tests.helpers.corpora import digit_folder, kaldi_folder, no_progress, shared_data, write_tone
+
+#: Sentences, as they are written.
+CHINESE = "\u6211\u4eca\u5929\u665a\u4e0a\u4e0d\u60f3\u5403\u996d"
+THAI = "\u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35\u0e04\u0e23\u0e31\u0e1a\u0e17\u0e38\u0e01\u0e04\u0e19"
 
 
 def lengths(num: int, phone_s: float = 0.1) -> list[SpokenLength]:
@@ -50,6 +55,33 @@ def test_few_utterances_and_those_without_words_are_not_judged() -> None:
     assert warn_of_lengths([*lengths(8), with_seconds(lengths(1)[0], 60.0)]) == ()
     silent = dataclasses.replace(lengths(1)[0], num_words=0, num_phones=0, num_states=0, seconds=60.0)
     assert warn_of_lengths([*lengths(20), silent]) == ()
+
+
+@pytest.mark.parametrize(
+    ("texts", "warns"),
+    [
+        ((CHINESE, CHINESE), True),
+        (("\u6211 \u4eca\u5929 \u665a\u4e0a \u4e0d\u60f3 \u5403\u996d", "\u4f60\u597d"), False),
+        ((THAI,), True),
+        (("donaudampfschifffahrt", "rindfleischetikettierung"), False),  # long, but words
+        (("",), False),
+    ],
+)
+def test_sentences_without_blanks_are_warned_of(texts: tuple[str, ...], warns: bool) -> None:
+    warnings = warn_of_undivided(word for text in texts for word in text.split())
+    assert len(warnings) == warns
+    about = r"warning: words have [0-9.]+ letters on average, first .* divide"
+    assert all(re.match(about, each) for each in warnings)
+
+
+def test_prepare_warns_of_sentences_without_blanks(tmp_path: Path) -> None:
+    source = kaldi_folder(tmp_path / "in", 4)
+    (source / "text").write_text("".join(f"utt{n} {CHINESE}\n" for n in range(4)))
+    options = PrepareOptions(
+        (source, tmp_path / "data"), lexicon=GRAPHEMES, split="speaker:test=spk1", workers=1
+    )
+    notices = prepare(options, no_progress).notices
+    assert any("divide texts that are written without blanks" in notice for notice in notices)
 
 
 def test_prepare_prints_them(tmp_path: Path) -> None:

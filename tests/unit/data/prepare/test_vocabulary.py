@@ -68,7 +68,7 @@ def test_words_of_test_are_not_in_the_vocabulary(tmp_path: Path) -> None:
 
 def test_all_of_a_given_lexicon_is_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "lexicon.txt").write_text("ONE A\nTWO B\nTHREE C\nelsewhere Z\n")
-    source = corpus(tmp_path / "in", "one two", "three", "two")
+    source = corpus(tmp_path / "in", "one two", "three", "two", "two")
     prepared = make(source, tmp_path / "data", lexicon=tmp_path / "lexicon.txt")
     assert lexicon_of(prepared.dataset).words == ("ONE", "TWO", "THREE", "elsewhere")
     assert StateInventory.load(prepared.dataset.classes_path).phones == ("A", "B", "C", "Z")
