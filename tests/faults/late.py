@@ -161,6 +161,12 @@ class Lateness:
         if life.is_over:
             raise Killed
 
+    def end_if_over(self) -> None:
+        """Raise `Killed` in a thread of a rank that is gone."""
+        who: _Self | None = getattr(threading.current_thread(), "speechdp_who", None)
+        if who is not None and who.life.is_over:
+            raise Killed
+
     def begin(self, rank: int) -> _Self:
         """Return who the first thread of a rank is."""
         life = _Life(rank)
@@ -254,7 +260,12 @@ def late(pace: Pace, folder: Path, rank: int | None = None) -> Iterator[Lateness
     with pytest.MonkeyPatch.context() as patch:
         for name, kind in (("fsync", "sync"), ("fdatasync", "sync"), ("stat", "stat")):
             patch.setattr(os, name, _before(force, kind, getattr(os, name)))
-        start, run = threading.Thread.start, threading.Thread.run
+        start, run, sleep = threading.Thread.start, threading.Thread.run, time.sleep
+
+        def slept(seconds: float) -> None:
+            # A rank of an asynchronous run may ask for work again and again, without an exchange or a file.
+            sleep(seconds)
+            force.end_if_over()
 
         def adopted(thread: threading.Thread) -> None:
             force.adopt(thread)
@@ -271,6 +282,7 @@ def late(pace: Pace, folder: Path, rank: int | None = None) -> Iterator[Lateness
             if args.exc_value is not None and not isinstance(args.exc_value, Killed | SystemExit):
                 force.end_job(args.exc_value)
 
+        patch.setattr(time, "sleep", slept)
         patch.setattr(threading.Thread, "start", adopted)
         patch.setattr(threading.Thread, "run", begun_late)
         patch.setattr(threading, "excepthook", ended)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from speechdp.errors import RunError
 from speechdp.files import sync
 from speechdp.parallel.registry import strategy_names
 from speechdp.train import run
-from tests.faults.late import Pace
+from tests.faults.late import Killed, Pace, late
 from tests.faults.late_runs import Bench, Story, Threads
 from tests.faults.schedules import STRATEGIES, fuzz_schedules
 
@@ -42,6 +44,24 @@ def test_what_touches_a_folder_that_is_no_longer_its_own_is_found(
     monkeypatch.setattr(checkpoint_writer, "tell", tell_and_sync)
     with pytest.raises(RunError, match=r"No such file or directory on rank 1"):
         Bench(tmp_path, Threads()).run(Story("gradient_averaging", 2), OPENS_LATE)
+
+
+def test_a_rank_that_only_sleeps_ends_with_its_job(tmp_path: Path) -> None:
+    """As rank 0 does that asks its own desk for work when the others have ended: seed 21 hung at times."""
+    begun = threading.Event()
+
+    def sleep_on() -> None:
+        while True:
+            begun.set()
+            time.sleep(0.001)
+
+    with late(PUNCTUAL, tmp_path) as force:
+        rank = threading.Thread(target=sleep_on, name="rank 0", daemon=True)
+        rank.start()
+        assert begun.wait(60)
+        force.end_job(Killed())
+        rank.join(60)
+        assert not rank.is_alive()
 
 
 def test_a_reference_that_has_failed_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
