@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,12 @@ import numpy.typing as npt
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
 
-#: Least standard deviation divided by: digital silence (all frames at the log floor) stays zero.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MaskT = TypeVar("_MaskT", npt.NDArray[np.bool_], "Tensor")
+
+#: Least standard deviation divided by: what is the same in all frames stays zero.
 STD_FLOOR = 1e-2
 #: Of digital silence, nats: an isolated step of 16-bit samples makes a band of 3.4 at most, and 0 of energy.
 #: The quietest backgrounds of AN4, FSDD, kathleen16k and yesno are at 7 and more in their loudest band.
@@ -214,6 +219,14 @@ def loudness_of_silence(config: FeatureConfig) -> tuple[slice, float] | None:
     return None  # Kaldi's are on a scale of their own
 
 
+def heard_beside(silent: _MaskT) -> _MaskT:
+    """Return which frames count as heard, (T,) bool: neither silent nor beside a silent one."""
+    heard = ~silent
+    heard[1:] &= ~silent[:-1]
+    heard[:-1] &= ~silent[1:]
+    return heard
+
+
 def normalise(features: npt.NDArray[np.float32], config: FeatureConfig) -> npt.NDArray[np.float32]:
     """Normalise one utterance's (T, D) features per dimension as `config` says.
 
@@ -227,9 +240,7 @@ def normalise(features: npt.NDArray[np.float32], config: FeatureConfig) -> npt.N
         columns, below = silence
         silent = np.all(features[:, columns] < below, axis=1)
         if silent.any():
-            heard = ~silent
-            heard[1:] &= ~silent[:-1]
-            heard[:-1] &= ~silent[1:]
+            heard = heard_beside(silent)
             normalised = np.full_like(features, SILENCE_ALONE)
             if heard.any():
                 normalised[heard] = _normalised(features[heard], config)

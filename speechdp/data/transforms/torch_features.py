@@ -24,6 +24,7 @@ from speechdp.data.signal.features import (
     STD_FLOOR,
     FeatureConfig,
     check_mel_bins,
+    heard_beside,
     loudness_of_silence,
     mel_of,
     shift_samples,
@@ -113,11 +114,7 @@ def normalise_rows(rows: Tensor, num_frames: Sequence[int], config: FeatureConfi
 
 def heard_frames(features: Tensor, config: FeatureConfig) -> Tensor:
     """Return which of an utterance's not normalised features (T, D) are no digital silence: (T,) bool."""
-    silent = _silent_rows(features, config)
-    heard = ~silent
-    heard[1:] &= ~silent[:-1]
-    heard[:-1] &= ~silent[1:]
-    return heard
+    return heard_beside(_silent_rows(features, config))
 
 
 def _silent_rows(rows: Tensor, config: FeatureConfig) -> Tensor:
