@@ -4,8 +4,9 @@
     python benchmarks/strategies/peers.py [--rounds 6] [--seconds 8] [--ranks 2] [--period 8]
 
 Each contender in processes of its own, in turn; ratios within a round, medians over rounds.  Peers run as
-their makers ship them: Open MPI, Horovod and gloo with their own settings.  All share loss, clipping, the
-fused optimizer and the reading thread, so that only the exchange differs.
+their makers ship them: Open MPI, Horovod, gloo and the C library's heap with their own settings.  All share
+loss, clipping, the fused optimizer and the reading thread, so that only the exchange differs, and the heap,
+which ours lets keep what is freed; with --keep-heap the peers' do as well.
 Last line: JSON {"gradient_averaging_horovod_vs_horovod": ..., ...}; 1 means equal speed.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -50,10 +52,13 @@ from speechdp.data.loading.reader import SplitReader
 from speechdp.data.shards.dataset import Dataset
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.registry import parse_strategy
+from speechdp.process.heap import keep_few_kernels, keep_freed_memory
 
 #: What is compared with what: peers of the kind, and strategies of ours that do the same.
 GRADIENTS, PARAMETERS, OVERLAPPED = "gradients at every step", "parameters once a period", "overlapped"
 BACKENDS = ("horovod", "torch", "mpi")
+#: What `keep_freed_memory` sets, for glibc in a process that does not call it.
+KEEPING_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str((32 << 20) - 1)}
 
 
 @dataclass(frozen=True)
@@ -145,8 +150,11 @@ def run_rank(arguments: argparse.Namespace) -> int:
         options = options_with("gradient_averaging", model)
         run_peer(Run(name, arguments.data, arguments.seconds, arguments.period), options)
     ours = next(o for o in our_contenders(arguments.period) if o.name == name)
+    # As `speechdp train` does:
+    keep_few_kernels(os.environ)
+    keep_freed_memory(os.environ)
     if not parse_strategy(ours.strategy).traits.exchanges_every_step:
-        expect_rare_exchanges()  # as `speechdp train` does
+        expect_rare_exchanges()
     return guard(
         lambda: create_communicator(ours.backend),
         lambda comm: on_rank(comm, ours, options_with(ours.strategy, model), arguments),
@@ -210,6 +218,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--preset", choices=["lstm-4x320", "tiny", "kaldi-4x800", "swb2000"], default="lstm-4x320"
     )
+    parser.add_argument("--keep-heap", action="store_true", help="let the peers' heaps be as ours")
     parser.add_argument("--only", default="", help="contenders with this in their name, for experiments")
     parser.add_argument("--rank-of", default="", help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
@@ -223,6 +232,7 @@ def main() -> None:
     ours, peers = available(arguments.period)
     ours = [o for o in ours if arguments.only in o.name]
     peers = [p for p in peers if arguments.only in p.name]
+    heap = KEEPING_HEAP if arguments.keep_heap else {}
     with tempfile.TemporaryDirectory() as folder:
         make_data(Path(folder))
 
@@ -230,7 +240,7 @@ def main() -> None:
             program = [__file__, "--rank-of", contender, "--data", folder]
             for option in ("seconds", "period", "preset"):
                 program += [f"--{option}", str(getattr(arguments, option))]
-            return launch_ranks(arguments.ranks, program)["rate"]
+            return launch_ranks(arguments.ranks, program, env=heap)["rate"]
 
         names = [c.name for c in (*ours, *peers)]
         rates = run_rounds(names, measure, arguments.rounds, f"frames/s on {arguments.ranks} ranks")

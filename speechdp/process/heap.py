@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping, MutableMapping
+from pathlib import Path
 
-#: Free memory is given back so often at most, s: what is used again is cleared by the kernel, some 0.05 s.
+#: Memory is looked at so often, s.
 EVERY_S = 5.0
+#: It is given back once it has grown by this factor; what is used again costs the kernel 0.05 to 0.3 s.
+GROWTH = 1.125
 #: Of glibc's mallopt: what may be free at the heap's end, and sizes from which on memory is no part of it.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _MOST_FREE, _LARGEST_IN_HEAP = 1 << 30, (32 << 20) - 1  # glibc takes no more for the second
@@ -55,23 +59,48 @@ def _trim() -> Callable[[int], int] | None:
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
+def resident_bytes() -> int | None:
+    """Return what this process holds in memory; None where Linux does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
 class HeapTrimmer:
-    """Gives back what is free now and then, so that memory follows what is in use.
+    """Gives back what is free where much of it has gathered, so that memory follows what is in use.
+
+    What every step uses is free between steps and no less needed: given back, the kernel clears it in the
+    next step.  So memory is given back once more is held than was after a while of training.  On batches of
+    one shape that does not come.
 
     Args:
         give_back: does it.
         clock: tells s.
+        held: tells the bytes that are held; None: cannot be told, and nothing is given back.
     """
 
     def __init__(
-        self, give_back: Callable[[], None] = give_back_free_heap, clock: Callable[[], float] = time.monotonic
+        self,
+        give_back: Callable[[], None] = give_back_free_heap,
+        clock: Callable[[], float] = time.monotonic,
+        held: Callable[[], int | None] = resident_bytes,
     ) -> None:
-        self._give_back, self._clock = give_back, clock
+        self._give_back, self._clock, self._held = give_back, clock, held
         self._last = clock()
+        #: Bytes that were held a while after memory was given back, or training begun; None: not looked yet.
+        self._level: int | None = None
 
     def after_step(self) -> None:
-        """Give back, unless that was done lately."""
+        """Look, unless that was done lately, and give back what has gathered."""
         now = self._clock()
-        if now - self._last >= EVERY_S:
+        if now - self._last < EVERY_S:
+            return
+        self._last = now
+        if (held := self._held()) is None:
+            return
+        if self._level is None:
+            self._level = held
+        elif held > GROWTH * self._level:
             self._give_back()
-            self._last = now
+            self._level = None

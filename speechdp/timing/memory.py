@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speechdp.process.heap import give_back_free_heap
+from speechdp.process.heap import give_back_free_heap, resident_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +23,7 @@ def peak_memory(device: torch.device) -> dict[str, int]:
     """
     give_back_free_heap()
     found = {"peak_rss_bytes": peak_rss_bytes()}
-    live = _status_bytes("VmRSS")
+    live = resident_bytes()
     if live is not None:
         found["live_rss_bytes"] = live
     if device.type == "cuda":

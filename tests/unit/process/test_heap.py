@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -41,12 +42,45 @@ def test_what_is_free_between_small_pieces_is_given_back() -> None:
     assert int(done.stdout) > 40_000  # kB of 65,536; the pages with the small pieces stay
 
 
-def test_it_is_given_back_now_and_then_only() -> None:
-    now, given = [0.0], list[float]()
-    trimmer = HeapTrimmer(lambda: given.append(now[0]), lambda: now[0])
+def given_back(held: Sequence[int | None], apart_s: float = EVERY_S) -> list[int]:
+    """Return before which looks, of those that see `held`, memory is given back."""
+    now, given, looks = [0.0], list[int](), iter(held)
+    number = [0]
+
+    def look() -> int | None:
+        number[0] += 1
+        return next(looks)
+
+    trimmer = HeapTrimmer(lambda: given.append(number[0] - 1), lambda: now[0], look)
+    while number[0] < len(held):
+        now[0] += apart_s
+        trimmer.after_step()
+    return given
+
+
+def test_what_steps_need_again_stays() -> None:
+    assert given_back([300, 310, 290, 330, 300]) == []
+
+
+def test_what_has_gathered_is_given_back_again() -> None:
+    assert given_back([300, 320, 340, 500, 600, 700]) == [2, 4]  # 12.5 % more than 300, than 500
+
+
+def test_nothing_is_given_back_where_memory_is_not_told() -> None:
+    assert given_back([None, None, None]) == []
+
+
+def test_memory_is_looked_at_now_and_then_only() -> None:
+    now, looks = [0.0], list[float]()
+
+    def look() -> int:
+        looks.append(now[0])
+        return 1
+
+    trimmer = HeapTrimmer(lambda: None, lambda: now[0], look)
     for now[0] in (1.0, EVERY_S - 0.1, EVERY_S, EVERY_S + 1.0, 2.5 * EVERY_S):
         trimmer.after_step()
-    assert given == [EVERY_S, 2.5 * EVERY_S]
+    assert looks == [EVERY_S, 2.5 * EVERY_S]
 
 
 #: Frees 40 MB of tensor-like pieces at the heap's end; prints how many kB the process gives back by that.
