@@ -116,25 +116,20 @@ class DecodeCommand:
         """
         from speechdp.decode.graphs.graph import Grammar  # noqa: PLC0415
         from speechdp.decode.transcribe import grammar_of  # noqa: PLC0415
-        from speechdp.decode.tuning import earlier_normalise  # noqa: PLC0415
 
         if self.tune_on is not None:
             return self.search, self.normalise
-        found: tuple[dict[str, float], str, Normalise | None] = {}, "", self.normalise
+        found = None
         if comm.rank == 0:
             if self.graph is not None:
                 grammar = Grammar.GRAPH
             else:
                 grammar = grammar_of(dataset) if self.grammar == "auto" else Grammar(self.grammar)
-            weights, line = self.search.earlier_weights(self.run_dir, grammar)
-            normalise = self.normalise
-            if weights and normalise is None:
-                normalise = earlier_normalise(self.run_dir, grammar)
-            found = weights, line, normalise
-        weights, line, normalise = comm.broadcast_object(list(found))
+            found = self.search.earlier_weights(self.run_dir, grammar)
+        weights, line, normalise = comm.broadcast_object(found)
         if line and comm.rank == 0:
             _tell(line)
-        return self.search.with_weights(weights), normalise
+        return self.search.with_weights(weights), self.normalise or normalise
 
     def _show(self, result: DecodingResult, dataset: Dataset) -> None:
         """Print what was found, and write the page about it."""

@@ -216,7 +216,7 @@ class SynthesizeCommand:
             return None
         listener = SpeechListener.load(self.recogniser, self.recogniser_data, device)
         grammar = grammar_of(listener.dataset) if self.grammar == "auto" else Grammar(self.grammar)
-        weights, line = earlier_weights(self.recogniser, grammar)
-        if line:
-            print(f"speechdp: {line}", file=sys.stderr, flush=True)
-        return dataclasses.replace(listener, weights=weights)
+        earlier = earlier_weights(self.recogniser, grammar)
+        if earlier.line:
+            print(f"speechdp: {earlier.line}", file=sys.stderr, flush=True)
+        return dataclasses.replace(listener, weights=earlier.weights)

@@ -130,10 +130,10 @@ class TranscribeCommand:
         """Return the options given, with the weights that were tuned where none are; say which."""
         from speechdp.decode.transcribe import grammar_of  # noqa: PLC0415
 
-        weights, line = self.search.earlier_weights(self.run_dir, grammar_of(kept))
-        if line:
-            print(f"speechdp: {line}", file=sys.stderr)
-        return self.search.with_weights(weights).decoding()
+        earlier = self.search.earlier_weights(self.run_dir, grammar_of(kept))
+        if earlier.line:
+            print(f"speechdp: {earlier.line}", file=sys.stderr)
+        return self.search.with_weights(earlier.weights).decoding()
 
     def _recordings(self) -> dict[str, Path]:
         """Return the files given and those in the folders given, by name.  Raises ConfigError."""

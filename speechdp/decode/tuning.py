@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from speechdp.comm.base import Communicator
 from speechdp.data.shards.dataset import Dataset
@@ -147,10 +147,22 @@ def earlier_tuning(run_dir: Path, rescore_lm: Path | None = None) -> EarlierTuni
         raise RunError(record_cannot_be_read(path, error, "tune again, or remove it")) from error
 
 
-def earlier_weights(
-    run_dir: Path, grammar: Grammar, rescore_lm: Path | None = None
-) -> tuple[dict[str, Any], str]:
-    """Return the weights that were tuned for a run, and a line that tells of them; empty: there are none.
+class EarlierWeights(NamedTuple):
+    """What is taken from an earlier tuning.
+
+    Attributes:
+        weights: by their names in `DecodingOptions`; empty: none.
+        line: tells of them, or why there are none; empty: nothing was tuned.
+        normalise: over what features were normalised where the weights were chosen; None without any.
+    """
+
+    weights: dict[str, Any]
+    line: str
+    normalise: Normalise | None = None
+
+
+def earlier_weights(run_dir: Path, grammar: Grammar, rescore_lm: Path | None = None) -> EarlierWeights:
+    """Return the weights that were tuned for a run.
 
     Args:
         run_dir: the run.
@@ -162,18 +174,10 @@ def earlier_weights(
     """
     earlier = earlier_tuning(run_dir, rescore_lm)
     if earlier is None:
-        return {}, ""
-    return (earlier.weights, earlier.summary()) if earlier.is_for(grammar) else ({}, earlier.refusal(grammar))
-
-
-def earlier_normalise(run_dir: Path, grammar: Grammar) -> Normalise | None:
-    """Return over what features were normalised where the weights were chosen that `earlier_weights` gives.
-
-    Raises:
-        RunError: the record of the tuning is damaged.
-    """
-    earlier = earlier_tuning(run_dir)
-    return earlier.normalise if earlier is not None and earlier.is_for(grammar) else None
+        return EarlierWeights({}, "")
+    if not earlier.is_for(grammar):
+        return EarlierWeights({}, earlier.refusal(grammar))
+    return EarlierWeights(earlier.weights, earlier.summary(), earlier.normalise)
 
 
 def weights_set_aside(

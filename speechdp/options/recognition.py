@@ -16,6 +16,7 @@ from speechdp.options.shown import shown
 if TYPE_CHECKING:
     from speechdp.decode.graphs.graph import Grammar
     from speechdp.decode.recogniser import DecodingOptions
+    from speechdp.decode.tuning import EarlierWeights
 
 
 #: Weights that models of CTC's have no use for, which have neither priors nor transitions, and what to say.
@@ -65,8 +66,8 @@ class RecognitionOptions:
         }
         return {name: value for name, value in every.items() if value is not None}
 
-    def earlier_weights(self, run_dir: Path, grammar: Grammar) -> tuple[dict[str, Any], str]:
-        """Return what decode --tune-on chose for a run, if no weight is given, and a line to tell about it.
+    def earlier_weights(self, run_dir: Path, grammar: Grammar) -> EarlierWeights:
+        """Return what decode --tune-on chose for a run, if no weight is given; else the line says what is lost.
 
         Args:
             run_dir: the run.
@@ -79,11 +80,12 @@ class RecognitionOptions:
 
         tuned_with = self.rescore_lm if self.rescore_weight is None else None  # a share that is given stays
         if self.weights:
-            return {}, tuning.weights_set_aside(run_dir, grammar, self.weights, tuned_with)
-        weights, line = tuning.earlier_weights(run_dir, grammar, tuned_with)
-        if line and not weights:
-            line += ", for which --acoustic-scale and its like set others"
-        return weights, line
+            line = tuning.weights_set_aside(run_dir, grammar, self.weights, tuned_with)
+            return tuning.EarlierWeights({}, line)
+        found = tuning.earlier_weights(run_dir, grammar, tuned_with)
+        if found.line and not found.weights:
+            found = found._replace(line=f"{found.line}, for which --acoustic-scale and its like set others")
+        return found
 
     def refuse_weights(self, names: Sequence[str], beside: str) -> None:
         """Refuse weights that something else leaves without effect.  Raises ConfigError naming the first."""

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import kaldifst
@@ -269,7 +270,7 @@ class LexiconTransducer:
         boundary, hub = fst.add_state(), fst.add_state()
         fst.start = boundary
         fst.set_final(hub, 0.0)
-        chain = self._looped_chain if backoff is None and self._tying is None else self._plain_chain
+        chain = partial(self._chain, loops=backoff is None and self._tying is None)
         _add_arc(fst, boundary, (EPSILON, EPSILON, self._no_pause_cost, hub))
         if np.isfinite(self._pause_cost):
             states = self._units([SILENCE])
@@ -291,43 +292,39 @@ class LexiconTransducer:
         units = states_of if self._tying is None else phones_of
         return units(phones, self._inventory)
 
-    def _looped_chain(
-        self, fst: Any, ends: tuple[int, int], classes: Sequence[int], labels: tuple[int, int, float]
+    def _chain(
+        self,
+        fst: Any,
+        ends: tuple[int, int],
+        classes: Sequence[int],
+        labels: tuple[int, int, float],
+        *,
+        loops: bool,
     ) -> None:
-        """Add a left-to-right HMM between two states; its first arc writes a word.
+        """Add a left-to-right HMM between two states, or with context a chain of phones, at no cost.
 
-        The word stands on the first arc, not the last, so that composition with a grammar follows only
-        the words the grammar allows.
+        The first arc writes a word: composition with a grammar then follows only the words it allows.
 
         Args:
             fst: to add to.
             ends: the states before and after it.
             classes: of its states.
             labels: the word, what the last arc reads, the cost.
+            loops: whether states loop; without, entering one costs what leaving it does.
         """
         source, target = ends
         word, end, cost = labels
         for c in classes:
             state = fst.add_state()
-            _add_arc(fst, source, (c + 1, word, cost, state))
-            _add_arc(fst, state, (c + 1, EPSILON, self._stay_cost[c], state))
-            source, word, cost = state, EPSILON, self._leave_cost[c]
+            if loops:
+                _add_arc(fst, source, (c + 1, word, cost, state))
+                _add_arc(fst, state, (c + 1, EPSILON, self._stay_cost[c], state))
+                cost = self._leave_cost[c]
+            else:
+                _add_arc(fst, source, (c + 1, word, cost + self._entry_cost[c], state))
+                cost = 0.0
+            source, word = state, EPSILON
         _add_arc(fst, source, (end, EPSILON, cost, target))
-
-    def _plain_chain(
-        self, fst: Any, ends: tuple[int, int], classes: Sequence[int], labels: tuple[int, int, float]
-    ) -> None:
-        """Add a chain without self-loops, as `_looped_chain`; entering a state costs what leaving it does.
-
-        With context the chain is one of phones, at no cost.
-        """
-        source, target = ends
-        word, end, cost = labels
-        for c in classes:
-            state = fst.add_state()
-            _add_arc(fst, source, (c + 1, word, cost + self._entry_cost[c], state))
-            source, word, cost = state, EPSILON, 0.0
-        _add_arc(fst, source, (end, EPSILON, 0.0, target))
 
 
 class CtcTransducer(LexiconTransducer):
@@ -355,16 +352,6 @@ class CtcTransducer(LexiconTransducer):
 
     def _units(self, phones: Sequence[str]) -> list[int]:
         return phones_of(phones, self._inventory)  # silence's number is the blank's
-
-    def _looped_chain(
-        self, fst: Any, ends: tuple[int, int], classes: Sequence[int], labels: tuple[int, int, float]
-    ) -> None:
-        self._chain(fst, ends, classes, labels, loops=True)
-
-    def _plain_chain(
-        self, fst: Any, ends: tuple[int, int], classes: Sequence[int], labels: tuple[int, int, float]
-    ) -> None:
-        self._chain(fst, ends, classes, labels, loops=False)
 
     def _chain(
         self,

@@ -311,28 +311,28 @@ def test_a_weight_that_is_given_is_not_told_as_tuned(tmp_path: Path) -> None:
     chosen = {"acoustic_scale": 0.4, "rescore_weight": 0.7}
     write_tuned(tmp_path, Grammar.NGRAM, chosen, str(other.resolve()))
     search = RecognitionOptions(rescore_lm=other)
-    weights, line = search.earlier_weights(tmp_path, Grammar.NGRAM)
+    weights, line, _ = search.earlier_weights(tmp_path, Grammar.NGRAM)
     assert weights["rescore_weight"] == 0.7 and "rescore-weight 0.7" in line
     search = RecognitionOptions(rescore_lm=other, rescore_weight=0.2)
-    weights, line = search.earlier_weights(tmp_path, Grammar.NGRAM)
+    weights, line, _ = search.earlier_weights(tmp_path, Grammar.NGRAM)
     assert search.with_weights(weights).rescore_weight == 0.2 and search.with_weights(weights).acoustic_scale
     assert "rescore-weight" not in line and line.startswith("acoustic-scale 0.4, as decode --tune-on dev ")
     for share, said in ((None, "(acoustic-scale 0.4, rescore-weight 0.7)"), (0.2, "(acoustic-scale 0.4)")):
         search = RecognitionOptions(acoustic_scale=1.0, rescore_lm=other, rescore_weight=share)
-        assert f" chose {said} is not used; " in search.earlier_weights(tmp_path, Grammar.NGRAM)[1]
+        assert f" chose {said} is not used; " in search.earlier_weights(tmp_path, Grammar.NGRAM).line
 
 
 def test_a_weight_that_is_given_sets_the_tuned_ones_aside_and_says_so(tmp_path: Path) -> None:
     write_tuned(tmp_path, Grammar.NGRAM, {"acoustic_scale": 0.4}, None)
     search = RecognitionOptions(lm_scale=1.0, prior_scale=0.5)
-    weights, line = search.earlier_weights(tmp_path, Grammar.NGRAM)
+    weights, line, _ = search.earlier_weights(tmp_path, Grammar.NGRAM)
     assert weights == {} and line.startswith(
         "--prior-scale and --lm-scale are given, so what decode --tune-on dev chose (acoustic-scale 0.4) is "
     )
     # What would not have been used anyway is not missed, nor is what is damaged.
-    assert search.earlier_weights(tmp_path, Grammar.WORD_LOOP) == ({}, "")
+    assert search.earlier_weights(tmp_path, Grammar.WORD_LOOP) == ({}, "", None)
     (tmp_path / "tuned.json").write_text("{")
-    assert search.earlier_weights(tmp_path, Grammar.NGRAM) == ({}, "")
+    assert search.earlier_weights(tmp_path, Grammar.NGRAM) == ({}, "", None)
     with pytest.raises(RunError, match=r"tuned\.json: cannot be read"):
         RecognitionOptions().earlier_weights(tmp_path, Grammar.NGRAM)
 
@@ -371,7 +371,7 @@ def test_options_of_decode_are_advised_to_its_users_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_tuned(tmp_path, Grammar.NGRAM, {"acoustic_scale": 0.4}, None)
-    _, line = RecognitionOptions().earlier_weights(tmp_path, Grammar.WORD_LOOP)
+    _, line, _ = RecognitionOptions().earlier_weights(tmp_path, Grammar.WORD_LOOP)
     assert line.endswith("this is word-loop, for which --acoustic-scale and its like set others")
     dataset = write_dataset(tmp_path / "data", SHARDS)
     model = unsure(dataset.num_classes)
