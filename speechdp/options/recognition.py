@@ -67,7 +67,7 @@ class RecognitionOptions:
         return {name: value for name, value in every.items() if value is not None}
 
     def earlier_weights(self, run_dir: Path, grammar: Grammar) -> EarlierWeights:
-        """Return what decode --tune-on chose for a run, if no weight is given; else the line says what is lost.
+        """Return what decode --tune-on chose for a run, if no weight is given; else a line on what is lost.
 
         Args:
             run_dir: the run.

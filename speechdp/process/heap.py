@@ -62,7 +62,7 @@ def _trim() -> Callable[[int], int] | None:
 def resident_bytes() -> int | None:
     """Return what this process holds in memory; None where Linux does not tell."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return None
 
