@@ -252,11 +252,12 @@ def _between(
             if any(run.crosses for run in runs)
             else "all ranks of the run were on one host"
         )
-        options = "--bandwidth and --latency" if given.latency_s is None else "--bandwidth"
-        example = " --latency 20us" if given.latency_s is None else ""
+        latency = ""
+        if given.latency_s is None:
+            latency = f" (and --latency, where it is not about {BETWEEN_LATENCY_S * 1e6:.0f} µs)"
         raise ConfigError(
-            f"--bandwidth: the link between nodes was not measured, because {why}; give {options}, "
-            f"e.g. --bandwidth 25gbit{example}"
+            f"--bandwidth: the link between nodes was not measured, because {why}; "
+            f"give --bandwidth{latency}, e.g. --bandwidth 25gbit"
         )
     if fitted is None and given.latency_s is None:
         assumptions.append(

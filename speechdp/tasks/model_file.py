@@ -260,7 +260,9 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
     if (run_dir / MANIFEST_NAME).is_file():
         raise RunError(f"{run_dir}: is a data directory, not a run; give the folder that train wrote")
     if not path.is_file():
-        raise RunError(f"{path}: no such model; {run_dir} is not a finished run, train it or use --resume")
+        begun = (run_dir / "run.json").is_file()
+        remedy = "finish it with train --resume" if begun else "train it first"
+        raise RunError(f"{path}: no such model; {run_dir} is not a finished run, {remedy}")
     try:
         with path.open("rb"):
             pass  # for the reason: to safetensors every file is missing that it cannot open

@@ -123,13 +123,18 @@ def _files_below(source: Path) -> Iterator[Path]:
 def _by_pattern(source: Path, files: list[Path], pattern: str) -> Corpus:
     expression = _compile(pattern)
     depth = pattern.count("/") + 1
+    names = {file: "/".join(file.relative_to(source).with_suffix("").parts[-depth:]) for file in files}
     matches: list[tuple[Path, re.Match[str]]] = []
-    for file in files:
-        name = "/".join(file.relative_to(source).with_suffix("").parts[-depth:])
+    for file, name in names.items():
         match = expression.fullmatch(name)
         if match is None:
             raise ConfigError(
-                f"{file}: its name does not match --pattern '{pattern}'; move it away or rename it"
+                f"{file}: its name does not match --pattern '{pattern}'; "
+                + (
+                    "move it away or rename it"
+                    if any(map(expression.fullmatch, names.values()))
+                    else "nor does any other here: give a pattern that does"
+                )
             )
         matches.append((file, match))
     ids = recording_names(source, files)

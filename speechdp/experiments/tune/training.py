@@ -117,7 +117,7 @@ class TunedTraining(OwnTraining, TunedJobs):
             told = formatting.seconds
             self._say(
                 f"race: the shortest takes {told(expected_s)}, longer than the {told(longest_s)} of the "
-                "budget that are for it; fewer --strategies or --periods shorten it"
+                "budget that are for it; fewer --strategies, --periods or --batch-sizes shorten it"
             )
         self._say(f"race: {counted(len(settings), 'setting')} in turn")
         words = [f"--racing={racing_text(given)}", f"--race={length.rounds}"]

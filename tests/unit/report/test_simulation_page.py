@@ -177,7 +177,7 @@ def test_why_nothing_is_predicted_is_said(run: Path, capsys: pytest.CaptureFixtu
 
 
 def test_a_link_that_was_not_measured_must_be_given(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "give --bandwidth and --latency" in _refusal(capsys, run, "--ranks", "8")
+    assert "give --bandwidth (and --latency, " in _refusal(capsys, run, "--ranks", "8")
 
 
 def test_a_report_says_what_would_help_most(

@@ -563,7 +563,10 @@ def test_what_was_measured_is_predicted_again() -> None:
 
 
 def test_a_link_that_nobody_knows_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match=r"on one host; give --bandwidth and --latency"):
+    with pytest.raises(
+        ConfigError,
+        match=r"on one host; give --bandwidth \(and --latency, where it is not about 50 µs\), e\.g\.",
+    ):
         simulate([MadeUpSteps().measured()], Request((8,)))
     with pytest.raises(ConfigError, match=r"give --bandwidth, e\.g\. --bandwidth 25gbit$"):
         simulate([MadeUpSteps().measured()], Request((8,), between=GivenLink(latency_s=1e-5)))

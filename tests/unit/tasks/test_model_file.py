@@ -60,7 +60,10 @@ def test_a_full_disk_leaves_the_old_model(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_model_is_not_finished(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"no such model; .* is not a finished run, train it or use --resume"):
+    with pytest.raises(RunError, match=r"no such model; .* is not a finished run, train it first"):
+        load_model(tmp_path, CPU)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(RunError, match=r"is not a finished run, finish it with train --resume"):
         load_model(tmp_path, CPU)
 
 

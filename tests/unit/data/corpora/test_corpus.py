@@ -300,8 +300,16 @@ def test_lists_of_checksums_and_hidden_files_are_no_audio(tmp_path: Path) -> Non
 
 def test_a_stray_file_among_labelled_ones_is_named(tmp_path: Path) -> None:
     write_tone(digit_folder(tmp_path, num_indices=1) / "music.wav")
-    with pytest.raises(ConfigError, match=r"music\.wav: its name does not match --pattern"):
+    with pytest.raises(ConfigError, match=r"music\.wav: its name does not match --pattern .*; move it away"):
         read_audio_folder(tmp_path)
+
+
+def test_a_pattern_that_no_file_matches_is_to_be_changed(tmp_path: Path) -> None:
+    digit_folder(tmp_path, num_indices=1)
+    with pytest.raises(
+        ConfigError, match=r"--pattern '\{speaker\}-\{digit\}'; nor does any .* give a pattern"
+    ):
+        read_audio_folder(tmp_path, pattern="{speaker}-{digit}")
 
 
 def test_two_files_of_one_utterance_are_refused(tmp_path: Path) -> None:
