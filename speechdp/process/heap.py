@@ -21,8 +21,9 @@ from pathlib import Path
 
 #: Memory is looked at so often, s.
 EVERY_S = 5.0
-#: It is given back once it has grown by this factor; what is used again costs the kernel 0.05 to 0.3 s.
-GROWTH = 1.125
+#: It is given back once it has grown by this factor over what it was after so many steps; what is used again
+#: costs the kernel 0.05 to 0.3 s.
+GROWTH, FEW_STEPS = 1.125, 4
 #: Of glibc's mallopt: what may be free at the heap's end, and sizes from which on memory is no part of it.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _MOST_FREE, _LARGEST_IN_HEAP = 1 << 30, (32 << 20) - 1  # glibc takes no more for the second
@@ -71,8 +72,8 @@ class HeapTrimmer:
     """Gives back what is free where much of it has gathered, so that memory follows what is in use.
 
     What every step uses is free between steps and no less needed: given back, the kernel clears it in the
-    next step.  So memory is given back once more is held than was after a while of training.  On batches of
-    one shape that does not come.
+    next step.  So memory is given back once more is held than a few steps have needed.  On batches of one
+    shape that does not come.
 
     Args:
         give_back: does it.
@@ -88,19 +89,22 @@ class HeapTrimmer:
     ) -> None:
         self._give_back, self._clock, self._held = give_back, clock, held
         self._last = clock()
-        #: Bytes that were held a while after memory was given back, or training begun; None: not looked yet.
-        self._level: int | None = None
+        #: Steps since memory was given back, or training began, as far as they count.
+        self._steps = 0
+        #: Bytes that were held after `FEW_STEPS` of them.
+        self._level = 0
 
     def after_step(self) -> None:
         """Look, unless that was done lately, and give back what has gathered."""
+        if self._steps < FEW_STEPS:
+            self._steps += 1
+            if self._steps == FEW_STEPS:
+                self._level = self._held() or 0
+            return
         now = self._clock()
         if now - self._last < EVERY_S:
             return
         self._last = now
-        if (held := self._held()) is None:
-            return
-        if self._level is None:
-            self._level = held
-        elif held > GROWTH * self._level:
+        if (self._held() or 0) > GROWTH * self._level:
             self._give_back()
-            self._level = None
+            self._steps = 0

@@ -6,11 +6,10 @@ import ctypes
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import pytest
 
-from speechdp.process.heap import EVERY_S, HeapTrimmer, keep_few_kernels
+from speechdp.process.heap import EVERY_S, FEW_STEPS, HeapTrimmer, keep_few_kernels
 
 #: Frees 64 MB in pieces with something small, which is kept, behind each; prints how many kB are given back.
 _PROGRAM = """
@@ -24,7 +23,7 @@ large, kept = [], []
 for _ in range(1024):
     large.append(libc.malloc(65536))
     ctypes.memset(large[-1], 1, 65536)
-    kept.append(libc.malloc(64))
+    kept.append(libc.malloc(2048))  # there are no holes for so many of these elsewhere in the heap
 for piece in large:
     libc.free(piece)
 def resident():
@@ -42,45 +41,54 @@ def test_what_is_free_between_small_pieces_is_given_back() -> None:
     assert int(done.stdout) > 40_000  # kB of 65,536; the pages with the small pieces stay
 
 
-def given_back(held: Sequence[int | None], apart_s: float = EVERY_S) -> list[int]:
-    """Return before which looks, of those that see `held`, memory is given back."""
-    now, given, looks = [0.0], list[int](), iter(held)
-    number = [0]
+class Held:
+    """A process with so many bytes, in which time passes: step by step, `apart_s` s between two.
 
-    def look() -> int | None:
-        number[0] += 1
-        return next(looks)
+    Attributes:
+        given_back: steps after which memory was given back, from 1.
+        looked_at: steps after which it was looked at.
+    """
 
-    trimmer = HeapTrimmer(lambda: given.append(number[0] - 1), lambda: now[0], look)
-    while number[0] < len(held):
-        now[0] += apart_s
-        trimmer.after_step()
-    return given
+    def __init__(self, apart_s: float) -> None:
+        self.given_back, self.looked_at = list[int](), list[int]()
+        self._bytes: int | None = None
+        self._steps, self._apart_s = 0, apart_s
+        self._trimmer = HeapTrimmer(
+            lambda: self.given_back.append(self._steps), lambda: self._steps * apart_s, self._look
+        )
+
+    def _look(self) -> int | None:
+        self.looked_at.append(self._steps)
+        return self._bytes
+
+    def steps(self, number: int, held: int | None) -> Held:
+        """Take steps after which so many bytes are held."""
+        for _ in range(number):
+            self._steps, self._bytes = self._steps + 1, held
+            self._trimmer.after_step()
+        return self
 
 
 def test_what_steps_need_again_stays() -> None:
-    assert given_back([300, 310, 290, 330, 300]) == []
+    assert Held(EVERY_S).steps(FEW_STEPS, 300).steps(20, 330).steps(20, 280).given_back == []
 
 
 def test_what_has_gathered_is_given_back_again() -> None:
-    assert given_back([300, 320, 340, 500, 600, 700]) == [2, 4]  # 12.5 % more than 300, than 500
+    held = Held(EVERY_S).steps(FEW_STEPS, 300).steps(2, 310).steps(1, 340)  # more than 300 by an eighth
+    assert held.given_back == [FEW_STEPS + 3]
+    held.steps(FEW_STEPS, 500).steps(1, 560)
+    assert held.given_back == [FEW_STEPS + 3]
+    held.steps(1, 570)
+    assert held.given_back == [FEW_STEPS + 3, 2 * FEW_STEPS + 5]
 
 
 def test_nothing_is_given_back_where_memory_is_not_told() -> None:
-    assert given_back([None, None, None]) == []
+    assert Held(EVERY_S).steps(20, None).given_back == []
 
 
 def test_memory_is_looked_at_now_and_then_only() -> None:
-    now, looks = [0.0], list[float]()
-
-    def look() -> int:
-        looks.append(now[0])
-        return 1
-
-    trimmer = HeapTrimmer(lambda: None, lambda: now[0], look)
-    for now[0] in (1.0, EVERY_S - 0.1, EVERY_S, EVERY_S + 1.0, 2.5 * EVERY_S):
-        trimmer.after_step()
-    assert looks == [EVERY_S, 2.5 * EVERY_S]
+    a_second = Held(1.0).steps(4 * round(EVERY_S), 300)
+    assert a_second.looked_at == [FEW_STEPS, *range(round(EVERY_S), 4 * round(EVERY_S) + 1, round(EVERY_S))]
 
 
 #: Frees 40 MB of tensor-like pieces at the heap's end; prints how many kB the process gives back by that.
