@@ -23,7 +23,7 @@ from pathlib import Path
 EVERY_S = 5.0
 #: It is given back once it has grown by this factor over what it was after so many steps; what is used again
 #: costs the kernel 0.05 to 0.3 s.
-GROWTH, FEW_STEPS = 1.125, 4
+GROWTH, FEW_STEPS = 1.4, 4
 #: Of glibc's mallopt: what may be free at the heap's end, and sizes from which on memory is no part of it.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _MOST_FREE, _LARGEST_IN_HEAP = 1 << 30, (32 << 20) - 1  # glibc takes no more for the second
@@ -72,8 +72,8 @@ class HeapTrimmer:
     """Gives back what is free where much of it has gathered, so that memory follows what is in use.
 
     What every step uses is free between steps and no less needed: given back, the kernel clears it in the
-    next step.  So memory is given back once more is held than a few steps have needed.  On batches of one
-    shape that does not come.
+    next step.  So memory is given back once more is held than a few steps have needed.  On batches of
+    about one size that is seldom.
 
     Args:
         give_back: does it.

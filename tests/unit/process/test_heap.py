@@ -74,11 +74,11 @@ def test_what_steps_need_again_stays() -> None:
 
 
 def test_what_has_gathered_is_given_back_again() -> None:
-    held = Held(EVERY_S).steps(FEW_STEPS, 300).steps(2, 310).steps(1, 340)  # more than 300 by an eighth
+    held = Held(EVERY_S).steps(FEW_STEPS, 300).steps(2, 410).steps(1, 430)  # more than 300 by two fifths
     assert held.given_back == [FEW_STEPS + 3]
-    held.steps(FEW_STEPS, 500).steps(1, 560)
+    held.steps(FEW_STEPS, 500).steps(1, 690)
     assert held.given_back == [FEW_STEPS + 3]
-    held.steps(1, 570)
+    held.steps(1, 710)
     assert held.given_back == [FEW_STEPS + 3, 2 * FEW_STEPS + 5]
 
 
