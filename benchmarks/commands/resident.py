@@ -53,10 +53,6 @@ def _handed_out_bytes() -> int:
     return int(found.uordblks + found.hblkhd)
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def train_noting(words: list[str], noted: Path, *, keep_heap: bool) -> None:
     """Train in this process, noting resident and handed-out bytes, and those of when it records the live."""
     from speechdp.cli.main import main as speechdp  # noqa: PLC0415 - torch, in the training's process only
@@ -71,7 +67,7 @@ def train_noting(words: list[str], noted: Path, *, keep_heap: bool) -> None:
     def note() -> None:
         while True:
             if (run_dir / "metrics.jsonl").exists():
-                lines.write(json.dumps([_resident_bytes(), _handed_out_bytes()]) + "\n")
+                lines.write(json.dumps([heap.resident_bytes(), _handed_out_bytes()]) + "\n")
             time.sleep(_EVERY_S)
 
     measured = run.peak_memory

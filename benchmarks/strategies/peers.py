@@ -52,13 +52,13 @@ from speechdp.data.loading.reader import SplitReader
 from speechdp.data.shards.dataset import Dataset
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.registry import parse_strategy
-from speechdp.process.heap import keep_few_kernels, keep_freed_memory
+from speechdp.process.heap import LARGEST_IN_HEAP, MOST_FREE, keep_few_kernels, keep_freed_memory
 
 #: What is compared with what: peers of the kind, and strategies of ours that do the same.
 GRADIENTS, PARAMETERS, OVERLAPPED = "gradients at every step", "parameters once a period", "overlapped"
 BACKENDS = ("horovod", "torch", "mpi")
 #: What `keep_freed_memory` sets, for glibc in a process that does not call it.
-KEEPING_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str((32 << 20) - 1)}
+KEEPING_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(MOST_FREE), "MALLOC_MMAP_THRESHOLD_": str(LARGEST_IN_HEAP)}
 
 
 @dataclass(frozen=True)

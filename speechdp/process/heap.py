@@ -26,7 +26,7 @@ EVERY_S = 5.0
 GROWTH, FEW_STEPS = 1.4, 4
 #: Of glibc's mallopt: what may be free at the heap's end, and sizes from which on memory is no part of it.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-_MOST_FREE, _LARGEST_IN_HEAP = 1 << 30, (32 << 20) - 1  # glibc takes no more for the second
+MOST_FREE, LARGEST_IN_HEAP = 1 << 30, (32 << 20) - 1  # glibc takes no more for the second
 #: By these a user says how the heap is to be.
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
@@ -45,8 +45,8 @@ def keep_freed_memory(environ: Mapping[str, str]) -> None:
     """Let the heap keep what is freed until it is given back; not where the user has set what it does."""
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     if option is not None and not any(name in environ for name in _VARIABLES):
-        option(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
-        option(_TRIM_THRESHOLD, _MOST_FREE)
+        option(_MMAP_THRESHOLD, LARGEST_IN_HEAP)
+        option(_TRIM_THRESHOLD, MOST_FREE)
 
 
 def give_back_free_heap() -> None:
