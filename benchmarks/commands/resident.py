@@ -3,14 +3,16 @@
     python benchmarks/commands/resident.py [--epochs 12] [--out OUT] [--keep-heap]
 
 Trains `tiny` on synthetic speech (made once in OUT) in one process, which notes five times a second, from the
-first evaluation on, what is resident and what the C library counts as handed out.  Two things can be called
+first evaluation on, what is resident and what the C library counts as handed out.  Three things can be called
 live: what stays resident at the end, once the C library has given back what is free, which every run records;
-and what is in use at the same instant, which has the activations of the step under way as well: the former,
-less what was handed out then, plus what is handed out now.  --keep-heap trains as if nothing were given back
-meanwhile, for comparison.
+what is in use at the same instant, which has the activations of the step under way as well: the former,
+less what was handed out then, plus what is handed out now; and the most that is in use at any instant, which
+is in use again with the next large batch.  --keep-heap trains as if nothing were given back meanwhile, for
+comparison.
 
 Last line: JSON {"resident_vs_live": median of the last quarter's resident memory over what is live at the
-end, "resident_vs_live_then": median of the same quarter's ratios of each instant, "peak_vs_live": ...,
+end, "resident_vs_live_then": median of the same quarter's ratios of each instant, "resident_vs_most_live":
+median of the same quarter's resident memory over the most that is in use in it, "peak_vs_live": ...,
 "live_mb": ...}.
 """
 
@@ -119,6 +121,8 @@ def main() -> None:
     figures = {
         "resident_vs_live": statistics.median(held for held, _ in last) / live,
         "resident_vs_live_then": statistics.median(held / (used + beside_heap) for held, used in last),
+        "resident_vs_most_live": statistics.median(held for held, _ in last)
+        / (max(used for _, used in last) + beside_heap),
         "peak_vs_live": max(held for held, _ in course) / live,
         "live_mb": live / 1e6,
     }

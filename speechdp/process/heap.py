@@ -1,4 +1,4 @@
-"""Keep what tensors have freed for the next ones, and give it back to the system now and then.
+"""Keep what tensors have freed for the next ones, and give back to the system what none of them needs.
 
 Batches of different lengths make tensors of different sizes, and between them oneDNN keeps small pieces for
 each of the last 1,024 kernels that it has made, one or more a shape.  What is free between those is too small
@@ -7,7 +7,8 @@ holds 1.2 GB after 50 epochs.  Shapes do not come again soon, so fewer kernels d
 
 Pages that come from the system are cleared by the kernel, a tenth of a CPU rank's time where each step gives
 back what its tensors had and takes it again, as glibc lets it; more still where each large tensor has pages
-of its own (M_MMAP_THRESHOLD).  So the heap keeps all until what is free is given back as a whole, seldom.
+of its own (M_MMAP_THRESHOLD).  So the heap keeps all until what is free is given back as a whole,
+seldom, and in the middle of a step: what the step works with is in use then and stays.
 """
 
 from __future__ import annotations
@@ -19,11 +20,8 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 
-#: Memory is looked at so often, s.
+#: Free memory is given back so often, s.  That takes some 20 ms.
 EVERY_S = 5.0
-#: It is given back once it has grown by this factor over what it was after so many steps; what is used again
-#: costs the kernel 0.05 to 0.3 s.
-GROWTH, FEW_STEPS = 1.4, 4
 #: Of glibc's mallopt: what may be free at the heap's end, and sizes from which on memory is no part of it.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 MOST_FREE, LARGEST_IN_HEAP = 1 << 30, (32 << 20) - 1  # glibc takes no more for the second
@@ -69,42 +67,28 @@ def resident_bytes() -> int | None:
 
 
 class HeapTrimmer:
-    """Gives back what is free where much of it has gathered, so that memory follows what is in use.
-
-    What every step uses is free between steps and no less needed: given back, the kernel clears it in the
-    next step.  So memory is given back once more is held than a few steps have needed.  On batches of
-    about one size that is seldom.
+    """Gives back now and then what is free, so that memory follows what is in use.
 
     Args:
         give_back: does it.
         clock: tells s.
-        held: tells the bytes that are held; None: cannot be told, and nothing is given back.
     """
 
     def __init__(
         self,
         give_back: Callable[[], None] = give_back_free_heap,
         clock: Callable[[], float] = time.monotonic,
-        held: Callable[[], int | None] = resident_bytes,
     ) -> None:
-        self._give_back, self._clock, self._held = give_back, clock, held
+        self._give_back, self._clock = give_back, clock
         self._last = clock()
-        #: Steps since memory was given back, or training began, as far as they count.
-        self._steps = 0
-        #: Bytes that were held after `FEW_STEPS` of them.
-        self._level = 0
 
-    def after_step(self) -> None:
-        """Look, unless that was done lately, and give back what has gathered."""
-        if self._steps < FEW_STEPS:
-            self._steps += 1
-            if self._steps == FEW_STEPS:
-                self._level = self._held() or 0
-            return
+    def before_backward(self) -> None:
+        """Give back, unless that was done lately.
+
+        To be called where a step has most in use.  Between steps what the next one needs is free as well, and
+        would be cleared for it: 3 % of the time where ranks fill the cores.
+        """
         now = self._clock()
-        if now - self._last < EVERY_S:
-            return
-        self._last = now
-        if (self._held() or 0) > GROWTH * self._level:
+        if now - self._last >= EVERY_S:
+            self._last = now
             self._give_back()
-            self._steps = 0

@@ -235,7 +235,6 @@ class Trainer:
         self._check_loss_scale(ends_epoch=step.ends_epoch)
         if parts.graphs.is_due():
             self.capture_graphs()
-        self._heap.after_step()
         parts.pulse.beat()
         parts.reporter.step(after, step.at.total_frames, self._shown_loss)
 
@@ -249,6 +248,7 @@ class Trainer:
             with parts.precision.computing():
                 loss = parts.task.loss(parts.model, batch)
             self._note_loss(loss.total.detach(), loss.num_frames, step)
+        self._heap.before_backward()
         work.backward(loss.total)
         if parts.slowness > 1:
             with span(Span.BACKWARD):

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from speechdp.process.heap import EVERY_S, FEW_STEPS, HeapTrimmer, keep_few_kernels
+from speechdp.process.heap import EVERY_S, HeapTrimmer, keep_few_kernels
 
 #: Frees 64 MB in pieces with something small, which is kept, behind each; prints how many kB are given back.
 _PROGRAM = """
@@ -41,54 +41,13 @@ def test_what_is_free_between_small_pieces_is_given_back() -> None:
     assert int(done.stdout) > 40_000  # kB of 65,536; the pages with the small pieces stay
 
 
-class Held:
-    """A process with so many bytes, in which time passes: step by step, `apart_s` s between two.
-
-    Attributes:
-        given_back: steps after which memory was given back, from 1.
-        looked_at: steps after which it was looked at.
-    """
-
-    def __init__(self, apart_s: float) -> None:
-        self.given_back, self.looked_at = list[int](), list[int]()
-        self._bytes: int | None = None
-        self._steps, self._apart_s = 0, apart_s
-        self._trimmer = HeapTrimmer(
-            lambda: self.given_back.append(self._steps), lambda: self._steps * apart_s, self._look
-        )
-
-    def _look(self) -> int | None:
-        self.looked_at.append(self._steps)
-        return self._bytes
-
-    def steps(self, number: int, held: int | None) -> Held:
-        """Take steps after which so many bytes are held."""
-        for _ in range(number):
-            self._steps, self._bytes = self._steps + 1, held
-            self._trimmer.after_step()
-        return self
-
-
-def test_what_steps_need_again_stays() -> None:
-    assert Held(EVERY_S).steps(FEW_STEPS, 300).steps(20, 330).steps(20, 280).given_back == []
-
-
-def test_what_has_gathered_is_given_back_again() -> None:
-    held = Held(EVERY_S).steps(FEW_STEPS, 300).steps(2, 410).steps(1, 430)  # more than 300 by two fifths
-    assert held.given_back == [FEW_STEPS + 3]
-    held.steps(FEW_STEPS, 500).steps(1, 690)
-    assert held.given_back == [FEW_STEPS + 3]
-    held.steps(1, 710)
-    assert held.given_back == [FEW_STEPS + 3, 2 * FEW_STEPS + 5]
-
-
-def test_nothing_is_given_back_where_memory_is_not_told() -> None:
-    assert Held(EVERY_S).steps(20, None).given_back == []
-
-
-def test_memory_is_looked_at_now_and_then_only() -> None:
-    a_second = Held(1.0).steps(4 * round(EVERY_S), 300)
-    assert a_second.looked_at == [FEW_STEPS, *range(round(EVERY_S), 4 * round(EVERY_S) + 1, round(EVERY_S))]
+def test_memory_is_given_back_now_and_then_only() -> None:
+    now, given_back = [0.0], list[float]()
+    trimmer = HeapTrimmer(lambda: given_back.append(now[0]), lambda: now[0])
+    for second in range(1, 4 * round(EVERY_S)):
+        now[0] = float(second)
+        trimmer.before_backward()
+    assert given_back == [EVERY_S, 2 * EVERY_S, 3 * EVERY_S]
 
 
 #: Frees 40 MB of tensor-like pieces at the heap's end; prints how many kB the process gives back by that.
