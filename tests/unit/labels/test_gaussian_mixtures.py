@@ -95,14 +95,13 @@ def test_sums_of_several_ranks_are_those_of_all_utterances() -> None:
 def test_cepstra_are_the_cosine_transform_with_its_slopes() -> None:
     ramp = np.outer(np.arange(20.0), np.cos(np.pi * (np.arange(40) + 0.5) / 40)).astype(np.float32)
     x = cepstra_of(ramp)
-    assert x.shape == (20, 39) and x.dtype == np.float32
+    assert x.shape == (20, 26) and x.dtype == np.float32
     np.testing.assert_allclose(x[:, :13].mean(axis=0), 0, atol=1e-4)
     # A spectrum that is the first cosine: only coefficient 1 moves, by sqrt(size / 2) a frame.
     np.testing.assert_allclose(np.diff(x[:, 1]), np.sqrt(20), rtol=1e-4)
     np.testing.assert_allclose(x[:, [0, *range(2, 13)]], 0, atol=1e-3)
-    np.testing.assert_allclose(x[4:-4, 13 + 1], np.sqrt(20), rtol=1e-4)
-    np.testing.assert_allclose(x[4:-4, 26:], 0, atol=1e-3)
-    assert cepstra_of(np.empty((0, 40), np.float32)).shape == (0, 39)
+    np.testing.assert_allclose(x[1:-1, 13 + 1], np.sqrt(20), rtol=1e-4)
+    assert cepstra_of(np.empty((0, 40), np.float32)).shape == (0, 26)
     mfcc = RNG.normal(size=(20, 20)).astype(np.float32)
     taken = cepstra_of(mfcc, are_cepstra=True)
     np.testing.assert_allclose(taken[:, :13], mfcc[:, :13] - mfcc[:, :13].mean(axis=0), atol=1e-5)
