@@ -91,7 +91,8 @@ class TranscribeCommand:
                 if self.out is None:
                     print(found.line(), end="", flush=True)
                 add([text_of(found) for text_of in outputs.values()])
-        print(done.summary(), file=sys.stderr)
+        if done.recordings:
+            print(done.summary(), file=sys.stderr)
         return 0 if done.recordings == len(recordings) else exit_codes.FAILED
 
     def _outputs(self) -> dict[Path, Callable[[Transcription], str]]:

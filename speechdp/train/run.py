@@ -213,14 +213,27 @@ def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -
     if session.comm.rank == 0:
         run.complete_again()
     session.comm.barrier()
-    session.reporter.notice(f"{run.path}: is complete already")
+    session.reporter.notice(f"{run.path}: is complete already{_how_to_train_on(options, run)}")
 
 
 def _check_same(session: Session, options: TrainOptions, run: RunDirectory) -> None:
     """Refuse to go on with a run of other options or data.  Raises ConfigError, or RunError (run.json)."""
-    run.check_same(
-        options.fingerprint(), session.dataset.checksum, options.to_json(), TrainOptions().to_json()
-    )
+    try:
+        run.check_same(
+            options.fingerprint(), session.dataset.checksum, options.to_json(), TrainOptions().to_json()
+        )
+    except ConfigError as error:
+        if not run.is_complete:
+            raise
+        raise ConfigError(f"{error}{_how_to_train_on(options, run)}") from error
+
+
+def _how_to_train_on(options: TrainOptions, run: RunDirectory) -> str:
+    """Say how the model of a complete run can be trained for longer; "": it cannot."""
+    if not options.may_begin_from_model:
+        return ""
+    targets = "" if options.alignments is None else f" --alignments {options.alignments}"
+    return f"; to train its model further, begin another run with --initial-model {run.path}{targets}"
 
 
 def _prepare_folder(

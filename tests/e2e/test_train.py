@@ -128,6 +128,7 @@ def test_the_same_command_again_does_nothing_over(dataset: Dataset, trained: tup
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file() and p.name != "completed.json"}
     ended = ended_within(DEADLINE_S, by_launch(2, "train", dataset.path, run, *OPTIONS, *ROUNDS, "--resume"))
     assert ended.exit_code == 0, ended.output
-    assert f"{run}: is complete already" in ended.stdout
+    further = f"begin another run with --initial-model {run} --alignments {run}/alignments/"
+    assert f"{run}: is complete already; to train its model further, {further}" in ended.stdout
     for path, time_ns in before.items():
         assert path.stat().st_mtime_ns == time_ns, path

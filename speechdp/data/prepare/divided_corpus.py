@@ -110,7 +110,12 @@ def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) 
 def warn_of_splits(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
     """Warn of splits from which no error rate that means anything comes."""
     words = (word for utterances in splits.values() for u in utterances for word in u.words)
-    return warn_of_speakers(splits) + _warn_of_single(splits) + warn_of_undivided(words)
+    return (
+        warn_of_speakers(splits)
+        + _warn_of_single(splits)
+        + _warn_of_large_dev(splits)
+        + warn_of_undivided(words)
+    )
 
 
 def _warn_of_single(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
@@ -122,6 +127,17 @@ def _warn_of_single(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[st
     return (
         f"warning: {' and '.join(single)} {hold}, on which an error rate means nothing; give larger "
         "shares, e.g. --split random:dev=0.2,test=0.2",
+    )
+
+
+def _warn_of_large_dev(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
+    """Warn of a dev part that is larger than train: the two are likely mixed up."""
+    dev, train = (len(splits.get(name, ())) for name in ("dev", "train"))
+    if dev <= train or train == 0:
+        return ()
+    return (
+        f"warning: dev holds {counted(dev, 'utterance')}, train only {train:,}; if that is not meant, see "
+        "--split",
     )
 
 

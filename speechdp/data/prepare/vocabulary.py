@@ -166,6 +166,7 @@ def find_pronunciations(words: set[str], options: PrepareOptions, given: Lexicon
         lexicon, remedy = grapheme_lexicon(words), "they have no letters: take them out"
     else:
         lexicon, remedy = built_in_pronunciations(words)
+        remedy = _nearer_remedy(words - lexicon.pronunciations.keys(), options) or remedy
     sources = _sources(lexicon) if options.lexicon is None else ()
     unknown = sorted(words - lexicon.pronunciations.keys())
     if not unknown or options.unknown_words != "g2p":
@@ -179,6 +180,14 @@ def find_pronunciations(words: set[str], options: PrepareOptions, given: Lexicon
     unknown = [word for word in unknown if word not in guessed]
     remedy = f"g2p knows none either; {remedy}"
     return Pronounced(lexicon.with_words(guessed), unknown, remedy, (*_guesses(guessed), *sources))
+
+
+def _nearer_remedy(unknown: set[str], options: PrepareOptions) -> str:
+    """Say what to do about words without a pronunciation where the corpus shows it; "": it does not."""
+    if options.pattern and unknown and all(word.isdecimal() for word in unknown):
+        return f"write {{digit}} for {{word}} in --pattern '{options.pattern}', which reads 0 to 9 as words"
+    beside = options.paths[0] / "lexicon.txt"
+    return f"give the lexicon that stands there: --lexicon {beside}" if beside.is_file() else ""
 
 
 def _sources(lexicon: Lexicon) -> tuple[str, ...]:

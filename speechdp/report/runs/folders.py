@@ -73,7 +73,11 @@ def read_sweep(out: Path, metric: str = "") -> Sweep:
             "profile (profile.json), a run (run.json) nor a folder of runs; give the folder of a run or the "
             "OUT of `speechdp sweep`, `speechdp compare`, `speechdp tune` or `speechdp profile`"
         )
-    return Sweep(out, tuple(runs))
+    records = ("sweep.json", "compare.json", "tune.json", "profile.json")
+    others = [
+        folder.name for folder in sorted(out.iterdir()) if any((folder / name).is_file() for name in records)
+    ]
+    return Sweep(out, tuple(runs), others=tuple(others))
 
 
 def common_metric(

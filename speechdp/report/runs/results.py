@@ -422,11 +422,19 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The runs of a folder, in the sweep's order; of those that failed: why, by their names."""
+    """The runs of a folder, in the sweep's order.
+
+    Attributes:
+        path: the folder.
+        runs: of it.
+        failed: of runs that failed, why, by their names.
+        others: folders in it with a report of their own: sweeps, comparisons, searches and profiles.
+    """
 
     path: Path
     runs: tuple[RunResult, ...]
     failed: Mapping[str, str] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
 
     @property
     def baseline(self) -> RunResult | None:

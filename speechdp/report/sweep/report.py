@@ -80,7 +80,7 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
     for size in compared:
         rows = with_race(rows, races.speeds(size)) if races.compares(size, names) else rows
     of_races = (*races.cautions(compared), *_unused(races, sizes)) if names else races.problems
-    answer = find_answer(rows, (*_failures(sweep, labels), *of_races))
+    answer = find_answer(rows, (*_failures(sweep, labels), *_left_out(sweep), *of_races))
     panels = make_panels(rows)
     tables = _make_tables(rows, answer.chosen, until)
     more = (*CSV_COLUMNS, *(SPEECH_COLUMNS if "speech" in tables else ()))
@@ -98,6 +98,10 @@ def _failures(sweep: Sweep, labels: Mapping[str, str]) -> list[str]:
     unfinished = {run.name for run in sweep.runs if run.status != "complete"}
     failed = {name: why for name, why in sweep.failed.items() if name in unfinished}
     return [f"Failed: {formatting.capital(labels[name])}: {why}" for name, why in failed.items()]
+
+
+def _left_out(sweep: Sweep) -> list[str]:
+    return [f"{sweep.path / name} has a report of its own and is not in this one." for name in sweep.others]
 
 
 def _unused(races: ShownRaces, sizes: Collection[int]) -> list[str]:

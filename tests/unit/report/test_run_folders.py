@@ -19,6 +19,7 @@ from speechdp.report.runs import derived
 from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.runs.results import Evaluation, GpuConditions, RankTiming, RunResult, RunTiming
 from speechdp.report.runs.timing_file import read_timeline
+from speechdp.report.sweep.report import write_report
 from speechdp.timing.gather import gather_timing, write_timing
 from speechdp.timing.timeline import Span, Timeline
 from tests.helpers.runs import MadeUpRun, write_run, write_sweep
@@ -274,7 +275,12 @@ def test_sweeps_runs_and_folders_of_runs_are_told_apart(tmp_path: Path) -> None:
     assert [run.name for run in read_sweep(sweep / "a").runs] == ["a"]
     (sweep / "sweep.json").unlink()
     (sweep / "report").mkdir()
-    assert [run.name for run in read_sweep(sweep).runs] == ["a", "b"]
+    write_sweep(sweep / "inner", [MadeUpRun("d")])
+    of_runs = read_sweep(sweep)
+    assert [run.name for run in of_runs.runs] == ["a", "b"]
+    assert of_runs.others == ("inner",)
+    said = " ".join(write_report(sweep).answer)
+    assert f"{sweep / 'inner'} has a report of its own and is not in this one." in said
 
 
 @pytest.mark.parametrize("names", ['["../elsewhere"]', '["/etc"]', '[".."]', "[3]", "null"])

@@ -284,6 +284,13 @@ def test_a_split_of_a_single_utterance_is_warned_of() -> None:
     assert warn_of_splits({"test": utterances[:1]}) == ()  # prepared for a model: as many as there are
 
 
+def test_a_dev_part_larger_than_train_is_warned_of() -> None:
+    utterances = [CorpusUtterance(f"u{n}", f"spk{n}", "one", Path("a.wav")) for n in range(9)]
+    (warning,) = warn_of_splits({"train": utterances[:4], "dev": utterances[4:]})
+    assert warning == "warning: dev holds 5 utterances, train only 4; if that is not meant, see --split"
+    assert warn_of_splits({"train": utterances[:4], "dev": utterances[5:]}) == ()
+
+
 def test_copies_of_a_speaker_or_an_utterance_stay_with_the_original() -> None:
     copies = ("{}", "sp0.9-{}", "sp1.1-{}", "{}-noise", "rev1-sp0.9-{}", "sp1.1-{}-reverb-babble")
     corpus = Corpus.of(

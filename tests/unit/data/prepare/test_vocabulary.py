@@ -108,6 +108,24 @@ def test_unknown_words_of_train_are_refused(tmp_path: Path, choice: str | None) 
         make(source, tmp_path / "data", lexicon=path)
 
 
+def test_a_lexicon_that_stands_beside_the_transcripts_is_named(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "in", "one xyzzy", "two", "two")
+    (source / "lexicon.txt").write_text("one A\ntwo B\nxyzzy C\n")
+    with pytest.raises(ConfigError, match=rf"xyzzy; give the .* there: --lexicon {source}/lexicon\.txt"):
+        make(source, tmp_path / "data")
+    make(source, tmp_path / "data", lexicon=source / "lexicon.txt")
+
+
+def test_numbers_in_file_names_are_read_as_words_by_the_field_for_digits(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    for name in ("1_ann_0", "2_ann_1", "2_bob_0", "1_bob_1"):
+        write_tone(source / f"{name}.wav", seconds=0.5)
+    with pytest.raises(ConfigError, match=r"1 2; write \{digit\} for \{word\} in --pattern '\{word\}_"):
+        make(source, tmp_path / "data", pattern="{word}_{speaker}_{index}", split="speaker:test=bob")
+    make(source, tmp_path / "data", pattern="{digit}_{speaker}_{index}", split="speaker:test=bob")
+
+
 def test_unknown_words_of_train_become_unk(tmp_path: Path) -> None:
     source = corpus(tmp_path / "in", "one xyzzy", "three", "two")
     prepared = make(source, tmp_path / "data", LanguageModelOptions(lm_order=2), unknown_words="unk")
