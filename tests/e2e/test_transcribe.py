@@ -163,7 +163,7 @@ def test_a_long_recording_is_cut_and_its_times_go_on(trained: Trained, tmp_path:
     starts = np.cumsum([0, *(len(wave) + len(pause) for wave in waves)]) / 8000
     joined = np.concatenate([part for wave in waves for part in (wave, pause)])
     soundfile.write(tmp_path / "long.wav", joined, 8000)
-    options = DecodingOptions(acoustic_scale=0.2, nbest=4, beam=40.0, lattice_beam=40.0)
+    options = DecodingOptions(acoustic_scale=0.2, nbest=4, lattice_beam=14.0)
     model = load_model(trained.run, torch.device("cpu"))
     found = Transcriber(model, kept_data(trained.run), options, longest_s=2.0).transcribe(
         tmp_path / "long.wav", "long"

@@ -87,8 +87,9 @@ def test_prepare_warns_of_sentences_without_blanks(tmp_path: Path) -> None:
 def test_prepare_prints_them(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
     write_tone(source / "1_bob_11.wav", 9.0)
-    (warning,) = prepare(PrepareOptions((source, tmp_path / "data"), workers=1), no_progress).notices[1:]
-    assert "1 utterance is implausibly long for the text, worst 1_bob_11 (9.00 s for 1 word)" in warning
+    notices = prepare(PrepareOptions((source, tmp_path / "data"), workers=1), no_progress).notices
+    said = "1 utterance is implausibly long for the text, worst 1_bob_11 (9.00 s for 1 word)"
+    assert any(said in notice for notice in notices)
 
 
 @pytest.mark.parametrize("corpus", ["an4"])
