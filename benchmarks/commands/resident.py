@@ -118,11 +118,11 @@ def main() -> None:
             f"in use {in_use / 1e6:.0f} MB in the median"
         )
     last = course[-max(1, len(course) // 4) :]
+    resident = statistics.median(held for held, _ in last)
     figures = {
-        "resident_vs_live": statistics.median(held for held, _ in last) / live,
+        "resident_vs_live": resident / live,
         "resident_vs_live_then": statistics.median(held / (used + beside_heap) for held, used in last),
-        "resident_vs_most_live": statistics.median(held for held, _ in last)
-        / (max(used for _, used in last) + beside_heap),
+        "resident_vs_most_live": resident / (max(used for _, used in last) + beside_heap),
         "peak_vs_live": max(held for held, _ in course) / live,
         "live_mb": live / 1e6,
     }

@@ -166,9 +166,10 @@ def find_pronunciations(words: set[str], options: PrepareOptions, given: Lexicon
         lexicon, remedy = grapheme_lexicon(words), "they have no letters: take them out"
     else:
         lexicon, remedy = built_in_pronunciations(words)
-        remedy = _nearer_remedy(words - lexicon.pronunciations.keys(), options) or remedy
     sources = _sources(lexicon) if options.lexicon is None else ()
     unknown = sorted(words - lexicon.pronunciations.keys())
+    if unknown and given is None and options.lexicon is None:
+        remedy = _nearer_remedy(unknown, options) or remedy
     if not unknown or options.unknown_words != "g2p":
         return Pronounced(lexicon, unknown, remedy, sources)
     known, phones = lexicon, frozenset[str]()
@@ -182,9 +183,9 @@ def find_pronunciations(words: set[str], options: PrepareOptions, given: Lexicon
     return Pronounced(lexicon.with_words(guessed), unknown, remedy, (*_guesses(guessed), *sources))
 
 
-def _nearer_remedy(unknown: set[str], options: PrepareOptions) -> str:
+def _nearer_remedy(unknown: Sequence[str], options: PrepareOptions) -> str:
     """Say what to do about words without a pronunciation where the corpus shows it; "": it does not."""
-    if options.pattern and unknown and all(word.isdecimal() for word in unknown):
+    if options.pattern and all(len(word) == 1 and word.isdecimal() for word in unknown):
         return f"write {{digit}} for {{word}} in --pattern '{options.pattern}', which reads 0 to 9 as words"
     beside = options.paths[0] / "lexicon.txt"
     return f"give the lexicon that stands there: --lexicon {beside}" if beside.is_file() else ""

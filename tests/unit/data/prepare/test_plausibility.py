@@ -87,9 +87,10 @@ def test_prepare_warns_of_sentences_without_blanks(tmp_path: Path) -> None:
 def test_prepare_prints_them(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
     write_tone(source / "1_bob_11.wav", 9.0)
-    notices = prepare(PrepareOptions((source, tmp_path / "data"), workers=1), no_progress).notices
-    said = "1 utterance is implausibly long for the text, worst 1_bob_11 (9.00 s for 1 word)"
-    assert any(said in notice for notice in notices)
+    prepared = prepare(PrepareOptions((source, tmp_path / "data"), workers=1), no_progress)
+    of_dev, warning = prepared.notices[1:]
+    assert of_dev == "warning: dev holds 20 utterances, train only 8; if that is not meant, see --split"
+    assert "1 utterance is implausibly long for the text, worst 1_bob_11 (9.00 s for 1 word)" in warning
 
 
 @pytest.mark.parametrize("corpus", ["an4"])
