@@ -16,6 +16,7 @@ from speechdp.errors import ConfigError, RunError, printable
 from speechdp.files import cannot_be_read, why_no_folder
 from speechdp.json_input import parse_json
 from speechdp.jsonl import read_lines
+from speechdp.ownership.overwrite import COMPARISON, PROFILE, SWEEP, TUNE
 from speechdp.parallel.run_files import SCRIPT_ENDED, TUNED_NAME, WEIGHTS, RunDirectory
 from speechdp.report.runs.periods import read_periods
 from speechdp.report.runs.records import check_beside, files_of, number, read_object, words
@@ -73,9 +74,10 @@ def read_sweep(out: Path, metric: str = "") -> Sweep:
             "profile (profile.json), a run (run.json) nor a folder of runs; give the folder of a run or the "
             "OUT of `speechdp sweep`, `speechdp compare`, `speechdp tune` or `speechdp profile`"
         )
-    records = ("sweep.json", "compare.json", "tune.json", "profile.json")
     others = [
-        folder.name for folder in sorted(out.iterdir()) if any((folder / name).is_file() for name in records)
+        folder.name
+        for folder in sorted(out.iterdir())
+        if any((folder / kind.record).is_file() for kind in (SWEEP, COMPARISON, PROFILE, TUNE))
     ]
     return Sweep(out, tuple(runs), others=tuple(others))
 
