@@ -30,6 +30,7 @@ from speechdp.experiments.race.record import (
 )
 from speechdp.options.run import TrainOptions
 from speechdp.process.ending import Stopped
+from speechdp.report.kit import formatting
 from speechdp.timing.load import LoadMeter
 from speechdp.train.session import Session
 from speechdp.train.tolerance import lost_ranks
@@ -232,15 +233,20 @@ class _Race:
 
     def _take_turns(self, plan: RacePlan) -> dict[str, float]:
         """Hold the rounds that count; return how busy this rank's host was.  Collective."""
-        load, told_s = LoadMeter(), time.monotonic()
+        load, began_s = LoadMeter(), time.monotonic()
+        told_s = began_s
         for number, names in enumerate(self._order[1:], start=1):
             self._go_by_graphs_alike()
             for name in names:
                 if name not in self._left_out:
                     self._turn(number, name)
-            if time.monotonic() - told_s > _NEWS_S and number < plan.rounds:
-                told_s = time.monotonic()
-                self._session.reporter.notice(f"race: round {number} of {plan.rounds}")
+            now_s = time.monotonic()
+            if now_s - told_s > _NEWS_S and number < plan.rounds:
+                told_s = now_s
+                left_s = (now_s - began_s) / number * (plan.rounds - number)
+                self._session.reporter.notice(
+                    f"race: round {number} of {plan.rounds}, about {formatting.seconds(left_s)} left"
+                )
         return load.so_far()
 
     def _go_by_graphs_alike(self) -> None:

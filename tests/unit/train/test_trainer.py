@@ -46,7 +46,7 @@ from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import FrameScores, LossSum, TaskData
 from speechdp.tasks.metrics import Metric
 from speechdp.testing import make_replica
-from speechdp.train import build
+from speechdp.train import build, trainer
 from speechdp.train.build import build_trainer, open_loader
 from speechdp.train.evaluate import HeldOutScores, choose_final_model
 from speechdp.train.models import count_classes, make_model
@@ -184,6 +184,40 @@ def test_graphs_are_captured_between_steps_and_change_nothing(
     train_run(Session(dataset, ALONE, CPU), off, tmp_path / "stopped", resume=True)
     for name, tensor in model_tensors(tmp_path / "whole").items():
         assert torch.equal(tensor, model_tensors(tmp_path / "stopped")[name])
+
+
+def test_memory_is_given_back_while_a_step_has_its_activations(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Alive(torch.autograd.Function):
+        """An identity that notes when the pass backward comes to it."""
+
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            order.append("forward")
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            order.append("backward")
+            return grad
+
+    class Noting:
+        def before_backward(self) -> None:
+            order.append("given back")
+
+    def loss(task: AcousticTask, model: nn.Module, batch: Any) -> LossSum:
+        found = own_loss(task, model, batch)
+        return dataclasses.replace(found, total=Alive.apply(found.total))  # type: ignore[no-untyped-call]
+
+    order: list[str] = []
+    own_loss = AcousticTask.loss
+    monkeypatch.setattr(AcousticTask, "loss", loss)
+    monkeypatch.setattr(trainer, "HeapTrimmer", Noting)
+    train_run(
+        Session(dataset, ALONE, CPU, SilentReporter()), dataclasses.replace(OPTIONS, epochs=1), tmp_path / "r"
+    )
+    assert order == ["forward", "given back", "backward"] * STEPS_AN_EPOCH
 
 
 @pytest.mark.parametrize(
