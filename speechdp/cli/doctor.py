@@ -39,7 +39,7 @@ class DoctorCommand:
     ] = None
     """File with a line `host slots=N` for each host (examples in hostfiles/)."""
     num_ranks: Annotated[int, tyro.conf.arg(name="np", aliases=("-np", "-n"), metavar="N")] = 1
-    """Number of ranks on each host."""
+    """Number of ranks on each host; whether cores and GPUs suffice shows with as many as the job has."""
     data: Annotated[Path | None, shown("DATA", "not checked")] = None
     """Data directory that every host must be able to read."""
     run_folder: Annotated[
