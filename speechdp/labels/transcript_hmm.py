@@ -2,8 +2,9 @@
 
 The HMM is what decoding's HL composed with the transcript is (`decode.graphs.graph.LexiconTransducer`),
 without its epsilon arcs: all pronunciations of a word side by side, silence optional at both ends and between
-words, 3-state left-to-right phones.  It is kept as arrays, so that `labels.forward_backward` can pass through
-the HMMs of a whole batch at a time.
+words, 3-state left-to-right phones.  Where classes depend on the neighbours of a phone, also across word
+boundaries, a phone with several possible neighbours stands there once for each that makes a difference.  The
+HMM is kept as arrays, so that `labels.forward_backward` can pass through those of a whole batch at a time.
 
 Legend: B utterances, S states, K predecessors of a state, C classes.
 """
@@ -18,8 +19,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from speechdp.errors import ConfigError
-from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, phones_of, states_of
+from speechdp.labels.hmm import STATES_PER_PHONE, IntArray, StateInventory, phones_of, states_of
 from speechdp.labels.lexicon import SILENCE, Lexicon
+from speechdp.labels.state_tying import EDGE, StateTying
 
 #: Log-probability of what cannot be.  Finite, so that no difference of two of them is NaN.
 LOG_ZERO = -1e30
@@ -134,10 +136,11 @@ class TranscriptCompiler:
 
     Args:
         lexicon: the words.
-        inventory: numbers the states.
-        self_loop: each class's self-loop probability, (C,), within (0, 1); or one for all.
+        inventory: numbers the states without context.
+        self_loop: each of these states' self-loop probability, (C,), within (0, 1); or one for all.
         silence_probability: of a pause at a word boundary, within [0, 1); 0 leaves silence out.
         transition_scale: factor on all log-probabilities of the HMM, at least 0.
+        tying: the classes where they depend on the neighbours of a phone; None: they are the states.
 
     Example::
 
@@ -153,6 +156,7 @@ class TranscriptCompiler:
         self_loop: ArrayLike,
         silence_probability: float = 0.5,
         transition_scale: float = 1.0,
+        tying: StateTying | None = None,
     ) -> None:
         stay = np.broadcast_to(np.asarray(self_loop, np.float64), (inventory.num_classes,))
         assert ((stay > 0) & (stay < 1)).all()
@@ -166,6 +170,7 @@ class TranscriptCompiler:
         self._no_pause = transition_scale * float(np.log1p(-silence_probability))
         self._scale = transition_scale
         self._variants: dict[str, list[tuple[States, float]]] = {}
+        self._contexts = None if tying is None else _Contexts(tying, self._stay, self._leave)
 
     def compile(self, words: Sequence[str]) -> TranscriptHmm:
         """Make the HMM of a transcript; without words it is silence.
@@ -193,7 +198,8 @@ class TranscriptCompiler:
         hub = self._pass_boundary(chains, boundary)
         if not chains.num_states:
             raise ConfigError("a transcript without words has no HMM without silence; leave it out")
-        return chains.finish(hub, min_frames or len(self._silence))
+        hmm = chains.finish(hub, min_frames or len(self._silence))
+        return hmm if self._contexts is None else self._contexts.expand(hmm)
 
     def _pass_boundary(self, chains: _Chains, boundary: list[_Arc]) -> list[_Arc]:
         """Return the arcs behind a word boundary, past a pause or without one."""
@@ -275,13 +281,14 @@ def num_ctc_classes(num_states: int) -> int:
 
 
 def make_compiler(
-    lexicon: Lexicon, inventory: StateInventory, options: TranscriptOptions
+    lexicon: Lexicon, inventory: StateInventory, options: TranscriptOptions, tying: StateTying | None = None
 ) -> TranscriptCompiler | CtcCompiler:
-    """Return what makes the HMMs that the options describe."""
+    """Return what makes the HMMs that the options describe, of the classes that `tying` makes of states."""
     if options.topology == "ctc":
+        assert tying is None  # CTC's classes are phones
         return CtcCompiler(lexicon, inventory)
     return TranscriptCompiler(
-        lexicon, inventory, options.self_loop, options.silence_probability, options.transition_scale
+        lexicon, inventory, options.self_loop, options.silence_probability, options.transition_scale, tying
     )
 
 
@@ -292,6 +299,116 @@ def _shortest_path(hmm: TranscriptHmm) -> int:
         before = [frames[p] for p, arc in zip(predecessors[1:], log_probs[1:], strict=True) if arc > LOG_ZERO]
         frames.append(1 if hmm.initial[state] > LOG_ZERO else 1 + min(before))
     return int(min(n for n, final in zip(frames, hmm.final, strict=True) if final > LOG_ZERO))
+
+
+class _PhoneGraph:
+    """The phones of an HMM whose classes are states without context, in order.
+
+    Attributes:
+        phones: of each place, its phone.
+        entries: of each place, the places that it may be entered from, with the log-probability of the arc.
+        begins, ends: of each place, the log-probability of beginning and of ending there.
+        lefts, rights: of each place, the phones that may be next to it, in order; beyond the ends EDGE.
+    """
+
+    def __init__(self, hmm: TranscriptHmm) -> None:
+        first, last = slice(None, None, STATES_PER_PHONE), slice(STATES_PER_PHONE - 1, None, STATES_PER_PHONE)
+        self.phones: list[int] = (hmm.classes[first] // STATES_PER_PHONE).tolist()
+        self.begins: list[float] = hmm.initial[first].tolist()
+        self.ends: list[float] = hmm.final[last].tolist()
+        before = (hmm.predecessors[first, 1:] // STATES_PER_PHONE).tolist()
+        arcs = hmm.log_probs[first, 1:].tolist()
+        self.entries: list[list[_Arc]] = [
+            [arc for arc in zip(*of_place, strict=True) if arc[1] > LOG_ZERO]
+            for of_place in zip(before, arcs, strict=True)
+        ]
+        lefts = [{EDGE} if begin > LOG_ZERO else set() for begin in self.begins]
+        rights = [{EDGE} if end > LOG_ZERO else set() for end in self.ends]
+        for place, phone in enumerate(self.phones):
+            for other, _ in self.entries[place]:
+                lefts[place].add(self.phones[other])
+                rights[other].add(phone)
+        self.lefts = [tuple(sorted(phones)) for phones in lefts]
+        self.rights = [tuple(sorted(phones)) for phones in rights]
+
+
+@dataclass(frozen=True)
+class _Copies:
+    """What a phone's possible neighbours make of it: a copy for each pair of groups of them.
+
+    Attributes:
+        left, right: the group of each possible neighbour on that side; those of a group make no difference.
+        classes: of the states of each copy, (left groups, right groups, states).
+    """
+
+    left: dict[int, int]
+    right: dict[int, int]
+    classes: States
+
+
+class _Contexts:
+    """Gives the phones of HMMs the classes that they have between their neighbours.
+
+    Args:
+        tying: says which classes those are.
+        stay, leave: log-probabilities of the states without context, scaled.
+    """
+
+    def __init__(self, tying: StateTying, stay: LogProbs, leave: LogProbs) -> None:
+        self._tying = tying
+        self._stay, self._leave = stay[tying.states], leave[tying.states]
+        # Most phones have one neighbour on each side, and the same ones come again and again.
+        self._known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _Copies] = {}
+
+    def expand(self, hmm: TranscriptHmm) -> TranscriptHmm:
+        """Return an HMM with the copies of each phone instead of the phone."""
+        graph = _PhoneGraph(hmm)
+        copies = [self._copies(*it) for it in zip(graph.phones, graph.lefts, graph.rights, strict=True)]
+        chains = _Chains(self._stay, self._leave)
+        # Of each place and group of right neighbours: the last states of the copies that these may follow.
+        leaving: list[list[list[int]]] = []
+        for place, (phone, own) in enumerate(zip(graph.phones, copies, strict=True)):
+            leaving.append([[] for _ in range(own.classes.shape[1])])
+            for group, row in enumerate(own.classes):
+                arcs = [
+                    (state, arc)
+                    for other, arc in graph.entries[place]
+                    if own.left[graph.phones[other]] == group
+                    for state in leaving[other][copies[other].right[phone]]
+                ]
+                if graph.begins[place] > LOG_ZERO and own.left[EDGE] == group:
+                    arcs.append((-1, graph.begins[place]))
+                for states, classes in zip(leaving[place], row, strict=True):
+                    states.append(chains.add(classes, arcs)[0])
+        last = [
+            (state, end)
+            for end, own, states in zip(graph.ends, copies, leaving, strict=True)
+            if end > LOG_ZERO
+            for state in states[own.right[EDGE]]
+        ]
+        return chains.finish(last, hmm.min_frames)
+
+    def _copies(self, phone: int, left: tuple[int, ...], right: tuple[int, ...]) -> _Copies:
+        """Return the copies of a phone with these possible neighbours."""
+        found = self._known.get((phone, left, right))
+        if found is None:
+            rights = right if self._tying.looks_right else (0,)
+            table = self._tying.table[np.ix_(left, [phone], rights)][:, 0]  # (left, right, states)
+            first_left, groups_left = _groups_of(table)
+            first_right, groups_right = _groups_of(table.swapaxes(0, 1))
+            found = _Copies(
+                dict(zip(left, groups_left, strict=True)),
+                dict(zip(right, groups_right if self._tying.looks_right else [0] * len(right), strict=True)),
+                table[np.ix_(first_left, first_right)].astype(np.int64),
+            )
+            self._known[phone, left, right] = found
+        return found
+
+
+def _groups_of(rows: IntArray) -> tuple[list[int], list[int]]:
+    """Return the first row of each group of equal ones, and the group of each row."""
+    _, first, group = np.unique(rows.reshape(len(rows), -1), axis=0, return_index=True, return_inverse=True)
+    return first.tolist(), group.reshape(-1).tolist()
 
 
 class _Chains:

@@ -238,13 +238,17 @@ class TrainOptions:
         return dataclasses.replace(self.model, prior_scale=None)
 
     def _refuse_beside_transcripts(self) -> None:
-        """Refuse what does not go with learning transcripts as a whole.  Raises ConfigError."""
-        if self.aligns:
+        """Refuse what does not go with learning transcripts as a whole.  Raises ConfigError.
+
+        Trees of states in context are grown from an alignment, whatever is learnt then.
+        """
+        criterion = self.model.criterion
+        if self.aligns and not (criterion == "full-sum" and self.context != "none" and not self.realign):
             name, remedy = self.aligning[0], ""
             if self.realign:
                 remedy = ", or give --realign-criterion full-sum instead of --criterion"
             raise ConfigError(
-                f"{name}: not with --criterion {self.model.criterion}, which learns from no alignment; "
+                f"{name}: not with --criterion {criterion}, which learns from no alignment; "
                 f"leave it out{remedy}"
             )
         self._refuse_cuts("give --criterion frame")

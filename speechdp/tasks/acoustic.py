@@ -235,10 +235,6 @@ class TranscriptTask(AcousticTask):
         from speechdp.labels.lexicon import Lexicon  # noqa: PLC0415
 
         refuse_kaldi_pdfs(data.dataset.classes_path, "training without an alignment")
-        if data.tying is not None:
-            raise ConfigError(
-                "--alignments: has states in context, which only --criterion frame learns; leave it out"
-            )
         Lexicon.load(data.dataset.lexicon_path)
         return super().describe_data(data)
 
@@ -277,7 +273,7 @@ class FullSumTask(TranscriptTask):
         import torch  # noqa: PLC0415
 
         model = super().make_model(data)
-        prior = torch.full((data.dataset.num_classes,), 1 / data.dataset.num_classes)
+        prior = torch.full((data.num_classes,), 1 / data.num_classes)
         # Each rank has its own, averaged where the model is judged or saved, as statistics of normalisation.
         model.register_buffer("class_prior", prior, persistent=False)
         return model
@@ -338,6 +334,10 @@ class CtcTask(TranscriptTask):
 
     def describe_data(self, data: TaskData) -> dict[str, Any]:
         """Return what the model file says of the data, with the number of CTC's classes."""
+        if data.tying is not None:
+            raise ConfigError(
+                "--alignments: has states in context, which --criterion ctc does not learn; leave it out"
+            )
         num_classes = num_ctc_classes(data.dataset.num_classes)
         return {**super().describe_data(data), "num_classes": num_classes}
 

@@ -31,6 +31,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.extents import Extents
 from speechdp.labels.hmm import StateInventory, count_frames_and_runs
 from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.state_tying import tying_in
 from speechdp.labels.transcript_hmm import TranscriptHmms, TranscriptOptions, make_compiler
 
 IntArray = npt.NDArray[np.int64]
@@ -86,8 +87,9 @@ class SplitReader(SplitSource):
         context: frames around each segment.
         comm: ranks that share out the reading of the shards' indices (collective then); None reads all.
         pin: make batches in page-locked memory.
-        transcripts: batches hold the HMMs of their transcripts, with these probabilities.  Segments are whole
-            utterances then; the frames of one that does not fit its transcript are not to be learnt.
+        transcripts: batches hold the HMMs of their transcripts, with these probabilities and the classes of
+            the targets.  Segments are whole utterances then; the frames of one that does not fit its
+            transcript are not to be learnt.
 
     Raises:
         ConfigError: HMMs are asked for, and the lexicon or the class list cannot be used.
@@ -115,7 +117,7 @@ class SplitReader(SplitSource):
         if transcripts is not None:
             lexicon = Lexicon.load(dataset.lexicon_path)
             inventory = StateInventory.load(dataset.classes_path)
-            self._compiler = make_compiler(lexicon, inventory, transcripts)
+            self._compiler = make_compiler(lexicon, inventory, transcripts, tying_in(alignments))
         lengths = self._files.lengths(comm)
         self.times.facts |= {"stored": dataset.stored, "storage": self._files.storage}
         self.index = CorpusIndex.of_lengths(lengths)

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import count
 
 import numpy as np
 import pytest
 
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
-from speechdp.labels.lexicon import Lexicon
+from speechdp.labels.lexicon import SILENCE, Lexicon
+from speechdp.labels.state_tying import Context, Node, Side, Split, StateTying
 from speechdp.labels.transcript_hmm import (
     LOG_ZERO,
     NO_PATH,
@@ -102,6 +104,55 @@ def test_the_shortest_path_has_min_frames() -> None:
 def test_transition_scale_raises_every_probability_to_a_power() -> None:
     plain, scaled = paths_of(compiler().compile(["ab"])), paths_of(compiler(scale=0.3).compile(["ab"]))
     assert scaled == {path: pytest.approx(probability**0.3) for path, probability in plain.items()}
+
+
+QUESTIONS = ((SILENCE,), ("A",), ("B", "C"), (SILENCE, "C"))
+
+
+def random_tying(context: Context, seed: int, most_questions: int) -> StateTying:
+    """Return trees that ask up to so many questions, one below the other, about each state but silence's."""
+    random, leaves = np.random.default_rng(seed), count()
+    sides: list[Side] = ["left"] if context == "left" else ["left", "right"]
+
+    def grow(questions: int) -> Node:
+        if questions == 0:
+            return next(leaves)
+        side, number = sides[random.integers(len(sides))], int(random.integers(len(QUESTIONS)))
+        return Split(side, number, grow(questions - 1), grow(int(random.integers(questions))))
+
+    depths = [0 if state < 3 else int(random.integers(most_questions + 1)) for state in range(12)]
+    return StateTying(INVENTORY, context, QUESTIONS, [grow(depth) for depth in depths])
+
+
+@pytest.mark.parametrize("words", [[], ["c"], ["c", "c"], ["ab", "c", "ab"], ["c", "ab", "c", "c"]])
+@pytest.mark.parametrize("context", ["left", "both"])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_classes_in_context_are_those_of_each_path(context: Context, seed: int, words: list[str]) -> None:
+    stay = np.linspace(0.1, 0.9, 12)
+    tying = random_tying(context, seed, most_questions=3)
+    plain = TranscriptCompiler(LEXICON, INVENTORY, stay, 0.2).compile(words)
+    hmm = TranscriptCompiler(LEXICON, INVENTORY, stay, 0.2, tying=tying).compile(words)
+    expected = {
+        tuple(tying.tied(np.array(path, np.int32)).tolist()): pytest.approx(probability)
+        for path, probability in paths_of(plain).items()
+    }
+    assert paths_of(hmm) == expected
+    assert hmm.min_frames == plain.min_frames
+    assert np.allclose(hmm.log_probs[:, 0], np.log(stay[tying.states[hmm.classes]]))
+    before = np.where(hmm.log_probs > LOG_ZERO, hmm.predecessors, -1)[:, 1:]
+    assert (before < np.arange(len(hmm.classes))[:, np.newaxis]).all()  # in order
+
+
+@pytest.mark.parametrize("context", ["left", "both"])
+def test_neighbours_that_make_no_difference_ask_for_no_copies(context: Context) -> None:
+    words = ["c", "ab", "c"]
+    alike = TranscriptCompiler(LEXICON, INVENTORY, 0.6, tying=random_tying(context, 1, 0)).compile(words)
+    assert len(alike.classes) == len(TranscriptCompiler(LEXICON, INVENTORY, 0.6).compile(words).classes)
+    # The first state of C is another one after A, with which the word before it may end.
+    trees: list[Node] = [*range(9), Split("left", 1, 9, 10), 11, 12]
+    of_c = StateTying(INVENTORY, context, QUESTIONS, trees)
+    hmm = TranscriptCompiler(LEXICON, INVENTORY, 0.6, tying=of_c).compile(["c", "c"])
+    assert len(hmm.classes) == 3 * (3 + 2 + 1 + 2)  # pauses; the first word; the second
 
 
 def test_self_loops_are_those_of_the_classes() -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -105,10 +106,15 @@ def test_all_ranks_stop_where_one_is_asked(exact: Dataset, tmp_path: Path) -> No
     assert not (tmp_path / "alignments/tied/completed.json").exists()
 
 
-@pytest.mark.parametrize("context", ["left", "both"])
-def test_a_model_of_states_in_context_recognises(exact: Dataset, tmp_path: Path, context: str) -> None:
+@pytest.mark.parametrize(
+    ("context", "criterion"), [("left", None), ("both", None), ("left", "full-sum"), ("both", "full-sum")]
+)
+def test_a_model_of_states_in_context_recognises(
+    exact: Dataset, tmp_path: Path, context: str, criterion: Any
+) -> None:
     """What it was trained for is in its file: decoding needs no option, nor do posteriors."""
-    options = dataclasses.replace(OPTIONS, context=context)
+    model = dataclasses.replace(SMALL, criterion=criterion)
+    options = dataclasses.replace(OPTIONS, context=context, model=model)
     train_with_realignment(session(exact), options, tmp_path / "run")
     tying = tying_in(tmp_path / "run/alignments/tied")
     trained = load_model(tmp_path / "run", CPU)
@@ -140,7 +146,7 @@ def test_another_run_trains_on_the_same_targets(exact: Dataset, tmp_path: Path) 
     for options in (
         dataclasses.replace(again, context="left"),
         dataclasses.replace(again, realign=1),
-        dataclasses.replace(again, model=dataclasses.replace(SMALL, criterion="full-sum")),
+        dataclasses.replace(again, model=dataclasses.replace(SMALL, criterion="ctc")),
     ):
         with pytest.raises(ConfigError, match="states in context"):
             train_with_realignment(session(exact), options, tmp_path / "other")
@@ -247,9 +253,13 @@ def test_options_that_do_not_go_with_it() -> None:
     ):
         with pytest.raises(ConfigError, match=r"--tied-states|--context"):
             TrainOptions(**options)  # type: ignore[arg-type]
-    for criterion in ("ctc", "full-sum"):
-        with pytest.raises(ConfigError, match=f"--context: not with --criterion {criterion}"):
-            TrainOptions(ModelOptions(criterion=criterion), context="left")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="--context: not with --criterion ctc"):
+        TrainOptions(ModelOptions(criterion="ctc"), context="left")
+    full_sum = TrainOptions(ModelOptions(criterion="full-sum"), flat_start=True, context="left")
+    with pytest.raises(ConfigError, match="--flat-start: not with --criterion full-sum"):
+        dataclasses.replace(full_sum, context="none")  # nothing would use the alignment
+    with pytest.raises(ConfigError, match="--realign: not with --criterion full-sum"):
+        dataclasses.replace(full_sum, realign=1)
     TrainOptions(context="both", realign=1, realign_criterion="full-sum")
 
 
