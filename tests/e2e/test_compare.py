@@ -90,7 +90,8 @@ def test_it_ends_with_table_and_report(compared: tuple[Path, Ended]) -> None:
 
 def test_strategies_and_one_rank_have_raced(compared: tuple[Path, Ended]) -> None:
     out, ended = compared
-    assert "race on 2 ranks: 3 settings in turn, started" in ended.stdout
+    assert "race on 2 ranks: 3 settings in turn, " in ended.stdout
+    assert "race-2.log shows the time left" in ended.stdout
     assert "race on 2 ranks: done" in ended.stdout
     race = find_race(out, 2)
     assert race is not None and race.plan.baseline == "gradient_averaging"

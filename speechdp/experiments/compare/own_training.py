@@ -157,7 +157,9 @@ class OwnTraining(ComparedTraining):
         plan = request.race_on(ranks, strategies, options)
         if not plan.is_race or _was_held(request.out, plan):
             return None
-        self._say(f"race on {ranks} ranks: {counted(len(plan.settings), 'setting')} in turn, started")
+        log = log_of(request.out / f"race-{ranks}")
+        settings, rounds = counted(len(plan.settings), "setting"), counted(plan.rounds, "round")
+        self._say(f"race on {ranks} ranks: {settings} in turn, {rounds}, started; {log} shows the time left")
         words = ["compare", str(request.data.absolute()), str(request.out.absolute()), f"--job=race-{ranks}"]
         words += [f"--strategies={','.join(choice.text for choice in strategies)}", f"--seeds={options.seed}"]
         words += [f"--ranks={'1,' if 1 in request.plan.ranks else ''}{ranks}"]
@@ -165,7 +167,7 @@ class OwnTraining(ComparedTraining):
         words += [f"--decode-split={request.decode_split}"]
         words += train_arguments(dataclasses.replace(options, seed=TrainOptions().seed))
         num_ranks = ranks + options.loading.feeders
-        message = self._starter.run(num_ranks, words, log_of(request.out / f"race-{ranks}"))
+        message = self._starter.run(num_ranks, words, log)
         if message is None and not _was_held(request.out, plan):
             message = NOTHING_LEFT
         self._say(f"race on {ranks} ranks: {'done' if message is None else f'failed: {message}'}")
