@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -201,35 +201,23 @@ def decode_split(
         own = _OwnUtterances(step_s, time.process_time() - began)
         features = reader.features(inputs_of(trained.config), options.normalise)
         own.recognise(recogniser, reader, features, is_asked_to_stop)
-    parts = comm.allgather_object(
-        {
-            "hypotheses": [vars(h) for h in own.hypotheses],
-            "speed": vars(own.speed()),
-            "retried": recogniser.searcher.num_retried,
-            "stopped": len(own.hypotheses) < len(reader.own),
-        }
-    )
-    if any(part["stopped"] for part in parts):
-        raise Stopped
-    everything = (Hypothesis(**values) for part in parts for values in part["hypotheses"])
-    hypotheses = sorted(everything, key=lambda h: h.utterance_id)  # the order Kaldi's tools expect
-    told = judged(hypotheses)
-    wer = word_error_rate([h.ref for h in told], [h.hyp for h in told])
+    found = _found_by_all(own, recogniser, reader, comm)
+    told = judged(found.hypotheses)
     result = DecodingResult(
         split=split,
         name=name,
         data={"path": str(dataset.path), "checksum": dataset.checksum},
         grammar=recogniser.grammar,
-        wer=wer,
+        wer=word_error_rate([h.ref for h in told], [h.hyp for h in told]),
         speakers=errors_by_speaker(told),
-        retried=sum(part["retried"] for part in parts),
-        failed=sum(h.num_candidates == 0 for h in hypotheses),
+        retried=found.num_retried,
+        failed=sum(h.num_candidates == 0 for h in found.hypotheses),
         unknown_words=sum(word not in recogniser.words for words in reader.transcripts for word in words),
         hypotheses=path,
-        utterances=tuple(hypotheses),
+        utterances=found.hypotheses,
         settings=_settings(recogniser, options, tuning),
-        nbest=NBestLists.of(hypotheses, nbest_path(path), options.num_candidates),
-        speed=DecodingSpeed.over([part["speed"] for part in parts]),
+        nbest=NBestLists.of(found.hypotheses, nbest_path(path), options.num_candidates),
+        speed=found.speed,
     )
     lists = _gathered(own.lists, comm)
     if comm.rank == 0:
@@ -318,3 +306,43 @@ class _OwnUtterances:
         """Return what it took so far."""
         speech = self._frames * self._frame_shift_s
         return DecodingSpeed(speech, self._graph_s, self._network_s, self._search_s, peak_rss_bytes())
+
+
+class _Found(NamedTuple):
+    """What all ranks have recognised.
+
+    Attributes:
+        hypotheses: by utterance id.
+        num_retried: utterances that needed a wider beam.
+        speed: of all ranks.
+    """
+
+    hypotheses: tuple[Hypothesis, ...]
+    num_retried: int
+    speed: DecodingSpeed
+
+
+def _found_by_all(
+    own: _OwnUtterances, recogniser: Recogniser, reader: SpokenSplit, comm: Communicator
+) -> _Found:
+    """Return what all ranks have recognised, on every rank.  Collective.
+
+    Raises:
+        Stopped: a rank was asked to.
+    """
+    parts = comm.allgather_object(
+        {
+            "hypotheses": [vars(h) for h in own.hypotheses],
+            "retried": recogniser.searcher.num_retried,
+            "speed": vars(own.speed()),
+            "stopped": len(own.hypotheses) < len(reader.own),
+        }
+    )
+    if any(part["stopped"] for part in parts):
+        raise Stopped
+    hypotheses = (Hypothesis(**values) for part in parts for values in part["hypotheses"])
+    return _Found(
+        tuple(sorted(hypotheses, key=lambda h: h.utterance_id)),  # the order Kaldi's tools expect
+        sum(part["retried"] for part in parts),
+        DecodingSpeed.over([part["speed"] for part in parts]),
+    )

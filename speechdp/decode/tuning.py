@@ -235,13 +235,7 @@ def tune(
     log_prior = trained.class_log_prior.detach().cpu().numpy()
     trials = _Trials(recogniser, log_prior, split, scored, num_words, comm, is_asked_to_stop, say)
     tunable = [n for n in _tunable(recogniser.grammar) if n != "prior_scale" or not is_ctc(trained.config)]
-    best = options
-    for _ in range(_ROUNDS):
-        before = best
-        for name in tunable:
-            best = trials.walk(best, name, _values(name, options))
-        if best == before:
-            break
+    best = trials.best(options, tunable)
     chosen = {name: getattr(best, name) for name in tunable}
     edges = {name: _edge(name, value, options) for name, value in chosen.items()}
     errors, tried_weights = trials.errors(best, tunable[-1]), []
@@ -334,7 +328,24 @@ class _Trials:
     say: Callable[[str], None]
     _errors: dict[DecodingOptions, int] = field(default_factory=dict)
 
-    def walk(self, now: DecodingOptions, name: str, values: Sequence[Any]) -> DecodingOptions:
+    def best(self, given: DecodingOptions, names: Sequence[str]) -> DecodingOptions:
+        """Return the best setting found from `given` on, one option after the other, and again.
+
+        Collective.
+
+        Raises:
+            Stopped: a rank was asked to.
+        """
+        best = given
+        for _ in range(_ROUNDS):
+            before = best
+            for name in names:
+                best = self._walk(best, name, _values(name, given))
+            if best == before:
+                break
+        return best
+
+    def _walk(self, now: DecodingOptions, name: str, values: Sequence[Any]) -> DecodingOptions:
         """Return the best value of an option near the present one.  Collective.  Raises Stopped."""
         here = values.index(getattr(now, name))
         found = [(self.errors(now, name), _change(name, now, now), now)]

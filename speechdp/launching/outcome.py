@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
@@ -94,11 +95,11 @@ def has_tried_all(target: Target) -> bool:
     """Tell whether a sweep has trained all runs but those that it says have failed: it is over for now."""
     if target.subcommand != "sweep":
         return False
+    record = _sweep_record(target.directory)
     try:
-        record = parse_json((target.directory / "sweep.json").read_text(encoding="utf-8"))
         runs, failed = list(record["runs"]), dict(record["failed"])
         done = [(target.directory / name / "completed.json").is_file() for name in runs if name not in failed]
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError):  # not what a sweep writes
         return False
     return bool(failed) and all(done)
 
@@ -271,15 +272,19 @@ def _meaning(exit_code: int) -> str:
 
 def _marker_state(subcommand: str, directory: Path) -> tuple[int, int] | None:
     """Return what tells one writing of the completion marker from another; None: not complete."""
+    if subcommand == "sweep" and _sweep_record(directory).get("completed") is not True:
+        return None
     try:
-        if subcommand == "train":
-            marker = (directory / "completed.json").stat()
-        else:
-            path = directory / "sweep.json"
-            content = parse_json(path.read_text(encoding="utf-8"))
-            if not (isinstance(content, dict) and content.get("completed") is True):
-                return None
-            marker = path.stat()
-    except (OSError, ValueError):
+        marker = (directory / ("sweep.json" if subcommand == "sweep" else "completed.json")).stat()
+    except OSError:
         return None
     return marker.st_mtime_ns, marker.st_ino
+
+
+def _sweep_record(out: Path) -> dict[str, Any]:
+    """Return what a sweep has written about itself; nothing where that cannot be read."""
+    try:
+        record = parse_json((out / "sweep.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}

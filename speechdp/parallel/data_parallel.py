@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 import numbers
 import os
 from collections.abc import Iterable, Iterator
@@ -22,11 +20,19 @@ from speechdp.parallel.batch_statistics import average_statistics, averaged_stat
 from speechdp.parallel.joined_batches import BatchJoiner
 from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.replica import Replica
+from speechdp.parallel.script_checks import (
+    check_loadable,
+    check_model,
+    check_same,
+    check_saved_together,
+    check_strategy,
+    of_same_model,
+)
 from speechdp.parallel.script_folder import FOLDER, ScriptFolder, write_tensors
 from speechdp.parallel.stop import Pause, StopWatch
 from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.parallel.training_step import TrainingStep
-from speechdp.parallel.untrained import StaysUntrained, share_untrained, untrained
+from speechdp.parallel.untrained import StaysUntrained, share_untrained
 from speechdp.process.ending import Paused, Stopped, StoppedUnsaved
 from speechdp.timing.gather import gather_timing
 from speechdp.timing.memory import peak_memory
@@ -37,7 +43,6 @@ STRATEGY = "SPEECHDP_STRATEGY"
 
 #: What `log` writes into a line itself.
 _LOGGED = ("step", "time_s", "learning_rate", "frames", "period")
-_LOWER_PRECISION = "for lower precision keep float32 parameters and compute under torch.autocast"
 
 Batch = TypeVar("Batch")
 
@@ -90,12 +95,12 @@ class DataParallel:
         settings = _settings(comm, strategy, folder)
         self.model, self.optimizer, self.comm = model, optimizer, comm
         self.strategy: Strategy = parse_strategy(settings["strategy"])
-        self._check_strategy(num_steps)
+        check_strategy(self.strategy, comm, num_steps)
         traits = self.strategy.traits
         #: Periods in frames must end on all ranks at the same step.
         self._counts_frames = traits.synchronous and traits.counts_frames
-        _check_model(model)
-        _check_same(model, optimizer, comm)
+        check_model(model)
+        check_same(model, optimizer, comm)
         self._replica = Replica(model, optimizer, max_gradient_norm=max_gradient_norm, scaler=scaler)
         self._stays_untrained = StaysUntrained(self._replica)
         self._num_steps, self._scaler = num_steps, scaler
@@ -108,8 +113,7 @@ class DataParallel:
         self._weight_of_all: int | None = None  # known while all ranks evaluate, and at the end
         self._phase = _Phase.NEW
         self._is_in_step = False
-        #: The error that has left a step before its end; None: all steps are whole.
-        #: The block that an error has left, and the error.
+        #: The step or evaluation that an error has left before its end, and the error; None: all are whole.
         self._left_by: tuple[str, str] | None = None
         self._total_weight = torch.zeros(1, dtype=torch.float64)  # of all ranks, in the step under way
         self._weighing: Work | None = None
@@ -125,26 +129,6 @@ class DataParallel:
         """Where the run is recorded; None: nowhere."""
         return self._folder.path
 
-    def _check_strategy(self, num_steps: int) -> None:
-        strategy, comm = self.strategy, self.comm
-        strategy.check_ranks(comm)
-        if None in strategy.roster(comm.size).part_of_rank:
-            raise ConfigError(f"{strategy.name}: rank 0 would train on nothing; leave out dedicated=true")
-        if strategy.traits.offers_models:
-            raise ConfigError(
-                f"{strategy.name}:combine: a loop of your own evaluates its models itself; leave out combine="
-            )
-        if strategy.traits.follows_whole_run and num_steps <= 0:
-            raise ConfigError(
-                f"{describe(strategy)}: depends on how much of the training is done; give DataParallel "
-                "num_steps=, the steps of the whole training"
-            )
-        if strategy.traits.counts_epochs:
-            raise ConfigError(
-                f"{describe(strategy)}: a loop of your own does not say where its epochs end; write points "
-                "in steps, or in % with num_steps="
-            )
-
     # -- beginning and end ------------------------------------------------------------------------------
 
     def __enter__(self) -> DataParallel:
@@ -155,7 +139,7 @@ class DataParallel:
         self._cut_at = pause.step if pause is not None and pause.cut else 0
         with ExitStack() as undo:
             undo.callback(self._end)
-            self._check_loaded()
+            check_saved_together(self._loaded, self.strategy, self.comm)
             self._replica.bind_parameters()
             loaded, self._loaded = self._loaded, None
             state_of = None if loaded is None else loaded.get("run_id", "")
@@ -536,20 +520,8 @@ class DataParallel:
             what: names the state in messages.
             otherwise: what may be done instead of going on from it.
         """
-        comm = self.comm
-        if (state["rank"], state["size"]) != (comm.rank, comm.size):
-            raise ConfigError(
-                f"{what} is of rank {state['rank']} of {state['size']}, this is rank {comm.rank} of "
-                f"{comm.size}; load on each rank what it saved itself, on as many ranks"
-            )
-        strategy = describe(self.strategy)
-        saved, here = _told_apart(_in_full(state.get("strategy_options", strategy)), strategy)
-        if saved != here:
-            raise ConfigError(
-                f"{what} was saved with the strategy {saved}, and this run has {here}; give the strategy of "
-                f"before, {otherwise}"
-            )
-        with _of_same_model():
+        check_loadable(state, self.strategy, self.comm, what=what, otherwise=otherwise)
+        with of_same_model():
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(_copied(state["optimizer"]))
         if self._scaler is not None and state["scaler"]:  # of one that was not enabled it is empty
@@ -604,19 +576,6 @@ class DataParallel:
         more: dict[str, Any] = state["more"]
         return more
 
-    def _check_loaded(self) -> None:
-        """Refuse states of different steps: ranks that were killed while they saved.  Collective."""
-        steps = self.comm.allgather_object(None if self._loaded is None else self._loaded["steps"])
-        for rank, step in enumerate(steps):
-            if (step is None) != (steps[0] is None) or (
-                step != steps[0] and self.strategy.traits.synchronous
-            ):
-                first, other = ("nothing" if n is None else f"step {n}" for n in (steps[0], step))
-                raise ConfigError(
-                    f"load_state_dict: rank 0 loads {first}, rank {rank} {other}; load states that were "
-                    "saved together (save_checkpoint and load_checkpoint see to it)"
-                )
-
     def _laid_aside(self) -> dict[str, Any]:
         """Return the state of model and optimizer, which strategies find as in a run that begins.
 
@@ -631,7 +590,7 @@ class DataParallel:
 
     def _take_up(self, state: dict[str, Any], own: dict[str, Any]) -> None:
         """Give the attached strategy its state, and this rank its own model and optimizer again."""
-        with _of_same_model():
+        with of_same_model():
             self.model.load_state_dict(own["model"])
             self.optimizer.load_state_dict(own["optimizer"])
             # After the parameters: a strategy may keep what depends on them.
@@ -767,84 +726,6 @@ def _settings(comm: Communicator, strategy: str, folder: str | Path | None) -> d
     }
     found: dict[str, Any] = comm.broadcast_object(settings)
     return found
-
-
-def _check_model(model: nn.Module) -> None:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if not trained:
-        raise ConfigError("the model has no trainable parameter (requires_grad is False for all)")
-    kinds = sorted({f"{str(p.dtype).removeprefix('torch.')} on {p.device}" for p in trained})
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"the model's trainable parameters are {' and '.join(kinds)}; DataParallel takes one type on one "
-            f"device ({_LOWER_PRECISION})"
-        )
-    if trained[0].dtype in (torch.float16, torch.bfloat16):
-        raise ConfigError(
-            f"the model's trainable parameters are {kinds[0]}, a type in which sums over ranks and the "
-            f"weights of steps overflow or are rounded; {_LOWER_PRECISION}"
-        )
-
-
-def _check_same(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
-    """Refuse ranks whose models or optimizers differ: their exchanges would hang.  Collective."""
-    shapes = [(name, list(p.shape), str(p.dtype)) for name, p in model.named_parameters() if p.requires_grad]
-    others = [(name, list(x.shape), str(x.dtype)) for name, x in untrained(model)]
-    groups = [len(group["params"]) for group in optimizer.param_groups]
-    facts = {
-        "number of trainable parameters": sum(math.prod(shape) for _, shape, _ in shapes),
-        "trainable parameters (names, shapes)": _checksum(shapes),
-        "frozen parameters and buffers (names, shapes)": _checksum(others),
-        "optimizer": f"{type(optimizer).__name__} of {groups}, with {_state_names(optimizer) or 'no'} state",
-    }
-    ranks = comm.allgather_object(facts)
-    for rank, other in enumerate(ranks):
-        for name, value in other.items():
-            if value != ranks[0][name]:
-                raise ConfigError(
-                    f"{name}: {ranks[0][name]} on rank 0, but {value} on rank {rank}; make the same model "
-                    "and optimizer on every rank"
-                )
-
-
-def _checksum(facts: object) -> str:
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-
-
-def _state_names(optimizer: torch.optim.Optimizer) -> str:
-    return ", ".join(sorted({name for state in optimizer.state.values() for name in state}))
-
-
-def _in_full(strategy: str) -> str:
-    """Return a strategy that was saved with the options that it has got since, at their defaults."""
-    try:
-        return describe(parse_strategy(strategy))
-    except ConfigError:  # of a package that is not there, or with options that are gone
-        return strategy
-
-
-def _told_apart(saved: str, here: str) -> tuple[str, str]:
-    """Return two strategies as `describe` gives them, with what differs alone; equal ones as they are."""
-    (saved_name, _, saved_rest), (name, _, rest) = saved.partition(":"), here.partition(":")
-    if saved_name != name:
-        return saved_name, name
-    saved_options, options = saved_rest.split(","), rest.split(",")
-    saved_only = ",".join(option for option in saved_options if option not in options)
-    here_only = ",".join(option for option in options if option not in saved_options)
-    return ":".join(filter(None, [name, saved_only])), ":".join(filter(None, [name, here_only]))
-
-
-@contextmanager
-def _of_same_model() -> Iterator[None]:
-    """Turn what torch says of a state that does not fit into a line.  Raises ConfigError."""
-    try:
-        yield
-    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        said = one_line(error, 200)
-        raise ConfigError(
-            f"the state that was loaded is of another model or optimizer ({said}); make the model and "
-            "optimizer that it was saved with, or begin in another folder"
-        ) from error
 
 
 def _plain(name: str, value: SupportsFloat | str | None) -> float | int | str | None:

@@ -79,21 +79,26 @@ def run_ranks(main: Callable[[Communicator], T], *, backend: str = "auto", devic
         device = "cpu" if device == "auto" else device
         exit_code = run_threads(_num_threads(name), run, _THREADS_S)[0]
     else:
-        start = StartGuard(_START_S)
-
-        def begin(comm: Communicator) -> int:
-            check_world(comm, {})
-            share_cores(comm.allgather_object(environment.host_name()), environment.host_name())
-            start.over()
-            return run(comm)
-
-        exit_code = guard(
-            lambda: start.waiting_for_all_ranks(lambda: create_communicator(name, exchange_device(device))),
-            begin,
-        )
+        exit_code = _run_launched(name, device, run)
     if exit_code != 0 or not results:  # nothing is returned where `main` was left by sys.exit
         sys.exit(exit_code)
     return results[min(results)]
+
+
+def _run_launched(backend: str, device: str, run: Callable[[Communicator], int]) -> int:
+    """Run `run(comm)` on this process as the rank that its launcher has started; return its exit code."""
+    start = StartGuard(_START_S)
+
+    def create() -> Communicator:
+        return start.waiting_for_all_ranks(lambda: create_communicator(backend, exchange_device(device)))
+
+    def begin(comm: Communicator) -> int:
+        check_world(comm, {})
+        share_cores(comm.allgather_object(environment.host_name()), environment.host_name())
+        start.over()
+        return run(comm)
+
+    return guard(create, begin)
 
 
 def _num_threads(name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import resource
 import sys
@@ -35,22 +36,13 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 def peak_rss_bytes() -> int:
     """Return the largest resident memory that this process has had."""
-    # getrusage counts what the parent held when it started this process, which can be much more.
-    peak = _status_bytes("VmHWM")
-    if peak is not None:
-        return peak
+    with contextlib.suppress(OSError):  # only Linux tells
+        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
+        if (told := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)) is not None:
+            return int(told[1]) * 1024
+    # Counts also what the parent held when it started this process, which can be much more.
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
-
-
-def _status_bytes(name: str) -> int | None:
-    """Return a figure that Linux tells of this process; None elsewhere."""
-    try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    found = re.search(rf"^{name}:\s+(\d+) kB$", status, re.MULTILINE)
-    return None if found is None else int(found[1]) * 1024
 
 
 def memory_balance(ranks_bytes: Iterable[float]) -> float | None:

@@ -1,0 +1,186 @@
+"""Whether what a script gives `DataParallel` can be used: strategy, model, optimizer, a state to go on from.
+
+All of it is refused before it does harm: ranks that differ would wait for each other without end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from speechdp.comm.base import Communicator
+from speechdp.errors import ConfigError, one_line
+from speechdp.parallel.registry import describe, parse_strategy
+from speechdp.parallel.strategy import Strategy
+from speechdp.parallel.untrained import untrained
+
+_LOWER_PRECISION = "for lower precision keep float32 parameters and compute under torch.autocast"
+
+
+def check_strategy(strategy: Strategy, comm: Communicator, num_steps: int) -> None:
+    """Refuse a strategy that these ranks, or the loop of a script, cannot train with.
+
+    Args:
+        strategy: not attached.
+        comm: the ranks.
+        num_steps: of the whole training; 0: not known.
+
+    Raises:
+        ConfigError: it is refused.
+    """
+    strategy.check_ranks(comm)
+    if None in strategy.roster(comm.size).part_of_rank:
+        raise ConfigError(f"{strategy.name}: rank 0 would train on nothing; leave out dedicated=true")
+    if strategy.traits.offers_models:
+        raise ConfigError(
+            f"{strategy.name}:combine: a loop of your own evaluates its models itself; leave out combine="
+        )
+    if strategy.traits.follows_whole_run and num_steps <= 0:
+        raise ConfigError(
+            f"{describe(strategy)}: depends on how much of the training is done; give DataParallel "
+            "num_steps=, the steps of the whole training"
+        )
+    if strategy.traits.counts_epochs:
+        raise ConfigError(
+            f"{describe(strategy)}: a loop of your own does not say where its epochs end; write points "
+            "in steps, or in % with num_steps="
+        )
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse trainable parameters that one flat vector cannot hold.  Raises ConfigError."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ConfigError("the model has no trainable parameter (requires_grad is False for all)")
+    kinds = sorted({f"{str(p.dtype).removeprefix('torch.')} on {p.device}" for p in trained})
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"the model's trainable parameters are {' and '.join(kinds)}; DataParallel takes one type on one "
+            f"device ({_LOWER_PRECISION})"
+        )
+    if trained[0].dtype in (torch.float16, torch.bfloat16):
+        raise ConfigError(
+            f"the model's trainable parameters are {kinds[0]}, a type in which sums over ranks and the "
+            f"weights of steps overflow or are rounded; {_LOWER_PRECISION}"
+        )
+
+
+def check_same(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communicator) -> None:
+    """Refuse ranks whose models or optimizers differ: their exchanges would hang.  Collective.
+
+    Raises:
+        ConfigError: they do.
+    """
+    shapes = [(name, list(p.shape), str(p.dtype)) for name, p in model.named_parameters() if p.requires_grad]
+    others = [(name, list(x.shape), str(x.dtype)) for name, x in untrained(model)]
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    facts = {
+        "number of trainable parameters": sum(math.prod(shape) for _, shape, _ in shapes),
+        "trainable parameters (names, shapes)": _checksum(shapes),
+        "frozen parameters and buffers (names, shapes)": _checksum(others),
+        "optimizer": f"{type(optimizer).__name__} of {groups}, with {_state_names(optimizer) or 'no'} state",
+    }
+    ranks = comm.allgather_object(facts)
+    for rank, other in enumerate(ranks):
+        for name, value in other.items():
+            if value != ranks[0][name]:
+                raise ConfigError(
+                    f"{name}: {ranks[0][name]} on rank 0, but {value} on rank {rank}; make the same model "
+                    "and optimizer on every rank"
+                )
+
+
+def _checksum(facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
+
+
+def _state_names(optimizer: torch.optim.Optimizer) -> str:
+    return ", ".join(sorted({name for state in optimizer.state.values() for name in state}))
+
+
+def check_loadable(
+    state: dict[str, Any], strategy: Strategy, comm: Communicator, *, what: str, otherwise: str
+) -> None:
+    """Refuse a state of another rank, number of ranks or strategy.
+
+    Args:
+        state: what `DataParallel.state_dict` returned.
+        strategy: of this run.
+        comm: its ranks.
+        what: names the state in messages.
+        otherwise: what may be done instead of going on from it.
+
+    Raises:
+        ConfigError: it is refused.
+    """
+    if (state["rank"], state["size"]) != (comm.rank, comm.size):
+        raise ConfigError(
+            f"{what} is of rank {state['rank']} of {state['size']}, this is rank {comm.rank} of "
+            f"{comm.size}; load on each rank what it saved itself, on as many ranks"
+        )
+    now = describe(strategy)
+    saved, here = _told_apart(_in_full(state.get("strategy_options", now)), now)
+    if saved != here:
+        raise ConfigError(
+            f"{what} was saved with the strategy {saved}, and this run has {here}; give the strategy of "
+            f"before, {otherwise}"
+        )
+
+
+def _in_full(strategy: str) -> str:
+    """Return a strategy that was saved with the options that it has got since, at their defaults."""
+    try:
+        return describe(parse_strategy(strategy))
+    except ConfigError:  # of a package that is not there, or with options that are gone
+        return strategy
+
+
+def _told_apart(saved: str, here: str) -> tuple[str, str]:
+    """Return two strategies as `describe` gives them, with what differs alone; equal ones as they are."""
+    (saved_name, _, saved_rest), (name, _, rest) = saved.partition(":"), here.partition(":")
+    if saved_name != name:
+        return saved_name, name
+    saved_options, options = saved_rest.split(","), rest.split(",")
+    saved_only = ",".join(option for option in saved_options if option not in options)
+    here_only = ",".join(option for option in options if option not in saved_options)
+    return ":".join(filter(None, [name, saved_only])), ":".join(filter(None, [name, here_only]))
+
+
+def check_saved_together(state: dict[str, Any] | None, strategy: Strategy, comm: Communicator) -> None:
+    """Refuse states of different steps: ranks that were killed while they saved.  Collective.
+
+    Args:
+        state: what this rank has loaded; None: nothing.
+        strategy: of this run.
+        comm: its ranks.
+
+    Raises:
+        ConfigError: they are refused.
+    """
+    steps = comm.allgather_object(None if state is None else state["steps"])
+    for rank, step in enumerate(steps):
+        if (step is None) != (steps[0] is None) or (step != steps[0] and strategy.traits.synchronous):
+            first, other = ("nothing" if n is None else f"step {n}" for n in (steps[0], step))
+            raise ConfigError(
+                f"load_state_dict: rank 0 loads {first}, rank {rank} {other}; load states that were "
+                "saved together (save_checkpoint and load_checkpoint see to it)"
+            )
+
+
+@contextmanager
+def of_same_model() -> Iterator[None]:
+    """Turn what torch says of a state that does not fit into a line.  Raises ConfigError."""
+    try:
+        yield
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
+        said = one_line(error, 200)
+        raise ConfigError(
+            f"the state that was loaded is of another model or optimizer ({said}); make the model and "
+            "optimizer that it was saved with, or begin in another folder"
+        ) from error
