@@ -8,8 +8,8 @@ whole periods are timed, after steps that are not.  Writes docs/images/slow_link
 
 Last line: JSON of ratios of frames/s at the same rate (free, 10g, 1g, 100m), where both were measured:
 
-    {"dpsgd_vs_gradient_1g": ..., "int8_vs_none_1g": ..., "int8_vs_fp32_100m": ...,
-     "model_averaging_16_nodes_64_vs_model_averaging_16_1g": ...}
+    {"dpsgd_vs_gradient_1g": ..., "dpsgd_int8_vs_gradient_1g": ..., "int8_vs_none_1g": ...,
+     "int8_vs_fp32_100m": ..., "model_averaging_16_nodes_64_vs_model_averaging_16_1g": ...}
 
 NAME_vs_gradient_RATE: each contender beside gradient averaging on the back-end where that is fastest;
 int8_vs_none_RATE, int4_...: compressed averages with a period of 16 beside no exchange at all;
@@ -115,6 +115,7 @@ CONTENDERS = (
     Contender("delayed_averaging_int8", "delayed_averaging:period=16,delay=8,compression=int8"),
     Contender("delayed_averaging on torch", "delayed_averaging:period=16,delay=8", "torch"),
     Contender("dpsgd", "dpsgd"),
+    Contender("dpsgd_int8", "dpsgd:compression=int8"),
     Contender("ad_psgd", "ad_psgd"),
 )
 #: Averages in two levels, where nodes have several ranks.

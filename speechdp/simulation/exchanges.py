@@ -162,7 +162,7 @@ def _neighbours(strategy: Any, model: Model) -> Exchange:
     return Exchange(
         Pattern.NEIGHBOURS,
         model.steps_in(strategy.period),
-        model.nbytes,
+        model.nbytes * share_of_bytes(strategy.compression),
         topology=strategy.topology,
         overlaps=strategy.overlap,
     )

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
-from speechdp.comm.background import JobThread
-from speechdp.comm.base import Communicator, PeerCommunicator, Work
+from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period
 from speechdp.parallel.strategy import Progress, Traits
 from speechdp.strategies.mechanisms import topology
+from speechdp.strategies.mechanisms.neighbours import AllToAll, Neighbours, QuantisedNeighbours, Route
+from speechdp.strategies.mechanisms.number_formats import Compression
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
+from speechdp.strategies.mechanisms.quantisation import refuse_half_precision
 from speechdp.strategies.mechanisms.topology import Mixing
-from speechdp.timing.timeline import Span, Timeline
+from speechdp.timing.timeline import Span
 
 
 @dataclass(eq=False)
@@ -34,10 +32,13 @@ class Dpsgd(PeriodicStrategy):
     With a longer period W is the identity in all steps but the first after each period.
 
     Exchange: the parameters, from where they lie, to each neighbour: their bytes twice a rank and exchange in
-    a ring of three or more, otherwise once; complete: one allreduce, 2 (N-1)/N times their bytes.
+    a ring of three or more, otherwise once; complete: one allreduce, 2 (N-1)/N times their bytes.  With
+    compression= (a ring's alone) the same messages, each a quantised difference to what the neighbours know
+    (`QuantisedNeighbours`); a resume tells them what they knew, by their bytes in full once or twice a rank.
 
     Guarantee: the same exchanges in the same order on every rank, so runs repeat and resume bitwise;
-    replicas differ until `finish`, where they become their mean, bitwise equal.
+    replicas differ until `finish`, where they become their mean, bitwise equal.  An exchange leaves the mean
+    over ranks as it was, also with compression.
 
     Source: Lian et al. 2017 (arXiv 1705.09056, algorithm 1, recalled); random pairs as in Zhang et al. 2020
     (arXiv 2002.01119, known from summaries: details are ours); one-peer exponential graph as in BlueFog.
@@ -49,6 +50,8 @@ class Dpsgd(PeriodicStrategy):
     period: Period = field(default_factory=lambda: Period(1))
     #: Who averages with whom.
     topology: Literal["ring", "random", "exponential", "complete"] = "ring"
+    #: Number format of an exchange: full precision, or differences in 8 or 4 bits a value.
+    compression: Compression = "none"
     #: Overlap the exchange with forward and backward; false: exchange between backward and update.
     overlap: bool = True
     #: Decides which pairs `random` draws.
@@ -58,15 +61,31 @@ class Dpsgd(PeriodicStrategy):
     def traits(self) -> Traits:
         return replace(super().traits, needs_peers=self.topology != "complete", partners_follow_size=True)
 
+    def check_options(self) -> None:
+        super().check_options()
+        if self.compression != "none" and self.topology != "ring":
+            instead = "topology=ring"
+            if self.topology == "complete":
+                instead = f"delayed_averaging:period=1,delay=1,compression={self.compression}"
+            raise ConfigError(
+                f"dpsgd:topology={self.topology},compression={self.compression}: only neighbours that stay "
+                f"the same know what a difference is to; use {instead}, or leave compression out"
+            )
+
     def set_up(self) -> None:
         super().set_up()
         self._mixing_due = False
         self._num_mixings = 0
-        self._route: _Route
+        self._route = self._make_route()
+
+    def _make_route(self) -> Route:
+        values = self.replica.parameters.values
         if self.topology == "complete":
-            self._route = _AllToAll(self.comm, self.replica.parameters.values)
-        else:
-            self._route = _Neighbours(self.peers, self.timeline, self.replica.parameters.values)
+            return AllToAll(self.comm, values)
+        if self.compression == "none" or self.comm.size == 1:
+            return Neighbours(self.peers, self.timeline, values)
+        refuse_half_precision(self.name, self.compression, values)
+        return QuantisedNeighbours(self.peers, self.timeline, values, self._mixing(), self.compression)
 
     def resume(self) -> None:
         self._route.open()
@@ -80,6 +99,10 @@ class Dpsgd(PeriodicStrategy):
         # evaluated, nothing is under way.
         if self._mixing_due and self.overlap:
             self._route.start(self._mixing())
+
+    def start_apart(self) -> None:
+        super().start_apart()
+        self._route.start_from_here()
 
     def step(self, progress: Progress) -> None:
         if self._mixing_due:
@@ -114,100 +137,11 @@ class Dpsgd(PeriodicStrategy):
         self.comm.broadcast(self.replica.parameters.whole, name="parameters")
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"mixing_due": self._mixing_due, "num_mixings": self._num_mixings}
+        counts = {"mixing_due": self._mixing_due, "num_mixings": self._num_mixings}
+        return super().state_dict() | counts | self._route.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._mixing_due = state["mixing_due"] and self.comm.size > 1
         self._num_mixings = state["num_mixings"]
-
-
-class _Route(ABC):
-    """How parameters reach those they are averaged with; at most one exchange is under way."""
-
-    def open(self) -> None:
-        """Prepare for exchanges."""
-        return None
-
-    def close(self) -> None:
-        """End what `open` began."""
-        return None
-
-    @abstractmethod
-    def start(self, mixing: Mixing) -> None:
-        """Start exchanging the parameters, which may be read but not written until `complete`."""
-
-    @abstractmethod
-    def complete(self) -> None:
-        """Wait for the exchange and write the average to the parameters."""
-
-
-class _AllToAll(_Route):
-    """One allreduce of a copy: it works in place, and the model is still using the parameters."""
-
-    def __init__(self, comm: Communicator, parameters: Tensor) -> None:
-        self._comm, self._parameters = comm, parameters
-        self._sum = torch.empty_like(parameters)
-        self._work: Work
-
-    def start(self, mixing: Mixing) -> None:
-        self._sum.copy_(self._parameters)
-        self._work = self._comm.allreduce_async(self._sum, name="mixing")
-
-    def complete(self) -> None:
-        self._work.wait()
-        torch.div(self._sum, self._comm.size, out=self._parameters)
-
-
-class _Neighbours(_Route):
-    """Messages to and from neighbours, sent and received by a thread each.
-
-    Two threads, because a rank that sent before it received would wait for one that does the same.
-    """
-
-    def __init__(self, peers: PeerCommunicator, timeline: Timeline, parameters: Tensor) -> None:
-        self._peers, self._timeline, self._parameters = peers, timeline, parameters
-        self._inboxes: list[Tensor] = []
-        self._mixing: Mixing
-        # On a GPU the threads order their copies on a stream of their own: neither waits for the kernels of
-        # the step that runs meanwhile, nor do those wait for them.
-        self._stream = torch.cuda.Stream(parameters.device) if parameters.is_cuda else None  # type: ignore[no-untyped-call]
-
-    def open(self) -> None:
-        if self._peers.size > 1:
-            self._sender = JobThread(f"dpsgd-send-{self._peers.rank}", self._send)
-            self._receiver = JobThread(f"dpsgd-receive-{self._peers.rank}", self._receive)
-
-    def close(self) -> None:
-        if self._peers.size > 1:
-            self._sender.close()
-            self._receiver.close()
-
-    def start(self, mixing: Mixing) -> None:
-        self._mixing = mixing
-        while len(self._inboxes) < len(mixing.sources):
-            self._inboxes.append(torch.empty_like(self._parameters))
-        if self._stream is not None:
-            # After the update that made the parameters, and after the last average that read the inboxes.
-            self._stream.wait_stream(torch.cuda.current_stream(self._parameters.device))
-        self._sender.start()
-        self._receiver.start()
-
-    def complete(self) -> None:
-        self._receiver.wait()
-        self._sender.wait()
-        if self._stream is not None:
-            torch.cuda.current_stream(self._parameters.device).wait_stream(self._stream)
-        # The running mean of the parameters and what has come: one pass over memory for each neighbour.
-        for number in range(len(self._mixing.sources)):
-            self._parameters.lerp_(self._inboxes[number], 1 / (number + 2))
-
-    def _send(self) -> None:
-        with torch.cuda.stream(self._stream):
-            for destination in self._mixing.destinations:
-                self._peers.send(self._parameters, destination)
-
-    def _receive(self) -> None:
-        with self._timeline.span(Span.COMM), torch.cuda.stream(self._stream):
-            for number, source in enumerate(self._mixing.sources):
-                self._peers.recv(self._inboxes[number], source)
+        self._route.load_state_dict(state)

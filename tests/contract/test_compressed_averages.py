@@ -165,6 +165,7 @@ def _targets(size: int, num_values: int = 700) -> Tensor:
         "delayed_averaging:period=4,delay=2,fragments=2",
         "easgd:period=4,mode=sync",
         "easgd:period=4",
+        "dpsgd:period=4",
     ],
 )
 def test_a_quadratic_is_brought_to_its_optimum(strategy: str, compression: str) -> None:
@@ -397,7 +398,7 @@ def test_a_rank_sends_a_quarter_or_an_eighth_of_what_a_ring_does(
 
 
 @pytest.mark.parametrize(
-    "strategy", ["model_averaging:period=1", "easgd:period=1", "easgd:period=1,mode=sync"]
+    "strategy", ["model_averaging:period=1", "easgd:period=1", "easgd:period=1,mode=sync", "dpsgd:period=1"]
 )
 def test_what_a_strategy_sends_is_counted(strategy: str) -> None:
     def sent(comm: Communicator, compression: str) -> float:

@@ -37,6 +37,7 @@ STRATEGIES = (
     "adaptive_averaging:period=2",
     "dpsgd",
     "dpsgd:topology=complete",
+    "dpsgd:compression=int8",
     "easgd:mode=sync,period=2",
     "easgd:mode=sync,period=2,compression=int4",
     "parameter_server:mode=sync",

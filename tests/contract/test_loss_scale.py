@@ -45,6 +45,7 @@ APART = (
     "delayed_averaging:period=2",
     "delayed_averaging:period=2,compression=int8",
     "dpsgd",
+    "dpsgd:compression=int4",
     "easgd:mode=sync,period=2",
     "adaptive_averaging:period=2",
 )

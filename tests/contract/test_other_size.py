@@ -43,6 +43,7 @@ SYNCHRONOUS = (
     "slowmo:period=3",
     "diloco:period=5",
     "dpsgd:topology=random",
+    "dpsgd:compression=int8",
     "easgd:mode=sync,period=2",
     "easgd:mode=sync,period=3,compression=int4",
     "model_averaging:period=3,compression=int8",

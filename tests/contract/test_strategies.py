@@ -199,7 +199,17 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
         ("delayed_averaging:between_nodes=64", "delayed_averaging has no option 'between_nodes'"),
         ("easgd:begin=100", "easgd:begin=100: the centre starts with the workers"),
         ("easgd:begin=5s,mode=sync", "leave it out"),
-        ("dpsgd:compression=int8", "dpsgd has no option 'compression'"),
+        (
+            "dpsgd:topology=random,compression=int8",
+            "dpsgd:topology=random,compression=int8: only neighbours that stay the same know what a "
+            "difference is to; use topology=ring, or leave compression out",
+        ),
+        ("dpsgd:topology=exponential,compression=int4", "use topology=ring, or leave compression out"),
+        (
+            "dpsgd:topology=complete,compression=int4",
+            "use delayed_averaging:period=1,delay=1,compression=int4, or leave compression out",
+        ),
+        ("ad_psgd:compression=int8", "ad_psgd has no option 'compression'"),
         ("gradient_averaging:every=0", "at least 1"),
         ("gradient_averaging:every=x", "write a whole number"),
         ("gradient_averaging:overlap=maybe", "write true or false"),

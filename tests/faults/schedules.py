@@ -51,6 +51,7 @@ STRATEGIES = (
     "dpsgd:topology=exponential",
     "dpsgd:topology=complete",
     "dpsgd:topology=ring,overlap=false",
+    "dpsgd:compression=int8",
     "ad_psgd",
     "ad_psgd:groups=2",
     "ad_psgd:topology=ring",

@@ -38,6 +38,7 @@ SYNCHRONOUS = [
     "model_averaging:period=2,begin=3,momentum=reset",
     "model_averaging:period=10f",
     "slowmo:period=3,beta=0.4,compression=int8",
+    "dpsgd:compression=int8",
     "model_averaging:period=2,between_nodes=4,node_size=1",
     "gradient_averaging:between_nodes=3,node_size=1",
     "parameter_server:mode=sync",

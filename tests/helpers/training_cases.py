@@ -64,6 +64,7 @@ CASES = {
     "nodes": _options("slowmo:period=2,between_nodes=6,node_size=1,compression=int8", _MODEL, _BATCHES, _SGD),
     "nodes-gradients": _options("gradient_averaging:between_nodes=3,node_size=1", _MODEL, _BATCHES, _ADAM),
     "decentralised": _options("dpsgd:topology=random", _MODEL, _BATCHES, _ADAM),
+    "quantised-neighbours": _options("dpsgd:compression=int8", _DEEPER, _CHUNKS, _SGD),
 }
 
 #: The same for a synthesis model, whose batch normalisation keeps statistics on every rank.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from speechdp.errors import ConfigError
 from speechdp.strategies.mechanisms.number_formats import BLOCK, HEADER_BYTES, SCALE_BYTES, message_bytes
 
 #: Values worked on at a time: what one pass writes the next finds in the cache.
@@ -116,6 +117,34 @@ class Quantiser:
             rows.copy_(whole).sub_(8)
         rows.mul_(message.scales[first : first + blocks].to(rows.dtype).unsqueeze(1))
         return self._decoded[:length]
+
+    def write_difference(self, message: Message, x: Tensor, known: Tensor) -> None:
+        """Write Q(x - known) to a message, and add to `known` what its readers will add to theirs.
+
+        What rounding takes away of `x` is thereby part of the next difference.
+
+        Args:
+            x: of the message's length.  (n,)
+            known: the same wherever the message is read.  (n,)
+        """
+        for start, end in stretches(message.length):
+            torch.sub(x[start:end], known[start:end], out=self.values[: end - start])
+            self.write(message, start, end - start)
+            known[start:end].add_(self.read(message, start, end - start))
+
+    def add_difference(self, message: Message, known: Tensor) -> None:
+        """Add to `known` what `write_difference` has added to the sender's.  (n,)"""
+        for start, end in stretches(message.length):
+            known[start:end].add_(self.read(message, start, end - start))
+
+
+def refuse_half_precision(strategy: str, compression: str, parameters: Tensor) -> None:
+    """Raise ConfigError for parameters that a `Quantiser` does not take."""
+    if parameters.dtype not in (torch.float32, torch.float64):
+        raise ConfigError(
+            f"{strategy}:compression={compression}: the parameters are "
+            f"{str(parameters.dtype).removeprefix('torch.')}; make them float32, or leave compression out"
+        )
 
 
 def stretches(length: int) -> list[tuple[int, int]]:

@@ -38,23 +38,19 @@ class QuantisedWire(Wire):
         self._has_answer = False  # in the message
 
     def give(self, peers: PeerCommunicator, x: Tensor) -> None:
-        known = self._known[SERVER]
-        for start, end in stretches(self._length):
-            torch.sub(x[start:end], known[start:end], out=self._quantiser.values[: end - start])
-            known[start:end].add_(self._rounded(start, end))
+        self._quantiser.write_difference(self._message, x, self._known[SERVER])
         peers.send(self._message.whole, SERVER, tag=GIVEN_TAG)
 
     def take(self, peers: PeerCommunicator, worker: int, out: Tensor) -> None:
         peers.recv(self._message.whole, worker, tag=GIVEN_TAG)
-        known = self._known[worker]
-        for start, end in stretches(self._length):
-            known[start:end].add_(self._quantiser.read(self._message, start, end - start))
-        out.copy_(known)
+        self._quantiser.add_difference(self._message, self._known[worker])
+        out.copy_(self._known[worker])
 
     def round(self, answer: Tensor) -> None:
         for start, end in stretches(self._length):
             self._quantiser.values[: end - start].copy_(answer[start:end])
-            answer[start:end].copy_(self._rounded(start, end))
+            self._quantiser.write(self._message, start, end - start)
+            answer[start:end].copy_(self._quantiser.read(self._message, start, end - start))
         self._has_answer = True
 
     def reply(self, peers: PeerCommunicator, worker: int, answer: Tensor) -> None:
@@ -66,8 +62,3 @@ class QuantisedWire(Wire):
         peers.recv(self._message.whole, SERVER, tag=ANSWER_TAG)
         for start, end in stretches(self._length):
             out[start:end].copy_(self._quantiser.read(self._message, start, end - start))
-
-    def _rounded(self, start: int, end: int) -> Tensor:
-        """Write the quantiser's values to the message and return what its reader will have."""
-        self._quantiser.write(self._message, start, end - start)
-        return self._quantiser.read(self._message, start, end - start)

@@ -116,7 +116,12 @@ def dpsgd_replicas_differ_in_training_and_are_bitwise_equal_after_finish(comm: C
 
 
 def dpsgd_saved_and_loaded_equals_uninterrupted(comm: Communicator) -> None:
-    for options in (*(f"topology={t}" for t in TOPOLOGIES), "topology=exponential,period=2"):
+    for options in (
+        *(f"topology={t}" for t in TOPOLOGIES),
+        "topology=exponential,period=2",
+        "compression=int8",
+        "compression=int4,period=2",
+    ):
         whole = begin(comm, options)
         whole.train(comm.rank)
         first = begin(comm, options)
@@ -175,8 +180,21 @@ def dpsgd_sends_what_it_says(comm: Communicator) -> None:
         run.finish()
 
 
+def dpsgd_in_int8_is_near_full_precision(comm: Communicator) -> None:
+    """Only near it: its equation is in tests/contract/test_compressed_neighbours.py."""
+    expected = simulate("ring", comm.size)
+    run = begin(comm, "compression=int8")
+    begun = run.parameters()
+    run.train(comm.rank)
+    for found, exact in ((run.parameters(), expected[comm.rank]), (run.finish(), expected.mean(0))):
+        error = float((found - exact).abs().max())
+        limit = 0.03 * float((exact - begun).abs().max()) if comm.size > 1 else 1e-9
+        assert error < limit and (error > 1e-9) == (comm.size > 1), f"int8: differs by {error:g}"
+
+
 def dpsgd_that_has_not_begun_is_gradient_averaging(comm: Communicator) -> None:
-    assert_begins_with_gradient_averaging(comm, "dpsgd:topology=ring,begin=100")
+    for options in ("topology=ring", "compression=int8"):
+        assert_begins_with_gradient_averaging(comm, f"dpsgd:{options},begin=100")
 
 
 CHECKS = (
@@ -190,4 +208,5 @@ CHECKS = (
     dpsgd_evaluation_shows_the_mean_and_leaves_no_trace,
     no_thread_of_dpsgd_is_left_while_paused,
     dpsgd_sends_what_it_says,
+    dpsgd_in_int8_is_near_full_precision,
 )

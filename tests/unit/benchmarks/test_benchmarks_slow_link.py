@@ -111,7 +111,7 @@ def test_the_last_line_has_the_keys_that_are_held_against_bounds() -> None:
         for c in slow_link.CONTENDERS
     ]
     found = slow_link.ratios(every)
-    keys = {"int8_vs_none_1g", "dpsgd_vs_gradient_1g", "int8_vs_fp32_100m"}
+    keys = {"int8_vs_none_1g", "dpsgd_vs_gradient_1g", "dpsgd_int8_vs_gradient_1g", "int8_vs_fp32_100m"}
     assert keys <= found.keys()
     assert keys <= set(re.findall(r"\w+", slow_link.__doc__ or ""))
 

@@ -474,6 +474,7 @@ def test_periods_in_frames_and_seconds_are_steps() -> None:
         "bmuf:period=9",
         "easgd:period=4",
         "easgd:mode=sync,period=4",
+        "dpsgd:period=2",
     ],
 )
 def test_compressed_averages_are_as_many_bytes_as_travel(

@@ -1,4 +1,4 @@
-"""Quantised means on a GPU: what they come to, and the streams that they are made on."""
+"""Quantised exchanges on a GPU: what they come to, and the streams that they are made on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from speechdp.comm.base import Communicator, PeerCommunicator
 from speechdp.comm.staging import Staged, as_bytes
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.strategies.delayed_averaging import _Aside
+from speechdp.strategies.mechanisms.neighbours import QuantisedNeighbours
+from speechdp.strategies.mechanisms.quantisation import Quantiser
 from speechdp.strategies.mechanisms.quantised_mean import Outbox, QuantisedMean
+from speechdp.strategies.mechanisms.topology import ring_mixing
+from speechdp.timing.timeline import Timeline
 from tests.helpers.fake_gpu.cuda import Event, Log, Stream
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -60,7 +64,8 @@ class _NotingPeers(PeerCommunicator):
         self._log.append(f"sent on {_current()}")
 
     def recv(self, x: Tensor, source: int | None = None, *, tag: int = 0) -> int:
-        raise NotImplementedError
+        self._log.append(f"received on {_current()}")
+        return 1
 
     def close(self) -> None:
         return None
@@ -89,6 +94,32 @@ def test_an_average_beside_training_has_a_stream_of_its_own_and_so_have_its_mess
         "sent on aside",
         "compute: waits for aside",
     ]
+
+
+def test_differences_of_neighbours_are_made_and_added_on_their_own_stream(
+    told: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timeline, parameters = Timeline(None, rank=0, device=torch.device("cpu")), torch.ones(5)
+    route = QuantisedNeighbours(_NotingPeers(told), timeline, parameters, ring_mixing(0, 2), "int8")
+    route._stream = Stream(told, "aside")  # type: ignore[assignment]
+    for name, what in (("write_difference", "written"), ("add_difference", "added")):
+        monkeypatch.setattr(Quantiser, name, lambda *_, what=what: told.append(f"{what} on {_current()}"))
+    monkeypatch.setattr(route, "_average", lambda: told.append(f"averaged on {_current()}"))
+    route.open()
+    route.start(ring_mixing(0, 2))
+    route.complete()
+    route.close()
+    assert [told[0], *told[-2:]] == [
+        "aside: waits for compute",
+        "compute: waits for aside",
+        "averaged on compute",
+    ]
+    sending, receiving = (
+        [line for line in told[1:-2] if line.startswith(words)]
+        for words in (("written", "sent"), ("received", "added"))
+    )
+    assert sending == ["written on aside", "sent on aside"]
+    assert receiving == ["received on aside", "added on aside"]
 
 
 def test_on_a_cpu_there_is_no_stream() -> None:
@@ -172,3 +203,43 @@ def test_means_are_those_of_the_cpu(device: str, aside: bool) -> None:
         for mean, same, on_cpu in zip(of_rank, found[0], expected, strict=True):
             assert torch.equal(mean, same), "ranks hold different bits"
             torch.testing.assert_close(mean, on_cpu, rtol=0, atol=0 if device == "cpu" else step)
+
+
+def _averages_of_neighbours(comm: Communicator, vectors: Tensor, device: torch.device) -> list[Tensor]:
+    """Exchange one vector a round while the device is kept busy; return the parameters after each.
+
+    Args:
+        vectors: what each rank moves by in each round.  (rounds, N, n)
+    """
+    peers, timeline = _OverTheHost(comm.peers()), Timeline(None, rank=comm.rank, device=torch.device("cpu"))
+    mixing, parameters = ring_mixing(comm.rank, comm.size), torch.zeros(vectors.shape[-1], device=device)
+    route, found = QuantisedNeighbours(peers, timeline, parameters, mixing, "int8"), []
+    route.open()
+    for round_ in vectors:
+        parameters.add_(round_[comm.rank].to(device))
+        route.start(mixing)
+        busy = torch.randn(512, 512, device=device)
+        for _ in range(20):
+            busy = (busy @ busy).clamp(-1, 1)
+        route.complete()
+        found.append(parameters.to("cpu", copy=True))
+    route.close()
+    peers.close()
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_parameters_of_neighbours_are_those_of_the_cpu(device: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    vectors = torch.randn(6, 3, 200_000, generator=generator)
+    on_cpu, found = (
+        run_threads(3, lambda comm, d=d: _averages_of_neighbours(comm, vectors, torch.device(d)))
+        for d in ("cpu", device)
+    )
+    # The next code may be chosen, as above, in each round.
+    step = 0 if device == "cpu" else 4 * float(vectors.abs().max()) / 127
+    for rank, rounds in enumerate(found):
+        for parameters, expected in zip(rounds, on_cpu[rank], strict=True):
+            torch.testing.assert_close(parameters, expected, rtol=0, atol=step)
+    mean = torch.stack([rounds[-1] for rounds in found]).double().mean(0)
+    torch.testing.assert_close(mean, vectors.double().sum(0).mean(0), rtol=0, atol=1e-5)
