@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from speechdp.errors import ConfigError
 from speechdp.parallel.strategy import Traits
-from speechdp.strategies.mechanisms.number_formats import Compression
+from speechdp.strategies.mechanisms.number_formats import Compression, check_parameters
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
 from speechdp.strategies.mechanisms.quantised_mean import Outbox, QuantisedMean
 
@@ -58,19 +57,12 @@ class AveragingStrategy(PeriodicStrategy):
         self.means: list[QuantisedMean] = []
         self._is_training = False  # between `resume` and `pause`
         if self.compression != "none" and self.comm.size > 1:
-            self._check_number_format()
+            option = f"{self.name}:compression={self.compression}"
+            check_parameters(option, self.replica.parameters.values.dtype)
         self._compresses = self.keeps_reference()
         if self._compresses:
             self.means = self.make_means()
             self.reference = self.make_reference()
-
-    def _check_number_format(self) -> None:
-        dtype = self.replica.parameters.values.dtype
-        if dtype not in (torch.float32, torch.float64):
-            raise ConfigError(
-                f"{self.name}:compression={self.compression}: the parameters are "
-                f"{str(dtype).removeprefix('torch.')}; make them float32, or leave compression out"
-            )
 
     def keeps_reference(self) -> bool:
         """Return whether this rank sends differences."""
