@@ -127,6 +127,7 @@ _IN_HALF = "gradient_averaging:compression=fp16"
 _STRATEGIES = (
     "gradient_averaging",
     _IN_HALF,
+    "gradient_averaging:compression=powersgd",
     "model_averaging:period=4",
     "model_averaging:period=4,compression=int8",
     # Two levels: each of the two ranks is a node.

@@ -107,6 +107,7 @@ CONTENDERS = (
         Contender(f"gradient_averaging_fp16 on {b}", "gradient_averaging:compression=fp16", b)
         for b in ("torch", "horovod")
     ),
+    Contender("gradient_averaging_powersgd", "gradient_averaging:compression=powersgd"),
     *(Contender(f"model_averaging_{k}", f"model_averaging:period={k}") for k in (1, 4, 16, 64)),
     *(Contender(f"{_IN_FULL}_{c}", f"model_averaging:period=16,compression={c}") for c in _COMPRESSIONS),
     Contender("model_averaging_16 on torch", "model_averaging:period=16", "torch"),

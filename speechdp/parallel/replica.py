@@ -66,7 +66,7 @@ class Replica:
         if scaler is not None:
             loss_scale.begin(scaler, self.parameters.values.device)
         # Asked for now: a scaler that has loaded a state takes that for its first.
-        self._first_scale = 1.0 if scaler is None else scaler.get_scale()
+        self._first_scale = self.loss_scale
         self.learning_rate_factor = 1.0
         self.frames = 0
         self.more_to_come = False
@@ -152,6 +152,11 @@ class Replica:
         loss_scale.hand_over(self.scaler, self.gradients.values, take)
         self.clear_gradients()
 
+    @property
+    def loss_scale(self) -> float:
+        """What the losses that the gradients come from are multiplied by; the host waits for a device."""
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
     def reset_loss_scale(self) -> None:
         """Scale losses as at the start, and forget what has been said for raising the scale."""
         if self.scaler is not None:
@@ -161,7 +166,7 @@ class Replica:
     def give_loss_scale(self) -> None:
         """Put this rank's loss scale behind its parameters, for ranks that take both."""
         if self.scaler is not None:
-            self.parameters.extra[0] = self.scaler.get_scale()
+            self.parameters.extra[0] = self.loss_scale
 
     def take_loss_scale(self) -> None:
         """Scale losses from now on as the rank does whose parameters this one has taken whole."""

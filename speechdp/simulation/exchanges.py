@@ -87,8 +87,11 @@ class Model:
 
 
 def is_known(choice: StrategyChoice) -> bool:
-    """Return whether it is known what a strategy sends and waits for; of those from outside it is not."""
-    return choice.name in _KNOWN
+    """Return whether it is known what a strategy sends and waits for.
+
+    It is not of those from outside, nor of factors: how large they are depends on the model's matrices.
+    """
+    return choice.name in _KNOWN and getattr(choice.parsed, "compression", "") != "powersgd"
 
 
 def has_period(choice: StrategyChoice) -> bool:
@@ -105,7 +108,7 @@ def exchange_of(choice: StrategyChoice, model: Model) -> Exchange:
     if not is_known(choice):
         raise ConfigError(
             f"--strategies {choice.text}: what it sends and waits for is not known here; "
-            f"choose among {', '.join(sorted(_KNOWN))}"
+            f"choose among {', '.join(sorted(_KNOWN))}, without compression=powersgd"
         )
     return _KNOWN[choice.name](choice.parsed, model)
 

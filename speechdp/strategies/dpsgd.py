@@ -10,9 +10,8 @@ from speechdp.parallel.period import Period
 from speechdp.parallel.strategy import Progress, Traits
 from speechdp.strategies.mechanisms import topology
 from speechdp.strategies.mechanisms.neighbours import AllToAll, Neighbours, QuantisedNeighbours, Route
-from speechdp.strategies.mechanisms.number_formats import Compression
+from speechdp.strategies.mechanisms.number_formats import Compression, refuse_half_precision
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
-from speechdp.strategies.mechanisms.quantisation import refuse_half_precision
 from speechdp.strategies.mechanisms.topology import Mixing
 from speechdp.timing.timeline import Span
 
@@ -84,7 +83,7 @@ class Dpsgd(PeriodicStrategy):
             return AllToAll(self.comm, values)
         if self.compression == "none" or self.comm.size == 1:
             return Neighbours(self.peers, self.timeline, values)
-        refuse_half_precision(self.name, self.compression, values)
+        refuse_half_precision(f"{self.name}:compression={self.compression}", values.dtype)
         return QuantisedNeighbours(self.peers, self.timeline, values, self._mixing(), self.compression)
 
     def resume(self) -> None:

@@ -31,7 +31,8 @@ class GradientAveraging(BucketedGradients):
     parameters); the frame count is appended to the gradients in the same vector.  2 (N-1)/N times the
     gradient's bytes sent by each rank per update (ring).  With between_nodes that inside nodes alone; between
     M nodes the leader of each sends 2 (M-1)/M times the parameters' bytes once in K updates, and gives the
-    mean to its node.
+    mean to its node.  With compression=powersgd after backward, matrices as two factors of low rank
+    (`LowRankSum`).
 
     Guarantee: replicas are bitwise equal after every update; with between_nodes those of a node are, and all
     after an average between nodes.
@@ -59,6 +60,11 @@ class GradientAveraging(BucketedGradients):
         if self.between_nodes < 0:
             raise ConfigError(
                 f"{self.name}:between_nodes={self.between_nodes}: must be 0 (off) or a number of updates"
+            )
+        if self.between_nodes > 0 and self.compression == "powersgd":
+            raise ConfigError(
+                f"{self.name}:compression=powersgd,between_nodes={self.between_nodes}: gradients stay inside "
+                "nodes then, where links are fast; leave one of them out"
             )
 
     def check_ranks(self, comm: Communicator) -> None:

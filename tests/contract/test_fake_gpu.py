@@ -27,6 +27,7 @@ STRATEGIES = (
     "gradient_averaging",
     "gradient_averaging:compression=fp16",
     "gradient_averaging:every=2",
+    "gradient_averaging:compression=powersgd,rank=1",
     "model_averaging:period=2,momentum=average,max_change=1",
     "model_averaging:period=2,leave_out=1",
     "model_averaging:period=2,begin=2",

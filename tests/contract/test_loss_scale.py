@@ -30,6 +30,7 @@ TOGETHER = (
     "gradient_averaging:every=2",
     "gradient_averaging:compression=fp16",
     "gradient_averaging:overlap=false,bucket_mib=0.0001",
+    "gradient_averaging:compression=powersgd,rank=1",
     "parameter_server:mode=sync",
     "model_averaging:period=2,begin=100",
 )
@@ -165,7 +166,8 @@ def test_an_overflow_on_one_rank_skips_the_update_of_all(strategy: str, optimize
         sent = comm.sent_bytes
         for _ in range(passes):
             run.step()
-        assert round(comm.sent_bytes - sent) == overflow_bytes or passes > 1, "an overflow costs a message"
+        # Of factors the second half is not sent at all.
+        assert round(comm.sent_bytes - sent) >= overflow_bytes, "an overflow costs a message"
         assert not torch.equal(run.values(), before)
         assert_bitwise_equal_over_ranks(comm, run.values(), strategy)
         run.finish()

@@ -34,6 +34,7 @@ MODEL = ModelOptions(layers=1, cells=4, dropout=0.2)
 OPTIONS = TrainOptions(MODEL, BatchOptions(batch_size=2), epochs=3, checkpoint_steps=4)
 SYNCHRONOUS = (
     "gradient_averaging:every=3",
+    "gradient_averaging:every=2,compression=powersgd,rank=1",
     "model_averaging:period=3,momentum=average",
     "model_averaging:period=2,first=best,leave_out=0.05,combine=4",
     "adaptive_averaging:period=3,begin=2,interval=5",

@@ -115,7 +115,8 @@ KALDI_OFF = ",first=average,leave_out=0.0,max_change=0.0,combine=0"
         ),
         (
             "gradient_averaging:every=4,overlap=no",
-            "gradient_averaging:every=4,compression=none,bucket_mib=25.0,overlap=false,between_nodes=0,node_size=0",
+            "gradient_averaging:every=4,compression=none,rank=4,bucket_mib=25.0,overlap=false,"
+            "between_nodes=0,node_size=0",
         ),
     ],
 )
@@ -214,6 +215,22 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
         ("gradient_averaging:every=x", "write a whole number"),
         ("gradient_averaging:overlap=maybe", "write true or false"),
         ("gradient_averaging:bucket_mib=0", "must be positive"),
+        ("gradient_averaging:compression=powersgd,rank=0", "rank=0: factors have at least 1 column"),
+        (
+            "gradient_averaging:rank=2",
+            "gradient_averaging:rank: an option of compression=powersgd, not of compression=none; leave it "
+            "out or give compression=powersgd",
+        ),
+        (
+            "gradient_averaging:compression=powersgd,overlap=false",
+            "overlap: with compression=powersgd gradien",
+        ),
+        ("gradient_averaging:compression=powersgd,bucket_mib=4", "in no buckets; leave it out"),
+        (
+            "gradient_averaging:compression=powersgd,between_nodes=16",
+            "compression=powersgd,between_nodes=16: gradients stay inside nodes then, where links are fast",
+        ),
+        ("slowmo:compression=powersgd", "choose one of none, int8, int4"),
         ("delayed_averaging:delay=-1", "at least 0 steps"),
         ("delayed_averaging:period=3,delay=4", "longer than the 3 steps from one exchange to the next"),
         ("delayed_averaging:period=6,fragments=3,delay=3", "longer than the 2 steps from one"),

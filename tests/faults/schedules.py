@@ -34,6 +34,7 @@ from tests.faults.late_runs import Bench, Interruption, Story, Threads
 STRATEGIES = (
     "gradient_averaging",
     "gradient_averaging:every=2,bucket_mib=0.001",
+    "gradient_averaging:compression=powersgd,rank=1",
     "gradient_averaging:between_nodes=2,node_size=2",
     "model_averaging:period=2",
     "model_averaging:period=0.01s",

@@ -41,6 +41,7 @@ def _options(
 CASES = {
     "gradients": _options("gradient_averaging", _MODEL, _BATCHES, _ADAM),
     "accumulated": _options("gradient_averaging:every=3,bucket_mib=0.001", _DEEPER, _CHUNKS, _SGD),
+    "low-rank": _options("gradient_averaging:compression=powersgd,rank=1", _MODEL, _BATCHES, _ADAM),
     "period-5": _options("model_averaging:period=5", _MODEL, _BATCHES, _ADAM),
     "average-momentum": _options("model_averaging:period=3,momentum=average", _CAUSAL, _CHUNKS, _SGD),
     "kaldi": _options(

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from speechdp.errors import ConfigError
 from speechdp.parallel.strategy import Traits
-from speechdp.strategies.mechanisms.number_formats import Compression
+from speechdp.strategies.mechanisms.number_formats import Compression, refuse_half_precision
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
-from speechdp.strategies.mechanisms.quantisation import refuse_half_precision
 from speechdp.strategies.mechanisms.quantised_mean import Outbox, QuantisedMean
 
 
@@ -58,7 +57,8 @@ class AveragingStrategy(PeriodicStrategy):
         self.means: list[QuantisedMean] = []
         self._is_training = False  # between `resume` and `pause`
         if self.compression != "none" and self.comm.size > 1:
-            refuse_half_precision(self.name, self.compression, self.replica.parameters.values)
+            option = f"{self.name}:compression={self.compression}"
+            refuse_half_precision(option, self.replica.parameters.values.dtype)
         self._compresses = self.keeps_reference()
         if self._compresses:
             self.means = self.make_means()

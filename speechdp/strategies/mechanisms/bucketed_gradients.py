@@ -15,9 +15,13 @@ from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.errors import ConfigError, RunError
 from speechdp.parallel.flat_buffer import Bucket
 from speechdp.parallel.strategy import Progress, Strategy, Traits
+from speechdp.strategies.mechanisms.low_rank import LowRankSum
+from speechdp.strategies.mechanisms.number_formats import refuse_half_precision
 from speechdp.timing.timeline import Span
 
 _COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
+#: Begins the names of a low-rank sum's state.
+_LOW_RANK = "low_rank."
 
 
 @dataclass(eq=False)
@@ -25,13 +29,16 @@ class BucketedGradients(Strategy):
     """Average gradients over all ranks at every update, as `gradient_averaging` does and others for a time.
 
     Exchange: the flat gradient, bucket by bucket, each as soon as backward has filled it (hooks on the
-    parameters); the frame count is appended to the gradients in the same vector.
+    parameters); the frame count is appended to the gradients in the same vector.  With compression=powersgd
+    after backward, in no buckets: `LowRankSum`.
     """
 
     #: Backward passes whose gradients are accumulated before one exchange and update.
     every: int = 1
-    #: Number format of the exchange: full precision, or half the bytes.
-    compression: Literal["none", "fp16", "bf16"] = "none"
+    #: Number format of the exchange: full precision, or half the bytes; powersgd: matrices as two factors.
+    compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
+    #: Of the factors, with compression=powersgd: columns of each.
+    rank: int = 4
     #: Size of the pieces exchanged during backward, in MiB.
     bucket_mib: float = 25.0
     #: Exchange during backward; false: after it (for comparison).
@@ -46,6 +53,22 @@ class BucketedGradients(Strategy):
             raise ConfigError(f"gradient_averaging:every={self.every}: at least 1 backward pass an update")
         if self.bucket_mib <= 0:
             raise ConfigError(f"gradient_averaging:bucket_mib={self.bucket_mib}: must be positive")
+        if self.rank < 1:
+            raise ConfigError(f"gradient_averaging:rank={self.rank}: factors have at least 1 column")
+        default = BucketedGradients()
+        if self.compression != "powersgd":
+            if self.rank != default.rank:
+                raise ConfigError(
+                    "gradient_averaging:rank: an option of compression=powersgd, not of "
+                    f"compression={self.compression}; leave it out or give compression=powersgd"
+                )
+            return
+        for name in ("bucket_mib", "overlap"):
+            if getattr(self, name) != getattr(default, name):
+                raise ConfigError(
+                    f"gradient_averaging:{name}: with compression=powersgd gradients are exchanged after "
+                    "backward, in no buckets; leave it out"
+                )
 
     def check_ranks(self, comm: Communicator) -> None:
         self.check_compression(comm)
@@ -76,14 +99,33 @@ class BucketedGradients(Strategy):
         self._log2_scale: int | None = None
         self._works: list[Work] = []
         self._packed: list[tuple[Tensor, Tensor]] = []
+        #: Sums in the place of buckets.
+        self._low_rank = self._make_low_rank_sum()
         self._start_round()
-        if self.overlap:
+        if self.overlap and self._low_rank is None:
             own = weakref.ref(self)  # autograd would keep the strategy alive, and that the model, for good
             for index, parameter in enumerate(self.replica.model_parameters):
                 needs_gradient = parameter.requires_grad
                 parameter.requires_grad_(True)  # one that is frozen by now may be trained later
                 parameter.register_post_accumulate_grad_hook(partial(_tell, own, index))  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(needs_gradient)
+
+    def _make_low_rank_sum(self) -> LowRankSum | None:
+        """Return what sums by factors; None: nothing does.
+
+        Raises:
+            ConfigError: the parameters are of half precision, or none of them would travel as factors.
+        """
+        if self.compression != "powersgd" or self.group.size == 1:
+            return None
+        refuse_half_precision("gradient_averaging:compression=powersgd", self.replica.parameters.values.dtype)
+        made = LowRankSum(self.replica.gradients, self.group, self.rank)
+        if made.is_empty:
+            raise ConfigError(
+                f"gradient_averaging:compression=powersgd,rank={self.rank}: the model has no matrix of "
+                "which two factors would be half as large; give a smaller rank, or leave compression out"
+            )
+        return made
 
     def before_backward(self, frames: int) -> None:
         super().before_backward(frames)
@@ -154,19 +196,26 @@ class BucketedGradients(Strategy):
 
     def _update(self) -> None:
         with self.timeline.span(Span.COMM):
-            while self._next_bucket < len(self._buckets):
-                self._launch(self._buckets[self._next_bucket])
-            for work in self._works:
-                work.wait()
-            for piece, packed in self._packed:
-                # In the piece's own format: the sum may be larger than half precision holds.
-                torch.mul(packed.to(piece.dtype), 2.0 ** self._compression_exponent(), out=piece)
+            if self._low_rank is None:
+                self._end_buckets()
+            else:
+                self._low_rank.sum(self.replica.loss_scale)
         with self.timeline.span(Span.UPDATE):
             self.apply(self._frames_of_all())
         self._works.clear()
         self._packed.clear()
         self._passes = 0
         self._start_round()
+
+    def _end_buckets(self) -> None:
+        """Exchange what has not gone during backward, and wait for all."""
+        while self._next_bucket < len(self._buckets):
+            self._launch(self._buckets[self._next_bucket])
+        for work in self._works:
+            work.wait()
+        for piece, packed in self._packed:
+            # In the piece's own format: the sum may be larger than half precision holds.
+            torch.mul(packed.to(piece.dtype), 2.0 ** self._compression_exponent(), out=piece)
 
     def _frames_of_all(self) -> float | Tensor:
         """Return the frames behind the summed gradients: a tensor on a GPU, whose host need not wait for it.
@@ -193,6 +242,8 @@ class BucketedGradients(Strategy):
         state: dict[str, Any] = {"passes": self._passes, "log2_scale": self._log2_scale}
         if self._passes > 0:
             state |= {"frames": self.replica.frames, "gradients": self.replica.gradients.values}
+        if self._low_rank is not None:
+            state |= {f"{_LOW_RANK}{k}": v for k, v in self._low_rank.state_dict().items()}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -200,6 +251,11 @@ class BucketedGradients(Strategy):
         if self._passes > 0:
             self.replica.frames = state["frames"]
             self.replica.gradients.values.copy_(state["gradients"])
+        if self._low_rank is not None:
+            # One rank alone has none.
+            part = {k.removeprefix(_LOW_RANK): v for k, v in state.items() if k.startswith(_LOW_RANK)}
+            if part:
+                self._low_rank.load_state_dict(part)
 
 
 def _tell(own: weakref.ref[BucketedGradients], tensor_index: int, _: Tensor) -> None:

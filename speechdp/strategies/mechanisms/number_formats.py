@@ -1,8 +1,13 @@
-"""Number formats of compressed averages and the bytes they take: known without torch, slow to import."""
+"""Number formats of compressed exchanges and the bytes they take: known without torch, slow to import."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from speechdp.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 #: Number format in which differences travel.
 Compression = Literal["none", "int8", "int4"]
@@ -22,6 +27,20 @@ def message_bytes(length: int, bits: int) -> int:
     blocks = -(-length // BLOCK)
     wanted = HEADER_BYTES + blocks * (SCALE_BYTES + BLOCK * bits // 8)
     return -(-wanted // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def refuse_half_precision(option: str, dtype: torch.dtype) -> None:
+    """Refuse parameters in half precision, beside which nothing can be kept of what compression takes away.
+
+    Args:
+        option: as it was given: slowmo:compression=int8.
+
+    Raises:
+        ConfigError: likewise.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("float32", "float64"):
+        raise ConfigError(f"{option}: the parameters are {name}; make them float32, or leave compression out")
 
 
 def share_of_bytes(compression: Compression) -> float:

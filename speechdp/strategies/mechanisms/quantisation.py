@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from speechdp.errors import ConfigError
 from speechdp.strategies.mechanisms.number_formats import BLOCK, HEADER_BYTES, SCALE_BYTES, message_bytes
 
 #: Values worked on at a time: what one pass writes the next finds in the cache.
@@ -136,15 +135,6 @@ class Quantiser:
         """Add to `known` what `write_difference` has added to the sender's.  (n,)"""
         for start, end in stretches(message.length):
             known[start:end].add_(self.read(message, start, end - start))
-
-
-def refuse_half_precision(strategy: str, compression: str, parameters: Tensor) -> None:
-    """Raise ConfigError for parameters that a `Quantiser` does not take."""
-    if parameters.dtype not in (torch.float32, torch.float64):
-        raise ConfigError(
-            f"{strategy}:compression={compression}: the parameters are "
-            f"{str(parameters.dtype).removeprefix('torch.')}; make them float32, or leave compression out"
-        )
 
 
 def stretches(length: int) -> list[tuple[int, int]]:
