@@ -18,7 +18,7 @@ from speechdp.errors import ConfigError
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation import fit
 from speechdp.simulation.events import mixed_share, serve
-from speechdp.simulation.exchanges import KNOWN_STRATEGIES, Exchange, Model, Pattern, exchange_of
+from speechdp.simulation.exchanges import KNOWN_STRATEGIES, Exchange, Model, Pattern, exchange_of, is_known
 from speechdp.simulation.fit import fit_link, model_of, observe
 from speechdp.simulation.gains import gains_of
 from speechdp.simulation.links import Cluster, LinkSpeed
@@ -486,6 +486,13 @@ def test_compressed_averages_are_as_many_bytes_as_travel(
     )
     assert compressed.nbytes == pytest.approx(share * in_full.nbytes, rel=1e-4)
     assert replace(compressed, nbytes=in_full.nbytes) == in_full
+
+
+def test_factors_are_refused_whose_size_nobody_knows_here() -> None:
+    choice = StrategyChoice("gradient_averaging:compression=powersgd")
+    assert not is_known(choice) and is_known(StrategyChoice("gradient_averaging:compression=fp16"))
+    with pytest.raises(ConfigError, match=r"powersgd: what it sends.* is not known here"):
+        exchange_of(choice, Model(4 * MB, 2, FRAMES, 0.1))
 
 
 def test_computing_faster_leaves_loading_as_it_is() -> None:
