@@ -158,6 +158,10 @@ class Dataset:
                 raise ShardError(cannot_be_read(file, error, check)) from error
             if not isinstance(error, FileNotFoundError | NotADirectoryError):
                 raise ShardError(cannot_be_read(file, error)) from error
+            if (path / "run.json").is_file():
+                raise ShardError(
+                    f"{path}: is a run, not a data directory; give the folder that speechdp prepare wrote"
+                ) from error
             raise ShardError(
                 f"{file}: cannot be read ({error.strerror}); "
                 f"{path} is not a complete data directory, run speechdp prepare"

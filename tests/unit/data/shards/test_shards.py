@@ -319,3 +319,11 @@ def test_what_is_missing_just_after_it_was_written_was_taken_away(tmp_path: Path
         Dataset.open(tmp_path)
     with pytest.raises(ShardError, match="nothing removes or moves"):
         Dataset.open(tmp_path, just_written=True)
+
+
+def test_a_run_is_no_data_directory(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(
+        ShardError, match="is a run, not a data directory; give the folder that speechdp prepare"
+    ):
+        Dataset.open(tmp_path)
