@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -144,6 +145,8 @@ _HEADINGS = {
 _WITH_COMMAND = ("launch", "submit")
 #: Options whose value is options for another program.
 _QUOTED = ("--launch-args", "--mpi-args", "--scheduler-args")
+#: Other ranks tell so much later than rank 0 what has stopped them before they met, s.
+_AFTER_RANK_0_S = 2.0
 #: What a shell reports for a program ended by SIGPIPE: the reader of its output has gone.
 _BROKEN_PIPE = 141
 
@@ -207,6 +210,7 @@ def run(arguments: Sequence[str]) -> int:
             exit_code: int = command.run()
     except SpeechDPError as error:
         text, exit_code = str(error), error.exit_code
+        _let_rank_0_tell()
     except OSError as error:
         line = cannot_be_used(error)
         if line is None:
@@ -218,6 +222,16 @@ def run(arguments: Sequence[str]) -> int:
         return exit_code
     print(f"speechdp: {text}", file=sys.stderr)
     return exit_code
+
+
+def _let_rank_0_tell() -> None:
+    """Wait on other ranks, in a job, until rank 0 has told what is wrong and the launcher has ended them.
+
+    What stops a command before its ranks have met is mostly so on all of them, and one line says it.
+    """
+    launch = announced()
+    if launch is not None and launch.rank > 0:
+        time.sleep(_AFTER_RANK_0_S)
 
 
 def _options_of(command: Any) -> set[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from speechdp.cli import main
 from speechdp.cli.support import distributed, ranks
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
@@ -135,3 +136,18 @@ def test_a_rank_may_open_as_many_files_as_the_system_lets_it(monkeypatch: pytest
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert seen == [before[1]]
+
+
+@pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("1", [2.0])])
+def test_what_is_wrong_on_all_ranks_is_told_by_the_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str | None, waits: list[float]
+) -> None:
+    """mpirun ends the others meanwhile; where only another one is stopped, it tells later."""
+    if rank is not None:
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", rank)
+        monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    waited: list[float] = []
+    monkeypatch.setattr(main.time, "sleep", waited.append)
+    assert main.run(["train", "DATA", "RUN", "--strategy", "nope"]) == 1
+    assert waited == waits
+    assert capsys.readouterr().err.startswith("speechdp: unknown strategy 'nope'; there are: ")
