@@ -32,29 +32,20 @@ _SHIFT = 0.2  # standard deviations by which the halves of a Gaussian are moved 
 _POWER = 0.25
 
 
-def cepstra_of(features: FloatArray, *, are_cepstra: bool = False, wide: bool = False) -> FloatArray:
+def cepstra_of(features: FloatArray, *, are_cepstra: bool = False) -> FloatArray:
     """Return what Gaussians with diagonal covariances describe well: cepstra and their differences.
-
-    Over three frames differences feel a change of sound where it is.  Kaldi's, over five and with the
-    differences of those, feel it four frames off: states of mixtures that see these take 30 to 110 ms of the
-    next phone, but of a phone's neighbours they say more.
 
     Args:
         features: (T, F), log-mel spectra, of which the cosine transform is taken.
         are_cepstra: they are cepstra already, the most important first.
-        wide: with Kaldi's differences, for statistics of states between neighbours; else with those over
-            three frames, for alignment.
 
     Returns:
-        (T, D), float32, D 2 min(F, 13), or 3 min(F, 13) if wide; the mean over the utterance of each
-        coefficient is 0.
+        (T, 2 * min(F, 13)), float32; the mean over the utterance of each coefficient is 0.
     """
     x = np.asarray(features, dtype=np.float64)
     static = x[:, :NUM_CEPSTRA].copy() if are_cepstra else x @ _cosines(x.shape[1])
     static -= static.mean(axis=0, keepdims=True) if len(static) else 0.0
-    first = _differences(static, reach=2 if wide else 1)
-    parts = [static, first, _differences(first, reach=2)] if wide else [static, first]
-    return np.concatenate(parts, axis=1).astype(np.float32)
+    return np.concatenate([static, _differences(static)], axis=1).astype(np.float32)
 
 
 def _cosines(size: int) -> DoubleArray:
@@ -65,15 +56,16 @@ def _cosines(size: int) -> DoubleArray:
     return np.asarray(basis)
 
 
-def _differences(x: DoubleArray, reach: int) -> DoubleArray:
-    """Return the slope of each column over so many frames to either side; the outermost ones count beyond."""
+def _differences(x: DoubleArray) -> DoubleArray:
+    """Return the slope of each column over three frames; beyond the ends the outermost frames count.
+
+    Over five, and with the slope of the slopes besides, as in Kaldi, nine frames feel a change: the last
+    state of a phone then takes what is first of the next, 30 to 110 ms.
+    """
     if len(x) == 0:
         return x
-    padded = np.pad(x, ((reach, reach), (0, 0)), mode="edge")
-    slope = np.zeros_like(x)
-    for k in range(1, reach + 1):
-        slope += k * (padded[reach + k :][: len(x)] - padded[reach - k :][: len(x)])
-    return slope / (2 * sum(k * k for k in range(1, reach + 1)))
+    padded = np.pad(x, ((1, 1), (0, 0)), mode="edge")
+    return np.asarray(padded[2:] - padded[:-2]) / 2
 
 
 @dataclass

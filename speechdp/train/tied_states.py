@@ -81,7 +81,7 @@ def _count(session: Session, split: str, alignments: Path | None, statistics: Co
         for x, states in _utterances(session, path, alignments, read_features=True):
             if not np.isfinite(x).all():
                 raise RunError(f"{path}: has features that are NaN or infinite; prepare the data again")
-            cepstra = cepstra_of(x, are_cepstra=are_cepstra, wide=True)
+            cepstra = cepstra_of(x, are_cepstra=are_cepstra)
             dim = cepstra.shape[1]
             statistics.add(cepstra, states)
     _stop_together(session)

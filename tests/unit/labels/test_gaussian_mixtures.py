@@ -105,15 +105,3 @@ def test_cepstra_are_the_cosine_transform_with_its_slopes() -> None:
     mfcc = RNG.normal(size=(20, 20)).astype(np.float32)
     taken = cepstra_of(mfcc, are_cepstra=True)
     np.testing.assert_allclose(taken[:, :13], mfcc[:, :13] - mfcc[:, :13].mean(axis=0), atol=1e-5)
-    wide = cepstra_of(ramp, wide=True)
-    np.testing.assert_allclose(wide[:, :13], x[:, :13])
-    np.testing.assert_allclose(wide[2:-2, 13 + 1], np.sqrt(20), rtol=1e-4)
-    np.testing.assert_allclose(wide[4:-4, 26:], 0, atol=1e-3)
-    assert wide.shape == (20, 39) and cepstra_of(np.empty((0, 40), np.float32), wide=True).shape == (0, 39)
-
-
-@pytest.mark.parametrize(("wide", "frames"), [(False, 1), (True, 4)])
-def test_a_change_of_sound_is_felt_so_many_frames_off(wide: bool, frames: int) -> None:
-    x = cepstra_of(np.repeat(RNG.normal(size=(2, 40)), 10, axis=0).astype(np.float32), wide=wide)
-    changed = np.flatnonzero(np.abs(x[:, 13:]).max(axis=1) > 1e-5)
-    assert changed.tolist() == list(range(10 - frames, 10 + frames))
