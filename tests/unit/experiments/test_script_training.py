@@ -472,6 +472,36 @@ def test_a_race_goes_on_after_its_last_whole_round(
     assert "ranks-2.json cannot be read, so it is held again" in capsys.readouterr().out
 
 
+def test_whole_rounds_that_were_held_are_the_race_where_fewer_are_wanted_now(
+    ranks: FakeRanks, script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.steps = 200
+    out, turn = script.parent / "out", FakeRanks._turn
+    words = ["--ranks", "1,2", "--strategies", "gradient_averaging,model_averaging:period=8"]
+
+    def stopped(self: FakeRanks, num_ranks: int, told: Mapping[str, str]) -> str | None:
+        if len(self.turns) == 7:
+            raise JobStopped
+        return turn(self, num_ranks, told)
+
+    monkeypatch.setattr(FakeRanks, "_turn", stopped)
+    assert compare(script, *words) == 75
+    assert read_race(out / "race" / "begun-2.json").plan.rounds == 2
+    capsys.readouterr()
+    assert compare(script, *words, "--race", "1") == 0 and len(ranks.turns) == 7
+    said = capsys.readouterr().out
+    assert "race on 2 ranks: 2 rounds of it were held before and are enough; none is added\n" in said
+    race = read_race(out / "race" / "ranks-2.json")
+    assert race.plan.rounds == 2 and len(race.turns) == 6
+    assert not (out / "race" / "begun-2.json").exists()
+    assert "raced speed" in (out / "report" / "report.html").read_text()
+    # From then on it is one that is over, to which rounds are added.
+    assert compare(script, *words, "--race", "2") == 0
+    assert "race on" not in capsys.readouterr().out
+    monkeypatch.setattr(FakeRanks, "_turn", turn)
+    assert compare(script, *words, "--race", "3") == 0 and len(ranks.turns) == 7 + 3
+
+
 def test_no_race_is_held_where_none_is_wanted(ranks: FakeRanks, script: Path) -> None:
     ranks.steps = 200
     assert sweep_of(script, "--race", "0") == 0 and not ranks.turns
