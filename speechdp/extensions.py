@@ -376,7 +376,7 @@ def _convert(where: str, text: str, kind: Any) -> Any:
     if isinstance(kind, type) and hasattr(kind, "parse"):
         try:
             return kind.parse(text)
-        except ValueError as error:
+        except (ValueError, ConfigError) as error:
             raise ConfigError(f"{where}={text!r}: {one_line(error)}") from error
     if typing.get_origin(kind) is typing.Literal:
         if text not in typing.get_args(kind):

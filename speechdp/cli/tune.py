@@ -390,14 +390,19 @@ def _search(request: TuneRequest, jobs: Callable[[Callable[[str], None]], TunedJ
     from speechdp.cli.support.console import make_console  # noqa: PLC0415
     from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
     from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
+    from speechdp.experiments.tune.record import holds_other_unmeasured  # noqa: PLC0415
     from speechdp.experiments.tune.run import Tuner  # noqa: PLC0415
-    from speechdp.ownership.overwrite import TUNE  # noqa: PLC0415
+    from speechdp.options.run import TrainOptions  # noqa: PLC0415
+    from speechdp.ownership.overwrite import TUNE, empty  # noqa: PLC0415
 
     say = line_printer(make_console())
     code = 0
     # Before the folder is emptied: what cannot be searched is refused here.
     tuner = Tuner(request, jobs(say), say)
-    with owned_folder(out, "tune", say, TUNE):
+    with owned_folder(out, "tune", say, TUNE) as owner:
+        if holds_other_unmeasured(request.out, request.settings, TrainOptions().to_json()):
+            say(f"{request.out}: a search was begun otherwise and measured nothing yet; it is begun anew")
+            empty(owner, TUNE)
         try:
             tuner.run()
         except JobStopped:

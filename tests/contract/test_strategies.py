@@ -136,8 +136,11 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
         ("model_averaging:period", "model_averaging:period: has no value; write period=..."),
         ("model_averaging:period=0", "is not a period"),
         ("model_averaging:period=1.5", "not a whole number of steps"),
-        ("model_averaging:period=4km", "is not a period"),
-        ("model_averaging:begin=later", "is not a period"),
+        (
+            "model_averaging:period=16k",
+            "model_averaging:period='16k': period '16k' is not a period",
+        ),
+        ("model_averaging:begin=later", "model_averaging:begin='later': period 'later' is not a period"),
         ("model_averaging:begin=-1", "is not a period"),
         ("model_averaging:leave_out=-1", "must be 0 (off) or positive"),
         ("model_averaging:max_change=nan", "must be 0 (off) or positive"),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from speechdp.experiments.jobs import JobStarter
     from speechdp.options.run import TrainOptions
     from speechdp.ownership.overwrite import FolderKind
+    from speechdp.ownership.owner import FolderOwner
     from speechdp.tasks.metrics import TaskRecord
 
 
@@ -196,8 +197,8 @@ class OutFolder:
 @contextmanager
 def owned_folder(
     out: OutFolder, command: str, say: Callable[[str], None], kind: FolderKind
-) -> Iterator[None]:
-    """Own a folder for the block, emptied before if asked.
+) -> Iterator[FolderOwner]:
+    """Own a folder for the block, emptied before if asked; gives its owner.
 
     Args:
         command: of the user, for messages.
@@ -217,4 +218,4 @@ def owned_folder(
     with owner_of(out.path, command, say) as owner:
         if out.overwrite and (stays := empty(owner, kind)):
             say(stays)
-        yield
+        yield owner

@@ -251,9 +251,12 @@ def run_news(run_dir: Path, message: str | None, wall_s: float | None, metric: s
         return f"failed: {message}"
     figures = run_figures(read_run(run_dir, metric), None, None)
     terms = terms_of([figures.run])
-    score = f"its last {terms.metric.name} is no number" if figures.run.evaluations else "no metric logged"
     if figures.score is not None:
         score = terms.with_unit(figures.score)
+    elif figures.run.evaluations:
+        score = f"its last {terms.metric.name} is no number"
+    else:
+        score = f"{terms.metric.name} was not logged" if metric else "no metric logged"
     words = [f"{formatting.count(figures.frames_per_s)} {terms.amount}/s", score]
     if figures.word_errors is not None:
         words.append(f"WER {formatting.percent(figures.word_errors.wer, 1)} %")

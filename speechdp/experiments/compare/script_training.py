@@ -258,6 +258,7 @@ class ScriptTraining(ComparedTraining):
             return None
         before = race.rounds_held
         if before >= plan.rounds:
+            race.hold()  # nothing is left of it, but it may have been begun with more rounds
             return None
         known = {one: paces[one] for one in plan.settings}
         begun_s = time.monotonic()

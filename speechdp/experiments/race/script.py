@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -80,7 +80,7 @@ class ScriptRace:
     @property
     def rounds_held(self) -> int:
         """Rounds of it that were held before, by which it is over or goes on."""
-        held = self._held(lambda _: None)
+        held = _longest(self._read(lambda _: None))
         return 0 if held is None else held.plan.rounds
 
     def hold(self) -> RaceRecord | str:
@@ -89,8 +89,13 @@ class ScriptRace:
         Raises:
             JobStopped, RunError: as what trains; the rounds that are whole are kept.
         """
-        held = self._held(self._say)
+        over, begun = self._read(self._say)
+        held = _longest((over, begun))
         if held is not None and held.plan.rounds >= self.plan.rounds:
+            if held is not over:  # it was to have more rounds: what it has is the race that is asked for now
+                rounds = counted(held.plan.rounds, "round")
+                self._say(f"{self.place}: {rounds} of it were held before and are enough; none is added")
+                self._finish(held)
             return held
         if held is not None:
             self._take_up(held)
@@ -103,26 +108,32 @@ class ScriptRace:
                 return message
             write_race(begun_path(self._out, self.plan.ranks), self._record(number))
         record = self._record(self.plan.rounds)
+        self._finish(record)
+        return record
+
+    def _finish(self, record: RaceRecord) -> None:
+        """Record it as over.  Raises RunError (disk)."""
         write_race(race_path(self._out, self.plan.ranks), record)
         forget_begun(self._out, self.plan.ranks)
-        return record
 
     def record_none(self) -> None:
         """Record that fewer than two can take part, and why the others cannot.  Raises RunError (disk)."""
         write_race(race_path(self._out, self.plan.ranks), self._record(self.plan.rounds))
 
-    def _held(self, say: Callable[[str], None]) -> RaceRecord | None:
-        """Return the longest race of these settings that was held, or begun; None: there is none."""
-        found: list[RaceRecord] = []
-        for path in (race_path(self._out, self.plan.ranks), begun_path(self._out, self.plan.ranks)):
-            try:
-                race = read_race(path) if path.exists() else None
-            except RunError:
-                say(f"{self.place}: {path} cannot be read, so it is held again")
-                continue
-            if race is not None and is_of(race, dataclasses.replace(self.plan, rounds=race.plan.rounds)):
-                found.append(race)
-        return max(found, key=lambda race: race.plan.rounds, default=None)
+    def _read(self, say: Callable[[str], None]) -> tuple[RaceRecord | None, RaceRecord | None]:
+        """Return the race of these settings that is over, and the one that was begun; None: there is none."""
+        over, begun = (of(self._out, self.plan.ranks) for of in (race_path, begun_path))
+        return self._read_from(over, say), self._read_from(begun, say)
+
+    def _read_from(self, path: Path, say: Callable[[str], None]) -> RaceRecord | None:
+        try:
+            race = read_race(path) if path.exists() else None
+        except RunError:
+            say(f"{self.place}: {path} cannot be read, so it is held again")
+            return None
+        if race is None or not is_of(race, dataclasses.replace(self.plan, rounds=race.plan.rounds)):
+            return None
+        return race
 
     def _take_up(self, held: RaceRecord) -> None:
         """Begin with the rounds of an earlier command."""
@@ -206,6 +217,12 @@ class ScriptRace:
             self._begun,
             self._before_s + time.monotonic() - self._clock_s,
         )
+
+
+def _longest(races: Iterable[RaceRecord | None]) -> RaceRecord | None:
+    """Return the race of most rounds, the first of such; None: there is none."""
+    found = (race for race in races if race is not None)
+    return max(found, key=lambda race: race.plan.rounds, default=None)
 
 
 def _seconds(turns: Sequence[Turn]) -> float:

@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from speechdp.errors import ConfigError
 from speechdp.experiments.checked import checked_fields
+from speechdp.experiments.race.record import FOLDER as RACES
 from speechdp.experiments.record import reading, refuse_others, write_record_file
 from speechdp.experiments.tune.plan import Besides
 from speechdp.json_input import parse_json
@@ -212,6 +214,12 @@ class TuneRecord:
         )
 
     @property
+    def has_measured(self) -> bool:
+        """Whether a back-end was measured: until then there is nothing that other settings would change."""
+        without = all(one == BackendRecord(one.name, why=one.why) for one in self.backends)
+        return self.stage != MEASURE or self.completed or bool(self.rungs) or not without
+
+    @property
     def left(self) -> tuple[str, ...]:
         """Names of the settings that are not ruled out."""
         return tuple(one.name for one in self.tried if not one.out_in)
@@ -329,6 +337,31 @@ def check_same_search(out: Path, settings: dict[str, Any], defaults: dict[str, A
     if not (out / FILE_NAME).is_file():
         return None
     record = read_tune(out)
+    _refuse_others(out, record, settings, defaults)
+    return record
+
+
+def holds_other_unmeasured(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> bool:
+    """Tell whether a folder holds a search with other settings that has come to nothing, and may give way.
+
+    Args:
+        defaults: as in `check_same_search`.
+
+    Raises:
+        ConfigError: its record is damaged.
+    """
+    if not (out / FILE_NAME).is_file():
+        return False
+    record = read_tune(out)
+    if record.has_measured or next((out / RACES).glob("*.json"), None):
+        return False
+    try:
+        _refuse_others(out, record, settings, defaults)
+    except ConfigError:
+        return True
+    return False
+
+
+def _refuse_others(out: Path, record: TuneRecord, settings: dict[str, Any], defaults: dict[str, Any]) -> None:
     before = {**record.settings, TARGET: settings[TARGET]}
     refuse_others(out / FILE_NAME, before, settings, defaults=defaults)
-    return record

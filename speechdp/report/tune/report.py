@@ -32,7 +32,8 @@ from speechdp.report.kit.svg import Panel, panel_svgs, write_png
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text, with_figures
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.records import words
-from speechdp.report.runs.results import RunResult
+from speechdp.report.runs.results import SCRIPT, RunResult
+from speechdp.report.runs.script_metric import script_task
 from speechdp.report.runs.steadiness import notable_load
 from speechdp.timing.load import OutsideLoad
 
@@ -64,8 +65,11 @@ class Search:
 
     @property
     def terms(self) -> Terms:
-        """The words for what settings are judged by."""
-        return terms_of([run for runs in self.runs.values() for run in runs])
+        """The words for what settings are judged by; of a script also where no run tells them yet."""
+        runs = [run for found in self.runs.values() for run in found]
+        if not runs and "script" in self.record.settings:
+            return Terms(script_task(words(self.record.settings.get("metric"))), SCRIPT)
+        return terms_of(runs)
 
 
 def read_search(out: Path) -> Search:
@@ -132,6 +136,8 @@ def find_answer(search: Search) -> Answer:
     """Put what was found into words."""
     record, terms = search.record, search.terms
     cautions = ["Settings were judged on held-out data, which are no longer fit to report a final figure on."]
+    if not record.has_measured:
+        return Answer("Nothing is measured yet: the same command tries again, also with other settings.")
     if not record.chosen:
         return Answer("Nothing is chosen yet: the same command goes on with the search.")
     best = record.of(record.chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from speechdp.experiments.jobs import JobStarter, JobStopped
 from speechdp.experiments.race.record import read_race
 from speechdp.experiments.sweep.plan import SweepPlan, SweepRecord, refuse_other_sweep, write_sweep
 from speechdp.experiments.sweep.script import ScriptSweep
+from speechdp.experiments.tune.record import read_tune, write_tune
 from speechdp.parallel.registry import parse_strategy
 from speechdp.report.runs.folders import read_run, read_sweep
 
@@ -316,7 +318,9 @@ def test_a_metric_that_nobody_logs_is_refused_after_the_first_run_and_where_it_i
     out = script.parent / "out"
     words = [command, str(out), "--script", str(script), "--metric", "valid_los"]
     assert run(words) == 1 and len(ranks.calls) == 1
-    assert "--metric valid_los: no run logged it; they logged valid_loss" in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "--metric valid_los: no run logged it; they logged valid_loss" in shown.err
+    assert "/s, valid_los was not logged" in shown.out and "no metric" not in shown.out
     assert run(["report", str(out)]) == 1
     message = f"{out / command}.json: --metric valid_los: no run logged it; they logged valid_loss; give the"
     assert message in capsys.readouterr().err
@@ -472,11 +476,80 @@ def test_a_race_goes_on_after_its_last_whole_round(
     assert "ranks-2.json cannot be read, so it is held again" in capsys.readouterr().out
 
 
+def test_whole_rounds_that_were_held_are_the_race_where_fewer_are_wanted_now(
+    ranks: FakeRanks, script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.steps = 200
+    out, turn = script.parent / "out", FakeRanks._turn
+    words = ["--ranks", "1,2", "--strategies", "gradient_averaging,model_averaging:period=8"]
+
+    def stopped(self: FakeRanks, num_ranks: int, told: Mapping[str, str]) -> str | None:
+        if len(self.turns) == 7:
+            raise JobStopped
+        return turn(self, num_ranks, told)
+
+    monkeypatch.setattr(FakeRanks, "_turn", stopped)
+    assert compare(script, *words) == 75
+    assert read_race(out / "race" / "begun-2.json").plan.rounds == 2
+    capsys.readouterr()
+    assert compare(script, *words, "--race", "1") == 0 and len(ranks.turns) == 7
+    said = capsys.readouterr().out
+    assert "race on 2 ranks: 2 rounds of it were held before and are enough; none is added\n" in said
+    race = read_race(out / "race" / "ranks-2.json")
+    assert race.plan.rounds == 2 and len(race.turns) == 6
+    assert not (out / "race" / "begun-2.json").exists()
+    assert "raced speed" in (out / "compare" / "compare.html").read_text(encoding="utf-8")
+    # From then on it is one that is over, to which rounds are added.
+    assert compare(script, *words, "--race", "2") == 0
+    assert "were held before" not in capsys.readouterr().out
+    monkeypatch.setattr(FakeRanks, "_turn", turn)
+    assert compare(script, *words, "--race", "3") == 0 and len(ranks.turns) == 7 + 3
+
+
 def test_no_race_is_held_where_none_is_wanted(ranks: FakeRanks, script: Path) -> None:
     ranks.steps = 200
     assert sweep_of(script, "--race", "0") == 0 and not ranks.turns
     assert not (script.parent / "out" / "race").exists()
     assert sweep_of(script, "--race", "-1") == 1
+
+
+def test_a_search_that_has_measured_nothing_may_be_begun_with_other_settings(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, found = script.parent / "out", list[tuple[str, bool]]()
+
+    def trains_to_its_end(
+        self: JobStarter, ranks: int, words: Sequence[str], log: Path, told: Mapping[str, str], **_: bool
+    ) -> None:
+        folder = Path(told["SPEECHDP_FOLDER"])
+        found.append((words[-1], any((out / "measure").rglob("timing.json"))))
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("run.json", "timing.json", "completed.json"):
+            (folder / name).write_text("{}")
+
+    def search(epochs: str) -> tuple[int, str, str]:
+        code = run([*words, "--", "--epochs", epochs])
+        return code, *capsys.readouterr()
+
+    monkeypatch.setattr(JobStarter, "run_script", trains_to_its_end)
+    words = ["tune", "--script", str(script), str(out), "--ranks", "2", "--backend", "threads"]
+    words += ["--metric", "f1"]
+    code, _, err = search("2")
+    assert code == 1 and "trained to its end and did not pause" in err and found == [("2", False)]
+    # What failed would be taken for a run of these settings.
+    code, said, err = search("8")
+    assert code == 1 and "did not pause" in err and found[1:] == [("8", False)]
+    assert "a search was begun otherwise and measured nothing yet; it is begun anew" in said
+    record = read_tune(out)
+    assert record.settings["command line"] == "--epochs 8"
+    assert run(["report", str(out)]) == 0
+    assert "Nothing is measured yet: the same command tries again" in capsys.readouterr().out
+    page = (out / "tune" / "tune.html").read_text(encoding="utf-8")
+    assert ">f1<" in page and "log-probability" not in page
+    write_tune(out, replace(record, backends=(replace(record.backends[0], why="", start_s=1.0),)))
+    code, said, err = search("9")
+    assert code == 1 and len(found) == 2
+    assert "was begun otherwise (command line was --epochs 8, is --epochs 9); choose another folder" in err
 
 
 def test_what_follows_the_dashes_is_the_scripts() -> None:
