@@ -359,6 +359,13 @@ class RunResult:
         more = f", and {counted(len(found) - 1, 'more problem')} that its page names" if found[1:] else ""
         return found[0] + more if found else ""
 
+    def setting(self, *keys: str) -> Any:
+        """Return what run.json holds under some keys, each in what the one before holds; None: nothing."""
+        value: Any = self.settings
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
     @property
     def strategy(self) -> str:
         """Name of the strategy without its options."""
@@ -404,10 +411,7 @@ class RunResult:
     @property
     def order(self) -> str:
         """How utterances were put in order, e.g. `pooled`; empty where it is not known."""
-        value: Any = self.settings
-        for key in ("options", "batch", "order"):
-            value = value.get(key) if isinstance(value, dict) else None
-        return words(value)
+        return words(self.setting("options", "batch", "order"))
 
     @property
     def on_gpu(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from speechdp.counting import counted
 from speechdp.report.kit import formatting
-from speechdp.report.kit.choice import several_tasks, undecoded_caution, unlike_caution
+from speechdp.report.kit.choice import judged_otherwise, several_tasks, undecoded_caution, unlike_caution
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import RunFigures
 
@@ -24,7 +24,8 @@ def find_cautions(
     notes += [_sizes(comparable, labels), _unequal(comparable)]
     notes.append(_never_averaged(comparable, labels))
     notes.append(_improving(comparable, labels))
-    notes.insert(0, several_tasks([row.run for row in rows]))
+    runs = [row.run for row in rows]
+    notes[:0] = [several_tasks(runs), judged_otherwise(runs, labels)]
     if comparable and terms_of(row.run for row in rows).task.decodes:
         named = [labels[row.run.name] for row in comparable]
         notes.append(unlike_caution(comparable, named) or undecoded_caution(comparable, named))

@@ -1,0 +1,74 @@
+"""Which runs of a folder are held against one another: scores on the same data, speed-ups for the same work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speechdp.report.runs.derived import RunFigures, common_target, sweep_figures
+from speechdp.report.runs.folders import read_sweep
+from speechdp.report.sweep.answer import SweepAnswer, find_answer
+from tests.helpers.runs import MadeUpRun, write_run
+
+OTHER_DATA = {"data": {"path": "/data/an4", "checksum": "0a1b" * 16}}
+
+
+def _rows(folder: Path, runs: list[MadeUpRun]) -> list[RunFigures]:
+    for run in runs:
+        write_run(run, folder)
+    sweep = read_sweep(folder)
+    return sweep_figures(sweep, common_target(sweep.runs))
+
+
+def _answer(folder: Path, runs: list[MadeUpRun]) -> SweepAnswer:
+    return find_answer(_rows(folder, runs))
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "difference"),
+    [
+        ({}, OTHER_DATA, "data: /data/an4 instead of /data/fsdd"),
+        (
+            {},
+            {"data": {"path": "/data/fsdd", "checksum": "0a1b" * 16}},
+            "data: another state of /data/fsdd",
+        ),
+        ({"num_classes": 123}, {"num_classes": 81}, "number of classes: 81 instead of 123"),
+        (
+            {"options": {"held_out": "dev"}},
+            {"options": {"held_out": "test"}},
+            "held-out split: test instead of dev",
+        ),
+    ],
+)
+def test_runs_judged_on_other_data_or_classes_are_not_compared(
+    tmp_path: Path, first: dict[str, Any], other: dict[str, Any], difference: str
+) -> None:
+    runs = [
+        MadeUpRun("a", period="4", settings=first),
+        MadeUpRun("b", period="16", frames_per_s=1e6, final_log_prob=-0.01, settings=other),
+    ]
+    rows = _rows(tmp_path / "two", runs)
+    answer = find_answer(rows)
+    assert answer.chosen is None and "fastest" not in answer.headline
+    assert not any("best" in text for text in answer.details)
+    (caution,) = [text for text in answer.cautions if "not all judged on the same" in text]
+    assert caution.endswith(f"period 16 ({difference}).")
+    assert [row.time_to_target_s is None for row in rows] == [False, True]
+    # Two of the same are compared beside it.
+    third = MadeUpRun("c", period="8", frames_per_s=30_000.0, settings=first)
+    answer = _answer(tmp_path / "three", [*runs, third])
+    assert answer.chosen is not None and answer.chosen.run.name == "c"
+    assert any(difference in text for text in answer.cautions)
+
+
+def test_what_older_runs_did_not_record_tells_against_nothing(tmp_path: Path) -> None:
+    runs = [
+        MadeUpRun("a", period="4", settings={"data": {"path": "/data/fsdd"}}),
+        MadeUpRun("b", period="16", frames_per_s=30_000.0, settings={"num_classes": 123}),
+    ]
+    answer = _answer(tmp_path, runs)
+    assert answer.chosen is not None and answer.chosen.run.name == "b"
+    assert not any("judged on" in text for text in answer.cautions)
