@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import fmean
 
-from speechdp.report.runs.alike import Alike, judged_alike
+from speechdp.report.runs.alike import Alike, baseline_of, judged_alike
 from speechdp.report.runs.data_path import DataFigures, DataWait, data_figures, data_wait
 from speechdp.report.runs.raced import RacedSpeed
 from speechdp.report.runs.results import Evaluation, RankTiming, RunResult, RunTiming, Sweep, WordErrors
@@ -249,10 +249,14 @@ def run_figures(run: RunResult, baseline: RunTiming | None, target: float | None
 
 
 def sweep_figures(sweep: Sweep, target: float | None) -> list[RunFigures]:
-    """Compute every run's row, in the sweep's order; a target counts for the runs that can be compared alone."""
-    baseline = sweep.baseline.timing if sweep.baseline else None
+    """Compute every run's row, in the sweep's order; a target counts for those that can be compared."""
     comparable = comparable_runs(sweep.runs)
-    return [run_figures(run, baseline, target if comparable.has(run) else None) for run in sweep.runs]
+    rows: list[RunFigures] = []
+    for run in sweep.runs:
+        baseline = baseline_of(run, sweep.runs)
+        timing = None if baseline is None else baseline.timing
+        rows.append(run_figures(run, timing, target if comparable.has(run) else None))
+    return rows
 
 
 def with_race(rows: Sequence[RunFigures], speeds: Mapping[str, RacedSpeed]) -> list[RunFigures]:

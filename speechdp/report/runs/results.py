@@ -439,10 +439,3 @@ class Sweep:
     runs: tuple[RunResult, ...]
     failed: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
-
-    @property
-    def baseline(self) -> RunResult | None:
-        """The run that speed-ups are measured against: `one-rank`, else the first run of size 1."""
-        named = [run for run in self.runs if run.is_baseline]
-        single = [run for run in self.runs if run.size == 1]
-        return next((run for run in named + single if run.timing is not None), None)

@@ -59,7 +59,7 @@ class SweepAnswer(Answer):
 
 
 def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> SweepAnswer:
-    """Apply the rule (`rule_for`) to the sweep's rows; those of one task, judged on the same data, are compared.
+    """Apply the rule (`rule_for`) to the sweep's rows; those judged on the same are compared.
 
     Args:
         of_race: what the reader must know of the race, a sentence each.

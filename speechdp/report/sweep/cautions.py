@@ -30,7 +30,9 @@ def find_cautions(
         named = [labels[row.run.name] for row in comparable]
         notes.append(unlike_caution(comparable, named) or undecoded_caution(comparable, named))
     if len(comparable) > 1 and all(row.speedup is None for row in comparable):
-        notes.append("There is no timed run of one rank, so speed-up and efficiency are not known.")
+        alone = any(run.size == 1 and run.timing is not None for run in runs)
+        fitting = " of the same task, data and model size" if alone else ""
+        notes.append(f"There is no timed run of one rank{fitting}, so speed-up and efficiency are not known.")
     return tuple(filter(None, notes))
 
 

@@ -1,4 +1,4 @@
-"""Which runs of a folder are held against one another: scores on the same data, speed-ups for the same work."""
+"""Which runs are held against one another: scores on the same data, speed-ups for the same work."""
 
 from __future__ import annotations
 
@@ -72,3 +72,35 @@ def test_what_older_runs_did_not_record_tells_against_nothing(tmp_path: Path) ->
     answer = _answer(tmp_path, runs)
     assert answer.chosen is not None and answer.chosen.run.name == "b"
     assert not any("judged on" in text for text in answer.cautions)
+
+
+@pytest.mark.parametrize(
+    "other", [OTHER_DATA, {"num_parameters": 9}, {"task": "synthesis"}, {"script": "train.py"}]
+)
+def test_a_speed_up_is_over_one_rank_that_did_the_same_work(tmp_path: Path, other: dict[str, Any]) -> None:
+    task = {"task": "acoustic"}
+    alone = MadeUpRun("a", size=1, frames_per_s=1_000.0, settings={**task, **other})
+    runs = [
+        alone,
+        *(MadeUpRun(name, period=period, settings=task) for name, period in (("b", "4"), ("c", "8"))),
+    ]
+    rows = _rows(tmp_path / "other", runs)
+    assert [row.speedup for row in rows] == [1.0, None, None]
+    assert [row.efficiency for row in rows[1:]] == [None, None]
+    if other is not OTHER_DATA:
+        return
+    # Its own is used where there is one as well, wherever it stands.
+    runs.append(MadeUpRun("d", size=1, frames_per_s=10_000.0, settings=task))
+    assert [row.speedup for row in _rows(tmp_path / "same", runs)] == [1.0, 2.0, 2.0, 1.0]
+    # What was not recorded tells against nothing.
+    runs = [MadeUpRun("a", size=1, frames_per_s=10_000.0), MadeUpRun("b", settings={"num_parameters": None})]
+    assert [row.speedup for row in _rows(tmp_path / "older", runs)] == [1.0, 2.0]
+
+
+def test_that_no_run_of_one_rank_is_like_the_others_is_said(tmp_path: Path) -> None:
+    runs = [MadeUpRun("b", period="4"), MadeUpRun("c", period="8")]
+    text = "There is no timed run of one rank{}, so speed-up and efficiency are not known."
+    assert text.format("") in _answer(tmp_path / "none", runs).cautions
+    alone = MadeUpRun("z", size=1, settings=OTHER_DATA)
+    like = " of the same task, data and model size"
+    assert text.format(like) in _answer(tmp_path / "other", [*runs, alone]).cautions
