@@ -44,6 +44,7 @@ from speechdp.train.models import (
     describe_data,
     outline,
     save_trained,
+    task_data,
 )
 from speechdp.train.origin import origin_facts, start_facts
 from speechdp.train.sampling import sampled
@@ -334,6 +335,7 @@ def _facts(session: Session, options: TrainOptions, num_parameters: int) -> dict
         **options.make_task().record().to_json(),
         "preset": options.preset_name,
         "num_parameters": num_parameters,
+        "num_classes": task_data(session.dataset, options).num_classes,
         "fingerprint": options.fingerprint(),
         "data": {"path": str(session.dataset.path), "checksum": session.dataset.checksum},
         **origin_facts(os.environ),

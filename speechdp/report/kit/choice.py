@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import Terms, terms_of
+from speechdp.report.runs.derived import comparable_runs
 from speechdp.report.runs.results import RunResult, WordErrors
 
 
@@ -121,6 +122,22 @@ def several_tasks(runs: Sequence[RunResult]) -> str:
     return (
         f"These runs are of several tasks. Those with a {terms.metric.name} are compared; the others "
         f"have a {names}, which cannot be compared with it."
+    )
+
+
+def judged_otherwise(runs: Sequence[RunResult], labels: Mapping[str, str]) -> str:
+    """Say which runs are not compared because they were judged on other data or classes; "" where all are.
+
+    Args:
+        labels: of runs, by their names.
+    """
+    others = comparable_runs(runs).others
+    if not others:
+        return ""
+    told = ", ".join(f"{labels[run.name]} ({differs})" for run, differs in others)
+    return (
+        f"These runs were not all judged on the same. Not compared with the others, because the "
+        f"{terms_of(runs).metric.name} says nothing beside theirs: {told}."
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import fmean
 
+from speechdp.report.runs.alike import Alike, baseline_of, judged_alike
 from speechdp.report.runs.data_path import DataFigures, DataWait, data_figures, data_wait
 from speechdp.report.runs.raced import RacedSpeed
 from speechdp.report.runs.results import Evaluation, RankTiming, RunResult, RunTiming, Sweep, WordErrors
@@ -189,17 +190,20 @@ def task_of(runs: Iterable[RunResult]) -> TaskRecord:
     return next((run.task for run in runs if run.settings), task_record({}))
 
 
+def comparable_runs(runs: Sequence[RunResult]) -> Alike:
+    """Take the runs of the first one's task together that were judged on the same; see judged_alike."""
+    metric = task_of(runs).metrics[0]
+    return judged_alike(run for run in runs if not run.is_baseline and run.metric.key == metric.key)
+
+
 def best_score(evaluations: Sequence[Evaluation]) -> float | None:
     """Return the highest held-out score."""
     return max((e.score for e in evaluations if e.score is not None), default=None)
 
 
 def common_target(runs: Sequence[RunResult]) -> float | None:
-    """Return the lowest of the best scores of the runs of one task: the highest that each of them reached."""
-    metric = task_of(runs).metrics[0]
-    best = [
-        best_score(run.evaluations) for run in runs if not run.is_baseline and run.metric.key == metric.key
-    ]
+    """Return the lowest of the best scores of the runs that can be compared: what each reached."""
+    best = [best_score(run.evaluations) for run in comparable_runs(runs).runs]
     return min((value for value in best if value is not None), default=None)
 
 
@@ -245,12 +249,14 @@ def run_figures(run: RunResult, baseline: RunTiming | None, target: float | None
 
 
 def sweep_figures(sweep: Sweep, target: float | None) -> list[RunFigures]:
-    """Compute every run's row, in the sweep's order; a target counts for the runs of its task alone."""
-    baseline = sweep.baseline.timing if sweep.baseline else None
-    metric = task_of(sweep.runs).metrics[0]
-    return [
-        run_figures(run, baseline, target if run.metric.key == metric.key else None) for run in sweep.runs
-    ]
+    """Compute every run's row, in the sweep's order; a target counts for those that can be compared."""
+    comparable = comparable_runs(sweep.runs)
+    rows: list[RunFigures] = []
+    for run in sweep.runs:
+        baseline = baseline_of(run, sweep.runs)
+        timing = None if baseline is None else baseline.timing
+        rows.append(run_figures(run, timing, target if comparable.has(run) else None))
+    return rows
 
 
 def with_race(rows: Sequence[RunFigures], speeds: Mapping[str, RacedSpeed]) -> list[RunFigures]:

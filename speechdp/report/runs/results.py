@@ -359,6 +359,13 @@ class RunResult:
         more = f", and {counted(len(found) - 1, 'more problem')} that its page names" if found[1:] else ""
         return found[0] + more if found else ""
 
+    def setting(self, *keys: str) -> Any:
+        """Return what run.json holds under some keys, each in what the one before holds; None: nothing."""
+        value: Any = self.settings
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
     @property
     def strategy(self) -> str:
         """Name of the strategy without its options."""
@@ -404,10 +411,7 @@ class RunResult:
     @property
     def order(self) -> str:
         """How utterances were put in order, e.g. `pooled`; empty where it is not known."""
-        value: Any = self.settings
-        for key in ("options", "batch", "order"):
-            value = value.get(key) if isinstance(value, dict) else None
-        return words(value)
+        return words(self.setting("options", "batch", "order"))
 
     @property
     def on_gpu(self) -> bool:
@@ -435,10 +439,3 @@ class Sweep:
     runs: tuple[RunResult, ...]
     failed: Mapping[str, str] = field(default_factory=dict)
     others: tuple[str, ...] = ()
-
-    @property
-    def baseline(self) -> RunResult | None:
-        """The run that speed-ups are measured against: `one-rank`, else the first run of size 1."""
-        named = [run for run in self.runs if run.is_baseline]
-        single = [run for run in self.runs if run.size == 1]
-        return next((run for run in named + single if run.timing is not None), None)

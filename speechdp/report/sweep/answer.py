@@ -22,7 +22,7 @@ from speechdp.report.kit.speeds import (
     speed_phrase,
     times_text,
 )
-from speechdp.report.runs.derived import RunFigures
+from speechdp.report.runs.derived import RunFigures, comparable_runs
 from speechdp.report.runs.results import RunResult
 from speechdp.report.runs.samples import Samples
 from speechdp.report.runs.steadiness import notable_load
@@ -59,7 +59,7 @@ class SweepAnswer(Answer):
 
 
 def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> SweepAnswer:
-    """Apply the rule (`rule_for`) to the sweep's rows; those of one task are compared.
+    """Apply the rule (`rule_for`) to the sweep's rows; those judged on the same are compared.
 
     Args:
         of_race: what the reader must know of the race, a sentence each.
@@ -90,16 +90,17 @@ def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> Sw
         limit=_limit(chosen, labels),
         data=_data(rows, chosen, labels),
         gain=gain_sentence(chosen.run, labels[chosen.run.name], [row.run for row in rows]),
-        chosen=chosen,
+        # Beside runs of other data alone, it was chosen from nothing.
+        chosen=None if len(comparable) == 1 and comparable_runs([row.run for row in rows]).others else chosen,
     )
 
 
 def comparable_rows(rows: Sequence[RunFigures]) -> list[RunFigures]:
-    """Return the rows that the choice is made from: finished runs of one task, timed and judged."""
-    metric = terms_of(row.run for row in rows).metric
+    """Return the rows that the choice is made from: finished runs, timed and judged on the same."""
+    alike = comparable_runs([row.run for row in rows])
     finished = [row for row in rows if row.run.status == "complete" and not row.run.is_baseline]
     judged = [row for row in finished if row.frames_per_s is not None and row.score is not None]
-    return [row for row in judged if row.run.metric.key == metric.key]
+    return [row for row in judged if alike.has(row.run)]
 
 
 def rule_for(rows: Sequence[RunFigures]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from speechdp.counting import counted
 from speechdp.report.kit import formatting
-from speechdp.report.kit.choice import several_tasks, undecoded_caution, unlike_caution
+from speechdp.report.kit.choice import judged_otherwise, several_tasks, undecoded_caution, unlike_caution
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import RunFigures
 
@@ -24,12 +24,15 @@ def find_cautions(
     notes += [_sizes(comparable, labels), _unequal(comparable)]
     notes.append(_never_averaged(comparable, labels))
     notes.append(_improving(comparable, labels))
-    notes.insert(0, several_tasks([row.run for row in rows]))
+    runs = [row.run for row in rows]
+    notes[:0] = [several_tasks(runs), judged_otherwise(runs, labels)]
     if comparable and terms_of(row.run for row in rows).task.decodes:
         named = [labels[row.run.name] for row in comparable]
         notes.append(unlike_caution(comparable, named) or undecoded_caution(comparable, named))
     if len(comparable) > 1 and all(row.speedup is None for row in comparable):
-        notes.append("There is no timed run of one rank, so speed-up and efficiency are not known.")
+        alone = any(run.size == 1 and run.timing is not None for run in runs)
+        fitting = " of the same task, data and model size" if alone else ""
+        notes.append(f"There is no timed run of one rank{fitting}, so speed-up and efficiency are not known.")
     return tuple(filter(None, notes))
 
 

@@ -16,6 +16,7 @@ from speechdp.comm.base import Communicator, ReduceOp
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError, RunError
 from speechdp.report.runs import derived
+from speechdp.report.runs.alike import baseline_of
 from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.runs.results import Evaluation, GpuConditions, RankTiming, RunResult, RunTiming
 from speechdp.report.runs.timing_file import read_timeline
@@ -303,10 +304,12 @@ def test_nothing_to_report_names_the_folder(tmp_path: Path) -> None:
 
 def test_the_baseline_is_the_one_rank_run_or_a_run_of_size_one(tmp_path: Path) -> None:
     out = write_sweep(tmp_path / "s", [MadeUpRun("x", size=1), MadeUpRun("one-rank", size=1)])
-    baseline = read_sweep(out).baseline
+    runs = read_sweep(out).runs
+    baseline = baseline_of(runs[0], runs)
     assert baseline is not None
     assert baseline.name == "one-rank"
-    alone = read_sweep(write_sweep(tmp_path / "t", [MadeUpRun("y", size=2), MadeUpRun("x", size=1)])).baseline
+    runs = read_sweep(write_sweep(tmp_path / "t", [MadeUpRun("y", size=2), MadeUpRun("x", size=1)])).runs
+    alone = baseline_of(runs[0], runs)
     assert alone is not None
     assert alone.name == "x"
 
@@ -314,8 +317,9 @@ def test_the_baseline_is_the_one_rank_run_or_a_run_of_size_one(tmp_path: Path) -
 def test_the_one_rank_run_of_a_sweep_has_a_speed_but_no_accuracy(tmp_path: Path) -> None:
     runs = [MadeUpRun("one-rank", size=1), MadeUpRun("model_averaging-16")]
     sweep = read_sweep(write_sweep(tmp_path / "sweep", runs))
-    assert sweep.baseline is not None and sweep.baseline.timing is not None
-    assert sweep.baseline.evaluations == ()
+    baseline = baseline_of(sweep.runs[1], sweep.runs)
+    assert baseline is not None and baseline.timing is not None
+    assert baseline.evaluations == ()
     assert all(run.evaluations for run in sweep.runs if not run.is_baseline)
 
 
