@@ -344,13 +344,17 @@ def check_same_search(out: Path, settings: dict[str, Any], defaults: dict[str, A
 def holds_other_unmeasured(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> bool:
     """Tell whether a folder holds a search with other settings that has come to nothing, and may give way.
 
+    One that has made an alignment, which can take hours, may not.
+
     Args:
         defaults: as in `check_same_search`.
 
     Raises:
         ConfigError: its record is damaged.
     """
-    if not (out / FILE_NAME).is_file():
+    from speechdp.experiments.compare.own_training import ALIGNMENT  # noqa: PLC0415 - torch, for reports
+
+    if not (out / FILE_NAME).is_file() or (out / ALIGNMENT).exists():
         return False
     record = read_tune(out)
     if record.has_measured or next((out / RACES).glob("*.json"), None):

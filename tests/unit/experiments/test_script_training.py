@@ -546,10 +546,17 @@ def test_a_search_that_has_measured_nothing_may_be_begun_with_other_settings(
     assert "Nothing is measured yet: the same command tries again" in capsys.readouterr().out
     page = (out / "tune" / "tune.html").read_text(encoding="utf-8")
     assert ">f1<" in page and "log-probability" not in page
-    write_tune(out, replace(record, backends=(replace(record.backends[0], why="", start_s=1.0),)))
-    code, said, err = search("9")
-    assert code == 1 and len(found) == 2
-    assert "was begun otherwise (command line was --epochs 8, is --epochs 9); choose another folder" in err
+    for has_measured in (False, True):
+        if has_measured:
+            (out / "alignment").rmdir()
+            write_tune(out, replace(record, backends=(replace(record.backends[0], why="", start_s=1.0),)))
+        else:
+            (out / "alignment").mkdir()  # hours of work
+        code, said, err = search("9")
+        assert code == 1 and len(found) == 2
+        assert (
+            "was begun otherwise (command line was --epochs 8, is --epochs 9); choose another folder" in err
+        )
 
 
 def test_what_follows_the_dashes_is_the_scripts() -> None:
