@@ -14,8 +14,10 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.choice import (
     accurate_enough,
+    eligible_rows,
     lacks_scores,
     several_tasks,
+    splits_of,
     undecoded_caution,
     unlike_caution,
 )
@@ -54,7 +56,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
         # One whose other seeds came to nothing is not known to keep the accuracy.
         rows = [group for group in rows if not group.unjudged] or rows
         if rows:
-            best = max(rows, key=lambda group: group.score or 0.0)
+            best = max(eligible_rows(rows), key=_score)
             accurate = accurate_enough(rows, best, _tolerance(best))
             fastest, alike = choose_fastest(accurate, _speed)
             unsure |= {ranks} if alike else set()
@@ -235,11 +237,12 @@ def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Gro
         unsure = ", from which the race cannot tell it apart and" if _is_like_one_rank(fastest) else ","
         text += f" ({times} times one rank{unsure} which reaches {terms.number(one_rank.score)})"
     text += f", {_accuracy(fastest)}"
+    of_decoded = " of those decoded" if any(_score(group) > _score(best) for group in rows) else ""
     if best is not fastest:
-        name = f"{terms.best} {terms.short_name}"
+        name = f"{terms.best} {terms.short_name}{of_decoded}"
         text += f"; the {name} is that of {best.label}: {_accuracy(best)} at {_rate(best)}"
     elif len(rows) > 1:
-        text += f", the {terms.best} on {fastest.ranks} ranks"
+        text += f", the {terms.best}{of_decoded} on {fastest.ranks} ranks"
     sentences = [f"{text}."]
     if one_rank is not None and _is_slower_than_one_rank(fastest, one_rank):
         sentences.append(f"On {fastest.ranks} ranks {fastest.label} is slower than one rank alone.")
@@ -319,12 +322,22 @@ def _decoding(rows: Sequence[Group]) -> list[str]:
         id(group): group.label if group.ranks == 1 else f"{group.label} on {group.ranks} ranks"
         for group in rows
     }
-    notes, alike = list[str](), dict[int, Group]()
+    notes, alike, without = list[str](), dict[int, Group](), list[int]()
     for ranks in sorted({group.ranks for group in rows if group.ranks > 1} or {1}):
         compared = [group for group in rows if group.ranks in (1, ranks)]
         unlike = unlike_caution(compared, [labels[id(group)] for group in compared])
         notes += [unlike] if unlike else []
-        alike |= {} if unlike else {id(group): group for group in compared}
+        own = [group for group in compared if group.ranks == ranks]
+        if not unlike and not splits_of(own) and splits_of(rows):
+            # Nothing was left out of this choice, so none of these is called not eligible.
+            without.append(ranks)
+        elif not unlike:
+            alike |= {id(group): group for group in compared}
+    if without:
+        notes.append(
+            f"No run on {_listed(without)} ranks was decoded: the word error rate played no part in the "
+            "choice there."
+        )
     if alike:
         notes.append(undecoded_caution(list(alike.values()), [labels[key] for key in alike]))
     return notes
@@ -375,6 +388,10 @@ def _rate(group: Group) -> str:
 
 def _baseline_label(group: Group) -> str:
     return "" if group.raced is None else formatting.strategy_label(group.raced.baseline, group.ranks)
+
+
+def _score(group: Group) -> float:
+    return group.score or 0.0
 
 
 def _speed(group: Group) -> float:

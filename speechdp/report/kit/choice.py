@@ -26,6 +26,12 @@ class Accuracy(Protocol):
 Row = TypeVar("Row", bound=Accuracy)
 
 
+def eligible_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows that may be chosen: where some are decoded, and alike, those; else all."""
+    decoded = [row for row in rows if row.word_errors is not None]
+    return decoded if decoded and are_decoded_alike(rows) else list(rows)
+
+
 def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Row]:
     """Return the rows whose score and word errors are as good as the best; if no row's are, the best alone.
 
@@ -33,6 +39,7 @@ def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Ro
     left aside.
 
     Args:
+        best: the best score of the `eligible_rows`.
         tolerance: how far from the best score is near enough.
     """
     assert best.score is not None

@@ -9,7 +9,13 @@ import numpy as np
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
-from speechdp.report.kit.choice import accurate_enough, are_decoded_alike, lacks_scores, splits_of
+from speechdp.report.kit.choice import (
+    accurate_enough,
+    are_decoded_alike,
+    eligible_rows,
+    lacks_scores,
+    splits_of,
+)
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.outside import load_text, shares_gpus
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
@@ -71,7 +77,7 @@ def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> Sw
     cautions = (*of_race, *find_cautions(rows, comparable, labels))
     if not comparable:
         return _without_comparison(rows, finished, cautions)
-    best = max(comparable, key=lambda row: row.score or 0.0)
+    best = max(eligible_rows(comparable), key=_score)
     eligible = accurate_enough(comparable, best, metric.near_enough(best.score or 0.0))
     raced = any_raced(comparable)
     chosen, alike = choose_fastest(eligible, _rate)
@@ -199,13 +205,22 @@ def _comparison(
     if len(rows) == 1:
         return sentences
     terms = terms_of(row.run for row in rows)
+    first = max(rows, key=_score)
+    is_beaten = _score(first) > _score(best)
+    among = "Of the decoded runs " if is_beaten else ""
     if best is chosen:
-        sentences.append(f"It has the {terms.best} {terms.metric.name}, too.")
+        it = "it" if is_beaten else "It"
+        sentences.append(f"{among}{it} has the {terms.best} {terms.metric.name}, too.")
     else:
+        the = "the" if is_beaten else "The"
         sentences.append(
-            f"The {terms.best} {terms.metric.name} is that of {labels[best.run.name]}: "
+            f"{among}{the} {terms.best} {terms.metric.name} is that of {labels[best.run.name]}: "
             f"{_accuracy(best)}, at {_short_speed(best, labels)}."
         )
+    if is_beaten:
+        side = "smaller" if terms.falls else "better"
+        name = formatting.capital(labels[first.run.name])
+        sentences.append(f"{name} has a {side} one, {_accuracy(first)}, but is not decoded yet.")
     if (fastest := faster_than(chosen, rows, _rate)) is not None:
         assert fastest.score is not None
         assert best.score is not None
@@ -369,6 +384,10 @@ def _wer(row: RunFigures) -> str:
     rate, _, interval = formatting.word_errors(row.word_errors).partition(" ")
     # No break inside the figure: it is read as one.
     return f"{rate} % {interval}".rstrip().replace(" ", "\u00a0")
+
+
+def _score(row: RunFigures) -> float:
+    return row.score or 0.0
 
 
 def _rate(row: RunFigures) -> float:

@@ -104,3 +104,22 @@ def test_that_no_run_of_one_rank_is_like_the_others_is_said(tmp_path: Path) -> N
     alone = MadeUpRun("z", size=1, settings=OTHER_DATA)
     like = " of the same task, data and model size"
     assert text.format(like) in _answer(tmp_path / "other", [*runs, alone]).cautions
+
+
+def test_a_run_that_is_not_decoded_is_not_chosen_where_others_are(tmp_path: Path) -> None:
+    runs = [
+        MadeUpRun("a", period="4", final_log_prob=-0.5),
+        MadeUpRun("b", period="8", final_log_prob=-0.3, frames_per_s=30_000.0, wer=None),
+        MadeUpRun("c", period="16", final_log_prob=-0.9, frames_per_s=40_000.0),
+    ]
+    answer = _answer(tmp_path / "some", runs)
+    assert answer.chosen is not None and answer.chosen.run.name == "a"
+    assert "Not eligible, because not decoded: period 8." in answer.cautions
+    assert answer.details[0] == "Of the decoded runs it has the best held-out log-probability, too."
+    assert answer.details[1].startswith("Period 8 has a better one, ")
+    assert answer.details[1].endswith("but is not decoded yet.")
+    for run in runs:
+        run.wer = None
+    answer = _answer(tmp_path / "none", runs)
+    assert answer.chosen is not None and answer.chosen.run.name == "b"
+    assert not any("Not eligible" in text for text in answer.cautions)

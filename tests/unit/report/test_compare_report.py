@@ -297,6 +297,20 @@ def test_word_errors_of_different_splits_are_not_compared(tmp_path: Path) -> Non
     assert "Not eligible, because not decoded: b on 2 ranks." in choice.cautions
 
 
+def test_runs_on_ranks_where_none_is_decoded_are_not_called_ineligible(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a", 9_000), MadeUpStrategy("b", 8_000)]
+    out = write_comparison(tmp_path / "out", strategies, (2, 4), modes=("frames",))
+    groups = _groups(out)
+    for group in groups.values():
+        for run in group.finished if group.ranks == 4 else ():
+            assert run.result is not None
+            (run.result.path / "wer-test.json").unlink()
+    choice = choose(list(_groups(out).values()))
+    assert 4 in choice.chosen and not any("Not eligible" in text for text in choice.cautions)
+    expected = "No run on 4 ranks was decoded: the word error rate played no part in the choice there."
+    assert expected in choice.cautions
+
+
 def test_word_errors_with_other_weights_count_where_they_are_compared_with_none(tmp_path: Path) -> None:
     strategies = [MadeUpStrategy("a", 9_000, wer=0.3), MadeUpStrategy("b", 8_000, wer=0.02)]
     out = write_comparison(tmp_path / "out", strategies, (2, 4), modes=("frames",))

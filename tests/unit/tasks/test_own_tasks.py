@@ -328,6 +328,7 @@ def test_a_model_that_is_made_by_numbers_just_computed_is_trained(
     train_run(Session(dataset, SerialCommunicator(), CPU), options, tmp_path)
     trained = make_model(dataset, options)
     settings = json.loads((tmp_path / "run.json").read_text())
+    assert isinstance(settings["num_classes"], int)
     assert settings["num_parameters"] == sum(p.numel() for p in trained.parameters())
     assert safetensors.torch.load_file(tmp_path / "model.safetensors")["model.steps"] > 0
 
