@@ -73,14 +73,28 @@ def refuse_others(
     Raises:
         ConfigError: they differ; the message names the first difference.
     """
+    if what := first_difference(before, settings, named, defaults):
+        raise ConfigError(f"{path}: was begun otherwise{what}; choose another folder, or --overwrite")
+
+
+def first_difference(
+    before: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    named: Callable[[str], str] = str,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+) -> str:
+    """Return in which setting others differ from those before, for a message; "": in none.
+
+    Args: as in `refuse_others`.
+    """
     now = json.loads(json.dumps(settings))
     for key in sorted({*before, *now}):
         was, given = (
             _whole(values.get(key, defaults.get(key)), defaults.get(key)) for values in (before, now)
         )
         if was != given:
-            what = _told(named(key).replace("_", " "), was, given)
-            raise ConfigError(f"{path}: was begun otherwise{what}; choose another folder, or --overwrite")
+            return _told(named(key).replace("_", " "), was, given)
+    return ""
 
 
 def _told(name: str, was: Any, given: Any) -> str:

@@ -129,8 +129,8 @@ class StateTying:
         With both neighbours, a list for each phone that it may stand before; else one, for whatever follows.
         """
         if not self.looks_right:
-            return [_first_equal(self.table)]
-        return [_first_equal(self.table[:, phone]) for phone in range(self.num_phones)]
+            return [first_equal(self.table)]
+        return [first_equal(self.table[:, phone]) for phone in range(self.num_phones)]
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON-like values; see docs/data-format.md."""
@@ -260,7 +260,7 @@ def tying_in(folder: Path | None) -> StateTying | None:
         raise ConfigError(f"{path}: damaged ({one_line(error)}); {remedy}") from error
 
 
-def _first_equal(rows: IntArray) -> list[int]:
+def first_equal(rows: IntArray) -> list[int]:
     """Return for each entry of the first axis the first one that is equal to it."""
     flat = rows.reshape(len(rows), -1)
     _, first, inverse = np.unique(flat, axis=0, return_index=True, return_inverse=True)

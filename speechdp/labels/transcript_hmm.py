@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import STATES_PER_PHONE, IntArray, StateInventory, phones_of, states_of
 from speechdp.labels.lexicon import SILENCE, Lexicon
-from speechdp.labels.state_tying import EDGE, StateTying
+from speechdp.labels.state_tying import EDGE, StateTying, first_equal
 
 #: Log-probability of what cannot be.  Finite, so that no difference of two of them is NaN.
 LOG_ZERO = -1e30
@@ -407,8 +407,9 @@ class _Contexts:
 
 def _groups_of(rows: IntArray) -> tuple[list[int], list[int]]:
     """Return the first row of each group of equal ones, and the group of each row."""
-    _, first, group = np.unique(rows.reshape(len(rows), -1), axis=0, return_index=True, return_inverse=True)
-    return first.tolist(), group.reshape(-1).tolist()
+    first = first_equal(rows)
+    kept = sorted(set(first))
+    return kept, [kept.index(row) for row in first]
 
 
 class _Chains:

@@ -28,6 +28,7 @@ from speechdp.testing import (
     strategy_contract,
 )
 from speechdp.timing.timeline import Timeline
+from tests.helpers.strategy_checks.dpsgd import assert_same_without_overlap
 
 CASES = (
     "dpsgd:compression=int8",
@@ -62,16 +63,7 @@ def test_it_stays_near_full_precision(strategy: str, size: int) -> None:
 
 
 def test_overlapped_or_not_the_result_is_the_same() -> None:
-    def check(comm: Communicator) -> None:
-        finals = []
-        for overlap in ("true", "false"):
-            run = StrategyRun(comm, f"dpsgd:overlap={overlap},compression=int4")
-            run.train(comm.rank)
-            finals.append(run.parameters())
-            run.finish()
-        assert torch.equal(*finals)
-
-    run_threads(3, check)
+    run_threads(3, lambda comm: assert_same_without_overlap(comm, "compression=int4"))
 
 
 @contextlib.contextmanager

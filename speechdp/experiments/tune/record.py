@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from speechdp.errors import ConfigError
 from speechdp.experiments.checked import checked_fields
 from speechdp.experiments.race.record import FOLDER as RACES
-from speechdp.experiments.record import reading, refuse_others, write_record_file
+from speechdp.experiments.record import first_difference, reading, refuse_others, write_record_file
 from speechdp.experiments.tune.plan import Besides
 from speechdp.json_input import parse_json
 from speechdp.report.runs.records import check_beside, finite
@@ -337,7 +337,7 @@ def check_same_search(out: Path, settings: dict[str, Any], defaults: dict[str, A
     if not (out / FILE_NAME).is_file():
         return None
     record = read_tune(out)
-    _refuse_others(out, record, settings, defaults)
+    refuse_others(out / FILE_NAME, _begun_with(record, settings), settings, defaults=defaults)
     return record
 
 
@@ -359,13 +359,9 @@ def holds_other_unmeasured(out: Path, settings: dict[str, Any], defaults: dict[s
     record = read_tune(out)
     if record.has_measured or next((out / RACES).glob("*.json"), None):
         return False
-    try:
-        _refuse_others(out, record, settings, defaults)
-    except ConfigError:
-        return True
-    return False
+    return bool(first_difference(_begun_with(record, settings), settings, defaults=defaults))
 
 
-def _refuse_others(out: Path, record: TuneRecord, settings: dict[str, Any], defaults: dict[str, Any]) -> None:
-    before = {**record.settings, TARGET: settings[TARGET]}
-    refuse_others(out / FILE_NAME, before, settings, defaults=defaults)
+def _begun_with(record: TuneRecord, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a search that others are held against: with any target it is the same search."""
+    return {**record.settings, TARGET: settings[TARGET]}
