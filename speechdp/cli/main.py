@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, Protocol, runtime_checkable
 
 import tyro
@@ -33,7 +34,8 @@ class Subcommand:
         class_name: its dataclass of options.
         summary: one line for the overview.
         internal: options that only our own jobs give, as one word (`--job=weak-1`); `--help` hides them.
-        refused: options of training that it has no use for, with what to do instead; `--help` hides them.
+        refused: options of training or of the launcher that it has no use for, with what to do instead;
+            `--help` hides them.
         script_class_name: the dataclass of options where `--script` is given: a training script of the
             user's, whose own arguments follow `--`; "": no such form.
     """
@@ -56,7 +58,15 @@ SUBCOMMANDS = {
         "inspect", "InspectCommand", "show what a data directory holds and verify its checksums"
     ),
     "shard": Subcommand("shard", "ShardCommand", "copy a data directory into another number of shards"),
-    "train": Subcommand("train", "TrainCommand", "train a model on all ranks it is started on"),
+    "train": Subcommand(
+        "train",
+        "TrainCommand",
+        "train a model on all ranks it is started on",
+        refused=dict.fromkeys(
+            ("ranks", "np", "n", "hostfile", "hosts", "nodes"),
+            "it trains on the ranks it is started on: speechdp launch -np N [--hostfile FILE] -- train ...",
+        ),
+    ),
     "sweep": Subcommand(
         "sweep",
         "SweepCommand",
@@ -126,7 +136,12 @@ SUBCOMMANDS = {
     "posteriors": Subcommand(
         "posteriors", "PosteriorsCommand", "write a model's scores for Kaldi's decoders"
     ),
-    "launch": Subcommand("launch", "LaunchCommand", "start a command on several ranks and supervise it"),
+    "launch": Subcommand(
+        "launch",
+        "LaunchCommand",
+        "start a command on several ranks and supervise it",
+        refused={"ranks": "use -np"},
+    ),
     "doctor": Subcommand("doctor", "DoctorCommand", "check hosts, network and folders before starting a job"),
     "submit": Subcommand(
         "submit", "SubmitCommand", "submit a command as a batch job (Slurm, LSF, PBS, Grid Engine)"
@@ -355,12 +370,12 @@ def check_forwarded(arguments: Sequence[str]) -> Any:
 
 
 def _refuse_others(name: str, refused: Mapping[str, str], arguments: Sequence[str]) -> None:
-    """Refuse options of training that a command has no use for.  Raises ConfigError."""
-    for word in arguments:
-        option = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and option in refused:
-            shown = option.replace("_", "-")
-            raise ConfigError(f"--{shown} does not apply to {name}: {refused[option]}")
+    """Refuse options that a command has no use for.  Raises ConfigError."""
+    for word in takewhile(lambda word: word != "--", arguments):  # after it comes another command
+        shown = word.partition("=")[0].replace("_", "-")
+        option = shown.lstrip("-").replace("-", "_")
+        if word.startswith("-") and option in refused:
+            raise ConfigError(f"{shown} does not apply to {name}: {refused[option]}")
 
 
 def _refuse_empty(arguments: Sequence[str]) -> None:

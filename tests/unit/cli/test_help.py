@@ -142,6 +142,9 @@ def test_paragraphs_are_joined_and_lists_of_values_are_not() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["train", "--ranks", "2"], "--ranks does not apply to train: it trains on the ranks it"),
+        (["train", "-np", "2"], "-np does not apply to train: it trains on the ranks it is started"),
+        (["launch", "--ranks", "2", "--", "train"], "--ranks does not apply to launch: use -np"),
         (["compare", "--seed=2"], "--seed does not apply to compare: use --seeds"),
         (["sweep", "--strategy", "bmuf"], "--strategy does not apply to sweep: use --swept, --periods and"),
         (["profile", "--realign_epochs", "1"], "--realign-epochs does not apply to profile: it measures"),
