@@ -78,7 +78,7 @@ class SubmitCommand:
     A script is requeued at the time limit only if it saved when asked to stop (docs/api.md)."""
     max_restarts: Annotated[int | None, shown("N", "0")] = None
     """How often the ranks may be restarted within the job after a failure."""
-    parallel_environment: Annotated[str, shown("NAME")] = "orte"
+    parallel_environment: Annotated[str | None, shown("NAME", "orte")] = None
     """Grid Engine only: parallel environment to request."""
     scheduler_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
     """More options for sbatch, bsub or qsub, quoted as one argument:
@@ -92,6 +92,10 @@ class SubmitCommand:
     def run(self) -> int:
         """Submit; return the exit code."""
         scheduler = self._scheduler()
+        if self.parallel_environment is not None and scheduler != "sge":
+            raise ConfigError(
+                f"--parallel-environment {self.parallel_environment}: is Grid Engine's alone; leave it out"
+            )
         job = _batch_job(self)
         options = split_words("--scheduler-args", self.scheduler_args)
         launch = _check_launch(scheduler, job, may_get_others=bool(options))
@@ -130,6 +134,7 @@ def _say(message: str) -> None:
 def _batch_job(options: SubmitCommand) -> BatchJob:
     """Check the options together and return the job they describe."""
     command = check_command(options.command, requeue=options.requeue)
+    environment = options.parallel_environment
     if not is_script(command):
         check_forwarded(command)  # now, not after hours in a queue
     launch_options = split_words("--launch-args", options.launch_args)
@@ -148,7 +153,7 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
             queue=options.queue,
             account=options.account,
             output=options.output,
-            parallel_environment=options.parallel_environment,
+            parallel_environment="orte" if environment is None else environment,
         ),
         # Not resolved: python of a virtual environment is a link, and finds its packages by the link's place.
         python=Path(sys.executable).absolute(),

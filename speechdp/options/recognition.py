@@ -46,7 +46,7 @@ class RecognitionOptions:
 
     nbest: Annotated[int, shown("N", "0: none; 100 with --rescore-lm")] = 0
     """Also find the N most probable word sequences of each utterance, from a lattice."""
-    lattice_beam: Annotated[float, shown("NATS")] = 10.0
+    lattice_beam: Annotated[float | None, shown("NATS", "10")] = None
     """Beam of the lattice for --nbest and --rescore-lm; larger finds more word sequences."""
     rescore_lm: Annotated[Path | None, shown("FILE", "none")] = None
     """Weigh the most probable word sequences anew with this language model (ARPA, plain or gzipped)."""
@@ -108,18 +108,18 @@ class RecognitionOptions:
         """
         from speechdp.decode.recogniser import DecodingOptions  # noqa: PLC0415 - keeps --help fast
 
-        rescoring: dict[str, Any] = (
-            {} if self.rescore_weight is None else {"rescore_weight": self.rescore_weight}
-        )
-        if rescoring and self.rescore_lm is None:
+        lists = {"lattice_beam": self.lattice_beam, "rescore_weight": self.rescore_weight}
+        given: dict[str, Any] = {name: value for name, value in lists.items() if value is not None}
+        if "rescore_weight" in given and self.rescore_lm is None:
             raise ConfigError("--rescore-weight goes with --rescore-lm FILE; add it or leave the weight out")
+        if "lattice_beam" in given and self.nbest == 0 and self.rescore_lm is None:
+            raise ConfigError("--lattice-beam goes with --nbest N or --rescore-lm FILE; give one, or drop it")
         return DecodingOptions(
             beam=self.beam,
             max_active=self.max_active,
             nbest=self.nbest,
-            lattice_beam=self.lattice_beam,
             rescore_lm=None if self.rescore_lm is None else self.rescore_lm.resolve(),
-            **rescoring,
+            **given,
             **self.weights,
             **others,
         )

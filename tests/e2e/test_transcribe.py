@@ -210,6 +210,7 @@ def test_what_cannot_be_transcribed(
         ((run, recording, "--longest", "0"), "--longest 0"),
         ((run, recording, "--nbest", "3"), "--nbest N and --nbest-out FILE go together"),
         ((run, recording, "--rescore-weight", "0.5"), "--rescore-weight goes with --rescore-lm FILE"),
+        ((run, recording, "--lattice-beam", "5"), "--lattice-beam goes with --nbest N or --rescore-lm FILE"),
         ((run, recording, "--longest", "inf"), "--longest inf"),
         ((run, recording, "-o", str(tmp_path / "no" / "out.txt")), "no: no such folder; give a name in"),
         ((run, recording, "--ctm", str(tmp_path / "no.wav" / "ctm")), "no.wav: is a file, not a folder"),
