@@ -46,9 +46,14 @@ class ScriptOptions:
     """CPU threads of each rank, the same in all runs."""
     target: Annotated[
         float | None,
-        shown("VALUE", "the best value that all runs reached; in a comparison three quarters of them"),
+        shown(
+            "VALUE",
+            "the best value that all runs reached, in a comparison three quarters of them, in a search the "
+            "last settings",
+        ),
     ] = None
-    """Report the time each run took to reach this value of the metric."""
+    """Value of the metric: the report has the time that each run took to reach it.
+    tune looks for the setting that reaches it soonest."""
 
     def check(self) -> None:
         """Refuse what no run could do anything with.  Raises ConfigError."""
