@@ -173,6 +173,8 @@ class DecodeCommand:
         grammar = None if self.grammar == "auto" else Grammar(self.grammar)
         if grammar is not None and grammar not in OF_ANY_LENGTH:
             self.search.refuse_weights(("insertion_log_prob",), f"--grammar {self.grammar}")
+        if grammar not in (None, Grammar.NGRAM) and self.search.rescore_lm is None:
+            self.search.refuse_weights(("lm_scale",), f"--grammar {self.grammar}")
         return search.decoding(
             graph=None if self.graph is None else KaldiGraphFiles.of(self.graph, self.words, self.mdl),
             grammar=grammar,

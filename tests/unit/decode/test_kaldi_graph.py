@@ -172,6 +172,10 @@ def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             {"grammar": "word", "search": RecognitionOptions(insertion_log_prob=0.5)},
             "^--insertion-log-prob has no effect with --grammar word",
         ),
+        (
+            {"grammar": "word-loop", "search": RecognitionOptions(lm_scale=0.5)},
+            "^--lm-scale has no effect with --grammar word-loop",
+        ),
     ):
         with pytest.raises(ConfigError, match=about):
             DecodeCommand(tmp_path, tmp_path, **options).run()  # type: ignore[arg-type]
