@@ -285,7 +285,7 @@ class TrainOptions:
         if given:
             raise ConfigError(
                 f"{', '.join(given)}: not with --task {task}, which trains on whole utterances with their "
-                "texts; leave out"
+                f"texts; leave {'it' if len(given) == 1 else 'them'} out"
             )
 
     @property
