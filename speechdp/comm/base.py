@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from speechdp import remedies
 from speechdp.comm.packets import Allocate, PacketChannel, fresh
 from speechdp.errors import CommunicationError, ConfigError
 
@@ -229,11 +228,11 @@ class Communicator(ABC):
         """Open a channel for point-to-point messages.  Collective; each call opens another one.
 
         Raises:
-            ConfigError: this back-end has no such messages; the message names one that has.
+            ConfigError: it has no such messages; the error says how ranks are started to have them.
         """
         raise ConfigError(
             f"the {self.backend} back-end has no messages between two ranks as it was started; "
-            f"start with mpirun, or choose {remedies.backend('mpi')} or torch"
+            "start with mpirun, or speechdp launch without --launcher"
         )
 
     def packets(self, allocate: Allocate = fresh) -> PacketChannel:
@@ -260,7 +259,7 @@ class Communicator(ABC):
         """
         raise ConfigError(
             f"the {self.backend} back-end cannot be split into groups as it was started; "
-            f"start with mpirun, or choose {remedies.backend('mpi')} or torch"
+            "start with mpirun, or speechdp launch without --launcher"
         )
 
     @abstractmethod

@@ -346,7 +346,7 @@ def what_is_abandoned_waits_for_nobody(comm: Communicator) -> None:
 
 def peers_and_groups_are_refused_with_the_remedy(comm: Communicator) -> None:
     """What a back-end owes that has neither."""
-    remedy = "mpirun, or choose SPEECHDP_BACKEND=mpi"
+    remedy = "start with mpirun, or speechdp launch without --launcher"
     with pytest.raises(ConfigError, match=rf"no messages between two ranks .*{remedy}"):
         comm.peers()
     with pytest.raises(ConfigError, match=rf"cannot be split .*{remedy}"):
