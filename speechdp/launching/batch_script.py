@@ -96,7 +96,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         _check("--name", self.name, _NAME, "a letter, then letters, digits, . _ - (63 at most)")
-        _check("--queue", self.queue, _QUEUE, "letters, digits, . _ - @ and commas")
+        _check("--queue (--partition)", self.queue, _QUEUE, "letters, digits, . _ - @ and commas")
         _check("--account", self.account, _ACCOUNT, "letters, digits and . _ - : @ / +")
         _check("--output", self.output, _OUTPUT, "letters, digits and . _ - + = /, %j for the job's number")
         _check(

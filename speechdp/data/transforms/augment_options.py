@@ -41,7 +41,7 @@ class AugmentOptions:
     """Mask random frequency bands and time spans of the features (SpecAugment); helps with small corpora."""
     speed_perturb: bool = False
     """Play each utterance at 90, 100 or 110 % of its speed; needs data prepared with --store audio."""
-    noise_snr_db: Annotated[str, tyro.conf.arg(metavar="A-B")] = ""
+    noise_snr_db: Annotated[str, tyro.conf.arg(metavar="LOW-HIGH")] = ""
     """Add white or pink noise at a signal-to-noise ratio drawn from this range in dB, e.g. 10-30.
     Needs data prepared with --store audio; empty: no noise."""
 

@@ -344,7 +344,7 @@ def test_a_script_that_pauses_is_not_submitted_to_be_requeued(
         (["--max-restarts", "-1"], "--max-restarts -1"),
         (["--scheduler-args", "'"], "--scheduler-args"),
         (["--launch-args", '"'], "--launch-args"),
-        (["--partition", "a;b"], "--queue 'a;b'"),
+        (["--partition", "a;b"], "--queue (--partition) 'a;b'"),
         # What launch would refuse hours later.
         (["--max-restarts", "1", "--launch-args=--min-ranks 9"], "--min-ranks 9: must be from 1 to"),
         (["--launch-args=--min-ranks 2"], "--min-ranks is the smallest number of ranks for a restart"),
