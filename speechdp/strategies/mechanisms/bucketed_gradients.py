@@ -199,6 +199,8 @@ class BucketedGradients(Strategy):
             if self._low_rank is None:
                 self._end_buckets()
             else:
+                # Else they would be owed to parameters that a script lets the optimizer move later.
+                self.replica.clear_left_out(self.replica.gradients.values)
                 self._low_rank.sum(self.replica.loss_scale)
         with self.timeline.span(Span.UPDATE):
             self.apply(self._frames_of_all())
