@@ -265,6 +265,24 @@ def test_parameters_in_half_precision_are_refused(dtype: torch.dtype) -> None:
     DataParallel(whole, torch.optim.SGD(whole.parameters(), 0.1), SerialCommunicator())
 
 
+def test_complex_parameters_are_refused_before_training() -> None:
+    """Some back-ends' sums would refuse them too, but with some strategies only after the last step."""
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    with refused(
+        "the model's trainable parameters are complex64 on cpu; DataParallel takes float32", ConfigError
+    ):
+        DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), SerialCommunicator())
+
+
+def test_parameters_without_a_shape_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with refused("the model's 1.weight has no shape yet", ConfigError):
+        DataParallel(model, optimizer, SerialCommunicator())
+    model(torch.ones(1, 2))
+    DataParallel(model, optimizer, SerialCommunicator())
+
+
 # -- the optimizer --------------------------------------------------------------------------------------
 
 
