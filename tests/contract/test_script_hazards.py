@@ -300,6 +300,27 @@ def test_what_is_unfrozen_too_late_is_refused() -> None:
             script.train(2, 3)
 
 
+@pytest.mark.parametrize("strategy", ["parameter_server", "parameter_server:mode=sync"])
+def test_a_group_may_come_while_a_warm_up_stands_at_0(strategy: str) -> None:
+    """Where the server goes by the proportions of learning rates, of which there are none then."""
+
+    def check(comm: Communicator) -> None:
+        script = Script(comm, strategy, lambda m: torch.optim.SGD(m.get_submodule("last").parameters(), 0.0))
+        added = script.model.first.weight
+        with script.run:
+            script.optimizer.add_param_group({"params": [added], "lr": 0.0})
+            before = added.detach().clone()
+            script.train(0, 2)
+            assert torch.equal(added, before)
+            comm.barrier()  # what one rank learns at its own pace another would have, too
+            for group in script.optimizer.param_groups:
+                group["lr"] = 0.1
+            script.train(2, 4)
+        assert not torch.equal(added, before)
+
+    run_threads(2, check)
+
+
 @pytest.mark.parametrize("strategy", ["gradient_averaging", "parameter_server:mode=sync"])
 def test_what_the_optimizer_gets_later_is_trained_from_then_on(strategy: str) -> None:
     def check(comm: Communicator) -> None:
