@@ -300,6 +300,20 @@ def test_what_is_unfrozen_too_late_is_refused() -> None:
             script.train(2, 3)
 
 
+def test_a_parameter_in_the_place_of_another_is_refused() -> None:
+    """As many as before: nobody would exchange it, and each rank end with one of its own."""
+    script = Script(
+        SerialCommunicator(), "gradient_averaging", lambda m: torch.optim.SGD(m.parameters(), 0.1)
+    )
+    with script.run:
+        script.train(0, 1)
+        listed = script.optimizer.param_groups[0]["params"]
+        place = next(i for i, p in enumerate(listed) if p is script.model.last.weight)
+        listed[place] = script.model.last.weight = nn.Parameter(script.model.last.weight.detach().clone())
+        with refused("the optimizer is to train the model's last.weight, which was frozen or not there when"):
+            script.train(1, 2)
+
+
 @pytest.mark.parametrize("strategy", ["parameter_server", "parameter_server:mode=sync"])
 def test_a_group_may_come_while_a_warm_up_stands_at_0(strategy: str) -> None:
     """Where the server goes by the proportions of learning rates, of which there are none then."""
