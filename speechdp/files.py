@@ -42,7 +42,7 @@ _REMEDIES = {
     errno.ENAMETOOLONG: "use shorter names (of folders, or utterance ids)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENOMEM: "free some memory",
+    errno.ENOMEM: "free some memory, or raise its limit (ulimit -v)",
     errno.EINTR: "wait a moment",
     errno.EAGAIN: "wait a moment",
     errno.EBUSY: "wait a moment",
@@ -89,6 +89,17 @@ def cannot_be_written(path: Path | str, error: Exception, then: str = "run again
 def cannot_be_read(path: Path | str, error: Exception, then: str = "run again") -> str:
     """Return one line that says why `path` cannot be read and what helps; as `cannot_be_written`."""
     return f"{path}: cannot be read ({disk_reason(error)}); {remedy_of(error, reading=True)}, then {then}"
+
+
+def no_memory_to_read(path: Path | str, error: Exception, then: str = "run again") -> str | None:
+    """Return one line that says so where that is what an error of reading is about, else None.
+
+    To be asked of what is known, or likely, to be whole: a file that is damaged may ask for any memory.
+    """
+    # Rust (safetensors) and torch have no class of their own for it.
+    if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+        return None
+    return cannot_be_read(path, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), then)
 
 
 def named_file_cannot_be_read(path: Path | str, error: OSError) -> str:

@@ -21,7 +21,14 @@ from torch import Tensor
 from speechdp import remedies
 from speechdp.comm.base import Communicator
 from speechdp.errors import RunError, one_line
-from speechdp.files import cannot_be_read, cannot_be_written, disk_reason, hand_over, remedy_of
+from speechdp.files import (
+    cannot_be_read,
+    cannot_be_written,
+    disk_reason,
+    hand_over,
+    no_memory_to_read,
+    remedy_of,
+)
 from speechdp.json_input import parse_json
 
 CHECKPOINT_FORMAT = "speechdp-checkpoint"
@@ -189,6 +196,7 @@ def _try_load(
             # Copies: what safetensors returns is the file, mapped, which goes when newer ones are whole.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except OSError as error:
+        _refuse_short_of_memory(folder, error)
         # What is not there, or what the disk has lost, is no better the next time; anything else may be.
         if error.errno not in (None, errno.ENOENT, errno.EIO):
             raise RunError(cannot_be_read(folder, error, remedies.going_on())) from error
@@ -204,9 +212,20 @@ def _try_load(
         AttributeError,
         safetensors.SafetensorError,
     ) as error:
+        _refuse_short_of_memory(folder, error)
         # What a damaged JSON file gives: another type than expected, or none at all.
         return None, _Problem(f"{folder}: cannot be read ({one_line(error)})")
     return RankState(values, tensors, size, is_copy=rank != comm.rank), None
+
+
+def _refuse_short_of_memory(folder: Path, error: Exception) -> None:
+    """Raise RunError where a checkpoint is whole, and could be read with more memory.
+
+    Passed over it would be lost: training goes on from an older one, or is to begin anew.
+    """
+    line = no_memory_to_read(folder, error, remedies.going_on())
+    if line is not None:
+        raise RunError(line) from error
 
 
 def _sha256(path: Path) -> str:

@@ -156,10 +156,9 @@ class CheckpointWriter:
         temporary = self._folder / f".{name}.{self._nonce}-{self._num_begun}.tmp"
         place = CheckpointPlace(step, temporary, self._folder / name)
         self._snapshot = take_snapshot(state, self._snapshot)
-        self._thread = threading.Thread(
-            target=self._work, args=(place,), name="speechdp-checkpoint", daemon=True
-        )
-        self._thread.start()
+        thread = threading.Thread(target=self._work, args=(place,), name="speechdp-checkpoint", daemon=True)
+        thread.start()
+        self._thread = thread  # not one that the system had no room for: `close` would wait for it in vain
         return place.final
 
     def check(self) -> None:

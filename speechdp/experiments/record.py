@@ -46,7 +46,7 @@ def reading(path: Path, then: str) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(record_cannot_be_read(path, error, then)) from error
 
 

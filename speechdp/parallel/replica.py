@@ -197,12 +197,16 @@ class Replica:
         learning_rate: float,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        if left_out := self.update_rule.left_out():  # they must not count where the norm is clipped
+        self.clear_left_out(gradients)  # they must not count where the norm is clipped
+        gradients.mul_(self._gradient_scale(gradients, frames))
+        self.update_rule.move(parameters, gradients, learning_rate, scaler)
+
+    def clear_left_out(self, gradients: Tensor) -> None:
+        """Zero, in a vector of gradients, those of parameters that the optimizer does not move."""
+        if left_out := self.update_rule.left_out():
             views = self.gradients.views_of(gradients)
             for index in left_out:
                 views[index].zero_()
-        gradients.mul_(self._gradient_scale(gradients, frames))
-        self.update_rule.move(parameters, gradients, learning_rate, scaler)
 
     def _gradient_scale(self, gradients: Tensor, frames: float | Tensor) -> float | Tensor:
         """Return the factor that turns sums into means and clips them: one pass over the vector, not two."""

@@ -9,10 +9,12 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError, one_line
@@ -55,6 +57,12 @@ def check_strategy(strategy: Strategy, comm: Communicator, num_steps: int) -> No
 
 def check_model(model: nn.Module) -> None:
     """Refuse trainable parameters that one flat vector cannot hold.  Raises ConfigError."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"the model's {name} has no shape yet, as those of nn.LazyLinear and the like begin; "
+                "call the model once on a batch before DataParallel is made of it"
+            )
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ConfigError("the model has no trainable parameter (requires_grad is False for all)")
@@ -64,7 +72,12 @@ def check_model(model: nn.Module) -> None:
             f"the model's trainable parameters are {' and '.join(kinds)}; DataParallel takes one type on one "
             f"device ({_LOWER_PRECISION})"
         )
-    if trained[0].dtype in (torch.float16, torch.bfloat16):
+    if trained[0].is_complex():
+        raise ConfigError(
+            f"the model's trainable parameters are {kinds[0]}; DataParallel takes float32 and float64: keep "
+            "complex numbers as pairs, and compute with torch.view_as_complex of them"
+        )
+    if trained[0].dtype not in (torch.float32, torch.float64):
         raise ConfigError(
             f"the model's trainable parameters are {kinds[0]}, a type in which sums over ranks and the "
             f"weights of steps overflow or are rounded; {_LOWER_PRECISION}"

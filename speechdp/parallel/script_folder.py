@@ -23,7 +23,13 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.startup.folder_owner import OwningProcess, owner_of
 from speechdp.comm.startup.world import versions
 from speechdp.errors import ConfigError, RunError, one_line
-from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk
+from speechdp.files import (
+    atomic_path,
+    cannot_be_read,
+    cannot_be_written,
+    is_of_disk,
+    no_memory_to_read,
+)
 from speechdp.launching.outcome import FOLDER_VARIABLE
 from speechdp.launching.restarts import RESUME_VARIABLE
 from speechdp.ownership.claimant import START_VARIABLE
@@ -295,6 +301,8 @@ class ScriptFolder:
         except OSError as error:
             raise RunError(cannot_be_read(path, error)) from error
         except Exception as error:  # whatever torch.load finds wrong in a file
+            if line := no_memory_to_read(path, error):
+                raise RunError(line) from error
             said = one_line(error, 80)
             raise RunError(f"{path}: is damaged ({said}); remove {folder}, then run again") from error
         return state

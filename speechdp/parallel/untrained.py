@@ -80,7 +80,8 @@ class StaysUntrained:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
-        self._num_listed = -1
+        #: What the optimizer listed when it was last looked at: by identity, which is cheap to compare.
+        self._listed: list[int] = []
         #: What the optimizer lists and the vector does not hold.
         self._outside: list[nn.Parameter] = []
 
@@ -91,11 +92,11 @@ class StaysUntrained:
             RunError: one has a parameter to train that was frozen, or not there, when the run was made.
         """
         groups = self._replica.optimizer.param_groups
-        num_listed = sum(len(group["params"]) for group in groups)
-        if num_listed != self._num_listed:
+        listed = [id(p) for group in groups for p in group["params"]]
+        if listed != self._listed:
             held = set(self._replica.model_parameters)
             self._outside = [p for group in groups for p in group["params"] if p not in held]
-            self._num_listed = num_listed
+            self._listed = listed
         for parameter in self._outside:
             if parameter.requires_grad:
                 raise RunError(

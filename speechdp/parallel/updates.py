@@ -304,7 +304,10 @@ class ParameterwiseUpdate(Update):
     def _proportions(self, otherwise: list[float]) -> list[float]:
         """Return the groups' learning rates as multiples of the first group's."""
         rates = self._own_rates()
-        return [rate / rates[0] for rate in rates] if rates[0] else otherwise
+        if rates[0]:
+            return [rate / rates[0] for rate in rates]
+        # Groups that a script has added meanwhile have had none yet.
+        return (otherwise + [1.0] * len(rates))[: len(rates)]
 
     def _rates(self, learning_rate: float) -> list[float]:
         """Return every group's learning rate where the first has `learning_rate`."""

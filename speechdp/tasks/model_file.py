@@ -22,7 +22,14 @@ from speechdp.data.shards.dataset import MANIFEST_NAME
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.decode.origin import is_ctc
 from speechdp.errors import ConfigError, RunError, one_line
-from speechdp.files import atomic_path, cannot_be_read, cannot_be_written, is_of_disk, why_no_folder
+from speechdp.files import (
+    atomic_path,
+    cannot_be_read,
+    cannot_be_written,
+    is_of_disk,
+    no_memory_to_read,
+    why_no_folder,
+)
 from speechdp.json_input import parse_json
 from speechdp.labels.hmm import log_priors, self_loop_probabilities
 from speechdp.labels.state_tying import StateTying
@@ -279,10 +286,12 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
         TypeError,
         AttributeError,
         RuntimeError,
+        MemoryError,
         ConfigError,
         safetensors.SafetensorError,
     ) as error:
-        if is_of_disk(error):
-            raise RunError(cannot_be_read(path, error)) from error
+        line = no_memory_to_read(path, error)
+        if line is not None or is_of_disk(error):
+            raise RunError(line or cannot_be_read(path, error)) from error
         reason = one_line(error)
         raise RunError(f"{path}: damaged ({reason}); train again or copy the file again") from error

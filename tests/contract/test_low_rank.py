@@ -316,11 +316,14 @@ def test_parameters_in_half_precision_are_refused() -> None:
     run_threads(2, check)
 
 
-def test_a_model_without_a_large_matrix_is_refused() -> None:
+def test_a_model_without_a_large_matrix_is_refused_with_the_rank_that_would_do() -> None:
     def check(comm: Communicator) -> None:
-        with pytest.raises(
-            ConfigError, match=r"powersgd,rank=4: the model has no matrix .* smaller rank, or"
-        ):
+        words = "powersgd,rank=4: the model has no matrix of which two factors would be half as large; "
+        with pytest.raises(ConfigError, match=f"{words}give rank=3, or leave compression out"):
             StrategyRun(comm, POWERSGD)
+        StrategyRun(comm, f"{POWERSGD},rank=3")
+        small = Replica(nn.Linear(3, 3), Sgd())
+        with pytest.raises(ConfigError, match=f"{words}leave compression out"):
+            StrategyRun(comm, POWERSGD, small)
 
     run_threads(2, check)

@@ -688,3 +688,19 @@ def test_a_pause_that_is_no_step_is_refused(text: str, monkeypatch: pytest.Monke
     monkeypatch.setenv(stop.PAUSE, text)
     with pytest.raises(ConfigError, match=f"{stop.PAUSE}={text}: write the number of a step"):
         stop.Pause.of_environment()
+
+
+def test_a_checkpoint_that_memory_does_not_hold_is_not_to_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_threads(2, lambda comm: Script(comm, "bmuf:period=2", tmp_path).train())
+
+    def short_of_memory(*_: object, **__: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9000 bytes.")
+
+    monkeypatch.setattr(torch, "load", short_of_memory)
+    refused(
+        ".pt: cannot be read (Cannot allocate memory); free some memory, or raise its limit (",
+        RunError,
+        lambda comm: Script(comm, "bmuf:period=2", tmp_path),
+    )

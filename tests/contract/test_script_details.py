@@ -17,7 +17,7 @@ from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
 from speechdp.strategies.mechanisms.window_loss import WindowLoss
 from speechdp.testing import assert_bitwise_equal_over_ranks, assert_close
-from tests.contract.test_script_hazards import filled, refused
+from tests.contract.test_script_hazards import drawn, filled, refused
 from tests.helpers.own_script import NUM_STEPS, Script, batches_of, make_batch, plain, values
 
 
@@ -67,6 +67,32 @@ def test_parameters_that_no_group_has_do_not_count_where_the_norm_is_clipped(
         ones = torch.ones(1, 3)
         step.backward(-model[0](ones).sum() + (1000.0 + poison) * model[1](ones).sum())
     assert torch.allclose(values(model[0]) - before, torch.full_like(before, 0.5), rtol=1e-4)
+
+
+@pytest.mark.parametrize("poison", [0.0, math.nan])
+def test_factors_owe_nothing_to_parameters_that_no_group_has_yet(poison: float) -> None:
+    """Of the gradients before a layer is unfrozen nothing is applied after it, and they spoil no others."""
+
+    def check(comm: Communicator) -> None:
+        model = nn.ModuleList([linear(12, 12), linear(12, 12)])
+        optimizer = sgd(model[0], 0.01)
+        run = DataParallel(model, optimizer, comm, "gradient_averaging:compression=powersgd,rank=1")
+        begun = values(model[0]).clone()
+        with run:
+            for number in range(3):
+                inputs = drawn(10 * comm.rank + number, 4, 12).float()
+                with run.step(weight=4) as step:
+                    losses = [layer(inputs).square().sum() for layer in model]
+                    step.backward(losses[0] + (1 + poison) * losses[1])
+            optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 1.0})
+            late = values(model[1]).clone()
+            with run.step(weight=4) as step:
+                step.backward(model[0](inputs).square().sum())
+        assert torch.equal(values(model[1]), late)
+        moved = values(model[0]) - begun
+        assert bool(moved.isfinite().all()) and bool(moved.any())
+
+    run_threads(2, check)
 
 
 @pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=2", "delayed_averaging"])

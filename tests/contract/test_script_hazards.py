@@ -265,6 +265,24 @@ def test_parameters_in_half_precision_are_refused(dtype: torch.dtype) -> None:
     DataParallel(whole, torch.optim.SGD(whole.parameters(), 0.1), SerialCommunicator())
 
 
+def test_complex_parameters_are_refused_before_training() -> None:
+    """Some back-ends' sums would refuse them too, but with some strategies only after the last step."""
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    with refused(
+        "the model's trainable parameters are complex64 on cpu; DataParallel takes float32", ConfigError
+    ):
+        DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), SerialCommunicator())
+
+
+def test_parameters_without_a_shape_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with refused("the model's 1.weight has no shape yet", ConfigError):
+        DataParallel(model, optimizer, SerialCommunicator())
+    model(torch.ones(1, 2))
+    DataParallel(model, optimizer, SerialCommunicator())
+
+
 # -- the optimizer --------------------------------------------------------------------------------------
 
 
@@ -280,6 +298,41 @@ def test_what_is_unfrozen_too_late_is_refused() -> None:
         script.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 3))]})
         with refused("the optimizer is to train a parameter of shape [2, 3], which was frozen or not there"):
             script.train(2, 3)
+
+
+def test_a_parameter_in_the_place_of_another_is_refused() -> None:
+    """As many as before: nobody would exchange it, and each rank end with one of its own."""
+    script = Script(
+        SerialCommunicator(), "gradient_averaging", lambda m: torch.optim.SGD(m.parameters(), 0.1)
+    )
+    with script.run:
+        script.train(0, 1)
+        listed = script.optimizer.param_groups[0]["params"]
+        place = next(i for i, p in enumerate(listed) if p is script.model.last.weight)
+        listed[place] = script.model.last.weight = nn.Parameter(script.model.last.weight.detach().clone())
+        with refused("the optimizer is to train the model's last.weight, which was frozen or not there when"):
+            script.train(1, 2)
+
+
+@pytest.mark.parametrize("strategy", ["parameter_server", "parameter_server:mode=sync"])
+def test_a_group_may_come_while_a_warm_up_stands_at_0(strategy: str) -> None:
+    """Where the server goes by the proportions of learning rates, of which there are none then."""
+
+    def check(comm: Communicator) -> None:
+        script = Script(comm, strategy, lambda m: torch.optim.SGD(m.get_submodule("last").parameters(), 0.0))
+        added = script.model.first.weight
+        with script.run:
+            script.optimizer.add_param_group({"params": [added], "lr": 0.0})
+            before = added.detach().clone()
+            script.train(0, 2)
+            assert torch.equal(added, before)
+            comm.barrier()  # what one rank learns at its own pace another would have, too
+            for group in script.optimizer.param_groups:
+                group["lr"] = 0.1
+            script.train(2, 4)
+        assert not torch.equal(added, before)
+
+    run_threads(2, check)
 
 
 @pytest.mark.parametrize("strategy", ["gradient_averaging", "parameter_server:mode=sync"])

@@ -120,10 +120,11 @@ class BucketedGradients(Strategy):
             return None
         refuse_half_precision("gradient_averaging:compression=powersgd", self.replica.parameters.values.dtype)
         made = LowRankSum(self.replica.gradients, self.group, self.rank)
-        if made.is_empty:
+        if self.rank > made.largest_rank:
+            smaller = f"give rank={made.largest_rank}, or " if made.largest_rank > 0 else ""
             raise ConfigError(
                 f"gradient_averaging:compression=powersgd,rank={self.rank}: the model has no matrix of "
-                "which two factors would be half as large; give a smaller rank, or leave compression out"
+                f"which two factors would be half as large; {smaller}leave compression out"
             )
         return made
 
@@ -199,6 +200,8 @@ class BucketedGradients(Strategy):
             if self._low_rank is None:
                 self._end_buckets()
             else:
+                # Else they would be owed to parameters that a script lets the optimizer move later.
+                self.replica.clear_left_out(self.replica.gradients.values)
                 self._low_rank.sum(self.replica.loss_scale)
         with self.timeline.span(Span.UPDATE):
             self.apply(self._frames_of_all())

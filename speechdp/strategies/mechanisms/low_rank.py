@@ -50,15 +50,16 @@ class LowRankSum:
         rank: of the factors.
 
     Attributes:
-        is_empty: there is no matrix whose factors would be small enough: all would be sent in full.
+        largest_rank: with which some matrix has factors that are small enough; 0: none has any.  With a
+            larger one all would be sent in full.
     """
 
     def __init__(self, gradients: FlatBuffer, group: Communicator, rank: int) -> None:
         self._gradients, self._group = gradients, group
         values = gradients.values
         self._error = torch.zeros_like(values)
-        chosen = [i for i, p in enumerate(gradients.places) if _is_smaller_in_factors(p.shape, rank)]
-        self.is_empty = not chosen
+        chosen = [i for i, p in enumerate(gradients.places) if rank <= _largest_rank(p.shape)]
+        self.largest_rank = max(_largest_rank(place.shape) for place in gradients.places)
         self._matrices, self._errors = (
             [views[i].flatten(1) for i in chosen] for views in map(gradients.views_of, (values, self._error))
         )
@@ -140,11 +141,12 @@ class LowRankSum:
             self._error.zero_()
 
 
-def _is_smaller_in_factors(shape: Sequence[int], rank: int) -> bool:
+def _largest_rank(shape: Sequence[int]) -> int:
+    """Return the largest rank of which a tensor's factors are small enough; 0: none."""
     if len(shape) < 2:
-        return False
+        return 0
     m, n = shape[0], math.prod(shape[1:])
-    return 0 < _LEAST_GAIN * (m + n) * rank <= m * n
+    return m * n // (_LEAST_GAIN * (m + n)) if m + n > 0 else 0
 
 
 def _rest(places: Sequence[tuple[int, int]], end: int) -> list[slice]:

@@ -365,22 +365,47 @@ def test_a_file_that_was_blown_up_is_not_read(tmp_path: Path) -> None:
     assert notices == [f"passing over {path}: damaged (3000000000000 bytes, {written} were written)"]
 
 
-def test_a_checkpoint_that_memory_does_not_hold_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        OSError("Cannot allocate memory (os error 12)"),  # of safetensors
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 92088448 bytes."),
+    ],
+)
+def test_a_checkpoint_that_memory_does_not_hold_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    """It is whole: training would go on from an older one, or the run be given up where there is none."""
     save(tmp_path, 1)
-    save(tmp_path, 2)
-    original = checkpoint._sha256
+    last = save(tmp_path, 2)
 
     def short_of_memory(path: Path) -> str:
-        if path.parent.name == "step-00000002":
-            raise MemoryError("no memory left")
-        return original(path)
+        raise error
 
     monkeypatch.setattr(checkpoint, "_sha256", short_of_memory)
     notices: list[str] = []
-    assert_same(load(tmp_path, notices), state_of(1))
-    assert len(notices) == 1 and notices[0].endswith("step-00000002: cannot be read (no memory left)")
+    with pytest.raises(RunError) as raised:
+        load(tmp_path, notices)
+    assert str(raised.value) == (
+        f"{last}: cannot be read (Cannot allocate memory); free some memory, or raise its limit (ulimit -v), "
+        "then run again"
+    )
+    assert not notices
+
+
+def test_a_thread_that_cannot_be_started_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    writer = CheckpointWriter(tmp_path, ALONE)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            writer.start(1, state_of(1))
+    writer.close()
 
 
 def test_folders_of_other_names_are_no_checkpoints(tmp_path: Path) -> None:

@@ -272,6 +272,16 @@ def test_a_record_that_names_a_folder_elsewhere_is_refused(tmp_path: Path, folde
         read_record(tmp_path)
 
 
+def test_a_number_that_no_integer_holds_is_damage(tmp_path: Path) -> None:
+    write_made_up(tmp_path, [])
+    path = tmp_path / "compare.json"
+    path.write_text(
+        json.dumps({**json.loads(path.read_text()), "threads": 0}).replace('"threads": 0', '"threads": 1e999')
+    )
+    with pytest.raises(ConfigError, match=r"compare.json: cannot be read \(cannot convert float infinity"):
+        read_record(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"runs": [], "completed": true}', '{"runs": [3]}'])
 def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "compare.json").write_text(text)

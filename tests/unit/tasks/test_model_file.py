@@ -97,6 +97,23 @@ def test_another_version_is_refused(tmp_path: Path) -> None:
         load_model(tmp_path, CPU)
 
 
+def test_a_model_that_memory_does_not_hold_is_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path)
+
+    def short_of_memory(_: Path) -> None:
+        raise RuntimeError(f"unable to mmap 276271268 bytes from file <{path}>: Cannot allocate memory (12)")
+
+    monkeypatch.setattr(safetensors.torch, "load_file", short_of_memory)
+    with pytest.raises(RunError) as raised:
+        load_model(tmp_path, CPU)
+    assert str(raised.value) == (
+        f"{path}: cannot be read (Cannot allocate memory); free some memory, or raise its limit (ulimit -v), "
+        "then run again"
+    )
+
+
 @pytest.mark.parametrize("damage", ["truncated", "empty", "pickle", "head", "sizes", "tensor", "option"])
 def test_damage_is_one_line(tmp_path: Path, damage: str) -> None:
     path = saved(tmp_path)
