@@ -68,6 +68,19 @@ def device(name: str) -> str:
     return f"--device {name}" if _commands else f'run_ranks(device="{name}")'
 
 
+def less_memory() -> str:
+    """Return how less memory is taken, as an order."""
+    if not _commands:
+        return "take smaller batches"
+    options = [f"--{name.replace('_', '-')}" for name in ("batch_size", "batch_frames") if _has(name)]
+    return f"lower {' or '.join(options)}" if options else "free some memory, then run again"
+
+
+def is_script() -> bool:
+    """Tell whether a script of the user's runs, whose stack shows them where they are."""
+    return not _commands
+
+
 def longer_wait() -> str:
     """Return how ranks are given longer to start, as the end of a list of remedies; "": they are not."""
     return ", or raise --hang-timeout where a disk is just slow" if _has("hang_timeout") else ""

@@ -21,6 +21,7 @@ from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, SpeechDPError
 from speechdp.files import cannot_be_used
 from speechdp.process.ending import Ended, describe_end, end_by_exception, leave
+from speechdp.process.memory_shortage import memory_shortage
 from speechdp.process.output import STDERR, is_read, keep_standard_streams, lost_output
 from speechdp.process.utf8 import use_utf8
 
@@ -161,7 +162,7 @@ _WITH_COMMAND = ("launch", "submit")
 #: Options whose value is options for another program.
 _QUOTED = ("--launch-args", "--mpi-args", "--scheduler-args")
 #: Other ranks tell so much later than rank 0 what has stopped them before they met, s.
-_AFTER_RANK_0_S = 2.0
+_AFTER_RANK_0_S = 5.0
 #: What a shell reports for a program ended by SIGPIPE: the reader of its output has gone.
 _BROKEN_PIPE = 141
 
@@ -219,9 +220,11 @@ def run(arguments: Sequence[str]) -> int:
         return exit_codes.USAGE
     # OpenMP's threads spin while they wait: beside another busy process a rank would crawl.  Read by torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    options = set[str]()
     try:
         command = parse(name, rest)
-        with remedies.of_command(_options_of(command)):
+        options = _options_of(command)
+        with remedies.of_command(options):
             exit_code: int = command.run()
     except SpeechDPError as error:
         text, exit_code = str(error), error.exit_code
@@ -233,6 +236,12 @@ def run(arguments: Sequence[str]) -> int:
         text, exit_code = line, exit_codes.FAILED
     except (KeyboardInterrupt, Ended) as end:
         text, exit_code = describe_end(end)
+    except (MemoryError, RuntimeError) as error:  # torch's are RuntimeErrors
+        with remedies.of_command(options):
+            line = memory_shortage(error)
+        if line is None:
+            raise
+        text, exit_code = line, exit_codes.CRASHED
     else:
         return exit_code
     print(f"speechdp: {text}", file=sys.stderr)

@@ -16,11 +16,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from speechdp import exit_codes
+from speechdp import exit_codes, remedies
 from speechdp.comm import environment
 from speechdp.errors import CommunicationError, SpeechDPError
 from speechdp.files import cannot_be_used
 from speechdp.process.ending import Ended, describe_end
+from speechdp.process.memory_shortage import memory_shortage
 
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
@@ -45,8 +46,8 @@ def guard(make: Callable[[], Communicator], function: Callable[[Communicator], i
     """Make a communicator, run `function` with it, close it, and return the process' exit code.
 
     With several ranks a failure of this one ends all of them and does not return: one line for errors
-    of the user's making, the traceback and one line for anything else.  A single rank prints the same
-    and returns.
+    of the user's making and where memory does not suffice, the traceback and one line for anything else.
+    A single rank prints the same and returns.
 
     Args:
         make: returns the communicator; collective.
@@ -104,7 +105,11 @@ def _describe(comm: Communicator | None, error: BaseException) -> _Report:
     if isinstance(error, SystemExit):
         return _describe_exit(name, error, delay_s)
     trace = "".join(traceback.format_exception(error))
-    text = f"{trace}{name}: ended by an unexpected {type(error).__name__}: {error}\n"
+    short = memory_shortage(error)
+    if short is not None:  # what takes it is no defect; in a script the stack shows which line of it
+        text = f"{trace if remedies.is_script() else ''}{name}: {short}\n"
+    else:
+        text = f"{trace}{name}: ended by an unexpected {type(error).__name__}: {error}\n"
     return _Report(text, exit_codes.CRASHED, delay_s)
 
 

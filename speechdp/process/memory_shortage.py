@@ -1,0 +1,28 @@
+"""Memory that is not there: the errors by which libraries say so, told apart from defects."""
+
+from __future__ import annotations
+
+from speechdp import remedies
+from speechdp.errors import one_line
+
+#: What torch says where it has no class of its own: its allocator, and CUDA on a GPU that others fill.
+_ON_CPU, _ON_GPU = "can't allocate memory", "CUDA error: out of memory"
+_LONGEST = 160  # letters of what the library says: CUDA's advice on its own settings follows
+
+
+def memory_shortage(error: BaseException) -> str | None:
+    """Return one line that says how much memory was wanted and what helps; None: the error is another.
+
+    Example:
+        >>> memory_shortage(MemoryError("Unable to allocate 7.45 GiB for an array"))
+        'out of memory (Unable to allocate 7.45 GiB for an array); take smaller batches'
+    """
+    said = one_line(error)
+    # torch.OutOfMemoryError by its name: where nothing has imported torch, it is not worth its import.
+    on_gpu = type(error).__name__ == "OutOfMemoryError" or _ON_GPU in said
+    if not (on_gpu or isinstance(error, MemoryError) or _ON_CPU in said):
+        return None
+    begun = said.find("DefaultCPUAllocator")
+    said = said[max(begun, 0) :][:_LONGEST]
+    where = "GPU memory" if on_gpu else "memory"
+    return f"out of {where} ({said or 'no more was to be had'}); {remedies.less_memory()}"

@@ -1,0 +1,94 @@
+"""Where memory does not suffice, one line says how much was wanted and what helps; defects stay defects."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from speechdp import exit_codes, remedies
+from speechdp.cli import main
+from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
+from speechdp.comm.startup.failure import guard
+from speechdp.process.memory_shortage import memory_shortage
+
+NOBODY_HAS = 10**15  # bytes
+
+
+def take_of_torch() -> object:
+    return torch.empty(NOBODY_HAS, dtype=torch.uint8)
+
+
+def take_of_numpy() -> object:
+    return np.ones(NOBODY_HAS, dtype=np.uint8)
+
+
+def raise_it(error: Exception) -> object:
+    raise error
+
+
+SHORTAGES = {
+    "torch": (take_of_torch, "out of memory (DefaultCPUAllocator: can't allocate memory: you tried to "),
+    "numpy": (take_of_numpy, "out of memory (Unable to allocate 909. TiB for an array with shape "),
+    "python": (lambda: raise_it(MemoryError()), "out of memory (no more was to be had); "),
+    "cuda": (
+        lambda: raise_it(
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has")
+        ),
+        "out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has); ",
+    ),
+    "a full GPU": (
+        lambda: raise_it(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")),
+        "out of GPU memory (CUDA error: out of memory CUDA kernel errors might be); ",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SHORTAGES)
+def test_a_rank_says_it_in_one_line_with_the_options_of_its_command(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    take, begun = SHORTAGES[kind]
+
+    def work(comm: Communicator) -> None:
+        take()
+
+    with remedies.of_command({"batch_size", "batch_frames", "epochs"}):
+        assert guard(SerialCommunicator, work) == exit_codes.CRASHED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"speechdp: {begun}")
+    assert line.endswith("); lower --batch-size or --batch-frames")
+
+
+def test_a_script_is_shown_its_line_too(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(comm: Communicator) -> None:
+        take_of_torch()
+
+    assert guard(SerialCommunicator, work) == exit_codes.CRASHED
+    told = capsys.readouterr().err
+    assert "in take_of_torch" in told
+    assert told.endswith("); take smaller batches\n")
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), RuntimeError("shapes do not fit"), OSError(12, "memory")]
+)
+def test_other_errors_are_none(error: Exception) -> None:
+    assert memory_shortage(error) is None
+
+
+def test_a_command_without_batches_says_it_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Command:
+        def run(self) -> int:
+            take_of_torch()
+            return 0
+
+    monkeypatch.setattr(main, "parse", lambda name, arguments: Command())
+    monkeypatch.setattr(main, "_options_of", lambda command: {"beam"})
+    assert main.run(["transcribe"]) == exit_codes.CRASHED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("speechdp: out of memory (DefaultCPUAllocator")
+    assert line.endswith("); free some memory, then run again")
