@@ -26,6 +26,7 @@ from speechdp.launching.processes import (
     program_name,
 )
 from speechdp.launching.shown_output import ShownOutput
+from speechdp.process.file_limit import raise_file_limit_of_launcher
 
 #: Batch systems warn by SIGUSR1 or SIGUSR2 before they end a job.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -128,8 +129,9 @@ def run_job(
         request: of a caller who notes signals between jobs as well; None: they are noted meanwhile.
 
     Raises:
-        ConfigError: the program cannot be started.
+        ConfigError: the program cannot be started, or may open too few files.
     """
+    raise_file_limit_of_launcher()
     with ExitStack() as stack:
         noted = stack.enter_context(noted_signals()) if request is None else request
         adopt = stack.enter_context(adopting_orphans())

@@ -15,7 +15,6 @@ import torch
 
 import speechdp
 from speechdp.cli.support.console import make_console
-from speechdp.cli.support.ranks import raise_file_limit
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.device import choose_device, exchange_device
@@ -29,6 +28,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.launching.cores import share_cores
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.stop import StopRequest
+from speechdp.process.file_limit import raise_file_limit
 from speechdp.process.heap import keep_few_kernels, keep_freed_memory
 from speechdp.timing.gpu import gpu_facts
 from speechdp.train.origin import git_state

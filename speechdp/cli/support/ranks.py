@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
 
 from speechdp.comm.base import Communicator
@@ -13,6 +12,7 @@ from speechdp.comm.startup.failure import guard
 from speechdp.comm.startup.start_guard import StartGuard
 from speechdp.launching.cores import share_cores
 from speechdp.options.faults import FaultOptions
+from speechdp.process.file_limit import raise_file_limit
 
 
 def over_ranks(backend: str, device: str, function: Callable[[Communicator], int | None]) -> int:
@@ -32,10 +32,3 @@ def over_ranks(backend: str, device: str, function: Callable[[Communicator], int
 
     exchanged_on = exchange_device(device)
     return guard(lambda: start.waiting_for_all_ranks(lambda: create_communicator(backend, exchanged_on)), run)
-
-
-def raise_file_limit() -> None:
-    """Let this rank open as many files as the system lets it: a shard in use is one."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

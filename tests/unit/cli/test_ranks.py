@@ -138,7 +138,7 @@ def test_a_rank_may_open_as_many_files_as_the_system_lets_it(monkeypatch: pytest
     assert seen == [before[1]]
 
 
-@pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("1", [2.0])])
+@pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("1", [main._AFTER_RANK_0_S])])
 def test_what_is_wrong_on_all_ranks_is_told_by_the_first(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str | None, waits: list[float]
 ) -> None:

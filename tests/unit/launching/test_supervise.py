@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -247,3 +248,32 @@ def test_only_gpus_are_waited_for_before_a_restart(tmp_path: Path, monkeypatch: 
     assert launch._restart_delay_s([here, Host("node-7.invalid", 2)]) > 0.0
     device.touch()
     assert launch._restart_delay_s([here]) > 0.0
+
+
+def _launch_with_files(limits: tuple[int, int]) -> subprocess.CompletedProcess[str]:
+    """Let a child print its limit, under one of our own."""
+    shown = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE))"
+    program = (
+        f"import os, resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, {limits})\n"
+        "from speechdp.errors import ConfigError\n"
+        "from speechdp.launching.supervise import StopPolicy, run_job\n"
+        f"run_job([sys.executable, '-c', {shown!r}], os.environ, StopPolicy())"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE_S, check=False
+    )
+
+
+def test_a_launcher_may_open_files_enough_but_not_without_end() -> None:
+    """Open MPI with too few waits for ever; it closes as many numbers as there may be for each rank."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert _launch_with_files((32, most)).stdout == f"{(min(4096, most), most)}\n"
+    assert _launch_with_files((most, most)).stdout == f"{(most, most)}\n"
+
+
+def test_a_launcher_that_may_open_too_few_files_is_not_started() -> None:
+    ended = _launch_with_files((40, 40))
+    assert ended.stdout == "" and ended.returncode != 0
+    assert (
+        "ConfigError: 40 files may be open at a time here, and mpirun with its ranks needs 64" in ended.stderr
+    )

@@ -1,0 +1,39 @@
+"""How many files a process may have open at a time (ulimit -n)."""
+
+from __future__ import annotations
+
+import resource
+
+from speechdp.errors import ConfigError
+
+#: What a launcher and the ranks of a host need at least: with fewer, Open MPI waits without end for ranks
+#: that it could not start.  2 ranks take 29, 8 take 41 and 16 take 57 before MPI is there.
+_LEAST_OF_LAUNCHER = 64
+#: Raised to by a launcher, not to all that the system lets it have: Open MPI closes every number up to the
+#: limit for each rank that it starts, which takes minutes where that is a thousand millions.
+_OF_LAUNCHER = 4096
+
+
+def raise_file_limit() -> None:
+    """Let this rank open as many files as the system lets it: a shard in use is one."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def raise_file_limit_of_launcher() -> None:
+    """Let this process, and the launcher and ranks that it starts, open files enough.
+
+    Raises:
+        ConfigError: the system lets it have fewer than these need.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if limit != unlimited and limit < _OF_LAUNCHER:
+        limit = _OF_LAUNCHER if most == unlimited else min(_OF_LAUNCHER, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+    if limit != unlimited and limit < _LEAST_OF_LAUNCHER:
+        raise ConfigError(
+            f"{limit} files may be open at a time here, and mpirun with its ranks needs {_LEAST_OF_LAUNCHER} "
+            "or more: raise the limit (ulimit -Hn as root, or /etc/security/limits.conf)"
+        )
