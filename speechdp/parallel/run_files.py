@@ -296,6 +296,15 @@ class RunDirectory:
         at = (step, frames)
         return any((_of(line, "step"), _of(line, "frames")) == at for line in self._evaluations())
 
+    def values(self, key: str) -> list[tuple[float, float]]:
+        """Return (epochs done, value) of the evaluations that have a finite number by this key of theirs.
+
+        Raises:
+            RunError: disk.
+        """
+        pairs = [(_of(line, "epoch"), _of(line, key)) for line in self._evaluations()]
+        return [pair for pair in pairs if all(map(math.isfinite, pair))]
+
     def _evaluations(self) -> list[str]:
         """Return the lines of metrics.jsonl; none where there is no such file.  Raises RunError (disk)."""
         if not self._metrics.is_file():

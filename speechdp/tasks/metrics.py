@@ -23,6 +23,8 @@ _RESERVED = frozenset(
 )  # fmt: skip
 #: What such names begin with.
 _RESERVED_PREFIXES = ("data_", "heldout_", "speech_", "target_")
+#: A change by less than this part of a score's magnitude is none to speak of.
+LITTLE = 0.01
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,10 @@ class Metric:
     def near_enough(self, best: float) -> float:
         """Return how far below the best score a model is as accurate still."""
         return self.tolerance * abs(best) if self.tolerance_is_relative else self.tolerance
+
+    def is_past(self, best: float, last: float) -> bool:
+        """Tell whether a training has lost again, by its last score, what it had learnt by its best."""
+        return best - last > max(self.near_enough(best), LITTLE * abs(best))
 
     def number(self, value: float) -> str:
         """Write a recorded value without its unit."""

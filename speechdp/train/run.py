@@ -26,6 +26,7 @@ from speechdp.parallel.stop import StopAgreement
 from speechdp.parallel.strategy import Strategy
 from speechdp.process.ending import Stopped
 from speechdp.process.output import losses_noted_in
+from speechdp.tasks.metrics import Metric
 from speechdp.timing.gather import gather_timing, has_timed_steps, write_timing
 from speechdp.timing.memory import peak_memory
 from speechdp.timing.sampler import Sampler
@@ -403,6 +404,23 @@ def _conclude(
     if comm.rank == 0:
         counters = trainer.counters
         facts = {"step": counters.step, "epochs": counters.epoch, "host": socket.gethostname()}
+        if past := _past_best(run, parts.task.metrics[0]):
+            parts.reporter.notice(past)
         lost = lost_ranks(comm)
         run.complete({**facts, "lost_ranks": lost} if lost else facts)
     comm.barrier()
+
+
+def _past_best(run: RunDirectory, metric: Metric) -> str:
+    """Say so where the model was better before, as one is that learns its data by heart; else ""."""
+    found = [(metric.score(value), epoch) for epoch, value in run.values(metric.recorded_as)]
+    if not found:
+        return ""
+    (best, when), last = max(found), found[-1][0]
+    if not metric.is_past(best, last):
+        return ""
+    told = [metric.with_unit(metric.score(each)) for each in (best, last)]
+    return (
+        f"{run.path}: past its best: {metric.name} {told[0]} after epoch {when:g}, {told[1]} at the end; "
+        "train with fewer --epochs, more data, or more --dropout"
+    )

@@ -9,11 +9,10 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.choice import judged_otherwise, several_tasks, undecoded_caution, unlike_caution
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import RunFigures
+from speechdp.tasks.metrics import LITTLE
 
 #: Runs that trained on numbers of frames further apart are not compared without a word of caution.
 FRAMES_TOLERANCE = 0.01
-#: A score that rose by more than this part of its magnitude had not come to rest.
-STILL_IMPROVING = 0.01
 
 
 def find_cautions(
@@ -23,7 +22,7 @@ def find_cautions(
     notes = [*_left_out(rows, labels), *_damages(rows, labels)]
     notes += [_sizes(comparable, labels), _unequal(comparable)]
     notes.append(_never_averaged(comparable, labels))
-    notes.append(_improving(comparable, labels))
+    notes += [_improving(comparable, labels), _past_best(comparable, labels)]
     runs = [row.run for row in rows]
     notes[:0] = [several_tasks(runs), judged_otherwise(runs, labels)]
     if comparable and terms_of(row.run for row in rows).task.decodes:
@@ -114,7 +113,7 @@ def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     named: list[str] = []
     for row in comparable if len(comparable) > 1 else ():
         gain = last_gain(row)
-        if gain is not None and row.score is not None and gain > STILL_IMPROVING * abs(row.score):
+        if gain is not None and row.score is not None and gain > LITTLE * abs(row.score):
             named.append(f"{labels[row.run.name]} ({terms_of([row.run]).gain(gain)})")
     if not named:
         return ""
@@ -122,4 +121,24 @@ def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     return (
         f"{who} at the last evaluation: {', '.join(named)}. After more training the runs may stand in "
         "another order."
+    )
+
+
+def _past_best(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
+    """Name the runs that training has made worse again, as a model does that learns its data by heart."""
+    named: list[str] = []
+    for row in comparable:
+        metric, terms = row.run.metric, terms_of([row.run])
+        scored = [each for each in row.run.evaluations if each.score is not None]
+        best = max(scored, key=lambda each: each.score or 0.0, default=None)
+        if best is None or row.score is None or not metric.is_past(best.score or 0.0, row.score):
+            continue
+        when = f"step {best.step}" if best.epoch is None else f"epoch {best.epoch:g}"
+        told = f"{terms.with_unit(best.score)} after {when}, {terms.number(row.score)} at the end"
+        named.append(f"{labels[row.run.name]} ({told})")
+    if not named:
+        return ""
+    return (
+        f"Past the best: {', '.join(named)}. Such a model learns its training data by heart: fewer epochs, "
+        "more data or more dropout serve it better."
     )

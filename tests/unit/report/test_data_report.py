@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from speechdp.report.kit.formatting import MINUS
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.runs.data_path import data_figures, data_wait
 from speechdp.report.runs.derived import common_target, sweep_figures
@@ -291,6 +292,17 @@ def test_hostile_words_are_text(tmp_path: Path) -> None:
     assert "[red]" in printed
     assert "\x1b[31m" not in printed
     assert len(list(csv.reader(io.StringIO(report.csv.read_text())))) == 2
+
+
+def test_runs_that_are_past_their_best_are_named_and_one_alone_too(tmp_path: Path) -> None:
+    fallen = MadeUpRun("a", period="4", last_gain=-0.3)
+    rested = MadeUpRun("b", period="16", last_gain=-0.01)
+    for folder, runs in (("1", [fallen, rested]), ("2", [fallen])):
+        (caution,) = [c for c in _answer(tmp_path / folder, *runs).cautions if c.startswith("Past the best")]
+        name = "period 4" if len(runs) > 1 else "model averaging, period 4"
+        told = f"({MINUS}0.100 nats/frame after epoch 11, {MINUS}0.400 at the end)"
+        assert caution.startswith(f"Past the best: {name} {told}. Such a model learns")
+    assert "Past the best" not in " ".join(_answer(tmp_path / "3", rested).cautions)
 
 
 def test_runs_that_were_still_improving_are_named_in_a_sweep(tmp_path: Path) -> None:
