@@ -32,7 +32,7 @@ from speechdp.parallel.script_checks import (
 from speechdp.parallel.script_folder import FOLDER, ScriptFolder, write_tensors
 from speechdp.parallel.stop import Pause, StopWatch
 from speechdp.parallel.strategy import Progress, Strategy
-from speechdp.parallel.training_step import DivergenceWatch, TrainingStep
+from speechdp.parallel.training_step import DivergenceWatch, TrainingStep, given_for_loss
 from speechdp.parallel.untrained import StaysUntrained, share_untrained
 from speechdp.process.ending import Paused, Stopped, StoppedUnsaved
 from speechdp.timing.gather import gather_timing
@@ -708,6 +708,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
                 gradients are exchanged while the last one runs.
 
         Raises:
+            ConfigError: the loss cannot be differentiated: it is no tensor of one number that requires grad.
             RunError: a pass after the last.
             DivergedError: the loss is not finite, which on a GPU is seen within 20 steps.  One that a
                 scaler, or a strategy that mends it, may leave out is none.
@@ -720,6 +721,11 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
             )
         self._is_complete = last
         if not self._joins_only:
+            if not (isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1):
+                raise ConfigError(
+                    f"step.backward(loss) takes a scalar tensor that requires grad, and was given "
+                    f"{given_for_loss(loss)}"
+                )
             self._run._note_loss(loss, self.weight)
             self._run._replica.bind_gradients()  # optimizer.zero_grad() may have let go of them
             self._step.backward(loss, last=last)

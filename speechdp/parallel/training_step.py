@@ -71,6 +71,19 @@ class TrainingStep:
         self._timeline.end_step(number, epoch, self.weight)
 
 
+def given_for_loss(value: object) -> str:
+    """Return what messages call something that cannot be a loss, no scalar that requires grad; what to do."""
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return f"a tensor of shape {list(value.shape)}: sum it"
+    if isinstance(value, Tensor):
+        return "a tensor that does not require grad: compute it without detach() and torch.no_grad()"
+    if isinstance(value, (int, float)):
+        return f"the number {value:g}: give the tensor, without .item() or float()"
+    if value is None:
+        return "None: return the loss from the function that computes it"
+    return f"an object of type {type(value).__name__}"
+
+
 class DivergenceWatch:
     """What is not finite and ends a training: which losses and loss scales, and when they are looked at.
 

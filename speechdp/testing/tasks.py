@@ -23,7 +23,7 @@ from speechdp.labels.lexicon import lexicon_for
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.untrained import load_untrained, untrained_tensors
-from speechdp.tasks.base import LOSS, FrameScores, Task, TaskData, Values
+from speechdp.tasks.base import LOSS, FrameScores, LossSum, Task, TaskData, Values, loss_mistake
 from speechdp.tasks.model_file import MODEL_NAME, ClassCounts
 from speechdp.tasks.registry import task_class, task_options
 
@@ -164,7 +164,7 @@ class _Contract:
         for model in (first, second):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(2)
-                totals.append(self.task.loss(model.train(), batch).total)
+                totals.append(self._loss_sum(model.train(), batch).total)
         assert torch.equal(*totals), f"{self.text}: equal seeds give different losses; draw by torch alone"
 
     def _loss_is_a_sum(self, model: nn.Module, utterances: Sequence[_Utterance]) -> None:
@@ -180,9 +180,8 @@ class _Contract:
         self._assert_close(turned, whole, "the order of utterances in a batch changes the loss")
 
     def _loss(self, model: nn.Module, batch: Batch) -> float:
-        loss = self.task.loss(model, batch)
+        loss = self._loss_sum(model, batch)
         total = loss.total
-        assert isinstance(total, Tensor) and total.dim() == 0, f"{self.text}: the loss is not a scalar tensor"
         assert total.isfinite(), f"{self.text}: the loss is {total.item()}"
         assert loss.num_frames == batch.num_frames, (
             f"{self.text}: the loss counts {loss.num_frames} frames of a batch of {batch.num_frames}; give "
@@ -190,10 +189,15 @@ class _Contract:
         )
         return total.item()
 
+    def _loss_sum(self, model: nn.Module, batch: Batch) -> LossSum:
+        loss = self.task.loss(model, batch)
+        mistake = loss_mistake(self.task, loss)
+        assert mistake is None, f"{self.text}: {mistake}"
+        return loss
+
     def _gradients_are_finite(self, model: nn.Module, batch: Batch) -> None:
         model.train()
-        total = self.task.loss(model, batch).total
-        assert total.requires_grad, f"{self.text}: the loss has no gradient"
+        total = self._loss_sum(model, batch).total
         total.backward()  # type: ignore[no-untyped-call]
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         for name, gradient in gradients.items():
@@ -217,7 +221,7 @@ class _Contract:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(4)
             for _ in range(updates):
-                loss = self.task.loss(model, batch)
+                loss = self._loss_sum(model, batch)
                 loss.total.backward()  # type: ignore[no-untyped-call]
                 replica.apply_gradients(loss.num_frames)
         return self._loss(model.eval(), batch)

@@ -16,7 +16,7 @@ from speechdp.checkpoint.writer import PATIENCE_S, CheckpointWriter
 from speechdp.comm.base import ReduceOp
 from speechdp.data.loading.loader import Step, StepLoader
 from speechdp.data.plan.assignment import Meeting, MeetingKind, Position
-from speechdp.errors import DivergedError
+from speechdp.errors import ConfigError, DivergedError
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.stop import StopAgreement
@@ -24,6 +24,7 @@ from speechdp.parallel.strategy import Progress
 from speechdp.parallel.training_step import DivergenceWatch, TrainingStep
 from speechdp.process.ending import Paused, Stopped
 from speechdp.process.heap import HeapTrimmer
+from speechdp.tasks.base import loss_mistake
 from speechdp.timing.timeline import Span
 from speechdp.train.epoch_end import measure_epoch, settle_final_model
 from speechdp.train.tolerance import lost_ranks
@@ -238,6 +239,8 @@ class Trainer:
         with span(Span.FORWARD):
             with parts.precision.computing():
                 loss = parts.task.loss(parts.model, batch)
+                if mistake := loss_mistake(parts.task, loss):
+                    raise ConfigError(mistake)
             self._note_loss(loss.total.detach(), loss.num_frames, step)
         self._heap.before_backward()
         work.backward(loss.total)

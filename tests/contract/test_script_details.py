@@ -291,6 +291,25 @@ def test_gradients_set_to_none_between_steps_are_still_found() -> None:
     assert_close(values(script.model), plain(batches_of(1)), "zero_grad")
 
 
+@pytest.mark.parametrize(
+    ("mistaken", "words"),
+    [
+        (lambda loss: None, "None: return the loss"),
+        (lambda loss: loss.item(), "the number 2.5: give the tensor, without .item()"),
+        (lambda loss: loss.detach(), "a tensor that does not require grad: compute it without detach()"),
+        (lambda loss: loss.expand(3), "a tensor of shape [3]: sum it"),
+        (lambda loss: (loss, 1), "an object of type tuple"),
+    ],
+)
+def test_what_is_no_loss_is_refused(mistaken: Callable[[Tensor], Any], words: str) -> None:
+    model = linear()
+    nn.init.constant_(model.weight, 0.5), nn.init.constant_(model.bias, 0.5)
+    run = DataParallel(model, sgd(model), SerialCommunicator())
+    asked = f"step.backward(loss) takes a scalar tensor that requires grad, and was given {words}"
+    with refused(asked, ConfigError), run, run.step() as step:
+        step.backward(mistaken(model(torch.ones(1, 4)).sum()))
+
+
 # -- what is not finite ---------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -252,6 +252,35 @@ def test_a_faulty_task_is_told(registered: None, faulty: type[_Small], words: st
     speechdp.task("faulty")(dataclass(frozen=True)(type(faulty.__name__, (faulty,), {})))
     with pytest.raises(AssertionError, match=re.escape(words)):
         task_contract("faulty")
+
+
+@pytest.mark.parametrize(
+    ("mistaken", "words"),
+    [
+        (lambda found: None, "None: return the loss"),
+        (lambda found: found.total, "the tensor alone"),
+        (lambda found: (found.total, found.num_frames), "an object of type tuple"),
+        (lambda found: LossSum(found.total.item(), 1), "a LossSum of the number "),
+        (lambda found: LossSum(found.total.detach(), 1), "a LossSum of a tensor that does not require grad"),
+        (lambda found: LossSum(found.total.expand(8), 1), "a LossSum of a tensor of shape [8]: sum it"),
+        (lambda found: LossSum(found.total, None), "a LossSum of None frames"),
+    ],
+)
+def test_what_a_task_returns_in_place_of_a_loss_is_told(
+    registered: None, mistaken: Callable[[LossSum], Any], words: str
+) -> None:
+    @speechdp.task("mistaken")
+    @dataclass(frozen=True)
+    class Mistaken(_Small):
+        def loss(self, model: Any, batch: Batch) -> Any:
+            return mistaken(super().loss(model, batch))
+
+    line = (
+        f"loss() of {__name__}:Mistaken must return LossSum(scalar tensor that requires grad, number of "
+        f"frames); it returned {words}"
+    )
+    with pytest.raises(AssertionError, match=re.escape(f"mistaken: {line}")):
+        task_contract("mistaken")
 
 
 def test_a_loss_of_ones_own_keeps_the_contract_without_stages(registered: None) -> None:
