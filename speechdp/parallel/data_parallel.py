@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 from collections.abc import Iterable, Iterator
@@ -9,17 +10,17 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, NoReturn, SupportsFloat, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator, Work
-from speechdp.errors import ConfigError, RunError, one_line
+from speechdp.errors import ConfigError, DivergedError, RunError, one_line
 from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
 from speechdp.parallel.joined_batches import BatchJoiner
 from speechdp.parallel.registry import describe, parse_strategy
-from speechdp.parallel.replica import Replica
+from speechdp.parallel.replica import Replica, name_of
 from speechdp.parallel.script_checks import (
     check_loadable,
     check_model,
@@ -31,7 +32,7 @@ from speechdp.parallel.script_checks import (
 from speechdp.parallel.script_folder import FOLDER, ScriptFolder, write_tensors
 from speechdp.parallel.stop import Pause, StopWatch
 from speechdp.parallel.strategy import Progress, Strategy
-from speechdp.parallel.training_step import TrainingStep
+from speechdp.parallel.training_step import DivergenceWatch, TrainingStep, given_for_loss
 from speechdp.parallel.untrained import StaysUntrained, share_untrained
 from speechdp.process.ending import Paused, Stopped, StoppedUnsaved
 from speechdp.timing.gather import gather_timing
@@ -117,6 +118,7 @@ class DataParallel:
         self._left_by: tuple[str, str] | None = None
         self._total_weight = torch.zeros(1, dtype=torch.float64)  # of all ranks, in the step under way
         self._weighing: Work | None = None
+        self._losses: Tensor | None = None  # sum of those that have not been looked at
         self._loaded: dict[str, Any] | None = None
         self._stop: StopWatch | None = None
         #: Step with which training is cut off; 0: with none.
@@ -152,6 +154,7 @@ class DataParallel:
             own = None if loaded is None else self._laid_aside()
             share_untrained(self.model, self.comm, known={} if loaded is None else loaded["model"])
             self.strategy = self.strategy.attach(self._replica, self.comm, self.timeline)
+            self._watch = DivergenceWatch(self.strategy, self.comm)
             self._phase = _Phase.TRAINING
             if loaded is not None and own is not None:
                 with ExitStack() as abandoning:
@@ -173,6 +176,7 @@ class DataParallel:
         Raises:
             Stopped: it has been told; `run_ranks` ends the job with exit code 75.
             StoppedUnsaved: likewise, but it has saved no state since training began; with 76.
+            DivergedError: the final parameters, or a loss, are not finite; the run is not complete.
         """
         if self._is_cut and self._phase is _Phase.ENDED:  # all of this was done with that step
             return
@@ -209,6 +213,7 @@ class DataParallel:
         """Give all ranks the same parameters; record that the run has ended well.  Collective."""
         self._check_whole()
         self._replica.bind_parameters()
+        self._look_at_losses()
         self._joiner.complete()
         self.strategy.pause()
         if self._stop is not None:
@@ -221,8 +226,12 @@ class DataParallel:
         self.strategy.finish()
         average_statistics(self.model, self.comm, has_trained=self._weight_here > 0)
         self._weight_of_all = self._sum_of_weights()
-        self._folder.complete(self._gather_timing(), self.steps)
+        timing, is_finite = self._gather_timing(), self._watch.all_finite()
+        if is_finite:
+            self._folder.complete(timing, self.steps)
         self.strategy.close()
+        if not is_finite:
+            self._refuse(f"a parameter of the final model is not finite after step {self.steps}")
 
     @property
     def _is_cut(self) -> bool:
@@ -358,6 +367,40 @@ class DataParallel:
         done = self.steps / self._num_steps if self._num_steps else 0.0
         time_s = self.timeline.training_time_s
         step.end(Progress(self.steps, self._weight_per_rank, time_s, done), number=self.steps)
+        if self._watch.is_due(self.steps) and (scale := self._watch.fallen_scale()) is not None:
+            self._refuse(
+                f"the scale of the GradScaler has fallen to {scale:g} at step {self.steps}, and gradients "
+                "are still not finite",
+                "compute in bfloat16 or float32, ",
+            )
+
+    # -- what is not finite -----------------------------------------------------------------------------
+
+    def _note_loss(self, loss: Tensor, weight: int) -> None:
+        """Refuse a loss that is not finite before its gradients are exchanged; on a GPU some steps later."""
+        total, _ = self._watch.counted(loss.detach(), weight)
+        self._losses = total if self._losses is None else self._losses + total.double()
+        if self._watch.is_due(self.steps):
+            self._look_at_losses()
+
+    def _look_at_losses(self) -> None:
+        """Refuse losses that are not finite; waits for the device, if there were any."""
+        if self._losses is None:
+            return
+        value, self._losses = self._losses.item(), None
+        if not math.isfinite(value):
+            self._refuse(f"the loss is {value} at step {self.steps + self._is_in_step}")
+
+    def _check_parameters(self) -> None:
+        """Refuse, where they are to be saved, parameters that nobody can go on from."""
+        if not (self._replica.is_finite or self._watch.others_mend):
+            self._refuse(f"a parameter is not finite after step {self.steps}")
+
+    def _refuse(self, what: str, first: str = "") -> NoReturn:
+        raise DivergedError(
+            f"{what} on rank {self.comm.rank}: {first}lower the learning rate, clip gradients by a lower "
+            f"max_gradient_norm= of DataParallel, or inspect the data{self._folder.last_checkpoint_note()}"
+        )
 
     # -- evaluating, recording --------------------------------------------------------------------------
 
@@ -372,6 +415,7 @@ class DataParallel:
         self._check_training("evaluating()")
         modes = {module: module.training for module in self.model.modules()}
         self._replica.bind_parameters()
+        self._look_at_losses()
         self.strategy.pause()
         try:
             with self.timeline.event(Span.EVAL):
@@ -451,9 +495,14 @@ class DataParallel:
         Raises:
             ConfigError: `.safetensors` cannot hold it: some of it is no tensor.
             RunError: it cannot be written.
+            DivergedError: a parameter is not finite.
         """
         if self.comm.rank != 0:
             return
+        for parameter in self._replica.model_parameters:
+            if not parameter.isfinite().all():
+                name = name_of(parameter, self.model)
+                self._refuse(f"{path} is not written: {name} is not finite after step {self.steps}")
         # Copies: a view would take the whole vector with it.  What modules add may be no tensor.
         state = {
             name: value.detach().cpu().clone() if isinstance(value, Tensor) else _copied(value)
@@ -468,6 +517,9 @@ class DataParallel:
 
         Model, optimizer, strategy, scaler and counters of this rank; not the script's scheduler, its place in
         the data, nor random states.  Numbers and tensors only: `torch.load(..., weights_only=True)` reads it.
+
+        Raises:
+            DivergedError: a loss or parameter is not finite, and the strategy does not mend that.
         """
         self._check_training("state_dict()")
         state = self._state()
@@ -477,7 +529,9 @@ class DataParallel:
     def _state(self) -> dict[str, Any]:
         """Return what `state_dict` does.  Collective."""
         self._replica.bind_parameters()
+        self._look_at_losses()
         self.strategy.pause()
+        self._check_parameters()
         state = {
             "rank": self.comm.rank,
             "size": self.comm.size,
@@ -545,6 +599,7 @@ class DataParallel:
         Raises:
             ConfigError: the run has no folder.
             RunError: it cannot be written.
+            DivergedError: as `state_dict`.
         """
         self._check_training("save_checkpoint()")
         state = {"run": self._state(), "more": more}
@@ -653,7 +708,10 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
                 gradients are exchanged while the last one runs.
 
         Raises:
+            ConfigError: the loss cannot be differentiated: it is no tensor of one number that requires grad.
             RunError: a pass after the last.
+            DivergedError: the loss is not finite, which on a GPU is seen within 20 steps.  One that a
+                scaler, or a strategy that mends it, may leave out is none.
         """
         self._end_forward()
         if self._is_complete:
@@ -663,6 +721,12 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
             )
         self._is_complete = last
         if not self._joins_only:
+            if not (isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1):
+                raise ConfigError(
+                    f"step.backward(loss) takes a scalar tensor that requires grad, and was given "
+                    f"{given_for_loss(loss)}"
+                )
+            self._run._note_loss(loss, self.weight)
             self._run._replica.bind_gradients()  # optimizer.zero_grad() may have let go of them
             self._step.backward(loss, last=last)
         if not last:

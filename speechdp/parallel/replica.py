@@ -115,6 +115,11 @@ class Replica:
         return all(parameter.grad is gradient for parameter, gradient in pairs)
 
     @property
+    def is_finite(self) -> bool:
+        """Whether all parameters are; the host waits for a device."""
+        return bool(self.parameters.values.isfinite().all())
+
+    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """Torch's optimizer."""
         return self.update_rule.optimizer

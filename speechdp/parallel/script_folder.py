@@ -312,6 +312,11 @@ class ScriptFolder:
             raise ConfigError("checkpoints are written to the run's folder; give DataParallel folder=")
         return self.path / "checkpoints"
 
+    def last_checkpoint_note(self) -> str:
+        """Return `; last checkpoint: PATH`, to end a message; "": there is none, or no folder."""
+        whole = [] if self.path is None else self._whole_checkpoints()
+        return f"; last checkpoint: {whole[-1]}" if whole else ""
+
     def _whole_checkpoints(self) -> list[Path]:
         """Return the folders of whole checkpoints, the last one last."""
         found = self._checkpoints().glob("step-*")

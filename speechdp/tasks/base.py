@@ -47,6 +47,33 @@ class LossSum:
     num_frames: int
 
 
+def loss_mistake(task: Task, returned: object) -> str | None:
+    """Return, in a line, what is wrong with what a task's `loss` has returned; None: nothing.
+
+    Asked at every step: cheap where nothing is.
+    """
+    if not isinstance(returned, LossSum):
+        is_bare = getattr(returned, "requires_grad", False)
+        found = "the tensor alone" if is_bare else _given_for_loss(returned)
+    elif not (getattr(returned.total, "requires_grad", False) and returned.total.dim() == 0):
+        found = f"a LossSum of {_given_for_loss(returned.total)}"
+    elif not hasattr(returned.num_frames, "__float__"):  # numbers of numpy and tensors have it, too
+        found = f"a LossSum of {returned.num_frames!r} frames"
+    else:
+        return None
+    name = f"{type(task).__module__}:{type(task).__name__}"
+    return (
+        f"loss() of {name} must return LossSum(scalar tensor that requires grad, number of frames); it "
+        f"returned {found}"
+    )
+
+
+def _given_for_loss(value: object) -> str:
+    from speechdp.parallel.training_step import given_for_loss  # noqa: PLC0415
+
+    return given_for_loss(value)
+
+
 @dataclass(frozen=True)
 class FrameScores:
     """Sums over held-out frames.

@@ -23,7 +23,7 @@ from speechdp.labels.lexicon import lexicon_for
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.untrained import load_untrained, untrained_tensors
-from speechdp.tasks.base import LOSS, FrameScores, Task, TaskData, Values
+from speechdp.tasks.base import LOSS, FrameScores, LossSum, Task, TaskData, Values, loss_mistake
 from speechdp.tasks.model_file import MODEL_NAME, ClassCounts
 from speechdp.tasks.registry import task_class, task_options
 
@@ -32,6 +32,17 @@ _LENGTHS = ((17, 6), (12, 4), (9, 5), (5, 2))
 _UPDATES = 30
 _LEARNING_RATE = 1e-3
 _FEATURES = FeatureConfig(num_mel_bins=6, dtype="float32")
+#: Why a loss is no sum over utterances: what is found by padding one that is alone.
+_PADDING_COUNTS = (
+    "an utterance has another loss once it is padded: set frames behind batch.lengths to 0 before each layer "
+    "that sees neighbours (convolutions, attention, backward LSTMs), and leave them out of the loss (targets "
+    "of -1) and of normalisation, which may not be over the batch in evaluation mode"
+)
+_OTHERS_COUNT = (
+    "padding alone changes nothing, so the loss is a mean (give a sum, reduction='sum'), or the other "
+    "utterances of a batch count: leave out normalisation over the batch in evaluation mode, and "
+    "whatever else mixes rows"
+)
 #: Spectrograms of 6 bins: the smallest that a synthesis model takes.
 TINY_SPECTROGRAMS = FeatureConfig(
     kind="spectrogram",
@@ -164,7 +175,7 @@ class _Contract:
         for model in (first, second):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(2)
-                totals.append(self.task.loss(model.train(), batch).total)
+                totals.append(self._loss_sum(model.train(), batch).total)
         assert torch.equal(*totals), f"{self.text}: equal seeds give different losses; draw by torch alone"
 
     def _loss_is_a_sum(self, model: nn.Module, utterances: Sequence[_Utterance]) -> None:
@@ -173,16 +184,25 @@ class _Contract:
             self._loss(model, _batch(utterances)),
             [self._loss(model, _batch([u])) for u in utterances],
         )
-        self._assert_close(sum(parts), whole, "the loss of a batch is not the sum of its utterances' losses")
+        what = "the loss of a batch is not the sum of its utterances' losses"
+        self._assert_close(sum(parts), whole, what, lambda: self._why_no_sum(model, utterances, sum(parts)))
         padded = self._loss(model, _batch(utterances, spare=3))
-        self._assert_close(padded, whole, "more padding changes the loss")
+        self._assert_close(padded, whole, "more padding changes the loss", lambda: _PADDING_COUNTS)
         turned = self._loss(model, _batch(utterances[::-1]))
         self._assert_close(turned, whole, "the order of utterances in a batch changes the loss")
 
+    def _why_no_sum(self, model: nn.Module, utterances: Sequence[_Utterance], alone: float) -> str:
+        """Return what makes the loss of a batch another than that of its utterances, one by one."""
+        longest = max(len(utterance.features) for utterance in utterances)
+        padded = sum(
+            self._loss(model, _batch([utterance], spare=longest - len(utterance.features)))
+            for utterance in utterances
+        )
+        return _OTHERS_COUNT if self._are_close(padded, alone) else _PADDING_COUNTS
+
     def _loss(self, model: nn.Module, batch: Batch) -> float:
-        loss = self.task.loss(model, batch)
+        loss = self._loss_sum(model, batch)
         total = loss.total
-        assert isinstance(total, Tensor) and total.dim() == 0, f"{self.text}: the loss is not a scalar tensor"
         assert total.isfinite(), f"{self.text}: the loss is {total.item()}"
         assert loss.num_frames == batch.num_frames, (
             f"{self.text}: the loss counts {loss.num_frames} frames of a batch of {batch.num_frames}; give "
@@ -190,10 +210,15 @@ class _Contract:
         )
         return total.item()
 
+    def _loss_sum(self, model: nn.Module, batch: Batch) -> LossSum:
+        loss = self.task.loss(model, batch)
+        mistake = loss_mistake(self.task, loss)
+        assert mistake is None, f"{self.text}: {mistake}"
+        return loss
+
     def _gradients_are_finite(self, model: nn.Module, batch: Batch) -> None:
         model.train()
-        total = self.task.loss(model, batch).total
-        assert total.requires_grad, f"{self.text}: the loss has no gradient"
+        total = self._loss_sum(model, batch).total
         total.backward()  # type: ignore[no-untyped-call]
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         for name, gradient in gradients.items():
@@ -217,7 +242,7 @@ class _Contract:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(4)
             for _ in range(updates):
-                loss = self.task.loss(model, batch)
+                loss = self._loss_sum(model, batch)
                 loss.total.backward()  # type: ignore[no-untyped-call]
                 replica.apply_gradients(loss.num_frames)
         return self._loss(model.eval(), batch)
@@ -316,9 +341,15 @@ class _Contract:
         whole = self._loss(model, batch)
         self._assert_close(values[LOSS].item(), whole, "the stages end with another loss than `loss` gives")
 
-    def _assert_close(self, found: float, expected: float, what: str) -> None:
-        most = self.tolerance * max(1.0, abs(expected))
-        assert abs(found - expected) <= most, f"{self.text}: {what}: {found:g} is not {expected:g}"
+    def _are_close(self, found: float, expected: float) -> bool:
+        return abs(found - expected) <= self.tolerance * max(1.0, abs(expected))
+
+    def _assert_close(
+        self, found: float, expected: float, what: str, why: Callable[[], str] | None = None
+    ) -> None:
+        if not self._are_close(found, expected):
+            cause = f"; {why()}" if why is not None else ""
+            raise AssertionError(f"{self.text}: {what}: {found:g} is not {expected:g}{cause}")
 
 
 def _replica_of(model: nn.Module) -> Replica:

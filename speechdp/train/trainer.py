@@ -16,22 +16,19 @@ from speechdp.checkpoint.writer import PATIENCE_S, CheckpointWriter
 from speechdp.comm.base import ReduceOp
 from speechdp.data.loading.loader import Step, StepLoader
 from speechdp.data.plan.assignment import Meeting, MeetingKind, Position
-from speechdp.errors import DivergedError
+from speechdp.errors import ConfigError, DivergedError
 from speechdp.options.run import TrainOptions
-from speechdp.parallel.loss_scale import LEAST_SCALE, finite_loss
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.parallel.stop import StopAgreement
-from speechdp.parallel.strategy import Progress, trains_together
-from speechdp.parallel.training_step import TrainingStep
+from speechdp.parallel.strategy import Progress
+from speechdp.parallel.training_step import DivergenceWatch, TrainingStep
 from speechdp.process.ending import Paused, Stopped
 from speechdp.process.heap import HeapTrimmer
+from speechdp.tasks.base import loss_mistake
 from speechdp.timing.timeline import Span
 from speechdp.train.epoch_end import measure_epoch, settle_final_model
 from speechdp.train.tolerance import lost_ranks
 from speechdp.train.trainer_state import Counters, Standing, TrainingParts, collect_state, restore_state
-
-#: On a GPU the loss is looked at once in so many steps: each look makes the host wait for the device.
-_GPU_LOSS_STEPS = 20
 
 
 class Trainer:
@@ -41,7 +38,7 @@ class Trainer:
         self.parts = parts
         self._run_dir = run_dir
         self._options = options
-        self._mends = parts.comm.size > 1 and parts.strategy.traits.survives_divergence
+        self._watch = DivergenceWatch(parts.strategy, parts.comm)
         hang_s = options.faults.hang_timeout
         patience_s = max(PATIENCE_S, hang_s) if hang_s else math.inf
         self._heap = HeapTrimmer()
@@ -185,13 +182,8 @@ class Trainer:
 
     def _check_final_model(self) -> None:
         """Refuse a final model that is none: with --max-steps it may not have been evaluated.  Collective."""
-        bad = torch.tensor([0.0 if self._is_finite else 1.0], dtype=torch.float64)
-        if self.parts.comm.allreduce(bad, name="final_model", op=ReduceOp.MAX).item() > 0:
+        if not self._watch.all_finite():
             self._refuse(f"a parameter of the final model is not finite after step {self.counters.step}")
-
-    @property
-    def _is_finite(self) -> bool:
-        return bool(self.parts.replica.parameters.values.isfinite().all())
 
     @property
     def _is_over(self) -> bool:
@@ -247,6 +239,8 @@ class Trainer:
         with span(Span.FORWARD):
             with parts.precision.computing():
                 loss = parts.task.loss(parts.model, batch)
+                if mistake := loss_mistake(parts.task, loss):
+                    raise ConfigError(mistake)
             self._note_loss(loss.total.detach(), loss.num_frames, step)
         self._heap.before_backward()
         work.backward(loss.total)
@@ -262,21 +256,13 @@ class Trainer:
             with self.parts.timeline.event(Span.CAPTURE):
                 self.parts.graphs.capture()
 
-    @property
-    def _others_mend(self) -> bool:
-        """Whether other ranks mend a loss or parameters of this one that are no longer numbers."""
-        return self._mends and not trains_together(self.parts.strategy)
-
     def _note_loss(self, total: Tensor, num_frames: int, step: Step) -> None:
         shown, sums = total, self._at.epoch_loss
-        count: Tensor | int = num_frames
-        if self._others_mend or self.parts.replica.scaler is not None:
-            # With a scaler its update will be skipped; what is no number at any scale, the scale will tell.
-            total, count = finite_loss(total, num_frames)
+        total, count = self._watch.counted(total, num_frames)
         sums[0] += total
         sums[1] += count
         sums[2] += num_frames
-        if total.is_cuda and self.counters.step % _GPU_LOSS_STEPS and not step.ends_epoch:
+        if not (step.ends_epoch or self._watch.is_due(self.counters.step)):
             return
         value = total.item() if not total.is_cuda else self._at.epoch_loss[0].item()
         # One that does not count is not shown as the 0 that stands for it in the sum.
@@ -286,14 +272,10 @@ class Trainer:
             self._refuse(f"the loss is {value} at step {self.counters.step + 1}")
 
     def _check_loss_scale(self, *, ends_epoch: bool) -> None:
-        scaler, counters = self.parts.replica.scaler, self.counters
-        is_due = self.parts.device.type != "cuda" or ends_epoch or counters.step % _GPU_LOSS_STEPS == 0
-        if scaler is not None and is_due and (scale := scaler.get_scale()) < LEAST_SCALE:
-            if self._others_mend:
-                scaler.update(LEAST_SCALE)  # until the next average
-                return
+        is_due = ends_epoch or self._watch.is_due(self.counters.step)
+        if is_due and (scale := self._watch.fallen_scale()) is not None:
             self._refuse(
-                f"--precision fp16: the loss scale has fallen to {scale:g} at step {counters.step}, and "
+                f"--precision fp16: the loss scale has fallen to {scale:g} at step {self.counters.step}, and "
                 "gradients are still not finite",
                 "train with --precision bf16 or fp32, ",
             )
@@ -356,7 +338,7 @@ class Trainer:
         Raises:
             RunError: the one before cannot be written, or this would hold parameters nobody can go on from.
         """
-        if not (self._is_finite or self._others_mend):
+        if not (self.parts.replica.is_finite or self._watch.others_mend):
             self._refuse(f"a parameter is not finite after step {self.counters.step}")
         if self._saved_at == self._place:
             return

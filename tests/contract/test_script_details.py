@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from speechdp import DataParallel
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, DivergedError
+from speechdp.parallel.training_step import DivergenceWatch
 from speechdp.strategies.mechanisms.window_loss import WindowLoss
 from speechdp.testing import assert_bitwise_equal_over_ranks, assert_close
 from tests.contract.test_script_hazards import drawn, filled, refused
-from tests.helpers.own_script import NUM_STEPS, Script, batches_of, make_batch, plain, values
+from tests.helpers.own_script import NUM_STEPS, Script, batches_of, loss_sum, make_batch, plain, values
 
 
 def linear(inputs: int = 4, outputs: int = 1) -> nn.Module:
@@ -65,7 +67,9 @@ def test_parameters_that_no_group_has_do_not_count_where_the_norm_is_clipped(
     run = DataParallel(model, sgd(model[0]), SerialCommunicator(), strategy, max_gradient_norm=1.0)
     with run, run.step(weight=1) as step:
         ones = torch.ones(1, 3)
-        step.backward(-model[0](ones).sum() + (1000.0 + poison) * model[1](ones).sum())
+        other = 1000.0 * model[1](ones).sum()
+        other.register_hook(lambda gradient: gradient + poison)  # a loss that is none would be refused
+        step.backward(-model[0](ones).sum() + other)
     assert torch.allclose(values(model[0]) - before, torch.full_like(before, 0.5), rtol=1e-4)
 
 
@@ -83,7 +87,8 @@ def test_factors_owe_nothing_to_parameters_that_no_group_has_yet(poison: float) 
                 inputs = drawn(10 * comm.rank + number, 4, 12).float()
                 with run.step(weight=4) as step:
                     losses = [layer(inputs).square().sum() for layer in model]
-                    step.backward(losses[0] + (1 + poison) * losses[1])
+                    losses[1].register_hook(lambda gradient: gradient + poison)
+                    step.backward(losses[0] + losses[1])
             optimizer.add_param_group({"params": list(model[1].parameters()), "lr": 1.0})
             late = values(model[1]).clone()
             with run.step(weight=4) as step:
@@ -284,3 +289,158 @@ def test_gradients_set_to_none_between_steps_are_still_found() -> None:
             script.model.zero_grad(set_to_none=True)
             script.step(make_batch(0, number))
     assert_close(values(script.model), plain(batches_of(1)), "zero_grad")
+
+
+@pytest.mark.parametrize(
+    ("mistaken", "words"),
+    [
+        (lambda loss: None, "None: return the loss"),
+        (lambda loss: loss.item(), "the number 2.5: give the tensor, without .item()"),
+        (lambda loss: loss.detach(), "a tensor that does not require grad: compute it without detach()"),
+        (lambda loss: loss.expand(3), "a tensor of shape [3]: sum it"),
+        (lambda loss: (loss, 1), "an object of type tuple"),
+    ],
+)
+def test_what_is_no_loss_is_refused(mistaken: Callable[[Tensor], Any], words: str) -> None:
+    model = linear()
+    nn.init.constant_(model.weight, 0.5), nn.init.constant_(model.bias, 0.5)
+    run = DataParallel(model, sgd(model), SerialCommunicator())
+    asked = f"step.backward(loss) takes a scalar tensor that requires grad, and was given {words}"
+    with refused(asked, ConfigError), run, run.step() as step:
+        step.backward(mistaken(model(torch.ones(1, 4)).sum()))
+
+
+# -- what is not finite ---------------------------------------------------------------------------------
+
+
+def spoilt(comm: Communicator, step: int, *, at: int) -> float:
+    """Return what a loss is multiplied by: one is NaN, on the last rank."""
+    return math.nan if comm.rank == comm.size - 1 and step == at else 1.0
+
+
+def is_complete(folder: Path) -> bool:
+    assert (folder / "run.json").is_file()
+    return (folder / "completed.json").exists()
+
+
+@pytest.mark.parametrize(
+    "strategy", ["gradient_averaging", "model_averaging:period=4", "parameter_server:mode=sync"]
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_that_is_not_finite_ends_all_ranks(strategy: str, size: int, tmp_path: Path) -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, strategy, sgd, options={"folder": tmp_path})
+        script.loss = lambda model, batch: loss_sum(model, batch) * spoilt(comm, script.run.steps, at=5)
+        with script.run:
+            script.train(last=2)
+            script.run.save_checkpoint()
+            script.train(first=2)
+
+    with refused(
+        f"the loss is nan at step 6 on rank {size - 1}: lower the learning rate, clip gradients by a lower "
+        f"max_gradient_norm= of DataParallel, or inspect the data; last checkpoint: {tmp_path}/checkpoints/",
+        DivergedError,
+    ):
+        run_threads(size, check)
+    assert not is_complete(tmp_path)
+
+
+def test_a_rank_that_the_strategy_leaves_out_goes_on(tmp_path: Path) -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "model_averaging:period=3,leave_out=1", sgd, options={"folder": tmp_path})
+        script.loss = lambda model, batch: loss_sum(model, batch) * spoilt(comm, script.run.steps, at=4)
+        with script.run:
+            script.train(last=5)
+            assert bool(values(script.model).isfinite().all()) == (comm.rank == 0)
+            script.run.save_checkpoint()
+            script.train(first=5)
+        assert bool(values(script.model).isfinite().all())
+
+    run_threads(2, check)
+    assert is_complete(tmp_path)
+
+
+def scaled(comm: Communicator, *, at: Callable[[int], bool], enabled: bool = True) -> Tensor:
+    """Train with a scaler and a loss that is not finite at some steps; return the parameters."""
+    model = linear()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=enabled)
+    run = DataParallel(model, sgd(model, 0.01), comm, scaler=scaler)
+    with run:
+        for number in range(20):
+            with run.step(weight=1) as step:
+                step.backward(model(torch.ones(1, 4)).sum() * (math.nan if at(number) else 1.0))
+    return values(model)
+
+
+def test_an_overflow_that_a_scaler_leaves_out_does_not_end_the_run() -> None:
+    assert bool(scaled(SerialCommunicator(), at=lambda number: number % 2 == 0).isfinite().all())
+
+
+def test_a_scale_at_which_nothing_is_a_number_does() -> None:
+    with refused(
+        "the scale of the GradScaler has fallen to 0.00195312 at step 11, and gradients "
+        "are still not finite on rank 0: compute in bfloat16 or float32, lower the learning rate",
+        DivergedError,
+    ):
+        scaled(SerialCommunicator(), at=lambda number: number >= 0)
+
+
+def test_a_scaler_that_is_not_enabled_leaves_nothing_out() -> None:
+    with refused("the loss is nan at step 4 on rank 0", DivergedError):
+        scaled(SerialCommunicator(), at=lambda number: number == 3, enabled=False)
+
+
+@pytest.mark.parametrize("ends", ["evaluating", "save_checkpoint", "the block", "step 21"])
+def test_on_a_gpu_losses_are_looked_at_together(
+    ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits for them where it looks.  The gradients here are finite: the loss alone is not."""
+    begin = DivergenceWatch.__init__
+
+    def waiting(watch: DivergenceWatch, *given: Any) -> None:
+        begin(watch, *given)
+        watch._waits = True
+
+    monkeypatch.setattr(DivergenceWatch, "__init__", waiting)
+    model = linear()
+    run = DataParallel(model, sgd(model, 0.01), SerialCommunicator(), folder=tmp_path)
+    seen_at = 21 if ends == "step 21" else 5
+    with refused(f"the loss is nan at step {seen_at} on rank 0", DivergedError), run:
+        for number in range(seen_at):
+            assert number == run.steps
+            with run.step(weight=1) as step:
+                step.backward(model(torch.ones(1, 4)).sum() + (math.nan if number == 2 else 0.0))
+        if ends == "evaluating":
+            with run.evaluating():
+                raise AssertionError("it is evaluated")
+        if ends == "save_checkpoint":
+            run.save_checkpoint()
+    assert not is_complete(tmp_path) and not list(tmp_path.glob("checkpoints/step-*"))
+
+
+@pytest.mark.parametrize("saves", ["", "save", "save_checkpoint", "state_dict"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_that_are_not_finite_are_neither_saved_nor_final(
+    size: int, saves: str, tmp_path: Path
+) -> None:
+    """The loss was finite to the last: the update was not."""
+    file = tmp_path / "model.pt"
+
+    def check(comm: Communicator) -> None:
+        model = linear()
+        run = DataParallel(model, sgd(model, math.inf), comm, folder=tmp_path / "run")
+        with run:
+            with run.step(weight=1) as step:
+                step.backward(model(torch.ones(1, 4)).sum())
+            if saves == "save":
+                run.save(file)
+            elif saves:
+                getattr(run, saves)()
+
+    words = {
+        "": "a parameter of the final model is not finite after step 1 on rank ",
+        "save": f"{file} is not written: the model's weight is not finite after step 1 on rank 0: lower",
+    }
+    with refused(words.get(saves, "a parameter is not finite after step 1 on rank "), DivergedError):
+        run_threads(size, check)
+    assert not is_complete(tmp_path / "run") and not file.exists()

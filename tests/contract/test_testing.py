@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,6 +142,30 @@ class LooksAtPadding(_Small):
         return LossSum(model(batch.features, batch.lengths).square().sum(), batch.num_frames)
 
 
+class PaddingReachesFrames(_Small):
+    """Two convolutions with nothing that masks what the first has made of padding."""
+
+    def make_model(self, data: TaskData) -> Any:
+        classes = data.dataset.num_classes
+        return nn.Sequential(
+            nn.Conv1d(data.feature_dim, 8, 3, padding=1), nn.ReLU(), nn.Conv1d(8, classes, 3, padding=1)
+        )
+
+    def loss(self, model: Any, batch: Batch) -> LossSum:
+        logits = model(batch.features.transpose(1, 2))
+        total = nn.functional.cross_entropy(logits, batch.targets, ignore_index=-1, reduction="sum")
+        return LossSum(total, batch.num_frames)
+
+
+class PaddingCountsWhereItIsLong(_Small):
+    """More than any utterance of the batch has."""
+
+    def loss(self, model: Any, batch: Batch) -> LossSum:
+        found = super().loss(model, batch)
+        spare = batch.features.shape[1] - int(batch.lengths.max())
+        return replace(found, total=found.total + model.output.weight.sum() * spare)
+
+
 class PrefersTheFirst(_Small):
     """Counts one utterance of a batch twice, but not where it is alone."""
 
@@ -233,10 +257,12 @@ class RoundsItsOptions(_Small):
 @pytest.mark.parametrize(
     ("faulty", "words"),
     [
-        (AveragesTheLoss, "the loss of a batch is not the sum of its utterances' losses"),
+        (AveragesTheLoss, "padding alone changes nothing, so the loss is a mean (give a sum"),
         (CountsUtterances, "the loss counts 4 frames of a batch of 43"),
-        (LooksAtPadding, "the loss of a batch is not the sum of its utterances' losses"),
-        (PrefersTheFirst, "the loss of a batch is not the sum of its utterances' losses"),
+        (LooksAtPadding, "an utterance has another loss once it is padded: set frames behind"),
+        (PaddingReachesFrames, "an utterance has another loss once it is padded: set frames behind"),
+        (PaddingCountsWhereItIsLong, "more padding changes the loss: "),
+        (PrefersTheFirst, "padding alone changes nothing, so the loss is a mean"),
         (LearnsNothing, "all gradients are 0"),
         (Climbs, "30 updates lead from a loss of"),
         (HasNoNumber, "the gradient of output.weight is not finite"),
@@ -252,6 +278,35 @@ def test_a_faulty_task_is_told(registered: None, faulty: type[_Small], words: st
     speechdp.task("faulty")(dataclass(frozen=True)(type(faulty.__name__, (faulty,), {})))
     with pytest.raises(AssertionError, match=re.escape(words)):
         task_contract("faulty")
+
+
+@pytest.mark.parametrize(
+    ("mistaken", "words"),
+    [
+        (lambda found: None, "None: return the loss"),
+        (lambda found: found.total, "the tensor alone"),
+        (lambda found: (found.total, found.num_frames), "an object of type tuple"),
+        (lambda found: LossSum(found.total.item(), 1), "a LossSum of the number "),
+        (lambda found: LossSum(found.total.detach(), 1), "a LossSum of a tensor that does not require grad"),
+        (lambda found: LossSum(found.total.expand(8), 1), "a LossSum of a tensor of shape [8]: sum it"),
+        (lambda found: LossSum(found.total, None), "a LossSum of None frames"),
+    ],
+)
+def test_what_a_task_returns_in_place_of_a_loss_is_told(
+    registered: None, mistaken: Callable[[LossSum], Any], words: str
+) -> None:
+    @speechdp.task("mistaken")
+    @dataclass(frozen=True)
+    class Mistaken(_Small):
+        def loss(self, model: Any, batch: Batch) -> Any:
+            return mistaken(super().loss(model, batch))
+
+    line = (
+        f"loss() of {__name__}:Mistaken must return LossSum(scalar tensor that requires grad, number of "
+        f"frames); it returned {words}"
+    )
+    with pytest.raises(AssertionError, match=re.escape(f"mistaken: {line}")):
+        task_contract("mistaken")
 
 
 def test_a_loss_of_ones_own_keeps_the_contract_without_stages(registered: None) -> None:

@@ -583,6 +583,23 @@ class NanLoss(AcousticTask):
         return LossSum(loss.total * float("nan"), loss.num_frames) if self.num_steps == self.at_step else loss
 
 
+class Mistaken(AcousticTask):
+    """Gives the loss per frame as a number."""
+
+    def loss(self, model: Any, batch: Any) -> LossSum:
+        loss = super().loss(model, batch)
+        return LossSum(loss.total.item() / loss.num_frames, loss.num_frames)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_is_none_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+    line = (
+        rf"loss\(\) of {__name__}:Mistaken must return LossSum\(scalar tensor that requires grad, number of "
+        r"frames\); it returned a LossSum of the number \d.*: give the tensor"
+    )
+    with pytest.raises(ConfigError, match=line):
+        run_threads(2, lambda comm: advance(dataset, comm, OPTIONS, tmp_path, Mistaken()))
+
+
 class Noting(ThreadsCommunicator):
     """Notes the exchanges this rank starts."""
 
