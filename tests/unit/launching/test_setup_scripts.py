@@ -93,3 +93,22 @@ def test_quickstart_takes_the_mended_command_after_one_that_failed(checkout: Pat
     assert start("--", "--seed", "2").returncode == 1
     assert "was begun with other options" in start("--ranks", "3").stderr
     assert start().returncode == 3
+
+
+def test_quickstart_passes_on_what_prepare_advises(checkout: Path) -> None:
+    (checkout / "words").mkdir()
+    (checkout / "lexicon.txt").write_text("one w a n\n")
+    write_program(checkout / "launch/setup", "exit 0")
+    write_program(checkout / ".venv/bin/python", SPEECHDP)
+    advised = "--unknown-words skip --split speaker:test=ann --path-map old=/new --skip-incomplete --allow-pipes"
+    words = [*advised.split(), "--lexicon=lexicon.txt", "--workers", "1", "--held-out-speaker", "ann"]
+    words += ["--resample", "8000", "--num-mel-bins", "23", "--g2p-model", "lexicon.txt"]
+    assert run_script(checkout, "launch/quickstart", "--corpus", "words", *words).returncode == 3
+    prepare, sweep = ((checkout / "calls").read_text().splitlines()[number] for number in (0, 2))
+    lexicon = checkout / "lexicon.txt"
+    assert f" prepare {checkout}/words {checkout}/quickstart-words/data {advised}" in prepare
+    assert f" --lexicon {lexicon} --workers 1 --held-out-speaker ann" in prepare
+    assert f" --resample 8000 --num-mel-bins 23 --g2p-model {lexicon}" in prepare
+    assert "--unknown-words" not in sweep
+    lacking = run_script(checkout, "launch/quickstart", "--corpus", "words", "--unknown-words")
+    assert "--unknown-words needs a value" in lacking.stderr
