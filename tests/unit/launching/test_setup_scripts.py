@@ -91,8 +91,24 @@ def test_quickstart_takes_the_mended_command_after_one_that_failed(checkout: Pat
     assert "quickstart: " in refused.stderr and "was prepared with other options" in refused.stderr
     assert start().returncode == 3
     assert start("--", "--seed", "2").returncode == 1
-    assert "was begun with other options" in start("--ranks", "3").stderr
+    other = start("--ranks", "3", "--", "--epochs", "2", "--seed=5").stderr
+    differs = "--ranks was 2, is 3; --epochs was 8, is 2; --seed was not given, is 5"
+    assert f"was begun with other options ({differs}); repeat its command" in other
     assert start().returncode == 3
+
+
+def test_quickstart_writes_other_options_to_another_folder(checkout: Path) -> None:
+    (checkout / "words").mkdir()
+    write_program(checkout / "launch/setup", "exit 0")
+    write_program(checkout / ".venv/bin/python", SPEECHDP)
+    command = ("launch/quickstart", "--corpus", "words")
+    assert run_script(checkout, *command).returncode == 3
+    refused = run_script(checkout, *command, "--ranks", "3")
+    assert "give another by --out" in refused.stderr
+    assert run_script(checkout, *command, "--out", "three", "--ranks", "3").returncode == 3
+    assert f"sweep {checkout}/three/data {checkout}/three/sweep" in (checkout / "calls").read_text()
+    assert run_script(checkout, *command, "--out", "three", "--ranks", "3").returncode == 3
+    assert "holds other things" in run_script(checkout, *command, "--out", "launch").stderr
 
 
 def test_quickstart_passes_on_what_prepare_advises(checkout: Path) -> None:
@@ -100,7 +116,9 @@ def test_quickstart_passes_on_what_prepare_advises(checkout: Path) -> None:
     (checkout / "lexicon.txt").write_text("one w a n\n")
     write_program(checkout / "launch/setup", "exit 0")
     write_program(checkout / ".venv/bin/python", SPEECHDP)
-    advised = "--unknown-words skip --split speaker:test=ann --path-map old=/new --skip-incomplete --allow-pipes"
+    advised = (
+        "--unknown-words skip --split speaker:test=ann --path-map old=/new --skip-incomplete --allow-pipes"
+    )
     words = [*advised.split(), "--lexicon=lexicon.txt", "--workers", "1", "--held-out-speaker", "ann"]
     words += ["--resample", "8000", "--num-mel-bins", "23", "--g2p-model", "lexicon.txt"]
     assert run_script(checkout, "launch/quickstart", "--corpus", "words", *words).returncode == 3
