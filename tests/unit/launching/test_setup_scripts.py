@@ -130,3 +130,34 @@ def test_quickstart_passes_on_what_prepare_advises(checkout: Path) -> None:
     assert "--unknown-words" not in sweep
     lacking = run_script(checkout, "launch/quickstart", "--corpus", "words", "--unknown-words")
     assert "--unknown-words needs a value" in lacking.stderr
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_the_build_of_horovod_shows_life_and_its_end(checkout: Path, *, succeeds: bool) -> None:
+    # Half a minute is over in no time, and the build waits for a line that says so.
+    write_program(checkout / "bin/sleep", "exec /bin/sleep 0.1")
+    write_program(checkout / "bin/c++", "exit 0")
+    write_program(
+        checkout / ".venv/bin/python", f'case "$*" in -c*) echo {checkout} ;; "- "*) echo key ;; esac'
+    )
+    (checkout / "Python.h").touch()
+    made = 'mkdir -p "$2/out" && touch "$2/out/horovod-1.whl"' if succeeds else "exit 1"
+    wait = f"until grep -q compiled, {checkout}/said; do /bin/sleep 0.05; done"
+    write_program(checkout / "launch/horovod_recipe", f"{wait}\n{made}")
+    path = f"{checkout}/bin:{os.environ['PATH']}"
+    run_script(checkout, "-c", "launch/build_horovod --install 2>said; echo $? >code", PATH=path)
+    said = (checkout / "said").read_text()
+    assert "build_horovod: Horovod (cpu) is being compiled, 0 min " in said and "so far, log: " in said
+    ended = "is built (0 min " if succeeds else "could not be built (0 min "
+    assert f"build_horovod: Horovod (cpu) {ended}" in said.splitlines()[-1]
+    assert (checkout / "code").read_text() == ("0\n" if succeeds else "1\n")
+
+
+def test_quickstart_says_that_horovod_is_built(checkout: Path) -> None:
+    (checkout / "words").mkdir()
+    write_program(checkout / "launch/setup", "exit 0")
+    write_program(checkout / "launch/build_horovod", "exit 0")
+    program = SPEECHDP.replace("; exit 3", "").replace("-c*) exit 1", "*find_spec*) exit 1")
+    write_program(checkout / ".venv/bin/python", program)
+    done = run_script(checkout, "launch/quickstart", "--corpus", "words")
+    assert done.stdout.splitlines()[-1] == "quickstart: Horovod is installed; all is done", done.stderr
