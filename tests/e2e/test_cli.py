@@ -308,6 +308,28 @@ def test_an_interrupt_is_exit_code_130(
     assert one_line(capsys) == "speechdp: interrupted"
 
 
+def test_an_interrupted_training_names_its_checkpoint_and_how_to_go_on(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    run = tmp_path / "run"
+    assert train(dataset, run) == 0
+    (run / "completed.json").unlink()
+    monkeypatch.setattr("speechdp.train.realign.train_with_realignment", interrupt)
+    for folder, known in (
+        (run, f"last checkpoint: {run}/checkpoints/step-"),
+        (tmp_path / "new", "no checkpoint in"),
+    ):
+        capsys.readouterr()
+        assert train(dataset, folder, "--resume") == 130
+        printed = capsys.readouterr()
+        said = " ".join(printed.out.split())
+        assert known in said and said.endswith("; the same command with --resume continues")
+        assert printed.err == "speechdp: interrupted\n"
+
+
 def test_errors_of_the_users_making_are_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
