@@ -221,7 +221,10 @@ def test_a_folder_that_holds_a_run_is_not_written_to(
     assert train(dataset, run) == 1
     assert "already holds a run" in one_line(capsys)
     assert train(dataset, run, "--resume", "--seed", "5") == 1
-    assert "the run was begun with other options (--seed was 1, is 5); repeat its command" in one_line(capsys)
+    refused = one_line(capsys)
+    assert "the run was begun with other options (--seed was 1, is 5); repeat its command" in refused
+    further = f"let the run end by its own command, then begin another run with --initial-model {run}"
+    assert refused.endswith(f"to train its model further, {further}")
     (tmp_path / "completed.json").rename(run / "completed.json")
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*")}.keys() == before.keys()
     assert train(dataset, run, "--overwrite", "--seed", "5") == 0
