@@ -10,7 +10,7 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.cli.support.script_options import inputs_of
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, ShardError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
 from speechdp.ownership.overwrite import RUN, FolderKind, check_kind, check_overwrite, empty
@@ -79,6 +79,12 @@ class TrainCommand:
                 train_with_realignment(
                     session, self.options, self.run_dir, resume=self.resume, pause_at=self.pause_at
                 )
+        except ShardError as error:
+            if not (self.run_dir / "run.json").is_file():
+                raise
+            # The mended command alone would be refused: the folder holds a run, if one without a checkpoint.
+            after = f"afterwards the same command with {self._resume()} continues"
+            raise ShardError(f"{error}; {after}") from error
         except KeyboardInterrupt:
             session.reporter.end()
             session.reporter.notice(self._describe_interruption())

@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ from speechdp.ownership.overwrite import RUN, check_overwrite, empty
 from speechdp.process.ending import Stopped
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import REPOSITORY, job_environment
-from tests.helpers.tiny_data import TINY_MODEL, write_tiny_data
+from tests.helpers.tiny_data import TINY_MODEL, flip_byte, write_tiny_data
 
 OPTIONS = (*TINY_MODEL, "--epochs", "1")
 
@@ -331,6 +332,23 @@ def test_an_interrupted_training_names_its_checkpoint_and_how_to_go_on(
         said = " ".join(printed.out.split())
         assert known in said and said.endswith("; the same command with --resume continues")
         assert printed.err == "speechdp: interrupted\n"
+
+
+def test_a_failure_before_the_first_checkpoint_says_how_to_go_on(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(dataset.path, tmp_path / "data")
+    mine, run = Dataset.open(tmp_path / "data"), tmp_path / "run"
+    shard = mine.shard_paths("train")[0]
+    whole = shard.read_bytes()
+    flip_byte(shard, 0, "features")
+    assert train(mine, run) == 1
+    said = one_line(capsys)
+    assert "is damaged (checksum); " in said
+    assert said.endswith("copy the file again; afterwards the same command with --resume continues")
+    shard.write_bytes(whole)
+    assert train(mine, run) == 1
+    assert train(mine, run, "--resume") == 0
 
 
 def test_errors_of_the_users_making_are_exit_code_1(
