@@ -44,6 +44,18 @@ class ConfigError(SpeechDPError):
     """An option, a corpus, a lexicon, a hostfile or a transcript that cannot be used."""
 
 
+class UnreadableAudioError(ConfigError):
+    """An audio file that is damaged, or none at all.
+
+    Attributes:
+        fault: the message without its remedy.
+    """
+
+    def __init__(self, message: str, fault: str = "") -> None:
+        super().__init__(message)
+        self.fault = fault or message
+
+
 class FolderInUseError(ConfigError):
     """A folder that belongs to another job."""
 

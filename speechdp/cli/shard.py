@@ -10,7 +10,7 @@ from speechdp.cli.inspect import describe
 from speechdp.cli.support.console import make_console
 from speechdp.cli.support.progress import progress_bar
 from speechdp.comm.startup.folder_owner import owner_of, say_aside
-from speechdp.data.prepare.reshard import reshard
+from speechdp.data.prepare.reshard import reshard, too_few_utterances
 from speechdp.data.shards.data_dir import check_place, owner_file
 from speechdp.options.reshard import ReshardOptions
 
@@ -27,5 +27,8 @@ class ShardCommand(ReshardOptions):
             progress_bar(Console(stderr=True)) as progress,
         ):
             dataset = reshard(self, progress)
-        make_console().print(describe(dataset))
+        console = make_console()
+        console.print(describe(dataset))
+        for line in too_few_utterances(dataset, self):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         return 0

@@ -87,7 +87,7 @@ class SweepCommand:
         sweep = [self.swept, self.periods, self.reference, self.one_rank_steps, self.decode_split]
         sweep += [self.race, self.race_steps]
         others = {"OUT folder": self.out_dir, "sweep": sweep, "--overwrite": self.overwrite}
-        request = SessionRequest(self.data, self.options, self.out_dir.name, others)
+        request = SessionRequest(self.data, self.options, self.out_dir.name, others, saves_on_interrupt=True)
         return train_over_ranks(request, self._on_rank)
 
     def _plan(self) -> SweepPlan:

@@ -10,7 +10,7 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.cli.support.script_options import inputs_of
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, ShardError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
 from speechdp.ownership.overwrite import RUN, FolderKind, check_kind, check_overwrite, empty
@@ -56,7 +56,8 @@ class TrainCommand:
             expect_rare_exchanges()
         others = {"RUN folder": self.run_dir, "--resume": self.resume, "--overwrite": self.overwrite}
         others["--pause-at"] = self.pause_at
-        request = SessionRequest(self.data, self.options, self.run_dir.absolute().name, others)
+        label = self.run_dir.absolute().name
+        request = SessionRequest(self.data, self.options, label, others, saves_on_interrupt=True)
         return train_over_ranks(request, self._on_rank)
 
     def _on_rank(self, session: Session) -> int:
@@ -78,6 +79,16 @@ class TrainCommand:
                 train_with_realignment(
                     session, self.options, self.run_dir, resume=self.resume, pause_at=self.pause_at
                 )
+        except ShardError as error:
+            if not (self.run_dir / "run.json").is_file():
+                raise
+            # The mended command alone would be refused: the folder holds a run, if one without a checkpoint.
+            after = f"afterwards the same command with {self._resume()} continues"
+            raise ShardError(f"{error}; {after}") from error
+        except KeyboardInterrupt:
+            session.reporter.end()
+            session.reporter.notice(self._describe_interruption())
+            raise
         except Stopped as stop:
             session.reporter.end()
             session.reporter.notice(f"{self._describe_stop(stop)}: {self.run_dir}")
@@ -85,13 +96,27 @@ class TrainCommand:
         session.reporter.notice(f"model: {self.run_dir / 'model.safetensors'}")
         return 0
 
+    def _describe_interruption(self) -> str:
+        """Return what is left of a run that was broken off, and how to go on."""
+        from speechdp.launching.outcome import newest_checkpoint  # noqa: PLC0415
+
+        checkpoint = newest_checkpoint(self.run_dir)
+        known = (
+            f"no checkpoint in {self.run_dir} yet" if checkpoint is None else f"last checkpoint: {checkpoint}"
+        )
+        return f"{known}; the same command with {self._resume()} continues"
+
+    def _resume(self) -> str:
+        """Return with what this command goes on, to complete "the same command with ..."."""
+        return "--resume in place of --overwrite" if self.overwrite else "--resume"
+
     def _describe_stop(self, stop: Stopped) -> str:
         """Return what has stopped the run, and how it is continued."""
         from speechdp.process.ending import Paused, StoppedBefore  # noqa: PLC0415
 
         if isinstance(stop, StoppedBefore):
             return "stopped as requested before it began; repeat the command"
-        resume = "--resume in place of --overwrite" if self.overwrite else "--resume"
+        resume = self._resume()
         if isinstance(stop, Paused):
             reached = f"stopped as requested: --pause-at {self.pause_at} is reached"
             return f"{reached}; give a later --pause-at, or none, and {resume} to continue"

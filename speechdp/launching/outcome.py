@@ -115,7 +115,7 @@ def how_a_script_goes_on(end: JobEnd, exit_code: int, folder: Path | None) -> st
     is_stopped = end.stop_signal is not None and exit_code in (exit_codes.STOPPED, 128 + end.stop_signal)
     if not is_stopped and not _has_broken_off(end, exit_code):
         return ""  # the ranks, or what was said of them, have said what to do
-    found = None if folder is None else _last_checkpoint(folder)
+    found = None if folder is None else newest_checkpoint(folder)
     known = "" if found is None else f"; last checkpoint: {found}"
     if folder is not None and found is None:
         known = f"; no checkpoint in {folder} yet"
@@ -137,10 +137,11 @@ def last_checkpoint(target: Target) -> Path | None:
 
     Checkpoints get their name when they are whole, so a name that fits is enough.
     """
-    return _last_checkpoint(target.directory)
+    return newest_checkpoint(target.directory)
 
 
-def _last_checkpoint(directory: Path) -> Path | None:
+def newest_checkpoint(directory: Path) -> Path | None:
+    """Return the newest whole checkpoint somewhere in a folder; None: there is none."""
     found: list[Path] = []
     # Others may delete meanwhile, which ends a glob by an error.
     for name, folders, _files in os.walk(directory):

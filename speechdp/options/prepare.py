@@ -128,7 +128,8 @@ class FilesOptions:
     """Run the commands in wav.scp and feats.scp that end with "|", without a shell.
     Of Kaldi data directories only."""
     skip_incomplete: bool = False
-    """Leave out utterances without audio, transcript or speaker, and report how many."""
+    """Leave out utterances without audio that can be read, transcript or speaker, and report how many.
+    All audio is then read through before the shards are written."""
 
     def __post_init__(self) -> None:
         PathMap.parse(self.path_map)

@@ -24,7 +24,7 @@ class ReshardOptions:
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Data directory to write."""
     shards: int
-    """Number of shards in each split."""
+    """Number of shards in each split; one with fewer utterances gets a shard for each."""
     balance: Balance = "frames"
     """What is balanced across shards: their number of frames, or of utterances."""
     split: Annotated[str | None, shown("SPLIT", "all splits")] = None

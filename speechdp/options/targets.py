@@ -8,8 +8,8 @@ from speechdp.data.shards.dataset import FLAT, Dataset
 from speechdp.options.run import TrainOptions
 
 _SPREAD = (
-    "the targets in DATA only spread each transcript evenly over its frames, and are trained on as they are; "
-    "--flat-start or --realign 1 aligns them first, which lowers word errors"
+    "the targets in {data} only spread each transcript evenly over its frames, and are trained on as "
+    "they are; --flat-start or --realign 1 aligns them first, which lowers word errors"
 )
 
 
@@ -22,5 +22,5 @@ def tell_of_spread_targets(
         open_data: returns the data; not called where options do not trust their alignment.
         say: takes the line.
     """
-    if options.trusts_alignment and open_data().alignment == FLAT:
-        say(_SPREAD)
+    if options.trusts_alignment and (dataset := open_data()).alignment == FLAT:
+        say(_SPREAD.format(data=dataset.path))

@@ -1,4 +1,7 @@
-"""Stop on request: SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 on any rank: all save and end at the same step."""
+"""Stop on request: SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 on any rank: all save and end at the same step.
+
+So does SIGINT where there is one rank.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 
@@ -14,6 +18,7 @@ import torch
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.errors import ConfigError
 from speechdp.process.notices import warn
+from speechdp.process.output import STDERR
 
 #: Seconds between two agreements on whether to stop.
 _INTERVAL_S = 1.0
@@ -21,6 +26,7 @@ _INTERVAL_S = 1.0
 PAUSE = "SPEECHDP_PAUSE_AT"
 _EVALUATION, _CUT = "evaluation:", "cut:"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_ON_INTERRUPT = b"\nspeechdp: interrupted: ends once a checkpoint is saved; Ctrl-C again: at once\n"
 
 
 class StopRequest:
@@ -28,11 +34,16 @@ class StopRequest:
 
     Schedulers send SIGTERM, SIGUSR1 or SIGUSR2 before they end a job, Grid Engine on each host; mpirun
     forwards SIGUSR1 and SIGUSR2 to every rank.  SIGHUP comes of a terminal that is closed; where it is
-    ignored (nohup) it stays so.
+    ignored (nohup) it stays so.  Ctrl-C (SIGINT) reaches no rank of a launcher, which hands it on otherwise,
+    but it reaches a process that was started alone: its first one may ask to stop, too.
+
+    Args:
+        by_interrupt: SIGINT asks to stop, and the next one ends at once, as any does otherwise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_interrupt: bool = False) -> None:
         self.received: str | None = None
+        self._by_interrupt = by_interrupt
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
@@ -40,6 +51,8 @@ class StopRequest:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             self._previous[number] = signal.signal(number, self._note)
+        if self._by_interrupt and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._note_interrupt)
         return self
 
     def __exit__(
@@ -50,6 +63,12 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
+
+    def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._note(number, frame)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with suppress(OSError):  # not print: what is interrupted may be printing
+            os.write(STDERR, _ON_INTERRUPT)
 
 
 class StopAgreement:

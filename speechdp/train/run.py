@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from speechdp import remedies
 from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
 from speechdp.comm.startup.start_guard import StartGuard
 from speechdp.counting import agreeing, counted
@@ -225,17 +226,18 @@ def _check_same(session: Session, options: TrainOptions, run: RunDirectory) -> N
             options.fingerprint(), session.dataset.checksum, options.to_json(), TrainOptions().to_json()
         )
     except ConfigError as error:
-        if not run.is_complete:
+        if not run.is_complete and not remedies.repeating():  # a part of a command that has its own way on
             raise
         raise ConfigError(f"{error}{_how_to_train_on(options, run)}") from error
 
 
 def _how_to_train_on(options: TrainOptions, run: RunDirectory) -> str:
-    """Say how the model of a complete run can be trained for longer; "": it cannot."""
+    """Say how the model of a run can be trained for longer, or otherwise; "": it cannot."""
     if not options.may_begin_from_model:
         return ""
     targets = "" if options.alignments is None else f" --alignments {options.alignments}"
-    return f"; to train its model further, begin another run with --initial-model {run.path}{targets}"
+    first = "" if run.is_complete else "let the run end by its own command, then "
+    return f"; to train its model further, {first}begin another run with --initial-model {run.path}{targets}"
 
 
 def _prepare_folder(

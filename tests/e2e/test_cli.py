@@ -8,6 +8,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ from speechdp.ownership.overwrite import RUN, check_overwrite, empty
 from speechdp.process.ending import Stopped
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import REPOSITORY, job_environment
-from tests.helpers.tiny_data import TINY_MODEL, write_tiny_data
+from tests.helpers.tiny_data import TINY_MODEL, flip_byte, write_tiny_data
 
 OPTIONS = (*TINY_MODEL, "--epochs", "1")
 
@@ -221,7 +222,10 @@ def test_a_folder_that_holds_a_run_is_not_written_to(
     assert train(dataset, run) == 1
     assert "already holds a run" in one_line(capsys)
     assert train(dataset, run, "--resume", "--seed", "5") == 1
-    assert "the run was begun with other options (--seed was 1, is 5); repeat its command" in one_line(capsys)
+    refused = one_line(capsys)
+    assert "the run was begun with other options (--seed was 1, is 5); repeat its command" in refused
+    further = f"let the run end by its own command, then begin another run with --initial-model {run}"
+    assert refused.endswith(f"to train its model further, {further}")
     (tmp_path / "completed.json").rename(run / "completed.json")
     assert {p: p.stat().st_mtime_ns for p in run.rglob("*")}.keys() == before.keys()
     assert train(dataset, run, "--overwrite", "--seed", "5") == 0
@@ -306,6 +310,45 @@ def test_an_interrupt_is_exit_code_130(
     monkeypatch.setattr("speechdp.cli.report.print_report", interrupt)
     assert speechdp(["report", str(tmp_path)]) == 130
     assert one_line(capsys) == "speechdp: interrupted"
+
+
+def test_an_interrupted_training_names_its_checkpoint_and_how_to_go_on(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    run = tmp_path / "run"
+    assert train(dataset, run) == 0
+    (run / "completed.json").unlink()
+    monkeypatch.setattr("speechdp.train.realign.train_with_realignment", interrupt)
+    for folder, known in (
+        (run, f"last checkpoint: {run}/checkpoints/step-"),
+        (tmp_path / "new", "no checkpoint in"),
+    ):
+        capsys.readouterr()
+        assert train(dataset, folder, "--resume") == 130
+        printed = capsys.readouterr()
+        said = " ".join(printed.out.split())
+        assert known in said and said.endswith("; the same command with --resume continues")
+        assert printed.err == "speechdp: interrupted\n"
+
+
+def test_a_failure_before_the_first_checkpoint_says_how_to_go_on(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(dataset.path, tmp_path / "data")
+    mine, run = Dataset.open(tmp_path / "data"), tmp_path / "run"
+    shard = mine.shard_paths("train")[0]
+    whole = shard.read_bytes()
+    flip_byte(shard, 0, "features")
+    assert train(mine, run) == 1
+    said = one_line(capsys)
+    assert "is damaged (checksum); " in said
+    assert said.endswith("copy the file again; afterwards the same command with --resume continues")
+    shard.write_bytes(whole)
+    assert train(mine, run) == 1
+    assert train(mine, run, "--resume") == 0
 
 
 def test_errors_of_the_users_making_are_exit_code_1(

@@ -67,7 +67,7 @@ def test_a_truncated_shard(data: Dataset, tmp_path: Path) -> None:
     path = data.shard_paths("train")[1]
     truncate(path)
     ended = resume(data, run)
-    assert_one_line(ended, rf"{path}: .*truncated.*; prepare the data again or copy the file again")
+    assert_one_line(ended, rf"{path}: .*truncated.*; prepare the data again or copy the file again.*")
     assert_whole(run)
 
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import soundfile
 
+from speechdp.cli import main
 from speechdp.data.espeak.espeak import Voice, start_espeak
+from speechdp.data.shards.dataset import Dataset
 from tests.helpers.corpora import needs_espeak, shared_data
 from tests.helpers.jobs import alone
 from tests.helpers.mpi import run_job
@@ -159,6 +161,25 @@ def test_own_corpus(tmp_path: Path) -> None:
     assert len((tmp_path / "words.txt").read_text(encoding="utf-8").splitlines()) == 48
     assert (tmp_path / "TEST" / "data.json").is_file()
     assert (tmp_path / "OUT" / "compare" / "compare.html").is_file()
+
+
+@needs_espeak
+def test_own_corpus_of_one_speaker(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the page says beside its first command, which is refused."""
+    german_folder(tmp_path / "many")
+    (tmp_path / "CORPUS").mkdir()
+    for path in (tmp_path / "many").glob("*/*"):
+        path.rename(tmp_path / "CORPUS" / f"{path.parent.name}-{path.name}")
+    page = (RECIPES / "own-corpus.md").read_text(encoding="utf-8")
+    lines = page.splitlines()
+    (command,) = (line.split() for line in lines if line.startswith("    speechdp prepare CORPUS"))
+    (split,) = re.findall(r"replace the last option by\n`--split (\S+)`", page)
+    paths = [str(tmp_path / name) for name in command[2:4]]
+    assert main.run(["prepare", *paths, *command[4:]]) == 1
+    assert "needs 3 speakers, it has 1" in capsys.readouterr().err
+    assert command[-2] == "--split"
+    assert main.run(["prepare", *paths, *command[4:-1], split]) == 0
+    assert Dataset.open(tmp_path / "DATA").split_names == ("train", "dev", "test")
 
 
 @pytest.mark.parametrize("recipe", sorted(path.name for path in RECIPES.glob("*.md")))

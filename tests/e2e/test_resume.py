@@ -166,13 +166,14 @@ def test_with_more_ranks_and_with_fewer(dataset: Dataset, tmp_path: Path) -> Non
     assert frames[-1] - frames[-2] == frames[0] == dataset.num_frames("train")
 
 
-def test_a_single_process(dataset: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_single_process(dataset: Dataset, tmp_path: Path, number: signal.Signals) -> None:
     options = [*OPTIONS[:-2], "--checkpoint-steps", "50", "--max-steps", "600"]
     whole = ended_within(DEADLINE_S, alone("train", dataset.path, tmp_path / "whole", *options))
     assert whole.exit_code == 0, whole.output
     run = tmp_path / "run"
     with started(alone("train", dataset.path, run, *options), run, gates(run)) as job:
-        stop(job, run, signal.SIGTERM)
+        stop(job, run, number)
     ended = ended_within(DEADLINE_S, alone("train", dataset.path, run, *options, "--resume"))
     assert ended.exit_code == 0, ended.output
     assert_equal_runs(run, tmp_path / "whole")

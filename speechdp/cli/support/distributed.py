@@ -49,6 +49,7 @@ class SessionRequest:
         label: what the progress calls the run.
         others: the command's other arguments by name: ranks that differ in one would wait for each other.
         git: state of the checkout that speechdp runs from; on rank 0.
+        saves_on_interrupt: on one rank Ctrl-C is a request to stop: what is saved then can be gone on with.
     """
 
     data: Path
@@ -56,6 +57,7 @@ class SessionRequest:
     label: str
     others: Mapping[str, object] = field(default_factory=dict)
     git: dict[str, Any] | None = None
+    saves_on_interrupt: bool = False
 
     def facts(self, dataset: Dataset) -> dict[str, Any]:
         """Return what must be the same on every rank."""
@@ -100,7 +102,7 @@ def _train(
     check_world(comm, request.facts(dataset))
     raise_file_limit()
     share_cores(comm.allgather_object(environment.host_name()), environment.host_name())
-    with StopRequest() as stop:
+    with StopRequest(by_interrupt=request.saves_on_interrupt and comm.size == 1) as stop:
         session = _session(comm, request, dataset, stop)
         start.over()
         return function(session)

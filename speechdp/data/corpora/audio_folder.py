@@ -28,6 +28,7 @@ _OTHER_SUFFIXES = frozenset({".m4a", ".aac", ".amr", ".webm", ".wma", ".mka", ".
 # Lists of checksums (FSDD has a SHA256SUMS.wav) and the hidden files some systems put beside each file.
 _NO_AUDIO = re.compile(r"\.|(md5|sha[0-9]+)sums?\b", re.IGNORECASE)
 _TRANSCRIPTS = ".trans.txt"
+_MAX_NAMED = 5
 _FIELDS = {"digit": r"[0-9]", "word": r"[^/]+?", "speaker": r"[^/]+?", "index": r"[0-9]+"}
 # Stricter than the pattern: yesno's 0_1_0_0_1_1_0_1 is not a digit said by speaker 1_0_0_1_1_0.
 _FSDD_NAME = re.compile(r"[0-9]_[A-Za-z][^_]*_[0-9]+")
@@ -209,15 +210,22 @@ def _by_trans_txt(source: Path, files: list[Path], transcripts: list[Path], rule
 def _by_text_beside(source: Path, files: list[Path], rules: ReadingRules) -> Corpus:
     ids = recording_names(source, files)
     texts: dict[str, str] = {}
+    without: list[Path] = []
     for file in files:
         path = file.with_suffix(".txt")
         if path.is_file():
             texts[ids[file]] = " ".join(line for _, line in file_lines(path))
-        elif rules.needs_text and not rules.skip_incomplete:
-            raise ConfigError(
-                f"{file}: has no transcript {path.name} beside it; write it, or leave such files out with "
-                "--skip-incomplete"
-            )
+        else:
+            without.append(file)
+    if without and rules.needs_text and not rules.skip_incomplete:
+        first, *others = without
+        named = ", ".join(str(file) for file in others[: _MAX_NAMED - 1])
+        more = ", ..." if len(without) > _MAX_NAMED else ""
+        also = f", and {len(others):,} more of {len(files):,} audio files have none: {named}{more}"
+        raise ConfigError(
+            f"{first}: has no transcript {first.with_suffix('.txt').name} beside it{also if others else ''}; "
+            "write what is missing, or leave such files out with --skip-incomplete"
+        )
     return _with_transcripts(source, files, texts, {}, "*.txt", rules)
 
 

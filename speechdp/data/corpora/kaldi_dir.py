@@ -33,7 +33,8 @@ class ReadingRules:
     Attributes:
         path_map: beginnings of paths in tables, and what stands in their place here.
         pipes: runs the programs of pipes; None: pipes are refused.
-        skip_incomplete: leave out utterances that lack audio, a transcript or a speaker, and count them.
+        skip_incomplete: leave out utterances that lack audio that can be read, a transcript or a speaker, and
+            count them.
         needs_text: refuse, or leave out, utterances without a transcript.
     """
 
@@ -258,10 +259,16 @@ def _segment(where: str, fields: Sequence[str]) -> Segment:
     return Segment(fields[0], start, None if end == -1 else end, channel)
 
 
-def left_out(reasons: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Say which utterances are left out, by the reason ("have no text"), with the first of each."""
+def left_out(reasons: Mapping[str, Sequence[str]], max_named: int = 1) -> tuple[str, ...]:
+    """Say which utterances are left out, by the reason ("have no text"), with the first of each.
+
+    Args:
+        reasons: the ids, by reason.
+        max_named: ids to name of each reason.
+    """
     return tuple(
-        f"left out: {counted(len(names), 'utterance')} that {agreeing(len(names), reason)}, first {names[0]}"
+        f"left out: {counted(len(names), 'utterance')} that {agreeing(len(names), reason)}, "
+        f"first {', '.join(names[:max_named])}"
         for reason, names in reasons.items()
         if names
     )

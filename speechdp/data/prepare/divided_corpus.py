@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from speechdp.counting import counted, said_of
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
@@ -18,8 +19,10 @@ from speechdp.data.corpora.splits import (
 )
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.plausibility import warn_of_undivided
+from speechdp.data.prepare.unreadable import unreadable_error
 from speechdp.data.shards.dataset import Dataset
-from speechdp.data.signal.audio import AudioInfo, AudioSource, common_sampling_rate, probe
+from speechdp.data.signal.audio import AudioInfo, AudioSource, common_sampling_rate, file_of, probe
+from speechdp.errors import UnreadableAudioError
 from speechdp.options.prepare import PrepareOptions
 
 
@@ -168,8 +171,14 @@ def _resampled(infos: Sequence[AudioInfo], rate: int) -> tuple[str, ...]:
 def probe_all(sources: Sequence[AudioSource], progress: Progress) -> list[AudioInfo]:
     """Read the headers of audio files.  Raises ConfigError on what is no audio of one channel."""
     infos = []
+    errors: dict[Path, UnreadableAudioError] = {}  # a download that failed spoils many: all are named at once
     for number, source in enumerate(sources, 1):
-        infos.append(probe(source))
+        try:
+            infos.append(probe(source))
+        except UnreadableAudioError as error:
+            errors.setdefault(file_of(source), error)
         if number % 100 == 0 or number == len(sources):
             progress("reading headers", number, len(sources))
+    if errors:
+        raise unreadable_error(errors, len({file_of(source) for source in sources}))
     return infos

@@ -36,6 +36,7 @@ from speechdp.data.prepare.kaldi_settings import (
 from speechdp.data.prepare.kaldi_shards import KaldiShard, KaldiUtterance
 from speechdp.data.prepare.like import open_like
 from speechdp.data.prepare.reading import reading_rules
+from speechdp.data.prepare.unreadable import HAVE_UNREADABLE_AUDIO, find_unreadable
 from speechdp.data.shards.dataset import Manifest
 from speechdp.data.signal.audio import AudioSource, file_of
 from speechdp.data.signal.features import FeatureConfig
@@ -60,6 +61,7 @@ def read_kaldi(options: PrepareOptions, scratch: Path, progress: Progress) -> Co
     rules = reading_rules(options, scratch, progress)
     if options.like is None:
         listed = _Listed.read(folder, rules, options.feature_config(), feats=options.from_kaldi.feats)
+        listed = listed.with_readable_audio(options, progress)
         manifest, splits, notices = _align(listed, options, pdfs, progress)
     else:
         manifest = manifest_like(open_like(options.like), options.store)
@@ -69,6 +71,7 @@ def read_kaldi(options: PrepareOptions, scratch: Path, progress: Progress) -> Co
                 "leave --feats out"
             )
         listed = _Listed.read(folder, rules, manifest.features, feats=manifest.features.kind == "kaldi")
+        listed = listed.with_readable_audio(options, progress)
         utterances = count_frames(listed.utterances, manifest, progress)
         if not utterances:
             raise ConfigError(f"{folder}: has no utterance to score; check feats.scp or wav.scp")
@@ -95,6 +98,7 @@ class _Listed:
     speakers: Mapping[str, str]
     utterances: list[KaldiUtterance]
     gone: Sequence[str]  # the table has them, but their file does not exist, or is empty
+    unreadable: Sequence[str] = ()  # the table has them, but their audio cannot be read
 
     @classmethod
     def read(cls, folder: Path, rules: ReadingRules, config: FeatureConfig, *, feats: bool) -> _Listed:
@@ -115,12 +119,27 @@ class _Listed:
         ]
         return cls(folder, table, sources, speakers, utterances, gone)
 
+    def with_readable_audio(self, options: PrepareOptions, progress: Progress) -> _Listed:
+        """Leave out utterances whose audio cannot be read to its end, if incomplete ones are."""
+        files = {
+            u: file_of(source) for u, source in self.sources.items() if not isinstance(source, MatrixPlace)
+        }
+        if not (options.files.skip_incomplete and files):
+            return self
+        spoilt = find_unreadable(files.values(), options.workers, progress)
+        return replace(
+            self,
+            sources={u: source for u, source in self.sources.items() if files.get(u) not in spoilt},
+            utterances=[u for u in self.utterances if files.get(u.utterance_id) not in spoilt],
+            unreadable=[u for u, file in files.items() if file in spoilt],
+        )
+
     def left_out(
         self, taken: Sequence[KaldiUtterance], lacking: str, aligned: Sequence[str] = ()
     ) -> tuple[str, ...]:
         """Say which utterances are not `taken`, and why; those `aligned` are not listed completely."""
         ids = {utterance.utterance_id for utterance in taken}
-        listed = {*self.sources, *self.gone}
+        listed = {*self.sources, *self.gone, *self.unreadable}
         reasons = {
             f"are in {self.table} with a file that does not exist or is empty": self.gone,
             f"are not in {self.table}": [u for u in self.speakers if u not in listed],
@@ -130,7 +149,7 @@ class _Listed:
                 u for u in aligned if u not in listed and u not in self.speakers
             ],
         }
-        return left_out(reasons)
+        return left_out(reasons) + left_out({HAVE_UNREADABLE_AUDIO: self.unreadable}, max_named=5)
 
 
 def _features_table(folder: Path, rules: ReadingRules, config: FeatureConfig) -> dict[str, MatrixPlace]:

@@ -15,11 +15,12 @@ from speechdp.data.prepare.like import read_corpus_like
 from speechdp.data.prepare.recognition import read_corpus_for_recognition
 from speechdp.data.prepare.synthesis import read_corpus_for_synthesis
 from speechdp.data.prepare.synthetic import speak_for_recognition, speak_for_synthesis
+from speechdp.data.prepare.unreadable import as_option_does
 from speechdp.data.shards.data_dir import new_data_dir
 from speechdp.data.shards.dataset import Dataset, ShardEntry, SplitEntry
 from speechdp.data.shards.layout import ShardHeader
 from speechdp.data.shards.writer import ShardWriter
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, UnreadableAudioError
 from speechdp.files import cannot_be_read, scratch_folder
 from speechdp.options.prepare import PrepareOptions
 
@@ -49,7 +50,10 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
         scratch_folder(directory, ".scratch-") as scratch,
     ):
         contents = _read(options, scratch, progress)
-        splits = _write_shards(directory, contents, options.workers, progress)
+        try:
+            splits = _write_shards(directory, contents, options.workers, progress)
+        except UnreadableAudioError as error:  # behind a header that can be read
+            raise ConfigError(as_option_does(error)) from error
         contents.save(directory)
         dataclasses.replace(contents.manifest, splits=splits).write(directory)
     return Prepared(Dataset.open(options.data, just_written=True), contents.notices)

@@ -12,6 +12,7 @@ from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.corpora.pipes import PipeRunner
 from speechdp.data.corpora.reader import read_corpus, reader_of
 from speechdp.data.prepare.jobs import Progress
+from speechdp.data.prepare.unreadable import HAVE_UNREADABLE_AUDIO, find_unreadable
 from speechdp.data.signal.audio import file_of
 from speechdp.errors import ConfigError
 from speechdp.options.prepare import PrepareOptions
@@ -48,6 +49,8 @@ def read_whole_corpus(
     notices = () if rules.pipes is None else rules.pipes.notices
     corpus = dataclasses.replace(corpus, notices=corpus.notices + notices)
     corpus = _with_audio(corpus, rules, is_kaldi=is_kaldi)
+    if rules.skip_incomplete:
+        corpus = _with_readable_audio(corpus, options.workers, progress)
     rules.path_map.refuse_unused(source)
     return corpus
 
@@ -78,3 +81,14 @@ def _with_audio(corpus: Corpus, rules: ReadingRules, *, is_kaldi: bool) -> Corpu
         for reason, without in (("have no audio file", missing), ("have an empty audio file", empty))
     }
     return dataclasses.replace(corpus, utterances=there, notices=corpus.notices + left_out(gone))
+
+
+def _with_readable_audio(corpus: Corpus, num_workers: int | None, progress: Progress) -> Corpus:
+    """Leave out utterances whose audio cannot be read to its end, before splits and words are chosen."""
+    unreadable = find_unreadable((file_of(u.audio) for u in corpus.utterances), num_workers, progress)
+    if not unreadable:
+        return corpus
+    there = tuple(u for u in corpus.utterances if file_of(u.audio) not in unreadable)
+    gone = [u.utterance_id for u in corpus.utterances if file_of(u.audio) in unreadable]
+    notices = corpus.notices + left_out({HAVE_UNREADABLE_AUDIO: gone}, max_named=5)
+    return dataclasses.replace(corpus, utterances=there, notices=notices)

@@ -24,7 +24,7 @@ from speechdp.data.shards.data_dir import check_target, new_data_dir
 from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset, ShardEntry
 from speechdp.data.shards.shard import Shard
 from speechdp.data.shards.writer import ShardWriter
-from speechdp.errors import ConfigError, ShardError
+from speechdp.errors import ShardError
 from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.options.reshard import ReshardOptions
 
@@ -39,6 +39,8 @@ _MOST_OPEN = 128
 def reshard(options: ReshardOptions, progress: Progress) -> Dataset:
     """Write the utterances of a data directory into N shards a split, whole or not at all.
 
+    A split of fewer utterances gets a shard for each, as `prepare` does it: ranks may be more than shards.
+
     Every checksum is verified on the way.  Memory holds some tens of bytes an utterance, for the index of
     the shards and the dealing, and one utterance.
 
@@ -47,14 +49,12 @@ def reshard(options: ReshardOptions, progress: Progress) -> Dataset:
         progress: told how many utterances are done.
 
     Raises:
-        ConfigError: more shards than utterances, or `out` may not be written.
+        ConfigError: `out` may not be written.
         ShardError: a damaged shard, no such split, or the disk is full.
     """
     check_target(options.out, options.overwrite)
     dataset = Dataset.open(options.data)
     splits = dataset.split_names if options.split is None else (options.split,)
-    for split in splits:
-        _check_count(dataset, split, options.shards)
     dealt = {}
     with new_data_dir(options.out, options.overwrite) as directory:
         count = _Count(progress, sum(dataset.num_utterances(split) for split in splits))
@@ -139,14 +139,16 @@ def _open_shards(dataset: Dataset, split: str) -> Iterator[_Source]:
 def _write_split(
     source: _Source, split: str, directory: Path, options: ReshardOptions, count: _Count
 ) -> list[ShardEntry]:
+    num_utterances = int(source.first[-1])
+    num_shards = min(options.shards, num_utterances)
     if options.balance == "frames":
-        shard_of = deal_by_frames(source.num_frames, options.shards, options.seed)
+        shard_of = deal_by_frames(source.num_frames, num_shards, options.seed)
     else:
-        shard_of = deal_by_utterances(int(source.first[-1]), options.shards, options.seed)
+        shard_of = deal_by_utterances(num_utterances, num_shards, options.seed)
     # In a shard, too, chance gives the order: whoever reads it from its beginning reads a random sample.
     order = np.random.default_rng([options.seed, 1]).permutation(len(shard_of)).astype(np.int32)
     order = order[np.argsort(shard_of[order], kind="stable")]
-    ends = np.cumsum(np.bincount(shard_of, minlength=options.shards))
+    ends = np.cumsum(np.bincount(shard_of, minlength=num_shards))
     entries = []
     for number, utterances in enumerate(np.split(order, ends[:-1])):
         path = directory / f"{split}-{number:05d}.h5"
@@ -159,14 +161,15 @@ def _write_split(
     return entries
 
 
-def _check_count(dataset: Dataset, split: str, num_shards: int) -> None:
-    num_utterances = dataset.num_utterances(split)
-    if num_shards > num_utterances:
-        other = "" if split == "train" else ", or choose --split train"
-        raise ConfigError(
-            f"{dataset.path}: {split} has {counted(num_utterances, 'utterance')}, too few for "
-            f"--shards {num_shards}; ask for fewer{other}"
-        )
+def too_few_utterances(dataset: Dataset, options: ReshardOptions) -> list[str]:
+    """Return a line for each split of the data written that has not as many shards as was asked for."""
+    splits = dataset.split_names if options.split is None else (options.split,)
+    numbers = {split: dataset.num_utterances(split) for split in splits}
+    return [
+        f"{split} has {counted(number, 'utterance')}, too few for --shards {options.shards}: a shard for each"
+        for split, number in numbers.items()
+        if number < options.shards
+    ]
 
 
 def _copy_rest(dataset: Dataset, directory: Path, dealt: tuple[str, ...]) -> None:

@@ -15,7 +15,7 @@ import soundfile
 import soxr
 
 from speechdp.data.signal.features import FeatureConfig, shift_samples
-from speechdp.errors import ConfigError, one_line
+from speechdp.errors import ConfigError, UnreadableAudioError, one_line
 
 _REMEDY = "convert it to mono 16-bit WAV or FLAC, or leave it out"
 #: What soundfile raises for files: the last two for raw samples without a header, and names in no encoding.
@@ -93,7 +93,8 @@ def probe(source: AudioSource) -> AudioInfo:
     """Read an audio file's header.
 
     Raises:
-        ConfigError: missing, not audio, empty, of several channels, or a part beyond its end.
+        UnreadableAudioError: not audio, or without samples.
+        ConfigError: missing, of 0 bytes, of several channels, or a part beyond its end.
     """
     try:
         info = soundfile.info(str(file_of(source)))
@@ -143,8 +144,8 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
     """Read a file of one channel, or part of a file, resampled if need be: (S,) float32 in [-1, 1].
 
     Raises:
-        ConfigError: missing, not audio, empty, cut short, with NaN, of several channels, or a part beyond the
-            end of its file.
+        UnreadableAudioError: not audio, without samples, cut short, or with NaN.
+        ConfigError: missing, of 0 bytes, of several channels, or a part beyond the end of its file.
     """
     try:
         with soundfile.SoundFile(str(file_of(source))) as file:
@@ -164,11 +165,44 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
         raise _unreadable(source, error) from error
     if end <= start:
         raise _without_samples(source)
-    if len(samples) == 0 or missing > 0:
-        raise ConfigError(f"{source}: unreadable audio ({len(samples)} of {end - start} samples); {_REMEDY}")
-    if not np.isfinite(samples).all():
-        raise ConfigError(f"{source}: unreadable audio (NaN or infinite samples); {_REMEDY}")
+    _refuse_damaged(source, len(samples), end - start, is_finite=bool(np.isfinite(samples).all()))
     return resample(samples, rate, sampling_rate)
+
+
+def read_through(path: Path) -> None:
+    """Read a file of any number of channels to its end, to see whether that can be done.
+
+    Raises:
+        UnreadableAudioError: not audio, without samples, cut short, or with NaN.
+        ConfigError: missing, or of 0 bytes.
+    """
+    num_read, is_finite = 0, True
+    try:
+        with soundfile.SoundFile(str(path)) as file:
+            announced = file.frames
+            while num_read < announced:
+                piece = file.read(min(announced - num_read, _PIECE_SAMPLES), dtype="float32")
+                if len(piece) == 0:
+                    break
+                num_read += len(piece)
+                is_finite &= bool(np.isfinite(piece).all())
+    except _ERRORS as error:
+        raise _unreadable(path, error) from error
+    if announced <= 0:
+        raise _without_samples(path)
+    _refuse_damaged(path, num_read, announced, is_finite=is_finite)
+
+
+def _refuse_damaged(source: AudioSource, num_read: int, announced: int, *, is_finite: bool) -> None:
+    """Refuse audio that ends before its header says, or is no sound."""
+    if num_read == 0 or num_read < announced:
+        raise _refusal(f"{source}: unreadable audio ({num_read} of {announced} samples)", _REMEDY)
+    if not is_finite:
+        raise _refusal(f"{source}: unreadable audio (NaN or infinite samples)", _REMEDY)
+
+
+def _refusal(fault: str, remedy: str) -> UnreadableAudioError:
+    return UnreadableAudioError(f"{fault}; {remedy}", fault)
 
 
 def resample(samples: npt.NDArray[np.float32], from_hz: int, to_hz: int) -> npt.NDArray[np.float32]:
@@ -213,8 +247,8 @@ def edge_silence(
     )
 
 
-def _without_samples(source: AudioSource) -> ConfigError:
-    return ConfigError(f"{source}: holds no samples; copy or record it again, or leave it out")
+def _without_samples(source: AudioSource) -> UnreadableAudioError:
+    return _refusal(f"{source}: holds no samples", "copy or record it again, or leave it out")
 
 
 def _unreadable(source: AudioSource, error: Exception) -> ConfigError:
@@ -227,4 +261,4 @@ def _unreadable(source: AudioSource, error: Exception) -> ConfigError:
     if isinstance(error, UnicodeError):
         return ConfigError(f"{source}: its name is not UTF-8; rename it")
     reason = one_line(getattr(error, "error_string", error)).rstrip(".")
-    return ConfigError(f"{source}: unreadable audio ({reason}); {_REMEDY}")
+    return _refusal(f"{source}: unreadable audio ({reason})", _REMEDY)

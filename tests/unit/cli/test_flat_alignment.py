@@ -58,4 +58,5 @@ def test_train_says_so_only_where_the_targets_in_data_are_learnt(
         said: list[str] = []
         tell_of_spread_targets(options, open_data, said.append)
         assert ["only spread each transcript" in line for line in said] == [True] * (trusts and is_spread)
+        assert all(line.startswith(f"the targets in {dataset.path} only") for line in said)
     assert len(opened) == 2 * trusts  # it is not opened where nothing can be said

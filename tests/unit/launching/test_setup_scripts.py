@@ -91,5 +91,73 @@ def test_quickstart_takes_the_mended_command_after_one_that_failed(checkout: Pat
     assert "quickstart: " in refused.stderr and "was prepared with other options" in refused.stderr
     assert start().returncode == 3
     assert start("--", "--seed", "2").returncode == 1
-    assert "was begun with other options" in start("--ranks", "3").stderr
+    other = start("--ranks", "3", "--", "--epochs", "2", "--seed=5").stderr
+    differs = "--ranks was 2, is 3; --epochs was 8, is 2; --seed was not given, is 5"
+    assert f"was begun with other options ({differs}); repeat its command" in other
     assert start().returncode == 3
+
+
+def test_quickstart_writes_other_options_to_another_folder(checkout: Path) -> None:
+    (checkout / "words").mkdir()
+    write_program(checkout / "launch/setup", "exit 0")
+    write_program(checkout / ".venv/bin/python", SPEECHDP)
+    command = ("launch/quickstart", "--corpus", "words")
+    assert run_script(checkout, *command).returncode == 3
+    refused = run_script(checkout, *command, "--ranks", "3")
+    assert "give another by --out" in refused.stderr
+    assert run_script(checkout, *command, "--out", "three", "--ranks", "3").returncode == 3
+    assert f"sweep {checkout}/three/data {checkout}/three/sweep" in (checkout / "calls").read_text()
+    assert run_script(checkout, *command, "--out", "three", "--ranks", "3").returncode == 3
+    assert "holds other things" in run_script(checkout, *command, "--out", "launch").stderr
+
+
+def test_quickstart_passes_on_what_prepare_advises(checkout: Path) -> None:
+    (checkout / "words").mkdir()
+    (checkout / "lexicon.txt").write_text("one w a n\n")
+    write_program(checkout / "launch/setup", "exit 0")
+    write_program(checkout / ".venv/bin/python", SPEECHDP)
+    advised = (
+        "--unknown-words skip --split speaker:test=ann --path-map old=/new --skip-incomplete --allow-pipes"
+    )
+    words = [*advised.split(), "--lexicon=lexicon.txt", "--workers", "1", "--held-out-speaker", "ann"]
+    words += ["--resample", "8000", "--num-mel-bins", "23", "--g2p-model", "lexicon.txt"]
+    assert run_script(checkout, "launch/quickstart", "--corpus", "words", *words).returncode == 3
+    prepare, sweep = ((checkout / "calls").read_text().splitlines()[number] for number in (0, 2))
+    lexicon = checkout / "lexicon.txt"
+    assert f" prepare {checkout}/words {checkout}/quickstart-words/data {advised}" in prepare
+    assert f" --lexicon {lexicon} --workers 1 --held-out-speaker ann" in prepare
+    assert f" --resample 8000 --num-mel-bins 23 --g2p-model {lexicon}" in prepare
+    assert "--unknown-words" not in sweep
+    lacking = run_script(checkout, "launch/quickstart", "--corpus", "words", "--unknown-words")
+    assert "--unknown-words needs a value" in lacking.stderr
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_the_build_of_horovod_shows_life_and_its_end(checkout: Path, *, succeeds: bool) -> None:
+    # Half a minute is over in no time, and the build waits for a line that says so.
+    write_program(checkout / "bin/sleep", "exec /bin/sleep 0.1")
+    write_program(checkout / "bin/c++", "exit 0")
+    write_program(
+        checkout / ".venv/bin/python", f'case "$*" in -c*) echo {checkout} ;; "- "*) echo key ;; esac'
+    )
+    (checkout / "Python.h").touch()
+    made = 'mkdir -p "$2/out" && touch "$2/out/horovod-1.whl"' if succeeds else "exit 1"
+    wait = f"until grep -q compiled, {checkout}/said; do /bin/sleep 0.05; done"
+    write_program(checkout / "launch/horovod_recipe", f"{wait}\n{made}")
+    path = f"{checkout}/bin:{os.environ['PATH']}"
+    run_script(checkout, "-c", "launch/build_horovod --install 2>said; echo $? >code", PATH=path)
+    said = (checkout / "said").read_text()
+    assert "build_horovod: Horovod (cpu) is being compiled, 0 min " in said and "so far, log: " in said
+    ended = "is built (0 min " if succeeds else "could not be built (0 min "
+    assert f"build_horovod: Horovod (cpu) {ended}" in said.splitlines()[-1]
+    assert (checkout / "code").read_text() == ("0\n" if succeeds else "1\n")
+
+
+def test_quickstart_says_that_horovod_is_built(checkout: Path) -> None:
+    (checkout / "words").mkdir()
+    write_program(checkout / "launch/setup", "exit 0")
+    write_program(checkout / "launch/build_horovod", "exit 0")
+    program = SPEECHDP.replace("; exit 3", "").replace("-c*) exit 1", "*find_spec*) exit 1")
+    write_program(checkout / ".venv/bin/python", program)
+    done = run_script(checkout, "launch/quickstart", "--corpus", "words")
+    assert done.stdout.splitlines()[-1] == "quickstart: Horovod is installed; all is done", done.stderr

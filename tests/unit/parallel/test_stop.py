@@ -113,6 +113,20 @@ def test_the_second_signal_is_noted_like_the_first() -> None:
         assert request.received == "SIGUSR1"
 
 
+def test_the_first_interrupt_may_ask_to_stop_and_the_second_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        with StopRequest(by_interrupt=True) as request:
+            signal.raise_signal(signal.SIGINT)
+            assert request.received == "SIGINT"
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    assert capfd.readouterr().err.count("ends once a checkpoint is saved; Ctrl-C again: at once") == 2
+    with StopRequest() as request, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert request.received is None
+
+
 def test_a_signal_reaches_the_main_thread_while_another_works() -> None:
     done = threading.Event()
     worker: Any = threading.Thread(target=done.wait)

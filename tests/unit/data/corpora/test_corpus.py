@@ -242,8 +242,15 @@ def test_a_text_beside_each_audio_file(tmp_path: Path) -> None:
         ("bob-1", "bob", "no"),
     ]
     write_tone(tmp_path / "bob" / "2.wav")
-    with pytest.raises(ConfigError, match=r"2\.wav: has no transcript 2\.txt beside it"):
+    with pytest.raises(ConfigError, match=r"2\.wav: has no transcript 2\.txt beside it; write"):
         read_audio_folder(tmp_path)
+    for name in "345678":
+        write_tone(tmp_path / "bob" / f"{name}.wav")
+    with pytest.raises(
+        ConfigError, match=r"bob/2\.wav: .*, and 6 more of 9 audio files have none: "
+    ) as refused:
+        read_audio_folder(tmp_path)
+    assert "bob/3.wav, " in str(refused.value) and "bob/6.wav, ...; write" in str(refused.value)
 
 
 def test_speakers_are_the_folders_above_where_names_repeat(tmp_path: Path) -> None:

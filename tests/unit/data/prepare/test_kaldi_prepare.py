@@ -531,6 +531,14 @@ def test_audio_files_of_no_byte_can_be_left_out(tmp_path: Path) -> None:
     result = prepared(changed(given, files=FilesOptions(skip_incomplete=True)))
     assert result.dataset.num_utterances("train") == 2
     assert "with a file that does not exist or is empty, first utt1" in result.notices[0]
+    (folder / "wav" / "utt1.wav").write_bytes(b"no audio")
+    with pytest.raises(
+        ConfigError, match=r"utt1\.wav: unreadable .* leave it out, as --skip-incomplete does"
+    ):
+        prepare(changed(given, overwrite=True), no_progress)
+    result = prepared(changed(given, files=FilesOptions(skip_incomplete=True), overwrite=True))
+    assert result.dataset.num_utterances("train") == 2
+    assert result.notices[0] == "left out: 1 utterance that has unreadable audio, first utt1"
 
 
 def test_audio_without_an_alignment_needs_the_rate_trained_on(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from speechdp.data.signal.features import usual_mel_bins
 from speechdp.errors import ConfigError, ShardError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon
-from speechdp.options.prepare import PrepareOptions
+from speechdp.options.prepare import FilesOptions, PrepareOptions
 from tests.helpers.corpora import digit_folder, kaldi_folder, no_progress, some_fsdd, write_tone
 
 
@@ -293,13 +293,45 @@ def test_unusable_corpora_end_the_command_with_one_line(
     _spoil(source / "0_ann_3.wav")
     assert main.run(["prepare", str(source), str(tmp_path / "data")]) != 0
     error = capsys.readouterr().err.strip().splitlines()[-1]  # after the lines of progress
-    assert "0_ann_3.wav: unreadable audio" in error and "leave it out" in error
+    assert "0_ann_3.wav: unreadable audio" in error
+    assert error.endswith("leave it out, as --skip-incomplete does")
     (kaldi_folder(tmp_path / "kaldi") / "text").write_text("utt0 xyzzy\nutt1 one\nutt2 one\n")
     all_train = ["--split", "random:dev=0"]
     assert main.run(["prepare", str(tmp_path / "kaldi"), str(tmp_path / "data"), *all_train]) != 0
     error = capsys.readouterr().err.strip()
     assert "xyzzy" in error and "--lexicon" in error and "\n" not in error
     assert not (tmp_path / "data").exists()
+
+
+def test_all_unreadable_audio_is_named_at_once_and_can_be_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = digit_folder(tmp_path / "in")
+    junk = [source / f"{name}.wav" for name in ("0_ann_3", "0_bob_4", "1_ann_11")]
+    for path in junk:
+        path.write_bytes(b"fLaC no longer")
+    command = ["prepare", str(source), str(tmp_path / "data"), "--workers", "1"]
+    assert main.run(command) != 0
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"{junk[0]}: unreadable audio (" in error
+    assert f"), and 2 more of 48 audio files cannot be read: {junk[1]}, {junk[2]}; convert" in error
+    assert error.endswith("leave them out, as --skip-incomplete does")
+    _spoil(source / "1_bob_0.wav")  # its header can be read
+    assert main.run([*command, "--skip-incomplete"]) == 0
+    said = "left out: 4 utterances that have unreadable audio, first 0_ann_3, 0_bob_4, 1_ann_11, 1_bob_0"
+    printed = capsys.readouterr()
+    assert said in " ".join((printed.out + printed.err).split())
+    splits = Dataset.open(tmp_path / "data").splits.values()
+    assert sum(split.utterances for split in splits) == 44
+
+
+def test_audio_that_cannot_be_left_out_is_not_advised_to_be(tmp_path: Path) -> None:
+    source = digit_folder(tmp_path / "in", num_indices=1)
+    for path in source.iterdir():
+        path.write_bytes(b"fLaC no longer")
+    for files in (FilesOptions(), FilesOptions(skip_incomplete=True)):
+        with pytest.raises(ConfigError, match=r"and 3 more of 4 audio files .* or leave them out$"):
+            _prepare(source, tmp_path / "data", files=files, split="random:dev=0")
 
 
 def _spoil(path: Path) -> None:

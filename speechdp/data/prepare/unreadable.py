@@ -1,0 +1,78 @@
+"""Find audio files that cannot be read, all of them in one run, and say what to do about them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from speechdp.data.prepare.jobs import Progress
+from speechdp.data.signal.audio import read_through
+from speechdp.errors import ConfigError, UnreadableAudioError
+
+#: What is said of utterances that are left out for it.
+HAVE_UNREADABLE_AUDIO = "have unreadable audio"
+
+_MAX_NAMED = 5
+_AS_THE_OPTION_DOES = ", as --skip-incomplete does"
+
+
+def find_unreadable(files: Iterable[Path], num_workers: int | None, progress: Progress) -> frozenset[Path]:
+    """Read audio files to their ends, and return those of which that cannot be done.
+
+    Args:
+        files: any number of times each.
+        num_workers: how many are read at a time; None: one per core.
+        progress: told how many are read.
+
+    Raises:
+        ConfigError: none can be read; or one is missing, or of 0 bytes.
+    """
+    every = list(dict.fromkeys(files))
+    errors: dict[Path, UnreadableAudioError] = {}
+    # Threads: decoding holds no lock of Python's.
+    pool = ThreadPoolExecutor(num_workers or len(os.sched_getaffinity(0)))
+    try:
+        for number, (file, error) in enumerate(zip(every, pool.map(_error_of, every), strict=True), 1):
+            if error is not None:
+                errors[file] = error
+            if number % 100 == 0 or number == len(every):
+                progress("reading audio through", number, len(every))
+    finally:
+        pool.shutdown(cancel_futures=True)  # else Ctrl-C would wait for all files
+    if errors and len(errors) == len(every):
+        raise unreadable_error(errors, len(every))
+    return frozenset(errors)
+
+
+def _error_of(file: Path) -> UnreadableAudioError | None:
+    try:
+        read_through(file)
+    except UnreadableAudioError as error:
+        return error
+    return None
+
+
+def unreadable_error(errors: Mapping[Path, UnreadableAudioError], num_files: int) -> ConfigError:
+    """Return the error for files that cannot be read.
+
+    Args:
+        errors: of the files, at least one.
+        num_files: how many there are with those that can be read.
+    """
+    (_, first), *others = sorted(errors.items())
+    if not others:
+        return ConfigError(str(first) if num_files == 1 else as_option_does(first))
+    named = ", ".join(str(file) for file, _ in others[: _MAX_NAMED - 1])
+    more = ", ..." if len(errors) > _MAX_NAMED else ""
+    option = _AS_THE_OPTION_DOES if len(errors) < num_files else ""
+    return ConfigError(
+        f"{first.fault}, and {len(others):,} more of {num_files:,} audio files cannot be read: "
+        f"{named}{more}; convert them to mono 16-bit WAV or FLAC, or leave them out{option}"
+    )
+
+
+def as_option_does(error: UnreadableAudioError) -> str:
+    """Return the message of an error with the option that does what its end advises: leave it out."""
+    return f"{error}{_AS_THE_OPTION_DOES}"
