@@ -17,5 +17,5 @@ STOPPED = 75
 #: A user's script was asked to stop and has saved nothing: another start would only do the same work again
 #: (the next free one of sysexits.h).
 STOPPED_UNSAVED = 76
-#: No step ended for --hang-timeout (what timeout(1) returns).
+#: No step ended for --hang-timeout, or a script's rank waited so long for others (what timeout(1) returns).
 HUNG = 124

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from speechdp.comm.calls import Calls
 from speechdp.comm.packets import Allocate, PacketChannel, fresh
 from speechdp.errors import CommunicationError, ConfigError
 
@@ -109,6 +110,7 @@ class Communicator(ABC):
         local_rank: index of this rank among those on the same host; selects the GPU.
         device: the device this rank computes on; the CPU by default.
         role: role of this rank for messages, e.g. "feeder"; "" for a training rank.
+        calls: where `DataParallel` notes which of its calls this rank is at; None: there is none yet.
         sent_bytes: bytes this rank has sent so far in allreduces and broadcasts, assuming a ring-allreduce.
     """
 
@@ -124,6 +126,7 @@ class Communicator(ABC):
     local_rank: int
     device: torch.device = torch.device("cpu")
     role: str = ""
+    calls: Calls | None = None
     sent_bytes: float = 0.0
     #: Whether the back-end, as it was started, has point-to-point messages (`peers`) and groups (`split`).
     has_peers: bool = True

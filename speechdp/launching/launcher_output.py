@@ -29,8 +29,8 @@ _SAID = re.compile(
 )
 #: what srun calls the signals that end a task, as strsignal has it.
 _SIGNAL_NAMES = {signal.strsignal(number): int(number) for number in signal.Signals}
-#: How a hung rank's line begins (watchdog/watchdog.py).
-_HUNG = "no step ended for "
+#: How a hung rank's line begins (watchdog/watchdog.py, watchdog/script_watchdog.py).
+_HUNG = ("no step ended for ", "waited in vain ")
 _LATE = re.compile(r"rank (?P<rank>\d+) on (?P<host>[^\s:,;]+) \(no sign of life")
 
 

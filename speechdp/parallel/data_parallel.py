@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator, Work
+from speechdp.comm.calls import Calls
 from speechdp.errors import ConfigError, DivergedError, RunError, one_line
 from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
 from speechdp.parallel.joined_batches import BatchJoiner
@@ -25,6 +26,7 @@ from speechdp.parallel.script_checks import (
     check_loadable,
     check_model,
     check_same,
+    check_same_call,
     check_saved_together,
     check_strategy,
     of_same_model,
@@ -41,6 +43,10 @@ from speechdp.timing.timeline import Span, Timeline
 
 #: Wins over the script's strategy, as FOLDER over its folder: one script is compared unedited.
 STRATEGY = "SPEECHDP_STRATEGY"
+
+#: Calls as messages have them.
+_BEGINNING, _END = "the beginning of `with run`", "the end of `with run`"
+_MAKING, _EVALUATING = "DataParallel(...)", "run.evaluating()"
 
 #: What `log` writes into a line itself.
 _LOGGED = ("step", "time_s", "learning_rate", "frames", "period")
@@ -93,15 +99,19 @@ class DataParallel:
         num_steps: int = 0,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        settings = _settings(comm, strategy, folder)
         self.model, self.optimizer, self.comm = model, optimizer, comm
-        self.strategy: Strategy = parse_strategy(settings["strategy"])
-        check_strategy(self.strategy, comm, num_steps)
+        self._calls = comm.calls = comm.calls or Calls()
+        with self._calls.of(_MAKING):
+            check_same_call(_MAKING, comm)
+            settings = _settings(comm, strategy, folder)
+            self.strategy: Strategy = parse_strategy(settings["strategy"])
+            check_strategy(self.strategy, comm, num_steps)
+            check_model(model)
+            check_same(model, optimizer, comm)
         traits = self.strategy.traits
+        self._calls.together = traits.synchronous
         #: Periods in frames must end on all ranks at the same step.
         self._counts_frames = traits.synchronous and traits.counts_frames
-        check_model(model)
-        check_same(model, optimizer, comm)
         self._replica = Replica(model, optimizer, max_gradient_norm=max_gradient_norm, scaler=scaler)
         self._stays_untrained = StaysUntrained(self._replica)
         self._num_steps, self._scaler = num_steps, scaler
@@ -139,8 +149,9 @@ class DataParallel:
             raise RunError("`with run` is entered a second time; make a new DataParallel to train again")
         pause = Pause.of_environment()
         self._cut_at = pause.step if pause is not None and pause.cut else 0
-        with ExitStack() as undo:
+        with ExitStack() as undo, self._calls.of(_BEGINNING):
             undo.callback(self._end)
+            check_same_call(_BEGINNING, self.comm)
             check_saved_together(self._loaded, self.strategy, self.comm)
             self._replica.bind_parameters()
             loaded, self._loaded = self._loaded, None
@@ -150,7 +161,7 @@ class DataParallel:
             #: Where this rank's time goes; `with run.timeline.span(...)` times parts of the script.
             self.timeline = Timeline(path, rank=self.comm.rank, device=self._device)
             undo.callback(self.timeline.close)
-            self._joiner = BatchJoiner(self.model, self.comm, self.timeline)
+            self._joiner = BatchJoiner(self.model, self.comm, self.timeline, self._calls)
             own = None if loaded is None else self._laid_aside()
             share_untrained(self.model, self.comm, known={} if loaded is None else loaded["model"])
             self.strategy = self.strategy.attach(self._replica, self.comm, self.timeline)
@@ -186,7 +197,8 @@ class DataParallel:
             ending.callback(self.timeline.close)
             try:
                 if error is None:
-                    self._finish(is_stopped=is_stopped)
+                    with self._calls.of(_END):
+                        self._finish(is_stopped=is_stopped)
             except BaseException:
                 self._folder.fail()
                 raise
@@ -216,6 +228,7 @@ class DataParallel:
         self._look_at_losses()
         self._joiner.complete()
         self.strategy.pause()
+        check_same_call(_END, self.comm)
         if self._stop is not None:
             self._stop.drain()
         if is_stopped:
@@ -250,7 +263,8 @@ class DataParallel:
         with ExitStack() as ending:
             ending.callback(self._end)
             ending.callback(self.timeline.close)
-            self._finish(is_stopped=True)
+            with self._calls.of(_END):
+                self._finish(is_stopped=True)
         raise Paused
 
     def _has_paused(self) -> bool:
@@ -343,7 +357,8 @@ class DataParallel:
         if self._stop is None:
             together = self.strategy.traits.synchronous
             self._stop = StopWatch(self.comm, together=together, pause=Pause.of_environment())
-        return self._stop.look(self.steps)
+        with self._calls.of("run.should_stop"):
+            return self._stop.look(self.steps)
 
     def _begin_step(self, step: TrainingStep) -> None:
         self._replica.bind_parameters()
@@ -413,12 +428,18 @@ class DataParallel:
         The time counts as evaluation, not as training.
         """
         self._check_training("evaluating()")
+        with self._calls.of(_EVALUATING):
+            yield from self._evaluated()
+
+    def _evaluated(self) -> Iterator[None]:
+        """Do what `evaluating` does, around the one time that it yields."""
         modes = {module: module.training for module in self.model.modules()}
         self._replica.bind_parameters()
         self._look_at_losses()
         self.strategy.pause()
         try:
             with self.timeline.event(Span.EVAL):
+                check_same_call(_EVALUATING, self.comm)
                 self._weight_of_all = self._sum_of_weights(evaluates=True)
                 trained = self._weight_here > 0
                 with (
@@ -427,7 +448,8 @@ class DataParallel:
                 ):
                     self.model.eval()
                     try:
-                        yield
+                        with self._calls.of(""):
+                            yield
                     finally:
                         self._replica.bind_parameters()
                         for module, mode in modes.items():
@@ -522,15 +544,18 @@ class DataParallel:
             DivergedError: a loss or parameter is not finite, and the strategy does not mend that.
         """
         self._check_training("state_dict()")
-        state = self._state()
+        with self._calls.of("run.state_dict()"):
+            state = self._state("run.state_dict()")
         self._has_saved = True
         return state
 
-    def _state(self) -> dict[str, Any]:
-        """Return what `state_dict` does.  Collective."""
+    def _state(self, call: str) -> dict[str, Any]:
+        """Return what `state_dict` does, for a call of that name.  Collective."""
         self._replica.bind_parameters()
         self._look_at_losses()
         self.strategy.pause()
+        with self.timeline.event(Span.CHECKPOINT):  # waits for the others
+            check_same_call(call, self.comm)
         self._check_parameters()
         state = {
             "rank": self.comm.rank,
@@ -602,9 +627,11 @@ class DataParallel:
             DivergedError: as `state_dict`.
         """
         self._check_training("save_checkpoint()")
-        state = {"run": self._state(), "more": more}
-        with self.timeline.event(Span.CHECKPOINT):
-            self._folder.write_checkpoint(state, self.steps)
+        call = "run.save_checkpoint()"
+        with self._calls.of(call):
+            state = {"run": self._state(call), "more": more}
+            with self.timeline.event(Span.CHECKPOINT):
+                self._folder.write_checkpoint(state, self.steps)
         self._has_saved = True
 
     def load_checkpoint(self) -> dict[str, Any] | None:
@@ -621,7 +648,9 @@ class DataParallel:
         """
         self._check_new("load_checkpoint")
         try:
-            state = self._folder.read_checkpoint()
+            with self._calls.of("run.load_checkpoint()"):
+                check_same_call("run.load_checkpoint()", self.comm)
+                state = self._folder.read_checkpoint()
             if state is None:
                 return None
             self._load(state["run"], f"{self.folder}: its checkpoint", "or choose another folder")
@@ -694,7 +723,8 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
 
     def __enter__(self) -> ScriptStep:
         run = self._run
-        run._begin_step(self._step)
+        with self._calls():
+            run._begin_step(self._step)
         run._is_in_step = True
         self._begin_forward()
         return self
@@ -739,7 +769,8 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
         self._run._is_in_step = False
         try:
             if error is None:
-                self._end()
+                with self._calls():
+                    self._end()
         except BaseException as failure:
             error = failure
             raise
@@ -748,6 +779,10 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
                 self._run._note_left("`with run.step()`", error)
         if error is None:
             self._run._end_where_cut()
+
+    def _calls(self) -> AbstractContextManager[None]:
+        """Return the block in which this rank may wait for others."""
+        return self._run._calls.of(f"step {self._run.steps + 1}")
 
     def _end(self) -> None:
         if not self._is_complete and self.weight > 0:

@@ -9,13 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator, ReduceOp, Work
+from speechdp.comm.calls import Calls
 from speechdp.errors import ConfigError
 from speechdp.parallel.batch_statistics import load_buffers
+from speechdp.parallel.script_checks import check_same_call
 from speechdp.parallel.strategy import Strategy
 from speechdp.timing.timeline import Span, Timeline
 
 Batch = TypeVar("Batch")
 _END: Any = object()
+#: As messages have it.
+_CALL = "run.batches()"
 
 
 class BatchJoiner:
@@ -25,13 +29,14 @@ class BatchJoiner:
         model: what such a batch leaves in its running statistics is taken back.
         comm: the ranks.
         timeline: of this rank, which notes the waiting for batches.
+        calls: of this rank, where its watchdog looks.
 
     Attributes:
         joins_only: the batch shown now does not count.
     """
 
-    def __init__(self, model: nn.Module, comm: Communicator, timeline: Timeline) -> None:
-        self._model, self._comm, self._timeline = model, comm, timeline
+    def __init__(self, model: nn.Module, comm: Communicator, timeline: Timeline, calls: Calls) -> None:
+        self._model, self._comm, self._timeline, self._calls = model, comm, timeline, calls
         self.joins_only = False
         self._has_run_out = False
         self._kept: dict[str, Tensor] = {}  # buffers as they were before the batch that does not count
@@ -39,7 +44,9 @@ class BatchJoiner:
 
     def join(self, loader: Iterable[Batch], strategy: Strategy) -> Iterator[Batch]:
         """Yield the batches of a loader, see `DataParallel.batches`.  Collective."""
-        lengths = self._comm.allgather_object(_length(loader))
+        with self._calls.of(_CALL):
+            check_same_call(_CALL, self._comm)
+            lengths = self._comm.allgather_object(_length(loader))
         known = [n for n in lengths if n is not None]
         if len(known) < len(lengths) and not strategy.traits.synchronous:
             raise ConfigError(
@@ -84,7 +91,8 @@ class BatchJoiner:
     def complete(self) -> None:
         """Wait for the message under way: a loop may be left before its end.  Collective."""
         if self._under_way is not None:
-            self._under_way.wait()
+            with self._calls.of(_CALL):
+                self._under_way.wait()
         self._under_way = None
 
     def _next(self, source: Iterator[Batch]) -> list[Batch]:

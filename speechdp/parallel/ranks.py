@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TypeVar
 
 from speechdp import exit_codes
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
+from speechdp.comm.calls import END_OF_MAIN, Calls
 from speechdp.comm.device import choose_device, exchange_device
 from speechdp.comm.startup.create import create_communicator
 from speechdp.comm.startup.failure import guard
@@ -18,8 +21,11 @@ from speechdp.comm.startup.world import check_devices, check_world
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
 from speechdp.launching.cores import share_cores
+from speechdp.parallel.script_checks import check_same_call
 from speechdp.process.ending import Stopped, StoppedUnsaved
 from speechdp.process.notices import warn
+from speechdp.watchdog.host_board import HostBoard
+from speechdp.watchdog.script_watchdog import HANG_TIMEOUT, ScriptWatchdog
 
 #: Wins over the script's back-end.
 BACKEND = "SPEECHDP_BACKEND"
@@ -27,16 +33,24 @@ BACKEND = "SPEECHDP_BACKEND"
 _START_S = 600.0
 #: For which ranks that are threads may wait for each other, s.
 _THREADS_S = 7 * 86400.0
+#: How long a rank may wait for others, s; as `--hang-timeout` of `speechdp train`.
+_HANG_S = 600.0
 
 T = TypeVar("T")
 
 
-def run_ranks(main: Callable[[Communicator], T], *, backend: str = "auto", device: str = "auto") -> T:
+def run_ranks(
+    main: Callable[[Communicator], T],
+    *,
+    backend: str = "auto",
+    device: str = "auto",
+    hang_timeout: float = _HANG_S,
+) -> T:
     """Run `main(comm)` on this process as a rank of the job that a launcher has started.
 
     Under mpirun, horovodrun, srun, torchrun or `speechdp launch` every process is a rank; started by itself
     it is the only one.  An exception on one rank ends all of them, with its message first and a return code
-    that is not 0.
+    that is not 0.  So does a rank that waits in a call of `DataParallel` for others that do not come.
 
     Example::
 
@@ -50,16 +64,18 @@ def run_ranks(main: Callable[[Communicator], T], *, backend: str = "auto", devic
         backend: `auto`, `horovod`, `mpi`, `torch` or `serial` as in docs/communicators.md; `threads:N` runs N
             ranks as threads of this process, for tests and notebooks.  SPEECHDP_BACKEND wins over it.
         device: `auto` (a GPU for each rank where there are any; the CPU with `threads:N`), `cpu` or `cuda`.
+        hang_timeout: longest wait for other ranks in one call while none of them gets on, s; 0: any.
+            SPEECHDP_HANG_TIMEOUT wins over it.  Ranks that are threads need none: they compare their calls.
 
     Returns:
         What `main` returned on this rank; with `threads:N`, on rank 0.
 
     Raises:
-        ConfigError: no such back-end.
+        ConfigError: no such back-end, or a negative timeout.
         SystemExit: this rank alone has failed; with several ranks a failure does not return.  With exit code
             75: the ranks were asked to stop, and have saved (`DataParallel.should_stop`); 76: nothing.
     """
-    name = os.environ.get(BACKEND) or backend
+    name, hang_s = os.environ.get(BACKEND) or backend, _hang_timeout(hang_timeout)
     results: dict[int, T] = {}
 
     def run(comm: Communicator) -> int:
@@ -79,26 +95,50 @@ def run_ranks(main: Callable[[Communicator], T], *, backend: str = "auto", devic
         device = "cpu" if device == "auto" else device
         exit_code = run_threads(_num_threads(name), run, _THREADS_S)[0]
     else:
-        exit_code = _run_launched(name, device, run)
+        exit_code = _run_launched(name, device, hang_s, run)
     if exit_code != 0 or not results:  # nothing is returned where `main` was left by sys.exit
         sys.exit(exit_code)
     return results[min(results)]
 
 
-def _run_launched(backend: str, device: str, run: Callable[[Communicator], int]) -> int:
+def _run_launched(backend: str, device: str, hang_s: float, run: Callable[[Communicator], int]) -> int:
     """Run `run(comm)` on this process as the rank that its launcher has started; return its exit code."""
     start = StartGuard(_START_S)
+    watching = ExitStack()
 
     def create() -> Communicator:
         return start.waiting_for_all_ranks(lambda: create_communicator(backend, exchange_device(device)))
 
     def begin(comm: Communicator) -> int:
         check_world(comm, {})
-        share_cores(comm.allgather_object(environment.host_name()), environment.host_name())
+        hosts = comm.allgather_object(environment.host_name())
+        share_cores(hosts, environment.host_name())
+        comm.calls = calls = Calls()
+        if hang_s > 0 and comm.size > 1:
+            watchdog = ScriptWatchdog(comm, hosts, hang_s, calls, HostBoard(comm, hosts))
+            watchdog.start()
+            watching.callback(watchdog.stop)
         start.over()
-        return run(comm)
+        exit_code = run(comm)
+        calls.has_ended = True
+        check_same_call(END_OF_MAIN, comm)  # a call of another rank would be taken for the farewell
+        return exit_code
 
-    return guard(create, begin)
+    with watching:
+        return guard(create, begin)
+
+
+def _hang_timeout(timeout_s: float) -> float:
+    """Return how long a rank may wait for others, s; 0: for ever.  Raises ConfigError."""
+    given = os.environ.get(HANG_TIMEOUT) or timeout_s
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = math.nan
+    if not 0 <= timeout_s < math.inf:
+        name = HANG_TIMEOUT if os.environ.get(HANG_TIMEOUT) else "hang_timeout"
+        raise ConfigError(f"{name}={given}: write a number of seconds, 0 for no limit")
+    return timeout_s
 
 
 def _num_threads(name: str) -> int:

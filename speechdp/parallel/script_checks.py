@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from speechdp.comm.base import Communicator
-from speechdp.errors import ConfigError, one_line
+from speechdp.comm.calls import CALL_ALIKE
+from speechdp.errors import ConfigError, RunError, one_line
 from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.strategy import Strategy
 from speechdp.parallel.untrained import untrained
@@ -163,6 +164,25 @@ def _told_apart(saved: str, here: str) -> tuple[str, str]:
     saved_only = ",".join(option for option in saved_options if option not in options)
     here_only = ",".join(option for option in options if option not in saved_options)
     return ":".join(filter(None, [name, saved_only])), ":".join(filter(None, [name, here_only]))
+
+
+def check_same_call(call: str, comm: Communicator) -> None:
+    """Refuse a call that other ranks have not come to, but to another one.  Collective.
+
+    Args:
+        call: as messages have it, e.g. `run.save_checkpoint()`.
+        comm: the ranks.
+
+    Raises:
+        RunError: the ranks are at different calls.
+    """
+    calls = comm.allgather_object({"call": call})
+    named = [c["call"] if isinstance(c, dict) and "call" in c else "another exchange" for c in calls]
+    for rank, other in zip(comm.alive, named, strict=True):
+        if other != named[0]:
+            raise RunError(
+                f"rank {comm.alive[0]} is at {named[0]}, but rank {rank} is at {other}; {CALL_ALIKE}"
+            )
 
 
 def check_saved_together(state: dict[str, Any] | None, strategy: Strategy, comm: Communicator) -> None:

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-#: Bytes of a status file, padded by blanks, so that the next status covers the last.
-_FILE_BYTES = 512
+#: Bytes of a status, padded by blanks, so that the next one covers the last.
+STATUS_BYTES = 512
 _HUNG = "hung.txt"
 
 
@@ -71,6 +71,19 @@ def _from_json(values: Any) -> RankStatus:
     return status
 
 
+def status_to_bytes(status: RankStatus) -> bytes:
+    """Return a status as it is written: STATUS_BYTES of them."""
+    return json.dumps(asdict(status)).encode().ljust(STATUS_BYTES - 1) + b"\n"
+
+
+def status_from(content: bytes) -> RankStatus | None:
+    """Return the status that was written; None where it is none, or only a part of one."""
+    try:
+        return _from_json(json.loads(content))
+    except (ValueError, LookupError, TypeError, OverflowError):
+        return None
+
+
 class StatusFolder:
     """The folder RUN/status.  Nothing is cached; every method may block as long as the disk does."""
 
@@ -79,7 +92,7 @@ class StatusFolder:
 
     def write(self, status: RankStatus) -> None:
         """Write a rank's own file.  Raises OSError."""
-        content = json.dumps(asdict(status)).encode().ljust(_FILE_BYTES - 1) + b"\n"
+        content = status_to_bytes(status)
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._file(status.rank), os.O_WRONLY | os.O_CREAT, 0o666)
         try:
@@ -91,10 +104,10 @@ class StatusFolder:
         """Return another rank's status; None where there is none, or only a part of one.  Raises OSError."""
         try:
             with self._file(rank).open("rb") as file:
-                status = _from_json(json.loads(file.read(_FILE_BYTES)))
-        except (FileNotFoundError, ValueError, LookupError, TypeError, OverflowError):
+                status = status_from(file.read(STATUS_BYTES))
+        except FileNotFoundError:
             return None
-        return status if status.rank == rank else None
+        return status if status is not None and status.rank == rank else None
 
     def claim_end(self, text: str) -> bool:
         """Say that the job hangs; return whether this rank is the first and is to end it.  Raises OSError."""

@@ -344,6 +344,15 @@ def test_the_environment_wins_over_the_script(tmp_path: Path, monkeypatch: pytes
     assert read_run(tmp_path / "other").strategy == "slowmo" and not (tmp_path / "one").exists()
 
 
+@pytest.mark.parametrize("seconds", ["soon", "-1", "inf"])
+def test_a_limit_of_waiting_that_is_none_is_refused(seconds: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"hang_timeout=.*: write a number of seconds, 0 for no limit"):
+        run_ranks(lambda comm: None, backend="serial", hang_timeout=float(seconds.replace("soon", "nan")))
+    monkeypatch.setenv("SPEECHDP_HANG_TIMEOUT", seconds)
+    with pytest.raises(ConfigError, match=f"SPEECHDP_HANG_TIMEOUT={seconds}: write a number of seconds"):
+        run_ranks(lambda comm: None, backend="serial")
+
+
 def test_a_script_that_is_started_again_begins_an_unfinished_run_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from speechdp import DataParallel
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
-from speechdp.errors import ConfigError, RunError
+from speechdp.errors import CommunicationError, ConfigError, RunError
 from speechdp.parallel.replica import Replica
 from speechdp.testing import StrategyRun, assert_bitwise_equal_over_ranks, assert_close, make_replica
 from tests.helpers.own_script import SYNCHRONOUS, Script, loss_sum, make_batch, sgd, values
@@ -523,3 +523,94 @@ def test_a_gradient_that_grows_after_it_has_gone_is_refused() -> None:
                     step.backward(loss_sum(script.model, make_batch(0, number)))
 
     run_threads(2, check)
+
+
+# -- calls of one rank alone ----------------------------------------------------------------------------
+
+
+def evaluates(run: DataParallel) -> None:
+    with run.evaluating():
+        pass
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "easgd"])
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (evaluates, "run.evaluating()"),
+        (lambda run: run.state_dict(), "run.state_dict()"),
+        (lambda run: run.save_checkpoint(), "run.save_checkpoint()"),
+        (lambda run: list(run.batches([1])), "run.batches()"),
+    ],
+)
+def test_a_call_of_one_rank_alone_before_the_end_is_refused(
+    call: Callable[[DataParallel], object], name: str, strategy: str, tmp_path: Path
+) -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, strategy, sgd, options={"folder": tmp_path / "run"})
+        with script.run as run:
+            script.train()
+            if comm.rank == 0:
+                call(run)
+
+    with refused(f"rank 0 is at {name}, but rank 1 is at the end of `with run`; make the same collective"):
+        run_threads(2, check)
+
+
+def test_a_checkpoint_that_one_rank_alone_loads_is_refused(tmp_path: Path) -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "gradient_averaging", sgd, options={"folder": tmp_path / "run"})
+        if comm.rank == 0:
+            script.run.load_checkpoint()
+        with script.run:
+            script.train()
+
+    with refused("rank 0 is at run.load_checkpoint(), but rank 1 is at the beginning of `with run`; make"):
+        run_threads(2, check)
+
+
+def test_a_call_of_one_rank_alone_while_another_takes_a_step_is_named() -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "gradient_averaging", sgd)
+        with script.run as run:
+            script.train()
+            if comm.rank == 0:
+                evaluates(run)
+            script.train()
+
+    with pytest.raises(CommunicationError, match=r"rank 0 calls allgather at run\.evaluating\(\)[,;] "):
+        run_threads(2, check)
+
+
+def test_what_is_no_call_is_told_from_one() -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "gradient_averaging", sgd)
+        with script.run as run:
+            if comm.rank == 0:
+                evaluates(run)
+            else:
+                comm.allgather_object("the script's own")
+                comm.barrier()
+
+    with refused("rank 0 is at run.evaluating(), but rank 1 is at another exchange; make the same"):
+        run_threads(2, check)
+
+
+def test_rank_0_alone_saves_the_model(tmp_path: Path) -> None:
+    """As in scripts written for torch's DistributedDataParallel: `save` waits for nobody."""
+
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "bmuf", sgd)
+        with script.run as run:
+            script.train()
+            if comm.rank == 0:
+                run.save(tmp_path / "within.pt")
+            with run.evaluating():
+                if comm.rank == 0:
+                    run.save(tmp_path / "evaluated.pt")
+            script.train()
+        if comm.rank == 0:
+            run.save(tmp_path / "after.pt")
+
+    run_threads(2, check)
+    assert len(list(tmp_path.iterdir())) == 3

@@ -27,7 +27,7 @@ ownership
 comm
 comm/threads comm/mpi
 comm/torchdist comm/horovod
-comm/startup launching data/signal data/plan timing
+comm/startup launching data/signal data/plan timing watchdog
 data/shards
 labels language
 models
@@ -38,7 +38,7 @@ data/kaldi data/espeak data/loading
 decode
 tasks
 testing
-options feeding dealing watchdog
+options feeding dealing
 data/prepare
 checkpoint
 train

@@ -35,9 +35,15 @@ _LOOK_S = 0.1
 
 @dataclass
 class _Exchange:
-    """Contributions of the ranks to one collective call."""
+    """Contributions of the ranks to one collective call.
+
+    Attributes:
+        what: the same on every rank.
+        said: `what` in messages, with the call of a script in which the first rank made it.
+    """
 
     what: str
+    said: str
     parts: dict[int, Any] = field(default_factory=dict)
     result: Any = None
     num_read: int = 0
@@ -57,15 +63,16 @@ class _Shared:
         self.size = len(members)
         self.exchanges: dict[int, _Exchange] = {}
 
-    def deposit(self, number: int, rank: int, what: str, part: Any) -> _Exchange:
-        """Add one rank's part to exchange `number`."""
+    def deposit(self, number: int, rank: int, what: str, part: Any, at: str = "") -> _Exchange:
+        """Add one rank's part to exchange `number`; `at` names the call of a script that makes it."""
+        said = f"{what} at {at}" if at else what
         with self.job.changed:
             self.job.check_here(self.members[rank])
-            exchange = self.exchanges.setdefault(number, _Exchange(what))
+            exchange = self.exchanges.setdefault(number, _Exchange(what, said))
             if exchange.what != what:
                 first, this = self.members[min(exchange.parts)], self.members[rank]
                 raise CommunicationError(
-                    f"exchange {number}: rank {first} calls {exchange.what}, but rank {this} calls {what}; "
+                    f"exchange {number}: rank {first} calls {exchange.said}, but rank {this} calls {said}; "
                     "every rank must make the same calls in the same order"
                 )
             exchange.parts[rank] = part
@@ -185,7 +192,8 @@ class ThreadsCommunicator(Communicator):
     def _deposit(self, what: str, part: Any) -> tuple[int, _Exchange]:
         with self._lock:
             number, self._num_exchanges = self._num_exchanges, self._num_exchanges + 1
-        return number, self._shared.deposit(number, self.rank, what, part)
+        at = "" if self.calls is None else self.calls.at
+        return number, self._shared.deposit(number, self.rank, what, part, at)
 
     def _exchange(self, what: str, part: Any, combine: Callable[[list[Any]], Any]) -> Any:
         number, exchange = self._deposit(what, part)

@@ -198,6 +198,15 @@ def test_a_hung_ranks_line_names_the_hosts_that_gave_no_sign_of_life() -> None:
     assert fault.describe().startswith("the job hung, the message of rank 0 on n1 above names")
 
 
+def test_a_script_whose_ranks_wait_in_vain_hangs() -> None:
+    line = (
+        "speechdp: rank 1 on n1: waited in vain for 60 s at step 6 for other ranks; rank 0 on n1 (at "
+        "run.save_checkpoint() for 61 s), rank 2 on n1 (no sign of life for 70 s); make the same calls\n"
+    )
+    (fault,) = read(line)[1]
+    assert fault == Fault("said", 1, "n1", exit_code=exit_codes.HUNG, silent_hosts=("n1",))
+
+
 def test_the_cause_is_what_was_killed_before_who_noticed() -> None:
     said, killed = Fault("said", 0, "n1"), Fault("killed", 3, "n2", signal=9)
     asked_to_end = Fault("killed", 1, "n1", signal=15)

@@ -1,0 +1,47 @@
+"""Which collective call of a run a rank is at: told by the rank, read by its watchdog's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+#: Where a script has come to once `main` has returned, as messages have it.
+END_OF_MAIN = "the end of main"
+#: What to do about ranks that are at different calls.
+CALL_ALIKE = (
+    "make the same collective calls on every rank, in the same order; rank 0 alone writes what is written "
+    "once"
+)
+
+
+class Calls:
+    """The collective calls that a script makes on one rank.
+
+    Attributes:
+        at: the call that the rank is in now, e.g. `run.save_checkpoint()`; "": in code of its own.
+        last: the call that it was in last.
+        beats: calls entered and left so far.
+        has_ended: the script has no more to do; it waits for the others to end, for however long.
+        together: whether ranks take their steps together; else waiting for a slower one is all right.
+    """
+
+    def __init__(self) -> None:
+        self.at = ""
+        self.last = "the start"
+        self.beats = 0
+        self.has_ended = False
+        self.together = True
+
+    @contextmanager
+    def of(self, call: str) -> Iterator[None]:
+        """Be at a call for the block; "": in code of the script's own, for the length of it."""
+        before = self.at
+        self._go_to(call)
+        try:
+            yield
+        finally:
+            self._go_to(before)
+
+    def _go_to(self, call: str) -> None:
+        self.last, self.at = self.at or self.last, call
+        self.beats += 1

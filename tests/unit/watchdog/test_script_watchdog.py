@@ -1,0 +1,156 @@
+"""The watchdog of scripts: a rank that waits in vain ends the job and says where all are; others wait on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from speechdp import exit_codes
+from speechdp.comm.base import Communicator
+from speechdp.comm.calls import Calls
+from speechdp.comm.threads.communicator import run_threads
+from speechdp.watchdog import script_watchdog
+from speechdp.watchdog.host_board import HostBoard
+from speechdp.watchdog.script_watchdog import ScriptWatchdog
+from tests.helpers.waiting import wait_until
+
+TIMEOUT_S = 1.0
+ONE_HOST = ("n1", "n1")
+
+
+@dataclass
+class Job:
+    """Two ranks as threads, and what their watchdogs have said at the end, by rank."""
+
+    hosts: Sequence[str] = ONE_HOST
+    said: list[tuple[int, str, int]] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, script: Callable[[int, Calls, Job], None], *, timeout_s: Sequence[float]) -> None:
+        """Let each rank do what `script` says, watched."""
+
+        def rank(comm: Communicator) -> None:
+            calls, board = Calls(), HostBoard(comm, self.hosts)
+
+            def end(line: str, exit_code: int) -> None:
+                self.said.append((comm.rank, line, exit_code))
+                self.over.set()
+
+            watchdog = ScriptWatchdog(comm, self.hosts, timeout_s[comm.rank], calls, board, end=end)
+            watchdog.start()
+            try:
+                script(comm.rank, calls, self)
+            finally:
+                watchdog.stop()
+
+        run_threads(2, rank)
+
+    def wait_for_end(self) -> None:
+        assert self.over.wait(60), "nobody has ended the job"
+
+
+def test_ranks_that_wait_at_different_calls_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_watchdog, "_FALLBACK_S", 600.0)  # for a busy machine: the first one ends both
+
+    def script(rank: int, calls: Calls, job: Job) -> None:
+        with calls.of("step 4"):
+            pass
+        with calls.of("run.save_checkpoint()" if rank == 0 else "step 5"):
+            job.wait_for_end()
+
+    job = Job()
+    job.run(script, timeout_s=(TIMEOUT_S, TIMEOUT_S))
+    ((rank, line, exit_code),) = job.said
+    assert exit_code == exit_codes.HUNG and line.endswith("\n") and line.count("\n") == 1
+    own, other = ("run.save_checkpoint()", "step 5") if rank == 0 else ("step 5", "run.save_checkpoint()")
+    assert line.startswith(f"speechdp: rank {rank} on n1: waited in vain for 1 s at {own} for other ranks; ")
+    assert f"; rank {1 - rank} on n1 (at {other} for " in line
+    assert "make the same collective calls on every rank" in line
+    assert "raise SPEECHDP_HANG_TIMEOUT or run_ranks(hang_timeout=...)" in line
+
+
+def test_a_rank_in_code_of_its_own_is_named_and_does_not_end_the_job() -> None:
+    def script(rank: int, calls: Calls, job: Job) -> None:
+        with calls.of("step 4"):
+            pass
+        if rank == 1:
+            job.wait_for_end()  # long after its own timeout
+            return
+        with calls.of("run.evaluating()"):
+            job.wait_for_end()
+
+    job = Job()
+    job.run(script, timeout_s=(3 * TIMEOUT_S, TIMEOUT_S / 2))
+    ((rank, line, _),) = job.said
+    assert rank == 0 and "; rank 1 on n1 (in the script's own code, after step 4, for " in line
+
+
+def test_a_rank_that_is_done_waits_for_the_others_for_however_long() -> None:
+    def script(rank: int, calls: Calls, job: Job) -> None:
+        if rank == 1:
+            calls.has_ended = True
+            job.wait_for_end()
+            return
+        threading.Event().wait(3 * TIMEOUT_S)  # evaluates the model by itself, say
+        with calls.of("run.evaluating()"):
+            job.wait_for_end()
+
+    job = Job()
+    job.run(script, timeout_s=(TIMEOUT_S, TIMEOUT_S))
+    ((rank, line, _),) = job.said
+    assert rank == 0 and "; rank 1 on n1 (at the end of main for " in line
+
+
+def test_a_rank_waits_on_while_another_gets_on() -> None:
+    def script(rank: int, calls: Calls, job: Job) -> None:
+        if rank == 1:
+            for number in range(60):  # 6 s: many times the other's timeout
+                with calls.of(f"step {number}"):
+                    threading.Event().wait(0.1)
+            job.over.set()
+            return
+        with calls.of("run.evaluating()"):
+            job.wait_for_end()
+
+    job = Job()
+    job.run(script, timeout_s=(2 * TIMEOUT_S, 600.0))
+    assert job.said == []
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_ranks_on_other_hosts_are_not_seen(together: bool) -> None:
+    """Where each takes its steps at its own pace, one that is not seen may be getting on."""
+
+    def script(rank: int, calls: Calls, job: Job) -> None:
+        calls.together = together
+        if rank == 1:
+            job.wait_for_end()
+            return
+        with calls.of("run.evaluating()"):
+            if together:
+                job.wait_for_end()
+            threading.Event().wait(3 * TIMEOUT_S)
+            job.over.set()
+
+    job = Job(("n1", "n2"))
+    job.run(script, timeout_s=(TIMEOUT_S, TIMEOUT_S))
+    assert len(job.said) == together
+    if together:
+        assert "; what ranks on other hosts do cannot be seen from here; make" in job.said[0][1]
+
+
+def test_the_board_leaves_nothing_and_one_rank_claims_the_end() -> None:
+    boards: dict[int, HostBoard] = {}
+
+    def make(comm: Communicator) -> None:
+        boards[comm.rank] = HostBoard(comm, ONE_HOST)
+
+    run_threads(2, make)
+    assert boards[0].ranks == [0, 1] and boards[0].read(1) is None
+    wait_until(lambda: [boards[rank].claim_end() for rank in (0, 1, 0)] == [True, False, False], "one claim")
+    for board in boards.values():
+        board.close()
+        assert board.read(0) is None
