@@ -12,8 +12,9 @@ from speechdp.report.compare.groups import Group, Spread
 from speechdp.report.kit import formatting
 from speechdp.report.kit.columns import STEPS, FigureColumn, known_metrics, metric_column, throughput
 from speechdp.report.kit.metric_names import Terms, terms_of
-from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED
+from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED, ratio_text
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, Value, csv_text, with_figures
+from speechdp.report.runs.raced import RacedSpeed
 
 #: Heading and note of each mode's table.
 _MODES = {
@@ -70,6 +71,27 @@ _EPOCHS = Column[Group](
 _SEEDS = Column[Group]("seeds", "seeds", "", "Finished runs.", lambda group: len(group.finished), cell=_seeds)
 
 
+def _raced_speeds(group: Group) -> list[RacedSpeed]:
+    """Return a group's speed by its race; of one rank, which is in every race, by each of them."""
+    return [group.raced] if group.raced else list(group.alone_on.values())
+
+
+def _raced_text(group: Group) -> str:
+    texts = [ratio_text(speed) for speed in _raced_speeds(group)]
+    if len(texts) > 1:
+        texts = [f"{text} on {ranks}" for text, ranks in zip(texts, group.alone_on, strict=True)]
+    return "; ".join(text.replace(" ", "\u00a0") for text in texts) or formatting.MISSING
+
+
+def _raced_ratio(group: Group) -> float | None:
+    """Return the figure of its speed; of one rank in several races, the first."""
+    return next((speed.ratio for speed in _raced_speeds(group)), None)
+
+
+#: One rank is shown beside all others, too.
+_RACED_SPEED = replace(RACED_SPEED, value=_raced_ratio, cell=_raced_text)
+
+
 def group_terms(groups: Sequence[Group]) -> Terms:
     """Return what the held-out figures of the groups' runs are called."""
     return terms_of(run.result for group in groups for run in group.runs if run.result is not None)
@@ -113,8 +135,9 @@ def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
     terms = group_terms(groups)
     shown = [measure for measure in measures(groups) if terms.task.decodes or measure is not _WER]
     length = _EPOCHS if _EPOCHS.key in terms.kind.measures else _over_seeds(STEPS)
-    speed, *others = map(_over_seeds, shown)
-    return (_RANKS, length, _SEEDS, *with_figures([speed, RACED_SPEED, *others], groups))
+    # The race stands first: it compares, and runs by themselves had the machine one after another.
+    figures = [_RACED_SPEED, *map(_over_seeds, shown)]
+    return (_RANKS, length, _SEEDS, *with_figures(figures, groups))
 
 
 def make_tables(
