@@ -12,7 +12,7 @@ from speechdp.report.compare.groups import Group, Spread
 from speechdp.report.kit import formatting
 from speechdp.report.kit.columns import STEPS, FigureColumn, known_metrics, metric_column, throughput
 from speechdp.report.kit.metric_names import Terms, terms_of
-from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED, ratio_text
+from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED, any_raced, ratio_text
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, Value, csv_text, with_figures
 from speechdp.report.runs.raced import RacedSpeed
 
@@ -30,11 +30,11 @@ SPREAD_NOTE = "Mean over seeds ± sample standard deviation; one seed has none."
 
 _TRAFFIC = FigureColumn(
     "sent_bytes_per_s", "sent per rank", "MB/s", "What a rank sends in a second of training (mean).",
-    lambda row: row.sent_per_s, lambda value: f"{value / 1e6:.3g}",
+    lambda row: row.sent_per_s, lambda value: f"{value / 1e6:.3g}", is_detail=True,
 )  # fmt: skip
 _TO_TARGET = FigureColumn(
     "time_to_target_s", "to target", "s", "Training time to the first evaluation at the target.",
-    lambda row: row.time_to_target_s, lambda value: f"{value:,.1f}",
+    lambda row: row.time_to_target_s, lambda value: f"{value:,.1f}", is_detail=True,
 )  # fmt: skip
 _WER = FigureColumn(
     "wer", "WER", "%", "Word error rate of the final model.", lambda row: row.wer,
@@ -44,10 +44,12 @@ _DISTANCE = FigureColumn(
     "replica_distance", "replicas apart", "%",
     "Largest distance of a replica from the model evaluated, over that model's norm.",
     lambda row: row.replica_distance, lambda value: "0" if value == 0 else f"{100 * value:.2g}",
+    is_detail=True,
 )  # fmt: skip
 _STALENESS = FigureColumn(
     "staleness", "staleness", "updates", "Mean age of what was exchanged; asynchronous strategies only.",
     lambda row: row.staleness, lambda value: f"{value:.2g}",
+    is_detail=True,
 )  # fmt: skip
 
 
@@ -66,9 +68,11 @@ def _seeds(group: Group) -> str:
 _RANKS = Column[Group]("ranks", "ranks", "", "Number of ranks.", lambda group: group.ranks)
 _EPOCHS = Column[Group](
     "epochs", "epochs", "", "Passes over the training split.",
-    lambda group: group.epochs.mean if group.epochs else None, cell=_epochs,
+    lambda group: group.epochs.mean if group.epochs else None, cell=_epochs, is_detail=True,
 )  # fmt: skip
-_SEEDS = Column[Group]("seeds", "seeds", "", "Finished runs.", lambda group: len(group.finished), cell=_seeds)
+_SEEDS = Column[Group](
+    "seeds", "seeds", "", "Finished runs.", lambda group: len(group.finished), cell=_seeds, is_detail=True
+)
 
 
 def _raced_speeds(group: Group) -> list[RacedSpeed]:
@@ -136,7 +140,9 @@ def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
     shown = [measure for measure in measures(groups) if terms.task.decodes or measure is not _WER]
     length = _EPOCHS if _EPOCHS.key in terms.kind.measures else _over_seeds(STEPS)
     # The race stands first: it compares, and runs by themselves had the machine one after another.
-    figures = [_RACED_SPEED, *map(_over_seeds, shown)]
+    raced = any_raced(groups)
+    speed, *others = map(_over_seeds, shown)
+    figures = [_RACED_SPEED, replace(speed, is_detail=raced), *others]
     return (_RANKS, length, _SEEDS, *with_figures(figures, groups))
 
 

@@ -321,7 +321,9 @@ def _exchange_column(strategy: str, nbytes: float, pieces: int, *, is_all: bool)
     def seconds(one: BackendRecord) -> float | None:
         return next((each.seconds for each in one.exchanges if each.strategy == strategy), None)
 
-    return Column(strategy, f"{_size(nbytes)} {how}", "ms", meaning, seconds, formatting.milliseconds)
+    return Column(
+        strategy, f"{_size(nbytes)} {how}", "ms", meaning, seconds, formatting.milliseconds, is_detail=True
+    )
 
 
 def _size(nbytes: float) -> str:
@@ -409,12 +411,13 @@ def _columns(record: TuneRecord, terms: Terms) -> tuple[Column[SettingRecord], .
     rate = f"{terms.amount}/s"
     return (
         Column("predicted", "predicted", rate, "Predicted before anything but exchanges was measured [90 %].",
-               lambda one: one.predicted, cell=_predicted_text),
+               lambda one: one.predicted, cell=_predicted_text, is_detail=True),
         Column("ratio", "raced", "times", "Speed over gradient averaging's in the same rounds [95 %].",
                lambda one: one.ratio, cell=_ratio_text),
-        Column("frames_per_s", rate, "", "By the race.", lambda one: one.frames_per_s, formatting.count),
+        Column("frames_per_s", rate, "", "By the race.", lambda one: one.frames_per_s, formatting.count,
+               is_detail=True),
         Column("rungs", "rungs", "", "In how many rungs of the halving it was trained.",
-               lambda one: one.rungs or None),
+               lambda one: one.rungs or None, is_detail=True),
         Column("score", terms.short_name, terms.metric.unit, "At the end of its last rung.",
                lambda one: _score(one, record), terms.number),
         Column("time", "to target", "s", "Training time until the target [shortest, longest of the seeds]; "
