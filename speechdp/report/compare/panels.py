@@ -16,7 +16,7 @@ from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import MOST_DOTS, Canvas, dashes, even_numbers, named_canvas, style_axes
 from speechdp.report.kit.formatting import ONE_RANK_LABEL
-from speechdp.report.kit.learning import curve_points, learning_axes, thinned
+from speechdp.report.kit.learning import HIDDEN, curve_points, learning_axes, lies_on, seen_through, thinned
 from speechdp.report.kit.periods import PeriodCurve, draw_periods, period_units
 from speechdp.report.kit.speeds import any_raced, ranked, ratio_text
 from speechdp.report.kit.svg import Panel
@@ -25,8 +25,6 @@ from speechdp.report.kit.theme import Theme
 #: Exchanges older than this stand in one bar.
 OLDEST_BAR = 12
 SIZE = (4.4, 3.3)
-#: Curves that are nearer to each other at every point hide one another, as a share of the axes.
-_HIDDEN = 0.006
 Points = list[tuple[float, float]]
 
 
@@ -201,35 +199,27 @@ def draw_learning(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas,
     # The same heights on the plots of all numbers of ranks.
     _limit(ax, [curve for group in groups for curve in curves[id(group)]])
     low, high = ax.get_ylim()
-    nearest = (_HIDDEN * longest, _HIDDEN * (high - low))
+    nearest = (HIDDEN * longest, HIDDEN * (high - low))
     drawn: list[Points] = []
     for group in shown:
         mean = mean_curve(curves[id(group)])
-        hides = any(_lies_on(mean, other, nearest) for other in drawn)
-        _draw_group(ax, group, curves[id(group)], scale, canvas, hides=hides)
+        hidden = sum(lies_on(mean, other, nearest) for other in drawn)
+        _draw_group(ax, group, curves[id(group)], scale, canvas, hidden=hidden)
         drawn.append(mean)
     terms.finish_axis(ax)
     return True
 
 
-def _lies_on(curve: Points, other: Points, nearest: tuple[float, float]) -> bool:
-    """Return whether a curve hides another, or the part of it that has as many points."""
-    return all(
-        abs(x - its_x) <= nearest[0] and abs(y - its_y) <= nearest[1]
-        for (x, y), (its_x, its_y) in zip(curve, other, strict=False)
-    )
-
-
 def _draw_group(
-    ax: Axes, group: Group, curves: Sequence[Points], scale: float, canvas: Canvas, *, hides: bool
+    ax: Axes, group: Group, curves: Sequence[Points], scale: float, canvas: Canvas, *, hidden: int
 ) -> None:
     """Draw the seeds' curves and their mean.
 
     Args:
-        hides: another curve of the same values is drawn, and has to be seen through its gaps.
+        hidden: curves of the same values that are drawn already, and have to be seen through its gaps.
     """
     colour, strokes = canvas.colours[group.label], dashes(group.label, canvas)
-    strokes = strokes or ((4, 4) if hides else ())
+    strokes = strokes or seen_through(hidden)
     style = (0, strokes) if strokes else "-"
     if len(curves) > 1:
         for curve in curves:
