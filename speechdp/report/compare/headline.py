@@ -162,7 +162,8 @@ def _lost(group: Group, one_rank: Group) -> str:
             formatting.percent(row.word_errors.wer, 1) for row in (group, one_rank) if row.word_errors
         )
         errors = f"WER {own}\u00a0% against {alone}\u00a0%"
-        text = f"{text} ({errors})" if text else f"has {errors} of one rank"
+        if own != alone:
+            text = f"{text} ({errors})" if text else f"has {errors} of one rank"
     return text
 
 
@@ -235,7 +236,7 @@ def _only_finished(labels: dict[int, str]) -> str:
     return f"Only {named} ranks {'has' if len(sizes) == 1 else 'have'} finished"
 
 
-def _some_did_not_race(chosen: dict[int, Group], groups: Sequence[Group]) -> bool:
+def _some_did_not_race(chosen: Mapping[int, Group], groups: Sequence[Group]) -> bool:
     """Return whether somewhere a choice was made by a race that others on as many ranks took no part in."""
     return any(
         group.raced is None and bool(group.figures)

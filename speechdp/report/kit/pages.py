@@ -132,7 +132,7 @@ def setting_facts(settings: Mapping[str, Any], unshown: Collection[str] = ()) ->
 
 
 #: Values of options that do nothing.
-_NOT_SET = (None, "", [], False, 0)
+_NOT_SET: tuple[Any, ...] = (None, "", [], False, 0)
 
 
 def _given(value: Any) -> Any:
