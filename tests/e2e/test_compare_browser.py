@@ -40,7 +40,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_loads_alone_and_without_a_complaint(browser: webdriver.Chrome, page: Path) -> None:
     assert_loads_alone(browser, page)
     headline = browser.find_element(By.CSS_SELECTOR, ".headline").text
-    assert headline.startswith("Choose bmuf (period=16)")
+    assert headline.startswith("Bmuf (period=16) seems the best choice")
     assert not browser.find_elements(By.CSS_SELECTOR, "img, td b, th b")
 
 

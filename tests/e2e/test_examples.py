@@ -92,7 +92,10 @@ def test_the_recogniser_is_compared_over_strategies_unedited(tmp_path: Path) -> 
     assert all(run.size == 2 and run.completed and run.evaluations[-1].score for run in runs)
     rows = list(csv.DictReader((tmp_path / "out" / "compare" / "compare.csv").open()))
     assert all(0 < float(row["heldout_loss_mean"]) < 3 and float(row["items_per_s_mean"]) > 0 for row in rows)
-    assert "heldout_loss" in ended.stdout and "Choose " in ended.stdout
+    assert (
+        "heldout_loss" in ended.stdout
+        and "seems the best choice, by one seed and a race of 1 round" in " ".join(ended.stdout.split())
+    )
 
 
 def installed(example: str, tmp_path: Path) -> dict[str, str]:

@@ -169,7 +169,10 @@ def too_slow(settings: Sequence[Setting], is_faster: IsFaster, times: Times, how
         if reference is not None and reference is not setting and is_faster(reference, setting):
             reasons[setting] = f"{how} to be slower than gradient averaging, which learns as much a frame"
         elif tighter:
-            reasons[setting] = f"{how} to be no faster than {tighter[-1].name}, which exchanges more"
+            least = f"{100 * (WORTH - 1):.0f} %"
+            reasons[setting] = (
+                f"{how} to be less than {least} faster than {tighter[-1].name}, which exchanges more"
+            )
     return reasons
 
 

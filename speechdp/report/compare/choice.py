@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from speechdp.counting import counted
 from speechdp.experiments.compare.plan import FRAMES, TIME
 from speechdp.report.compare.groups import ComparedRun, Group
+from speechdp.report.compare.headline import (
+    CLAIM_SEEDS,
+    fewest_seeds,
+    headline,
+    listed,
+    seeds_text,
+    seeds_wanted,
+    tolerance,
+)
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.choice import (
     accurate_enough,
     eligible_rows,
-    lacks_scores,
     several_tasks,
     splits_of,
     undecoded_caution,
@@ -24,9 +31,6 @@ from speechdp.report.kit.choice import (
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
 from speechdp.report.kit.speeds import any_raced, choose_fastest, is_surely_slower, ratio_text, speed_phrase
 from speechdp.simulation.gain_sentence import gain_sentence
-
-#: Seeds that a claim needs.
-CLAIM_SEEDS = 3
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
         rows = [group for group in rows if not group.unjudged] or rows
         if rows:
             best = max(eligible_rows(rows), key=_score)
-            accurate = accurate_enough(rows, best, _tolerance(best))
+            accurate = accurate_enough(rows, best, tolerance(best))
             fastest, alike = choose_fastest(accurate, _speed)
             unsure |= {ranks} if alike else set()
             suffices = one_rank is not None and _suffices(one_rank, [fastest, *alike], rows, best)
@@ -70,8 +74,8 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
     machine = _machine(groups, raced=raced)
     cautions = tuple(filter(None, (machine if raced else "", *of_races, *_cautions(groups))))
     warning = "" if raced else machine
-    headline = _headline(chosen, unsure, groups)
-    return ComparisonAnswer(headline, tuple(details), cautions, warning, chosen=chosen)
+    text = headline(chosen, unsure, groups, one_rank)
+    return ComparisonAnswer(text, tuple(details), cautions, warning, chosen=chosen)
 
 
 def rule_for(groups: Sequence[Group]) -> str:
@@ -99,7 +103,7 @@ def _one_rank(groups: Sequence[Group]) -> Group | None:
 
 def _suffices(one_rank: Group, fastest: Sequence[Group], rows: Sequence[Group], best: Group) -> bool:
     """Say whether one rank is as fast as the fastest on several, and as accurate by the same rule."""
-    accurate = accurate_enough([*rows, one_rank], best, _tolerance(best))
+    accurate = accurate_enough([*rows, one_rank], best, tolerance(best))
     is_as_fast = all(_times_one_rank(group, one_rank) <= 1 for group in fastest)
     return is_as_fast and any(group is one_rank for group in accurate)
 
@@ -142,88 +146,6 @@ def _gain(fastest: Group, rows: Sequence[Group]) -> list[str]:
     return [sentence] if sentence else []
 
 
-def _tolerance(best: Group) -> float:
-    deviation = best.scores.deviation if best.scores else None
-    return max(group_terms([best]).metric.near_enough(best.score or 0.0), deviation or 0.0)
-
-
-def _headline(chosen: dict[int, Group], unsure: set[int], groups: Sequence[Group]) -> str:
-    """Say what to choose; on numbers of ranks in `unsure` others may be as fast."""
-    if not chosen and any(group.frames_per_s for group in groups if group.ranks > 1):
-        runs = [run.result for group in groups if group.ranks > 1 for run in group.finished if run.result]
-        lacks = lacks_scores(runs, group_terms(groups), "finished run on several ranks")
-        return f"{formatting.capital(lacks)}, so only speeds can be compared."
-    if not chosen:
-        return "No strategy has finished on more than one rank, so there is nothing to choose from yet."
-    keeps = group_terms(groups).keeps
-    of = ", of those that raced" if _some_did_not_race(chosen, groups) else ""
-    alone = [ranks for ranks, group in chosen.items() if group.ranks == 1]
-    by_label: dict[str, list[int]] = {}
-    for ranks, group in chosen.items():
-        if group.ranks > 1:
-            by_label.setdefault(group.label, []).append(ranks)
-    if not by_label:
-        return (
-            f"One rank alone {keeps}, and no strategy on {_listed(alone)} ranks that does so is faster: do "
-            "not spread this training."
-        )
-    finished_alone = [ranks for ranks in _with_one_finished(groups) if ranks in chosen]
-    alone_there = {ranks: chosen[ranks].label for ranks in finished_alone if chosen[ranks].ranks > 1}
-    compared = {
-        label: [ranks for ranks in sizes if ranks not in alone_there] for label, sizes in by_label.items()
-    }
-    by_label = {label: sizes for label, sizes in compared.items() if sizes} or by_label
-    if len({group.strategy for group in groups if group.ranks > 1}) == 1:
-        text = f"Only {next(iter(by_label))} was trained on several ranks: there is no choice to make."
-    elif len(alone_there) == len(chosen):
-        return f"{_only_finished(alone_there)}, so there is nothing to choose from yet."
-    elif len(by_label) == 1:
-        label, sizes = next(iter(by_label.items()))
-        text = f"Choose {label}: on {_listed(sizes)} ranks it is the fastest strategy that {keeps}{of}."
-        if unsure & set(sizes):
-            none = f"none that {keeps}{of}{',' if of else ''} is known to be faster"
-            text = f"Choose {label}: on {_listed(sizes)} ranks {none}."
-    else:
-        parts = [f"{label} on {_listed(sizes)}" for label, sizes in by_label.items()]
-        fastest = "None is known to be faster of those that" if unsure & {*chosen} else "The fastest that"
-        text = f"It depends on the number of ranks. {fastest} {keeps}{of}: {'; '.join(parts)} ranks."
-    if alone_there and len({group.strategy for group in groups if group.ranks > 1}) > 1:
-        text += f" {_only_finished(alone_there)}."
-    if alone:
-        text += f" Do not use {_listed(alone)} ranks: one rank alone {keeps}, too, and is as fast."
-    return text
-
-
-def _with_one_finished(groups: Sequence[Group]) -> list[int]:
-    """Return the numbers of ranks on which a single one of several strategies has figures to compare."""
-    found: dict[int, set[str]] = {}
-    for group in groups:
-        if group.ranks > 1 and group.mode == FRAMES and group.frames_per_s and group.score is not None:
-            found.setdefault(group.ranks, set()).add(group.strategy)
-    planned = {ranks: {group.strategy for group in groups if group.ranks == ranks} for ranks in found}
-    return [ranks for ranks, names in found.items() if len(names) == 1 < len(planned[ranks])]
-
-
-def _only_finished(labels: dict[int, str]) -> str:
-    """Say which strategy alone has finished on which numbers of ranks."""
-    sizes: dict[str, list[int]] = {}
-    for ranks, label in labels.items():
-        sizes.setdefault(label, []).append(ranks)
-    named = " and ".join(f"{label} on {_listed(of)}" for label, of in sizes.items())
-    return f"Only {named} ranks {'has' if len(sizes) == 1 else 'have'} finished"
-
-
-def _some_did_not_race(chosen: dict[int, Group], groups: Sequence[Group]) -> bool:
-    """Return whether somewhere a choice was made by a race that others on as many ranks took no part in."""
-    return any(
-        group.raced is None and bool(group.figures)
-        for ranks, choice in chosen.items()
-        if choice.raced is not None
-        for group in groups
-        if group.ranks == ranks
-    )
-
-
 def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Group | None) -> list[str]:
     """Say how fast and how accurate the fastest is on its number of ranks, and what the best is.
 
@@ -231,16 +153,21 @@ def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Gro
         rows: all that were tried on as many ranks.
     """
     terms = group_terms([fastest])
-    text = f"{fastest.ranks} ranks: {fastest.label} with {_rate(fastest)}"
+    text = f"{fastest.ranks} ranks: {fastest.label} {_pace(fastest)}"
     if one_rank is not None:
-        times = formatting.times(_times_one_rank(fastest, one_rank))
-        unsure = ", from which the race cannot tell it apart and" if _is_like_one_rank(fastest) else ","
-        text += f" ({times} times one rank{unsure} which reaches {terms.number(one_rank.score)})"
+        reaches = f"which reaches {terms.number(one_rank.score)}"
+        if fastest.raced is not None and fastest.alone is None:
+            # The ratio of a race and that of runs by themselves are never in one sentence.
+            text += f" (one rank did not race, {reaches})"
+        else:
+            times = formatting.times(_times_one_rank(fastest, one_rank))
+            unsure = ", from which the race cannot tell it apart and" if _is_like_one_rank(fastest) else ","
+            text += f" ({times} times one rank{unsure} {reaches})"
     text += f", {_accuracy(fastest)}"
     of_decoded = " of those decoded" if any(_score(group) > _score(best) for group in rows) else ""
     if best is not fastest:
         name = f"{terms.best} {terms.short_name}{of_decoded}"
-        text += f"; the {name} is that of {best.label}: {_accuracy(best)} at {_rate(best)}"
+        text += f"; the {name} is that of {best.label}: {_accuracy(best)} {_pace(best, 'at')}"
     elif len(rows) > 1:
         text += f", the {terms.best}{of_decoded} on {fastest.ranks} ranks"
     sentences = [f"{text}."]
@@ -257,7 +184,7 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
     best = max(rows, key=lambda group: group.score or 0.0)
     terms = group_terms([best])
     own = next((group for group in rows if group.strategy == chosen.strategy), None)
-    enough = (best.score or 0.0) - _tolerance(best)
+    enough = (best.score or 0.0) - tolerance(best)
     if own is None:
         return [f"In equal time {best.label} {terms.is_best}: {_accuracy(best)}."]
     near = [group for group in rows if group.score is not None and group.score >= enough]
@@ -276,13 +203,13 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
 
 def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
     notes = []
-    judged = [len(group.scores.values) if group.scores else len(group.finished) for group in groups]
-    fewest = min(filter(None, judged), default=0)
+    fewest = fewest_seeds(groups)
     if 0 < fewest < CLAIM_SEEDS:
-        seeds = "one seed" if fewest == 1 else f"{fewest} seeds"
+        wanted = seeds_wanted(groups)
+        more = f" (--seeds {wanted} with the same folder keeps what is done)" if wanted else ""
         notes.append(
-            f"This rests on {seeds}: differences may be chance. A claim needs {CLAIM_SEEDS}"
-            f"{_more_seeds(groups)}."
+            f"This rests on {seeds_text(fewest)}: differences may be chance. A claim needs "
+            f"{CLAIM_SEEDS}{more}."
         )
     for group in groups:
         for run in group.unjudged:
@@ -335,7 +262,7 @@ def _decoding(rows: Sequence[Group]) -> list[str]:
             alike |= {id(group): group for group in compared}
     if without:
         notes.append(
-            f"No run on {_listed(without)} ranks was decoded: the word error rate played no part in the "
+            f"No run on {listed(without)} ranks was decoded: the word error rate played no part in the "
             "choice there."
         )
     if alike:
@@ -345,16 +272,6 @@ def _decoding(rows: Sequence[Group]) -> list[str]:
 
 def _title(run: ComparedRun) -> str:
     return formatting.capital(run.record.planned.title)
-
-
-def _more_seeds(groups: Sequence[Group]) -> str:
-    """Return how to come to enough seeds, in brackets; "": the same command goes on to them."""
-    planned = sorted({run.record.seed for group in groups for run in group.runs})
-    if len(planned) >= CLAIM_SEEDS:
-        return ""
-    more = itertools.count(planned[-1] + 1)
-    wanted = [*planned, *itertools.islice(more, CLAIM_SEEDS - len(planned))]
-    return f" (--seeds {','.join(map(str, wanted))} with the same folder keeps what is done)"
 
 
 def _machine(groups: Sequence[Group], *, raced: bool) -> str:
@@ -378,12 +295,15 @@ def _accuracy(group: Group) -> str:
     return text.replace(" %", "\u00a0%")
 
 
-def _rate(group: Group) -> str:
-    rate = formatting.count(group.frames_per_s.mean if group.frames_per_s else None)
-    text = f"{rate} {group_terms([group]).amount}/s"
-    if group.raced is None or group.raced.baseline == group.strategy:
-        return text
-    return f"{speed_phrase(group.raced, group.strategy, _baseline_label(group))}, {text}"
+def _pace(group: Group, preposition: str = "with") -> str:
+    """Say how fast a group is: by the race where it raced, and then by nothing else."""
+    if group.raced is None:
+        rate = formatting.count(group.frames_per_s.mean if group.frames_per_s else None)
+        return f"{preposition} {rate} {group_terms([group]).amount}/s"
+    if group.raced.baseline == group.strategy:
+        return "as the baseline of the race"
+    speed = speed_phrase(group.raced, group.strategy, _baseline_label(group))
+    return f"{preposition} {speed} in the race"
 
 
 def _baseline_label(group: Group) -> str:
@@ -396,8 +316,3 @@ def _score(group: Group) -> float:
 
 def _speed(group: Group) -> float:
     return group.frames_per_s.mean if group.frames_per_s else 0.0
-
-
-def _listed(sizes: Sequence[int]) -> str:
-    words = [str(size) for size in sizes]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

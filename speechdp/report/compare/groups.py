@@ -83,6 +83,7 @@ class Group:
             splits.
         raced: its speed by the race on as many ranks; None: it took no part, or there was none.
         alone: that of one rank in the same race.
+        alone_on: of one rank, its speeds by the races in which it took part, by their number of ranks.
     """
 
     strategy: str
@@ -93,6 +94,7 @@ class Group:
     word_errors: WordErrors | None
     raced: RacedSpeed | None = None
     alone: RacedSpeed | None = None
+    alone_on: Mapping[int, RacedSpeed] = field(default_factory=dict)
 
     def spread(self, figure: Callable[[RunFigures], Value]) -> Spread | None:
         """Return a figure of the finished runs; None where none has it."""
@@ -211,10 +213,14 @@ def compared_by_race(groups: Sequence[Group]) -> dict[int, dict[str, str]]:
 def _with_race(groups: list[Group], ranks: int, speeds: Mapping[str, RacedSpeed]) -> list[Group]:
     """Return the groups with the speeds of the race on so many ranks."""
     alone = speeds.get(ONE_RANK)
-    return [
-        replace(group, raced=speeds.get(group.strategy), alone=alone) if group.ranks == ranks else group
-        for group in groups
-    ]
+    found: list[Group] = []
+    for group in groups:
+        if group.ranks == ranks:
+            group = replace(group, raced=speeds.get(group.strategy), alone=alone)  # noqa: PLW2901
+        elif group.ranks == 1 and alone is not None:
+            group = replace(group, alone_on={**group.alone_on, ranks: alone})  # noqa: PLW2901
+        found.append(group)
+    return found
 
 
 def _group(key: tuple[str, int, str], runs: list[ComparedRun], target: float | None) -> Group:

@@ -14,9 +14,9 @@ from speechdp.parallel.period import PeriodUnit
 from speechdp.report.compare.groups import Group
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
-from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
+from speechdp.report.kit.canvas import MOST_DOTS, Canvas, dashes, even_numbers, named_canvas, style_axes
 from speechdp.report.kit.formatting import ONE_RANK_LABEL
-from speechdp.report.kit.learning import curve_points, learning_axes, thinned
+from speechdp.report.kit.learning import HIDDEN, curve_points, learning_axes, lies_on, seen_through, thinned
 from speechdp.report.kit.periods import PeriodCurve, draw_periods, period_units
 from speechdp.report.kit.speeds import any_raced, ranked, ratio_text
 from speechdp.report.kit.svg import Panel
@@ -117,7 +117,7 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
     _draw_reference(ax, groups, canvas)
     _mark_what_lies_below(ax, shown, canvas, raced=raced)
     ax.xaxis.set_major_locator(MaxNLocator(5))
-    ax.xaxis.set_major_formatter(lambda x, _: f"{x:.2f}" if raced else f"{x:,.0f}")
+    even_numbers(ax.xaxis, fewest=2 if raced else 0)
     terms.finish_axis(ax)
     return True
 
@@ -196,23 +196,41 @@ def draw_learning(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas,
     longest = max(curve[-1][0] for curve in own)
     terms, title = group_terms(groups), f"{formatting.rank_count(ranks)}: over"
     scale = learning_axes(ax, title, longest, terms, canvas, over_time=over_time)
-    for group in shown:
-        _draw_group(ax, group, curves[id(group)], scale, canvas)
     # The same heights on the plots of all numbers of ranks.
     _limit(ax, [curve for group in groups for curve in curves[id(group)]])
+    low, high = ax.get_ylim()
+    nearest = (HIDDEN * longest, HIDDEN * (high - low))
+    drawn: list[Points] = []
+    for group in shown:
+        mean = mean_curve(curves[id(group)])
+        hidden = sum(lies_on(mean, other, nearest) for other in drawn)
+        _draw_group(ax, group, curves[id(group)], scale, canvas, hidden=hidden)
+        drawn.append(mean)
     terms.finish_axis(ax)
     return True
 
 
-def _draw_group(ax: Axes, group: Group, curves: Sequence[Points], scale: float, canvas: Canvas) -> None:
+def _draw_group(
+    ax: Axes, group: Group, curves: Sequence[Points], scale: float, canvas: Canvas, *, hidden: int
+) -> None:
+    """Draw the seeds' curves and their mean.
+
+    Args:
+        hidden: curves of the same values that are drawn already, and have to be seen through its gaps.
+    """
     colour, strokes = canvas.colours[group.label], dashes(group.label, canvas)
+    strokes = strokes or seen_through(hidden)
     style = (0, strokes) if strokes else "-"
     if len(curves) > 1:
         for curve in curves:
             ax.plot(*_scaled(curve, scale), color=colour, linewidth=0.7, alpha=0.55, zorder=2)
+    mean = mean_curve(curves)
+    # A curve of one point is its marker.
+    size = 0.0 if len(mean) > MOST_DOTS else 3.6 if len(mean) > 1 else 6.0
     (line,) = ax.plot(
-        *_scaled(mean_curve(curves), scale), color=colour, linewidth=2, linestyle=style, zorder=3
-    )
+        *_scaled(mean, scale), color=colour, linewidth=2, linestyle=style, zorder=3,
+        marker="o" if size else "", markersize=size,
+    )  # fmt: skip
     canvas.tip(line, _tip(group))
 
 

@@ -12,8 +12,9 @@ from speechdp.report.compare.groups import Group, Spread
 from speechdp.report.kit import formatting
 from speechdp.report.kit.columns import STEPS, FigureColumn, known_metrics, metric_column, throughput
 from speechdp.report.kit.metric_names import Terms, terms_of
-from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED
+from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED, any_raced, ratio_text
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, Value, csv_text, with_figures
+from speechdp.report.runs.raced import RacedSpeed
 
 #: Heading and note of each mode's table.
 _MODES = {
@@ -29,11 +30,11 @@ SPREAD_NOTE = "Mean over seeds ± sample standard deviation; one seed has none."
 
 _TRAFFIC = FigureColumn(
     "sent_bytes_per_s", "sent per rank", "MB/s", "What a rank sends in a second of training (mean).",
-    lambda row: row.sent_per_s, lambda value: f"{value / 1e6:.3g}",
+    lambda row: row.sent_per_s, lambda value: f"{value / 1e6:.3g}", is_detail=True,
 )  # fmt: skip
 _TO_TARGET = FigureColumn(
     "time_to_target_s", "to target", "s", "Training time to the first evaluation at the target.",
-    lambda row: row.time_to_target_s, lambda value: f"{value:,.1f}",
+    lambda row: row.time_to_target_s, lambda value: f"{value:,.1f}", is_detail=True,
 )  # fmt: skip
 _WER = FigureColumn(
     "wer", "WER", "%", "Word error rate of the final model.", lambda row: row.wer,
@@ -43,10 +44,12 @@ _DISTANCE = FigureColumn(
     "replica_distance", "replicas apart", "%",
     "Largest distance of a replica from the model evaluated, over that model's norm.",
     lambda row: row.replica_distance, lambda value: "0" if value == 0 else f"{100 * value:.2g}",
+    is_detail=True,
 )  # fmt: skip
 _STALENESS = FigureColumn(
     "staleness", "staleness", "updates", "Mean age of what was exchanged; asynchronous strategies only.",
     lambda row: row.staleness, lambda value: f"{value:.2g}",
+    is_detail=True,
 )  # fmt: skip
 
 
@@ -65,9 +68,32 @@ def _seeds(group: Group) -> str:
 _RANKS = Column[Group]("ranks", "ranks", "", "Number of ranks.", lambda group: group.ranks)
 _EPOCHS = Column[Group](
     "epochs", "epochs", "", "Passes over the training split.",
-    lambda group: group.epochs.mean if group.epochs else None, cell=_epochs,
+    lambda group: group.epochs.mean if group.epochs else None, cell=_epochs, is_detail=True,
 )  # fmt: skip
-_SEEDS = Column[Group]("seeds", "seeds", "", "Finished runs.", lambda group: len(group.finished), cell=_seeds)
+_SEEDS = Column[Group](
+    "seeds", "seeds", "", "Finished runs.", lambda group: len(group.finished), cell=_seeds, is_detail=True
+)
+
+
+def _raced_speeds(group: Group) -> list[RacedSpeed]:
+    """Return a group's speed by its race; of one rank, which is in every race, by each of them."""
+    return [group.raced] if group.raced else list(group.alone_on.values())
+
+
+def _raced_text(group: Group) -> str:
+    texts = [ratio_text(speed) for speed in _raced_speeds(group)]
+    if len(texts) > 1:
+        texts = [f"{text} on {ranks}" for text, ranks in zip(texts, group.alone_on, strict=True)]
+    return "; ".join(text.replace(" ", "\u00a0") for text in texts) or formatting.MISSING
+
+
+def _raced_ratio(group: Group) -> float | None:
+    """Return the figure of its speed; of one rank in several races, the first."""
+    return next((speed.ratio for speed in _raced_speeds(group)), None)
+
+
+#: One rank is shown beside all others, too.
+_RACED_SPEED = replace(RACED_SPEED, value=_raced_ratio, cell=_raced_text)
 
 
 def group_terms(groups: Sequence[Group]) -> Terms:
@@ -113,8 +139,11 @@ def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
     terms = group_terms(groups)
     shown = [measure for measure in measures(groups) if terms.task.decodes or measure is not _WER]
     length = _EPOCHS if _EPOCHS.key in terms.kind.measures else _over_seeds(STEPS)
+    # The race stands first: it compares, and runs by themselves had the machine one after another.
+    raced = any_raced(groups)
     speed, *others = map(_over_seeds, shown)
-    return (_RANKS, length, _SEEDS, *with_figures([speed, RACED_SPEED, *others], groups))
+    figures = [_RACED_SPEED, replace(speed, is_detail=raced), *others]
+    return (_RANKS, length, _SEEDS, *with_figures(figures, groups))
 
 
 def make_tables(

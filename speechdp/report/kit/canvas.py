@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
@@ -82,4 +84,30 @@ def style_axes(ax: Axes, title: str, axis: str, theme: Theme) -> None:
     ax.grid(axis="y", color=theme.grid, linewidth=0.8)
     ax.set_axisbelow(True)
     ax.tick_params(length=0, colors=theme.muted, labelcolor=theme.muted)
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}".replace("-", formatting.MINUS)))
+    even_numbers(ax.yaxis)
+
+
+#: Digits after the point that ticks are written with at most.
+_MOST_DIGITS = 6
+
+
+def even_numbers(axis: Axis, fewest: int = 0) -> None:
+    """Write all ticks of an axis alike: thousands separated, with the digits that tell them apart.
+
+    Args:
+        fewest: digits after the point.
+    """
+
+    def text(value: float, _: int | None) -> str:
+        ticks = [float(tick) for tick in axis.get_majorticklocs()]
+        gaps = [abs(one - other) for one, other in pairwise(ticks) if one != other]
+        exact = 1e-3 * min(gaps, default=0.0)
+        digits = next(
+            (n for n in range(fewest, _MOST_DIGITS) if all(abs(round(t, n) - t) <= exact for t in ticks)),
+            _MOST_DIGITS,
+        )
+        if not gaps or digits == _MOST_DIGITS:
+            return f"{value:,g}".replace("-", formatting.MINUS)
+        return f"{value:,.{digits}f}".replace("-", formatting.MINUS)
+
+    axis.set_major_formatter(FuncFormatter(text))

@@ -47,4 +47,5 @@ def metric_column(metric: Metric, *, is_first: bool) -> FigureColumn:
         metric.meaning,
         lambda row: row.values.get(metric.key),
         lambda value: metric_text(metric, value),
+        is_detail=not is_first,
     )

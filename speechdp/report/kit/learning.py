@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from matplotlib.axes import Axes
 
@@ -32,6 +32,30 @@ def thinned(points: Sequence[Point]) -> list[Point]:
         return list(points)
     last = len(points) - 1
     return [points[round(place * last / (_MOST_POINTS - 1))] for place in range(_MOST_POINTS)]
+
+
+#: Curves that are nearer to each other at every point hide one another, as a share of the axes.
+HIDDEN = 0.006
+
+
+def lies_on(
+    curve: Sequence[tuple[Any, ...]], other: Sequence[tuple[Any, ...]], nearest: tuple[float, float]
+) -> bool:
+    """Return whether a curve hides another, or the part of it that has as many points.
+
+    Args:
+        curve, other: x and y of each point, and what else belongs to it.
+        nearest: how far apart points are, across and up, that cannot be told apart.
+    """
+    return all(
+        abs(point[0] - its[0]) <= nearest[0] and abs(point[1] - its[1]) <= nearest[1]
+        for point, its in zip(curve, other, strict=False)
+    )
+
+
+def seen_through(hidden: int) -> tuple[float, ...]:
+    """Return strokes and gaps, in points, through which so many curves below are seen; none below: ()."""
+    return (4.0, 4.0 * hidden) if hidden else ()
 
 
 def frames_unit(longest: float) -> tuple[float, str]:

@@ -73,10 +73,10 @@ class Terms:
         """Write the figure so that it can stand in a sentence: `−0.407 nats/frame`, `L1 0.1233 per frame`."""
         return self.metric.labelled(self.number(score))
 
-    def gap(self, score: float, best: float) -> str:
-        """Write how much worse a figure is than the best: `0.054 nats/frame below the best`."""
+    def gap(self, score: float, best: float, of: str = "") -> str:
+        """Write how much worse a figure is than the best, or than `of`: `0.05 nats/frame below the best`."""
         side = "above" if self.falls else "below"
-        return f"{self.metric.labelled(self.metric.number(best - score))} {side} the {self.best}"
+        return f"{self.metric.labelled(self.metric.number(best - score))} {side} {of or f'the {self.best}'}"
 
     def gain(self, value: float) -> str:
         """Write by how much a figure has become better: `+0.012 nats/frame`."""

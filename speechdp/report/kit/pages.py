@@ -122,12 +122,24 @@ def _stroke(colour: str, strokes: tuple[float, ...]) -> Markup:
 
 
 def setting_facts(settings: Mapping[str, Any], unshown: Collection[str] = ()) -> list[tuple[str, str]]:
-    """Return settings as (title, text) for a page; what was not set is left out."""
+    """Return settings as (title, text) for a page; what was not set is left out, in groups too."""
     return [
         (name.replace("_", " "), setting_text(name, value))
-        for name, value in settings.items()
-        if value not in (None, "", [], False, 0) and name not in unshown
+        for name, given in settings.items()
+        if name not in unshown
+        if (value := _given(given)) not in (*_NOT_SET, {})
     ]
+
+
+#: Values of options that do nothing.
+_NOT_SET: tuple[Any, ...] = (None, "", [], False, 0)
+
+
+def _given(value: Any) -> Any:
+    """Return a setting; of a group what was set."""
+    if not isinstance(value, dict):
+        return value
+    return {key: item for key, item in value.items() if item not in _NOT_SET}
 
 
 def setting_text(title: str, value: Any) -> str:

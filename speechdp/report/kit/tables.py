@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from markupsafe import Markup
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -19,8 +20,14 @@ from speechdp.report.kit.formatting import MISSING
 #: Units that a figure needs not say where its title stands alone.
 _PLAIN_UNITS = ("", "times", "nats/frame", "per frame")
 
-#: More columns than any table has.
-_NO_EDGE = 10_000
+#: Letters of a line in a file or a pipe.
+_PIPED = 128
+#: Letters beside a cell: its padding, and what divides it from the next.
+_BESIDE = 3
+#: Letters that a text which may be broken between words has at least, where it has so many.
+_TEXT = 20
+#: Letters of the rows' names, at least.
+_NAME = 12
 
 Value = float | int | str | None
 Row = TypeVar("Row")
@@ -37,6 +44,7 @@ class Column(Generic[Row]):
         number: writes a figure in the column's unit.
         cell: writes a row's cell where it shows more than the figure; None: it does not.
         is_notable: whether a row's cell is to catch the eye.
+        is_detail: it is left out first where a terminal has no room for all.
     """
 
     key: str
@@ -48,6 +56,7 @@ class Column(Generic[Row]):
     cell: Callable[[Row], str] | None = None
     is_number: bool = True
     is_notable: Callable[[Row], bool] = lambda row: False
+    is_detail: bool = False
 
     def text(self, row: Row) -> str:
         """Write a row's cell."""
@@ -101,7 +110,7 @@ class ShownTable(Generic[Row]):
         id: of the page's element.
         first: heading of the rows' names.
         note: what stands below.
-        wide_columns: on a narrower terminal it has a line for each figure instead of each row.
+        wide_columns: on a narrower terminal it has a line for each figure instead of each row, if that fits.
     """
 
     id: str
@@ -118,56 +127,182 @@ class ShownTable(Generic[Row]):
 
     @property
     def width(self) -> int:
-        """About how many letters it is wide; headings are broken between words."""
-        names = max((len(head.name) for head, _ in self.rows), default=0)
-        widths = [
-            max(*map(len, column.title.split()), *(len(column.text(row)) for _, row in self.rows), 0)
-            for column in self.columns
-        ]
-        return names + sum(widths) + 3 * len(widths)
+        """How many letters it is wide with all columns, headings broken between words."""
+        return self._wide_width(self.columns, self._name_widths()[1])
+
+    def _wide_width(self, shown: Sequence[Column[Row]], names: int) -> int:
+        """Return how many letters a line for each row is wide.
+
+        Args:
+            names: letters of the rows' names.
+        """
+        return names + _BESIDE + 1 + sum(self._needs(column) + _BESIDE for column in shown)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the form that fits; rich calls this."""
+        """Yield the form that fits, without breaking a word; rich calls this.
+
+        Where none does, columns are left out, and named below: the page has them.
+        """
+        room = options.max_width if console.is_terminal else _PIPED
+        lines = [] if room >= self.wide_columns else self._fitting_lines(room)
+        shown = lines or self._fitting(room)
+        left_out = [_plain(column.title) for column in self.columns if column not in shown]
+        more = f"Only on the page: {', '.join(left_out)}." if left_out else ""
+        caption = "\n".join(filter(None, (self.note, more)))
         table = Table(
             title=Text(self.title) if self.title else None,
             title_justify="left",
             title_style="bold",
-            caption=Text(self.note, style="table.caption") if self.note else None,
+            caption=Text(caption, style="table.caption") if caption else None,
             caption_justify="left",
             header_style="bold",
             box=box.SIMPLE_HEAD,
         )
-        if not console.is_terminal:
-            options = options.update(max_width=_NO_EDGE)  # of a file: no word has to be broken
-        (self._fill_wide if options.max_width >= self.wide_columns else self._fill_tall)(table)
-        yield from console.render(table, options)
+        if lines:
+            self._fill_tall(table, lines, room)
+        else:
+            self._fill_wide(table, shown, room)
+        # A table that is narrower than its caption does not make it narrow.
+        for line in console.render_lines(table, options.update(max_width=room), pad=False):
+            yield from _without_blanks(line)
+            yield Segment.line()
 
-    def _fill_wide(self, table: Table) -> None:
+    def _fitting(self, room: int) -> list[Column[Row]]:
+        """Return the columns that fit on a line: without details first, then without the last ones."""
+        shown = [*self.columns]
+        names = self._name_widths()[0]
+        while len(shown) > 1 and self._wide_width(shown, names) > room:
+            details = [column for column in shown if column.is_detail]
+            shown.remove(details[-1] if details else shown[-1])
+        return shown
+
+    def _name_widths(self) -> tuple[int, int]:
+        """Return how many letters the rows' names need, broken between words, and have."""
+        texts = [self.first, *(head.text(head.name).plain for head, _ in self.rows)]
+        return max(_NAME, *map(_longest_word, texts)), max(_NAME, *map(len, texts))
+
+    def _needs(self, column: Column[Row]) -> int:
+        """Return how many letters a column needs: headings, and cells of text, are broken between words."""
+        texts = [column.text(row) for _, row in self.rows]
+        longest = max(map(len, texts), default=0)
+        if not column.is_number:
+            longest = max(min(longest, _TEXT), *map(_longest_word, texts), 0)
+        return max(longest, _longest_word(_plain(column.title)), len(column.unit))
+
+    def _wants(self, column: Column[Row]) -> int:
+        """Return how many letters a column has where nothing is broken."""
+        texts = [_plain(column.title), column.unit, *(column.text(row) for _, row in self.rows)]
+        return max(map(len, texts))
+
+    def _fitting_lines(self, room: int) -> list[Column[Row]]:
+        """Return the figures whose lines fit, names and cells broken between words; texts are left out first.
+
+        None, where figures would be left out.
+        """
+        for shown in ([*self.columns], [column for column in self.columns if column.is_number]):
+            if _tall_width(shown, self._tall_needs(shown)) <= room:
+                return shown
+        return []
+
+    def _tall_needs(self, shown: Sequence[Column[Row]]) -> list[int]:
+        """Return how many letters each row needs where it is a column."""
+        return [
+            max(
+                map(
+                    _longest_word,
+                    (head.text(head.short or head.name).plain, *(one.text(row) for one in shown)),
+                )
+            )
+            for head, row in self.rows
+        ]
+
+    def _fill_wide(self, table: Table, shown: Sequence[Column[Row]], room: int) -> None:
         """Add one line per row."""
-        table.add_column(self.first, overflow="fold", min_width=12)
-        for column in self.columns:
-            title = column.title.replace("\u00ad", "")
+        (names, long_names), widths = self._name_widths(), [self._needs(column) for column in shown]
+        spare = room - self._wide_width(shown, names)
+        # Names and texts first: a heading on two lines is no loss.
+        for is_number in (False, True):
+            of_kind = [place for place, column in enumerate(shown) if column.is_number == is_number]
+            needs = [widths[place] for place in of_kind] + [names]
+            wants = [self._wants(shown[place]) for place in of_kind] + [long_names]
+            *widened, names = _widened(needs, wants, spare)
+            spare -= sum(widened) + names - sum(needs)
+            for place, width in zip(of_kind, widened, strict=True):
+                widths[place] = width
+        table.add_column(self.first, overflow="fold", width=names)
+        for column, width in zip(shown, widths, strict=True):
+            title = _plain(column.title)
             heading = f"{title}\n{column.unit}" if column.unit else title
             justify = "right" if column.is_number else "left"
-            table.add_column(heading, justify=justify, overflow="fold")  # type: ignore[arg-type]
+            table.add_column(heading, justify=justify, overflow="fold", width=width)  # type: ignore[arg-type]
         for number, (head, row) in enumerate(self.rows):
             table.add_row(
                 head.text(head.name),
-                *(_terminal_cell(column, row) for column in self.columns),
+                *(_terminal_cell(column, row) for column in shown),
                 style="dim" if head.is_pale else "",
                 end_section=any(following.begins for following, _ in self.rows[number + 1 : number + 2]),
             )
 
-    def _fill_tall(self, table: Table) -> None:
+    def _fill_tall(self, table: Table, shown: Sequence[Column[Row]], room: int) -> None:
         """Add one line a figure and one column a row, under the rows' short names."""
         table.padding = (0, 1, 0, 0)
         table.add_column("", no_wrap=True)
-        for head, _ in self.rows:
-            table.add_column(head.text(head.short or head.name), justify="right", overflow="fold")
-        for column in self.columns:
-            title = column.title.replace("\u00ad", "")
-            name = title if column.unit in _PLAIN_UNITS else f"{title}, {column.unit}"
-            table.add_row(Text(name), *(_terminal_cell(column, row) for _, row in self.rows))
+        names = [head.text(head.short or head.name) for head, _ in self.rows]
+        needs = self._tall_needs(shown)
+        wants = [
+            max(len(name.plain), *(len(column.text(row)) for column in shown))
+            for name, (_, row) in zip(names, self.rows, strict=True)
+        ]
+        widths = _widened(needs, wants, room - _tall_width(shown, needs))
+        for name, width in zip(names, widths, strict=True):
+            table.add_column(name, justify="right", overflow="fold", width=width)
+        for column in shown:
+            table.add_row(Text(_name_of(column)), *(_terminal_cell(column, row) for _, row in self.rows))
+
+
+def _tall_width(shown: Sequence[Column[Any]], needs: Sequence[int]) -> int:
+    """Return how many letters the form with a line for each figure is wide.
+
+    Args:
+        needs: of each row.
+    """
+    return max((len(_name_of(column)) for column in shown), default=0) + 3 + sum(width + 2 for width in needs)
+
+
+def _widened(needs: Sequence[int], wants: Sequence[int], spare: int) -> list[int]:
+    """Return widths between what columns need and what they want: letters to spare go to the narrowest."""
+    widths = [*needs]
+    for _ in range(spare):
+        narrow = [place for place, width in enumerate(widths) if width < wants[place]]
+        if not narrow:
+            break
+        widths[min(narrow, key=lambda place: widths[place])] += 1
+    return widths
+
+
+def _plain(title: str) -> str:
+    return title.replace("\u00ad", "")
+
+
+def _name_of(column: Column[Any]) -> str:
+    """Return what a figure is called where it has a line, with its unit unless it goes without saying."""
+    title = _plain(column.title)
+    return title if column.unit in _PLAIN_UNITS else f"{title}, {column.unit}"
+
+
+def _longest_word(text: str) -> int:
+    return max(map(len, text.split(" ")))
+
+
+def _without_blanks(line: Sequence[Segment]) -> list[Segment]:
+    """Return a line without blanks at its end."""
+    kept = [*line]
+    while kept and not kept[-1].text.rstrip(" "):
+        kept.pop()
+    if kept:
+        last = kept.pop()
+        kept.append(Segment(last.text.rstrip(" "), last.style))
+    return kept
 
 
 def with_figures(columns: Iterable[Column[Row]], rows: Sequence[Row]) -> tuple[Column[Row], ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from matplotlib.axes import Axes
 
 from speechdp.report.kit import formatting
-from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
+from speechdp.report.kit.canvas import Canvas, dashes, even_numbers, named_canvas, style_axes
 from speechdp.report.kit.svg import Panel
 from speechdp.report.kit.theme import Theme
 from speechdp.report.simulation.ranges import Family, has_periods
@@ -23,13 +23,23 @@ def make_canvas(families: Sequence[Family], theme: Theme) -> Canvas:
 
 
 def make_panels(families: Sequence[Family], target: TargetAmount) -> list[list[Panel]]:
-    """Return the plots line by line."""
-    return [
+    """Return the plots line by line: over ranks, or for a single number of them a bar for each setting."""
+    sizes = {ranks for family in families for ranks in family.ranks}
+    if len(sizes) == 1:
+        bars = speed_bars(families)
+        size = (11.0, 1.0 + 0.25 * max(len(bars), 2))
+        (ranks,) = sizes
+        what = f"{target.amount}/s on {formatting.rank_count(ranks)}"
+        return [[Panel("speeds", what, size, lambda ax, c: draw_speeds(ax, bars, what, c))]]
+    with_ranges = any(map(has_periods, families))
+    lines = [
         [
             Panel(
                 "efficiency", "efficiency over ranks", SIZE, lambda ax, c: draw_efficiency(ax, families, c)
             ),
-            Panel("hours", "GPU-hours over ranks", SIZE, lambda ax, c: draw_hours(ax, families, target, c)),
+            Panel(
+                "hours", f"{target.hours} over ranks", SIZE, lambda ax, c: draw_hours(ax, families, target, c)
+            ),
         ],
         [
             Panel(
@@ -37,6 +47,48 @@ def make_panels(families: Sequence[Family], target: TargetAmount) -> list[list[P
             ),
         ],
     ]
+    return lines if with_ranges else lines[:1]
+
+
+#: Bars of a picture; where there are more settings, each strategy has one.
+_MOST_BARS = 48
+
+
+def speed_bars(families: Sequence[Family]) -> list[tuple[str, Family, Prediction]]:
+    """Return name, family and prediction of each bar: of every setting, or where that is many of the best."""
+    shown = [(family, one) for family in families for one in family.predictions]
+    if len(shown) > _MOST_BARS:
+        shown = [
+            (family, family.near_best(one.ranks)[0]) for family in families for one in family.predictions[:1]
+        ]
+    return [
+        (f"{family.label}, period {one.period}" if has_periods(family) else family.label, family, one)
+        for family, one in shown
+    ]
+
+
+def draw_speeds(ax: Axes, bars: Sequence[tuple[str, Family, Prediction]], title: str, canvas: Canvas) -> bool:
+    """Draw the speed of each setting on the same number of ranks, with its interval."""
+    if not bars:
+        return False
+    style_axes(ax, formatting.capital(title), "", canvas.theme)
+    for y, (name, family, one) in enumerate(bars):
+        speed, colour = one.frames_per_s, canvas.colours[family.label]
+        (bar,) = ax.barh(y, speed.mean, height=0.66, color=colour, linewidth=0)
+        ax.plot([speed.low, speed.high], [y, y], color=canvas.theme.ink, linewidth=1.2)
+        figures = f"{formatting.estimate(speed.mean)} ({formatting.percent(one.efficiency.mean)} %)"
+        canvas.tip(bar, f"{name}: {figures}")
+        ax.annotate(
+            figures, (max(speed.mean, speed.high), y), xytext=(5, 0), textcoords="offset points",
+            va="center", color=canvas.theme.muted, fontsize="small",
+        )  # fmt: skip
+    ax.set_yticks(range(len(bars)), [name for name, _, _ in bars])
+    ax.set_ylim(len(bars) - 0.4, -0.6)
+    ax.set_xlim(0, 1.15 * max(max(one.frames_per_s.mean, one.frames_per_s.high) for _, _, one in bars))
+    even_numbers(ax.xaxis)
+    ax.grid(visible=False, axis="y")
+    ax.grid(axis="x", color=canvas.theme.grid, linewidth=0.8)
+    return True
 
 
 def draw_efficiency(ax: Axes, families: Sequence[Family], canvas: Canvas) -> bool:
@@ -53,8 +105,8 @@ _DECADE = 10.0
 
 def draw_hours(ax: Axes, families: Sequence[Family], target: TargetAmount, canvas: Canvas) -> bool:
     """Plot the hours of all ranks together to so many frames."""
-    style_axes(ax, f"To {target}", "GPU-hours", canvas.theme)
-    drawn = _draw_lines(ax, families, canvas, lambda one: one.gpu_hours(target.frames), 1.0, "GPU-hours")
+    style_axes(ax, f"To {target}", target.hours, canvas.theme)
+    drawn = _draw_lines(ax, families, canvas, lambda one: one.gpu_hours(target.frames), 1.0, target.hours)
     low, high = ax.dataLim.intervaly
     if drawn and 0 < low * _DECADE < high:
         ax.set_yscale("log")

@@ -37,14 +37,15 @@ def write_simulation(out: Path, simulation: Simulation, frames: float | None = N
 
     Args:
         out: folder of the run, or of the experiment, that was simulated.
-        frames: to which GPU-hours are counted; None: as many as the largest of the runs trained on.
+        frames: to which hours of all ranks are counted; None: as many as the largest of the runs trained on.
 
     Raises:
         RunError: the folder cannot be written.
     """
     predictions, families = simulation.predictions, families_of(simulation.predictions)
     frames = frames or max((run.frames_trained or 0.0 for run in simulation.runs), default=0.0) or _NO_FRAMES
-    target = TargetAmount(frames, simulation.runs[0].amount)
+    hours = "GPU-hours" if any(run.on_gpu for run in simulation.runs) else "rank-hours"
+    target = TargetAmount(frames, simulation.runs[0].amount, hours)
     marks = legend_marks(make_canvas(families, theme.PAGE))
     answer, panels = find_answer(simulation, families), make_panels(families, target)
     table, summary = full_table(predictions, target, marks), overview(families, marks, target.amount)
@@ -56,6 +57,8 @@ def write_simulation(out: Path, simulation: Simulation, frames: float | None = N
         TIME_ONLY,
         lines=[line for line in drawn if line],
         legend=list(marks.items()),
+        over_ranks=len({one.ranks for one in predictions}) > 1,
+        with_ranges=any(map(has_periods, families)),
         overview=summary,
         table=table,
         settings=settings_of(simulation, target),

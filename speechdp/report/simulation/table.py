@@ -52,15 +52,17 @@ _MIXED = Column[Prediction](
 
 @dataclass(frozen=True)
 class TargetAmount:
-    """What GPU-hours are counted to.
+    """What hours of all ranks together are counted to.
 
     Attributes:
         frames: that all ranks together train on.
         amount: what they are called: frames, or the items of a user's script.
+        hours: what the hours are called: those of ranks, which are GPUs or not.
     """
 
     frames: float
     amount: str
+    hours: str = "rank-hours"
 
     def __str__(self) -> str:
         return f"{self.frames:,.0f} {self.amount}"
@@ -91,7 +93,7 @@ def hours_text(hours: float) -> str:
 
 def _hours(target: TargetAmount) -> Column[Prediction]:
     return Column(
-        "gpu_hours", "GPU-hours", "", f"Hours of all ranks together to {target}.",
+        "gpu_hours", target.hours, "", f"Hours of all ranks together to {target}.",
         lambda one: one.gpu_hours(target.frames).mean,
         hours_text,
     )  # fmt: skip

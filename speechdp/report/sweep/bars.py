@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 
 from speechdp.report.kit import formatting
-from speechdp.report.kit.canvas import Canvas, style_axes
+from speechdp.report.kit.canvas import Canvas, even_numbers, style_axes
 from speechdp.report.kit.theme import SPAN_COLOURS
 from speechdp.report.runs.derived import RunFigures
 from speechdp.report.runs.results import RankTiming
@@ -112,7 +111,7 @@ def draw_data_rates(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> boo
     ax.set_yticks(range(len(shown)), [canvas.labels[row.run.name] for row in shown])
     ax.set_ylim(len(shown) - 0.4, -0.6)
     ax.set_xlim(0, 1.1 * max(max(trained, deliverable) for _, trained, deliverable in rates))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
+    even_numbers(ax.xaxis)
     ax.grid(visible=False, axis="y")
     ax.grid(axis="x", color=canvas.theme.grid, linewidth=0.8)
     return True

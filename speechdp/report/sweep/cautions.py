@@ -74,6 +74,9 @@ def _sizes(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     sizes = [row.run.sizes for row in comparable]
     if len({size for each in sizes for size in each}) < 2:
         return ""
+    if len(comparable) == 1:
+        then = " and then ".join(map(str, sizes[0]))
+        return f"The run trained on {then} ranks, which changes speed and accuracy too."
     told = ", ".join(
         f"{labels[row.run.name]} on {' and then '.join(map(str, each))}"
         for row, each in zip(comparable, sizes, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.columns import STEPS, FigureColumn, known_metrics, metric_column, throughput
@@ -102,10 +103,20 @@ def all_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
     return (*_before_metrics(terms), *steps, *metrics.values(), *errors, to_target)
 
 
+#: Columns that explain the speed, which the table has behind the results.
+_REASONS = ("efficiency", "communication_share", DATA_WAIT.key, "rank_skew", STEPS.key)
+
+
 def main_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
-    """Return the columns to show: those in which any run has something; no WER where no task has one."""
+    """Return the columns to show: those in which any run has something; no WER where no task has one.
+
+    What explains a speed stands behind the results.
+    """
     hidden = [] if any(row.run.task.decodes for row in rows) else [WER]
-    return with_figures((column for column in all_columns(rows) if column not in hidden), rows)
+    shown = with_figures((column for column in all_columns(rows) if column not in hidden), rows)
+    # Results first: a window or terminal may have no room for all.
+    reasons = [replace(column, is_detail=True) for column in shown if column.key in _REASONS]
+    return (*(column for column in shown if column.key not in _REASONS), *reasons)
 
 
 def csv_of_runs(rows: Sequence[RunFigures], target: float | None, more: Sequence[FigureColumn]) -> str:

@@ -12,7 +12,14 @@ from matplotlib.ticker import MaxNLocator
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import MOST_DOTS, Canvas, style_axes
-from speechdp.report.kit.learning import curve_points, learning_axes, thinned
+from speechdp.report.kit.learning import (
+    HIDDEN,
+    curve_points,
+    learning_axes,
+    lies_on,
+    seen_through,
+    thinned,
+)
 from speechdp.report.kit.metric_names import Terms, terms_of
 from speechdp.report.kit.speeds import any_raced
 from speechdp.report.runs.derived import RunFigures
@@ -142,16 +149,23 @@ def draw_learning(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas, *, over_
         return False
     longest = max(points[-1][0] for _, points in curves)
     scale = learning_axes(ax, "Learning over", longest, terms, canvas, over_time=over_time)
+    focus_on_end(ax, [[y for _, y, _ in points] for _, points in curves])
+    low, high = ax.get_ylim()
+    nearest, drawn = (HIDDEN * longest, HIDDEN * (high - low)), list[list[tuple[float, float, Evaluation]]]()
     for row, points in curves:
         xs, ys = [x / scale for x, _, _ in points], [y for _, y, _ in points]
         colour = canvas.colours[row.run.name]
-        (line,) = ax.plot(xs, ys, color=colour, linewidth=1.8, zorder=3)
+        hidden = sum(lies_on(points, other, nearest) for other in drawn)
+        drawn.append(points)
+        (line,) = ax.plot(
+            xs, ys, color=colour, linewidth=1.8, zorder=3, linestyle=(0, seen_through(hidden) or (1, 0))
+        )
         canvas.tip(line, canvas.labels[row.run.name])
         dotted = zip(xs, ys, (e for _, _, e in points), strict=True) if len(points) <= MOST_DOTS else ()
         for x, y, evaluation in dotted:
             (dot,) = ax.plot([x], [y], "o", color=colour, markersize=3.6, zorder=4)
             canvas.tip(dot, _evaluation_tip(canvas.labels[row.run.name], evaluation, terms))
-    focus_on_end(ax, [[y for _, y, _ in points] for _, points in curves])
+    _mark_cut_off(ax, [y for _, points in curves for _, y, _ in points], terms)
     _label_ends(ax, curves, scale, canvas)
     terms.finish_axis(ax)
     return True
@@ -222,16 +236,26 @@ def _evaluation_tip(label: str, evaluation: Evaluation, terms: Terms) -> str:
     return ", ".join(filter(None, parts))
 
 
+#: Share of a curve's evaluations that stay in the picture.
+_KEPT = 2 / 3
+
+
 def focus_on_end(ax: Axes, curves: Sequence[Sequence[float]]) -> None:
     """Cut off the steep beginning, if there are evaluations enough: it would press the ends together."""
     values = [y for curve in curves for y in curve]
     best, worst = max(values), min(values)
     worst_end = min(curve[-1] for curve in curves)
     shown = max(4 * (best - worst_end), 0.25 * (best - worst), 1e-3)
-    latest = min(min(curve[-3:]) for curve in curves)
+    latest = min(min(curve[-max(3, math.ceil(_KEPT * len(curve))) :]) for curve in curves)
     bottom = max(min(best - shown * 1.15, latest - 0.05 * shown), worst - 0.05 * shown)
     ax.set_ylim(bottom, best + 0.08 * shown)
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+
+
+def _mark_cut_off(ax: Axes, heights: Sequence[float], terms: Terms) -> None:
+    """Say where earlier evaluations lie outside the picture."""
+    if min(heights) < ax.get_ylim()[0]:
+        ax.set_xlabel(f"{ax.get_xlabel()}; earlier evaluations lie {'above' if terms.falls else 'below'}")
 
 
 def _label_ends(ax: Axes, curves: Sequence[tuple[RunFigures, Any]], scale: float, canvas: Canvas) -> None:

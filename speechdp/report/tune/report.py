@@ -117,7 +117,7 @@ def write_search(out: Path) -> WrittenReport:
         table=table,
         backends=measured,
         command=record.command,
-        settings=setting_facts(record.settings, _UNSHOWN),
+        settings=shown_settings(search),
     )
     canvas = named_canvas(list(search.runs), theme.PRINT)
     picture = partial(write_png, lines=[[panel]], canvas=canvas, with_names=True)
@@ -130,6 +130,19 @@ def write_search(out: Path) -> WrittenReport:
     )
     commands = (record.command,) if record.command else ()
     return WrittenReport(html, csv, png, Group(measured, table), (*answer.sentences, *commands))
+
+
+def shown_settings(search: Search) -> list[tuple[str, str]]:
+    """Return how the search was run as (title, text): the model and the batch of a rank first, as used."""
+    own = [run for one in search.record.tried if not one.batch_size for run in search.runs.get(one.name, ())]
+    used = next((run.settings for run in own if run.settings), {})
+    first = [("preset", name)] if (name := words(used.get("preset"))) else []
+    first += [("batch size", f"{size:,} a rank")] if isinstance(size := used.get("batch_size"), int) else []
+    given = dict(search.record.settings)
+    for group, option in (("model", "preset"), ("batch", "batch_size")):
+        if first and isinstance(given.get(group), dict):
+            given[group] = {key: value for key, value in given[group].items() if key != option}
+    return [*first, *setting_facts(given, _UNSHOWN)]
 
 
 def find_answer(search: Search) -> Answer:
@@ -308,7 +321,9 @@ def _exchange_column(strategy: str, nbytes: float, pieces: int, *, is_all: bool)
     def seconds(one: BackendRecord) -> float | None:
         return next((each.seconds for each in one.exchanges if each.strategy == strategy), None)
 
-    return Column(strategy, f"{_size(nbytes)} {how}", "ms", meaning, seconds, formatting.milliseconds)
+    return Column(
+        strategy, f"{_size(nbytes)} {how}", "ms", meaning, seconds, formatting.milliseconds, is_detail=True
+    )
 
 
 def _size(nbytes: float) -> str:
@@ -396,12 +411,13 @@ def _columns(record: TuneRecord, terms: Terms) -> tuple[Column[SettingRecord], .
     rate = f"{terms.amount}/s"
     return (
         Column("predicted", "predicted", rate, "Predicted before anything but exchanges was measured [90 %].",
-               lambda one: one.predicted, cell=_predicted_text),
+               lambda one: one.predicted, cell=_predicted_text, is_detail=True),
         Column("ratio", "raced", "times", "Speed over gradient averaging's in the same rounds [95 %].",
                lambda one: one.ratio, cell=_ratio_text),
-        Column("frames_per_s", rate, "", "By the race.", lambda one: one.frames_per_s, formatting.count),
+        Column("frames_per_s", rate, "", "By the race.", lambda one: one.frames_per_s, formatting.count,
+               is_detail=True),
         Column("rungs", "rungs", "", "In how many rungs of the halving it was trained.",
-               lambda one: one.rungs or None),
+               lambda one: one.rungs or None, is_detail=True),
         Column("score", terms.short_name, terms.metric.unit, "At the end of its last rung.",
                lambda one: _score(one, record), terms.number),
         Column("time", "to target", "s", "Training time until the target [shortest, longest of the seeds]; "
@@ -445,14 +461,17 @@ def _time_text(one: SettingRecord) -> str:
     if end.mean_s == float("inf"):
         return "not reached"
     low, high = end.range_s
-    return f"{end.mean_s:.3g} [{low:.3g}, {high:.3g}]"
+    return f"{end.mean_s:.3g}" + (f" [{low:.3g}, {high:.3g}]" if len(one.times_s) > 1 else "")
 
 
 def _range_text(end: Finish) -> str:
     if end.mean_s == float("inf"):
         return "the target was not reached by every run"
+    text = f"{formatting.seconds(end.mean_s)} of training"
+    if len(end.times_s) < 2:
+        return text  # one seed has no range
     low, high = end.range_s
-    return f"{formatting.seconds(end.mean_s)} of training [{low:.3g} to {high:.3g} s]"
+    return f"{text} [{low:.3g} to {high:.3g} s]"
 
 
 def _expected_text(record: TuneRecord) -> tuple[str, ...]:

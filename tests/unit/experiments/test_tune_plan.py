@@ -146,7 +146,7 @@ def test_periods_in_other_units_are_not_compared() -> None:
         settings, lambda one, other: speeds[one] > speeds[other], lambda a, b: speeds[a] / speeds[b], "raced"
     )
     assert {one.name: why for one, why in ruled_out.items()} == {
-        texts[3]: "raced to be no faster than model_averaging:period=10s, which exchanges more"
+        texts[3]: "raced to be less than 2 % faster than model_averaging:period=10s, which exchanges more"
     }
 
 

@@ -33,8 +33,9 @@ from speechdp.experiments.tune.search import TunedTarget, TuneRequest
 from speechdp.experiments.tune.training import fitting_race
 from speechdp.launching.faults import Fault
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.script_metric import script_task
-from speechdp.report.tune.report import Search, backends_table, find_answer
+from speechdp.report.tune.report import Search, backends_table, find_answer, make_table, shown_settings
 from speechdp.simulation.predict import Interval
 from speechdp.tasks.metrics import LOG_PROB, TaskRecord
 from speechdp.timing.load import OutsideLoad
@@ -1088,3 +1089,32 @@ def test_where_one_setting_is_left_nothing_has_to_be_trained(tmp_path: Path) -> 
     assert jobs.raced == jobs.trained == []
     answer = find_answer(Search(record, {}))
     assert answer.headline == "gradient_averaging: all other settings are ruled out by their speed."
+
+
+def test_one_seed_has_no_range(tmp_path: Path) -> None:
+    record = search(tmp_path, Jobs(tmp_path), seeds=(1,))
+    of_one = Search(record, {})
+    cells = {head.name: [cell.text for cell in of] for head, of in make_table(of_one, {}).cells()}
+    assert cells[record.chosen] and not any("[" in text for text in cells[record.chosen][-2:])
+    assert find_answer(of_one).headline.endswith(" s of training.")
+
+
+def test_what_was_set_is_shown_model_and_batch_first(tmp_path: Path) -> None:
+    """Options that were left alone leave no blank row and no zeros."""
+    record = search(tmp_path, Jobs(tmp_path))
+    settings = {
+        "data": "9f2c",
+        "model": {"preset": None, "layers": None},
+        "batch": {"batch_size": None, "right_context": 0, "batch_frames": 0, "order": "pooled"},
+        "epochs": 4,
+    }
+    folder = tmp_path / "used"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"preset": "small", "batch_size": 16}))
+    found = Search(replace(record, settings=settings), {record.tried[0].name: (read_run(folder),)})
+    assert shown_settings(found) == [
+        ("preset", "small"),
+        ("batch size", "16 a rank"),
+        ("batch", "order pooled"),
+        ("epochs", "4"),
+    ]

@@ -7,6 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
+from speechdp.report.compare.groups import make_groups, read_comparison
+from speechdp.report.compare.panels import draw_learning as draw_compared
+from speechdp.report.compare.panels import make_canvas as compare_canvas
+from speechdp.report.kit.canvas import even_numbers
+from speechdp.report.kit.theme import PRINT
+from tests.helpers.comparisons import MadeUpStrategy, write_comparison
+
 
 def test_a_home_without_room_for_matplotlib_s_cache_is_not_complained_of(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
@@ -18,3 +27,30 @@ def test_a_home_without_room_for_matplotlib_s_cache_is_not_complained_of(tmp_pat
         check=True,
     )
     assert ended.stderr == ""
+
+
+def test_curves_of_the_same_values_and_single_points_are_seen(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a"), MadeUpStrategy("b"), MadeUpStrategy("c", log_prob=-0.3)]
+    out = write_comparison(tmp_path / "out", strategies, (2,), (1,), ("frames",))
+    first, hidden, single = (out / f"frames-2x-{name}-seed1-12ep" / "metrics.jsonl" for name in "abc")
+    hidden.write_text(first.read_text())
+    single.write_text(single.read_text().splitlines()[-1] + "\n")  # a script that logs once
+    groups = make_groups(read_comparison(out), None)
+    ax = Figure().add_subplot()
+    assert draw_compared(ax, groups, 2, compare_canvas(groups, PRINT), over_time=False)
+    below, above, point = ax.lines
+    assert not below.is_dashed() and above.is_dashed() and above.get_zorder() >= below.get_zorder()
+    assert point.get_marker() == "o" and point.get_markersize() > below.get_markersize() > 0
+
+
+def test_ticks_of_an_axis_are_written_alike_and_differ() -> None:
+    for ticks, texts in (
+        ([1.0, 1.004, 1.008], ["1.000", "1.004", "1.008"]),
+        ([750_000, 1_000_000, 1_250_000], ["750,000", "1,000,000", "1,250,000"]),
+        ([-4.2, -4.0], ["\u22124.2", "\u22124.0"]),
+        ([0, 500], ["0", "500"]),
+    ):
+        ax = Figure().add_subplot()
+        ax.set_yticks(ticks)
+        even_numbers(ax.yaxis)
+        assert ax.yaxis.get_major_formatter().format_ticks(ticks) == texts

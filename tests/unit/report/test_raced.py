@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import random
+import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from speechdp.report.sweep.report import write_report
 from tests.helpers.comparisons import MadeUpStrategy, write_comparison
 from tests.helpers.races import made_up_race, write_made_up_race
 from tests.helpers.runs import disturb, realistic_sweep, write_sweep
+from tests.helpers.terminal import on_terminal
 
 #: As the runs of `realistic_sweep` would race on a quiet machine; period 16 is the fastest accurate one.
 SPEEDS = {
@@ -331,12 +333,23 @@ def test_a_race_answers_although_the_machine_changed_between_the_runs(tmp_path: 
     assert "The race's speeds do not suffer from it" in caution
 
 
-def compared(tmp_path: Path, speeds: dict[int, dict[str, float]], **changes: object) -> WrittenReport:
-    strategies = [MadeUpStrategy("gradient_averaging", 9_000), MadeUpStrategy("bmuf:period=16", 8_000)]
-    out = write_comparison(tmp_path / "out", strategies, (1, 2, 4), (1,), ("frames",))
-    for ranks, of in speeds.items():
+def compared(
+    tmp_path: Path,
+    speeds: dict[int, dict[str, float]],
+    seeds: tuple[int, ...] = (1,),
+    score: float = -0.345,
+    ranks: tuple[int, ...] = (1, 2, 4),
+    **changes: object,
+) -> WrittenReport:
+    """Write a comparison; one rank ends at -0.385."""
+    strategies = [
+        MadeUpStrategy("gradient_averaging", 9_000, score),
+        MadeUpStrategy("bmuf:period=16", 8_000, score),
+    ]
+    out = write_comparison(tmp_path / "out", strategies, ranks, seeds, ("frames",))
+    for size, of in speeds.items():
         texts = {"bmuf:period=16": "bmuf:period=16"}
-        race = made_up_race(of, ranks=ranks, strategies=texts, **changes)  # type: ignore[arg-type]
+        race = made_up_race(of, ranks=size, strategies=texts, **changes)  # type: ignore[arg-type]
         write_made_up_race(out, race)
     return write_comparison_report(out)
 
@@ -354,8 +367,10 @@ def test_a_choice_of_those_that_raced_says_so(tmp_path: Path) -> None:
     )
     write_made_up_race(out, race)
     report = write_comparison_report(out)
-    assert report.answer[0].startswith("Choose bmuf (period=16): on 2 ranks it is the fastest strategy that")
-    assert report.answer[0].endswith(", of those that raced.")
+    assert report.answer[0].startswith(
+        "Bmuf (period=16) seems the best choice, by one seed: on 2 ranks it was"
+    )
+    assert ", of those that raced. " in report.answer[0]
     (caution,) = [sentence for sentence in report.answer if "took no part" in sentence]
     assert "changes. So its speed is that of its own run, and is compared with none" in caution
     found = {row["strategy"]: row for row in csv.DictReader(io.StringIO(report.csv.read_text()))}
@@ -364,22 +379,42 @@ def test_a_choice_of_those_that_raced_says_so(tmp_path: Path) -> None:
 
 def test_a_comparison_is_ranked_by_its_races(tmp_path: Path) -> None:
     speeds = {"one-rank": 0.8, "gradient_averaging": 1.0, "bmuf:period=16": 1.4}
-    report = compared(tmp_path, {2: speeds, 4: {**speeds, "bmuf:period=16": 1.6}})
-    assert report.answer[0].startswith("Choose bmuf (period=16): on 2 and 4 ranks it is the fastest strategy")
+    report = compared(tmp_path, {2: speeds, 4: {**speeds, "bmuf:period=16": 1.6}}, (1, 2, 3))
+    assert report.answer[0] == (
+        "Choose bmuf (period=16): on 2 and 4 ranks it is the fastest strategy that keeps the accuracy."
+    )
     assert "times the speed of gradient averaging" in report.answer[1].replace("\u00a0", " ")
     assert "(1.7" in report.answer[1] and "times one rank" in report.answer[1]  # 1.4 / 0.8
     rows = list(csv.DictReader(io.StringIO(report.csv.read_text())))
     found = {(row["ranks"], row["strategy"]): row["raced_speed"] for row in rows}
     assert float(found["4", "bmuf:period=16"]) == pytest.approx(1.6, rel=0.02)
-    assert found["1", "gradient_averaging"] == ""
+    page = report.html.read_text(encoding="utf-8").replace("\u00a0", " ")
+    assert re.search(r"0\.80 \[[^]]+\] on 2; 0\.80 \[[^]]+\] on 4", page)  # one rank, in both races
     page = report.html.read_text(encoding="utf-8")
     assert "raced speed" in page and "Race on 4 ranks" in page
 
 
+def test_a_headline_is_no_stronger_than_what_it_rests_on(tmp_path: Path) -> None:
+    """A stranger's: chosen by 2 rounds and one seed, and 0.1 nats/frame worse than one rank."""
+    speeds = {"one-rank": 0.6, "gradient_averaging": 1.0, "bmuf:period=16": 1.1}
+    report = compared(tmp_path, {2: speeds}, score=-0.5, ranks=(1, 2), rounds=2)
+    headline, first = (sentence.replace("\u00a0", " ") for sentence in report.answer[:2])
+    assert headline.startswith(
+        "Bmuf (period=16) seems the best choice, by one seed and a race of 2 rounds: on 2 ranks it was the "
+        "fastest strategy that is as accurate as any there. On 2 ranks it ends 0.1"
+    )
+    assert " nats/frame below one rank (WER " in headline and ", more than the rule allows." in headline
+    assert headline.endswith("To know, repeat the command with --seeds 1,2,3 --race 24.")
+    # All of one sentence is of the race, and none of the runs.
+    assert "times the speed of gradient averaging in the race (1.8" in first and "frames/s" not in first
+    row = next(line for line in on_terminal(report.table, 220).splitlines() if line.startswith("  one rank"))
+    assert re.search(r" 0\.(59|60|61) ", row)  # it raced, too
+
+
 def test_one_rank_that_races_as_fast_is_enough(tmp_path: Path) -> None:
     speeds = {"one-rank": 1.3, "gradient_averaging": 1.0, "bmuf:period=16": 1.1}
-    report = compared(tmp_path, {2: speeds, 4: {**speeds, "bmuf:period=16": 1.6}})
-    assert "Do not use 2 ranks: one rank alone" in report.answer[0]
+    report = compared(tmp_path, {2: speeds, 4: {**speeds, "bmuf:period=16": 1.6}}, score=-0.39)
+    assert "2 ranks seem to gain nothing: one rank alone keeps" in report.answer[0]
 
 
 def test_strategies_that_race_alike_are_not_told_apart(tmp_path: Path) -> None:

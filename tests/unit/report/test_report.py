@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from speechdp.cli.report import ReportCommand
 from speechdp.errors import ConfigError, RunError
@@ -22,6 +23,8 @@ from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.runs.results import RankTiming
 from speechdp.report.sweep.answer import SweepAnswer, find_answer
 from speechdp.report.sweep.bars import shown_ranks
+from speechdp.report.sweep.columns import main_columns
+from speechdp.report.sweep.plots import focus_on_end
 from speechdp.report.sweep.report import write_report
 from speechdp.tasks.metrics import LOG_PROB
 from tests.helpers.page_reader import PageReader
@@ -187,6 +190,36 @@ def test_many_evaluations_make_a_curve_of_some_hundred_points_and_no_dots(tmp_pa
     assert len(many) < len(few) + 60_000
 
 
+def test_of_few_evaluations_most_are_in_the_picture_and_the_others_are_told_of() -> None:
+    ax = Figure().add_subplot()
+    steep = [-40.0, -20.0, -10.0, -5.0, -2.9, -2.8]
+    focus_on_end(ax, [steep, steep])
+    low, high = ax.get_ylim()
+    assert sum(low <= y <= high for y in steep) >= 4
+
+
+def test_a_curve_whose_beginning_is_cut_off_says_so(tmp_path: Path) -> None:
+    page = write_report(write_sweep(tmp_path / "sweep", realistic_sweep())).html.read_text()
+    assert page.count("earlier evaluations lie below") == 2
+
+
+def test_results_stand_before_what_explains_the_speed(tmp_path: Path) -> None:
+    rows = sweep_figures(read_sweep(write_sweep(tmp_path / "sweep", realistic_sweep())), None)
+    keys = [column.key for column in main_columns(rows)]
+    assert keys.index("wer") < keys.index("efficiency") < len(keys) - 1
+
+
+def test_a_single_run_that_went_on_with_other_ranks_is_not_called_several(tmp_path: Path) -> None:
+    out = write_run(MadeUpRun("p4", period="4"), tmp_path)
+    settings = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**settings, "earlier_sizes": [4]}))
+    answer = write_report(out).answer
+    assert (
+        f"The run trained on 4 and then {settings['size']} ranks, which changes speed and accuracy too."
+        in answer
+    )
+
+
 def test_names_that_are_no_utf_8_and_backslashes_are_shown(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"swe\xffep\\1")
     run = MadeUpRun(os.fsdecode(b"r\xff\\g<9>"), "", settings={"strategy_name": ""}, period=None)
@@ -306,7 +339,7 @@ def test_the_three_files_and_the_table(realistic: WrittenReport) -> None:
     assert rows["gradient_averaging"]["straggler_rank"] == "1"
     printed = _printed(report)
     assert re.search(
-        r"model_averaging-16 .* 16 .* 21,650 .* 1\.74 .* 87 .* 3\.5 .* 1\.7 \[0\.3, 3\.3\]", printed
+        r"model_averaging-16 .* 16 .* 21,650 .* 1\.74 .* 1\.7 \[0\.3, 3\.3\] .* 87 .* 3\.5", printed
     )
     assert re.search(r"one-rank .* - ", printed)
 
@@ -340,6 +373,7 @@ def test_a_narrow_terminal_gets_a_figure_a_line(tmp_path: Path, realistic: Writt
     (speed,) = [line for line in printed.splitlines() if line.startswith(" frames/s")]
     assert speed.split() == ["frames/s", "12,470", "17,900", "15,300", "19,800", "21,650", "22,140"]
     assert max(len(line) for line in printed.splitlines()) <= 80
+    assert "averagin\n" not in printed and re.search(r"\baveraging\b", printed)  # no word is broken
     assert "[red]" in _printed(write_report(write_run(MadeUpRun("[red]x", HOSTILE), tmp_path)), width=80)
 
 
@@ -500,9 +534,8 @@ def test_a_table_without_a_terminal_breaks_no_word_and_sentences_can_be_read(
     out = write_sweep(tmp_path / "sweep", [MadeUpRun(name, others=None) for name in names])
     ReportCommand(out).run()
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    rows = [line for line in lines if line.lstrip().startswith(names[0])]
-    assert any(len(row) > 200 for row in rows)  # the table is wider than sentences are
     assert all(any(name in line for line in lines) for name in names)
+    assert any("frames/s" in line for line in lines) and any("Only on the page:" in line for line in lines)
     answer = lines[[line.startswith("There is no timed run") for line in lines].index(True) :]
     assert answer and all(len(line) <= 200 for line in answer)
 

@@ -80,7 +80,9 @@ def test_a_comparison_shows_the_scripts_own_metric(
     assert speechdp(["report", str(compared)]) == 0
     printed = capsys.readouterr().out
     assert "valid_loss" in printed and "0.203" in printed and "items/s" in printed and "All runs" in printed
-    assert "Choose bmuf (period=16)" in printed
+    assert "Bmuf (period=16) seems the best choice, by one seed and without a race" in " ".join(
+        printed.split()
+    )
     assert "the smallest valid_loss is that of gradient averaging: valid_loss 0.2 at 1,000 items/s" in printed
     page = words_of(compared / "compare" / "compare.html")
     for text in (printed, page):
@@ -109,8 +111,9 @@ def test_one_rank_that_is_faster_and_as_good_is_advised(compared: Path) -> None:
     _with_speed(alone, 1600 / 900)  # faster than bmuf, which is near enough to the best
     report = write_comparison(compared)
     assert report.answer[0] == (
-        "One rank alone keeps the valid_loss low, and no strategy on 2 ranks that does so is faster: do not "
-        "spread this training."
+        "This training seems not worth spreading, by one seed and without a race: one rank alone keeps the "
+        "valid_loss low, and no strategy on 2 ranks that does so was faster. To know, repeat the command "
+        "with --seeds 1,2,3 --race 6."
     )
     assert report.answer[1].startswith("2 ranks: bmuf (period=16) with 1,500 items/s (0.94 times one rank,")
     page = report.html.read_text()
@@ -120,7 +123,7 @@ def test_one_rank_that_is_faster_and_as_good_is_advised(compared: Path) -> None:
     # One rank that learns less is no alternative, however fast it is.
     metrics = alone / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 300, "time_s": 3.0, "valid_loss": 0.4}\n')
-    assert write_comparison(compared).answer[0].startswith("Choose bmuf (period=16)")
+    assert write_comparison(compared).answer[0].startswith("Bmuf (period=16) seems the best choice")
 
 
 def test_the_best_is_the_best_on_as_many_ranks(compared: Path) -> None:
@@ -133,15 +136,15 @@ def test_the_best_is_the_best_on_as_many_ranks(compared: Path) -> None:
 
 def test_which_metric_and_which_way_is_better_can_be_said(compared: Path) -> None:
     best = write_comparison(compared, metric="accuracy").answer
-    assert "Choose bmuf" in best[0] and "accuracy 0.797" in best[1]
+    assert "Bmuf (period=16) seems" in best[0] and "accuracy 0.797" in best[1]
     worst = write_comparison(compared, metric="valid_loss:max").answer
-    assert "Choose easgd" in worst[0]
+    assert "easgd seems" in worst[0]
     with pytest.raises(ConfigError, match="--metric wer: no run logged it; they logged accuracy, valid_loss"):
         write_comparison(compared, metric="wer")
     # What the comparison was started with counts when nothing else is said.
     content = json.loads((compared / "compare.json").read_text())
     (compared / "compare.json").write_text(json.dumps({**content, "metric": "valid_loss:max"}))
-    assert "Choose easgd" in write_comparison(compared).answer[0]
+    assert "easgd seems" in write_comparison(compared).answer[0]
 
 
 def test_runs_of_ours_have_no_metric_to_choose(tmp_path: Path) -> None:
@@ -172,7 +175,7 @@ def test_a_run_that_has_diverged_has_no_score(compared: Path, last: float) -> No
     run = read_run(path.parent, "valid_loss")
     assert [evaluation.score for evaluation in run.evaluations] == [-0.9, -0.203, None]
     assert run.problems == ("metrics.jsonl: the last valid_loss is not finite, so the run has no score",)
-    assert "Choose gradient averaging" in write_comparison(compared).answer[0]
+    assert "Gradient averaging seems" in write_comparison(compared).answer[0]
     assert read_sweep(path.parent).runs[0].evaluations[-1].score is None  # it is the metric, too
 
 

@@ -283,3 +283,16 @@ def test_hours_beside_an_axis_differ() -> None:
     assert [hours_text(hours) for hours in ticks] == [
         *("0", "0.00050", "0.0010", "0.0015", "0.0020", "0.050", "0.100", "1.50", "20.0", "1,200")
     ]
+
+
+def test_one_number_of_ranks_has_bars_instead_of_lone_dots(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--ranks", "4", "--ranks-per-node", "2", "--bandwidth", "1gbit", "--latency", "50us"]
+    assert speechdp(["simulate", str(run), *given, "--periods", "1,16"]) == 0
+    page = (run / "simulation" / "simulation.html").read_text()
+    names = {name for name in PageReader(page).ids if name.startswith("plot-")}
+    assert "plot-speeds" in names and not names & {"plot-efficiency", "plot-hours", "plot-periods"}
+    assert "model averaging, period 16" in page and "third plot" not in page
+    # These ranks are no GPUs.
+    assert "rank-hours" in page and "GPU-hours" not in page + capsys.readouterr().out
