@@ -289,7 +289,8 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     module = importlib.import_module(f"speechdp.cli.{command.module}")
     internal, shown = _take_internal(command, _with_quoted_options(given))
     refused = {} if of_script else command.refused
-    _refuse_others(name, refused, given)
+    if name not in _WITH_COMMAND or "--" in given:  # else the option may be the script's
+        _refuse_others(name, refused, given)
     try:
         with wrapped_paragraphs():
             options = tyro.cli(

@@ -22,7 +22,7 @@ class Calls:
         last: the call that it was in last.
         beats: calls entered and left so far.
         has_ended: the script has no more to do; it waits for the others to end, for however long.
-        together: whether ranks take their steps together; else waiting for a slower one is all right.
+        together: whether ranks wait for each other in every step; else one may be long with those of its own.
     """
 
     def __init__(self) -> None:
@@ -43,5 +43,6 @@ class Calls:
             self._go_to(before)
 
     def _go_to(self, call: str) -> None:
-        self.last, self.at = self.at or self.last, call
+        # Beats first: a watchdog that sees the new place must not take it for one held since the last beat.
         self.beats += 1
+        self.last, self.at = self.at or self.last, call

@@ -109,7 +109,7 @@ class DataParallel:
             check_model(model)
             check_same(model, optimizer, comm)
         traits = self.strategy.traits
-        self._calls.together = traits.synchronous
+        self._calls.together = traits.replicas_equal
         #: Periods in frames must end on all ranks at the same step.
         self._counts_frames = traits.synchronous and traits.counts_frames
         self._replica = Replica(model, optimizer, max_gradient_norm=max_gradient_norm, scaler=scaler)

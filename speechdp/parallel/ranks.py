@@ -75,7 +75,7 @@ def run_ranks(
         SystemExit: this rank alone has failed; with several ranks a failure does not return.  With exit code
             75: the ranks were asked to stop, and have saved (`DataParallel.should_stop`); 76: nothing.
     """
-    name, hang_s = os.environ.get(BACKEND) or backend, _hang_timeout(hang_timeout)
+    name = os.environ.get(BACKEND) or backend
     results: dict[int, T] = {}
 
     def run(comm: Communicator) -> int:
@@ -95,18 +95,20 @@ def run_ranks(
         device = "cpu" if device == "auto" else device
         exit_code = run_threads(_num_threads(name), run, _THREADS_S)[0]
     else:
-        exit_code = _run_launched(name, device, hang_s, run)
+        exit_code = _run_launched(name, device, hang_timeout, run)
     if exit_code != 0 or not results:  # nothing is returned where `main` was left by sys.exit
         sys.exit(exit_code)
     return results[min(results)]
 
 
-def _run_launched(backend: str, device: str, hang_s: float, run: Callable[[Communicator], int]) -> int:
+def _run_launched(backend: str, device: str, hang_timeout: float, run: Callable[[Communicator], int]) -> int:
     """Run `run(comm)` on this process as the rank that its launcher has started; return its exit code."""
     start = StartGuard(_START_S)
-    watching = ExitStack()
+    watching, hang_s = ExitStack(), 0.0
 
     def create() -> Communicator:
+        nonlocal hang_s
+        hang_s = _hang_timeout(hang_timeout)
         return start.waiting_for_all_ranks(lambda: create_communicator(backend, exchange_device(device)))
 
     def begin(comm: Communicator) -> int:
@@ -133,7 +135,7 @@ def _hang_timeout(timeout_s: float) -> float:
     given = os.environ.get(HANG_TIMEOUT) or timeout_s
     try:
         timeout_s = float(given)
-    except ValueError:
+    except (TypeError, ValueError):
         timeout_s = math.nan
     if not 0 <= timeout_s < math.inf:
         name = HANG_TIMEOUT if os.environ.get(HANG_TIMEOUT) else "hang_timeout"

@@ -1,6 +1,6 @@
 """Stop on request: SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 on any rank: all save and end at the same step.
 
-So does SIGINT where there is one rank.
+So does SIGINT in a `train` or `sweep` of one rank that was started alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INTERVAL_S = 1.0
 PAUSE = "SPEECHDP_PAUSE_AT"
 _EVALUATION, _CUT = "evaluation:", "cut:"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-_ON_INTERRUPT = b"\nspeechdp: interrupted: ends once a checkpoint is saved; Ctrl-C again: at once\n"
+_ON_INTERRUPT = b"\nspeechdp: interrupted: ends as soon as it can be gone on with; Ctrl-C again: at once\n"
 
 
 class StopRequest:

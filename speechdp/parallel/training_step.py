@@ -73,7 +73,7 @@ class TrainingStep:
 
 def given_for_loss(value: object) -> str:
     """Return what messages call something that cannot be a loss, no scalar that requires grad; what to do."""
-    if isinstance(value, Tensor) and value.dim() > 0:
+    if isinstance(value, Tensor) and value.dim() > 0 and value.requires_grad:
         return f"a tensor of shape {list(value.shape)}: sum it"
     if isinstance(value, Tensor):
         return "a tensor that does not require grad: compute it without detach() and torch.no_grad()"

@@ -424,5 +424,5 @@ def _past_best(run: RunDirectory, metric: Metric) -> str:
     told = [metric.with_unit(metric.score(each)) for each in (best, last)]
     return (
         f"{run.path}: past its best: {metric.name} {told[0]} after epoch {when:g}, {told[1]} at the end; "
-        "train with fewer --epochs, more data, or more --dropout"
+        "train for fewer epochs, on more data, or with more regularisation (such as dropout)"
     )

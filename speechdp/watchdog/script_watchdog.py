@@ -78,17 +78,19 @@ class ScriptWatchdog:
 
     def _run(self) -> None:
         while not self._done.wait(self._tick_s):
+            at = self._calls.at  # before the beats: a call that begins in between is none held for long
             still_s = self._stillness.look(time.monotonic(), self._calls.beats)
-            own = self._status(still_s)
+            own = self._status(at, still_s)
             with contextlib.suppress(OSError):  # the wait is watched without, too
                 self._board.write(own)
+            with contextlib.suppress(OSError):
                 self._look_at_others(still_s)
             if self._is_due(own, still_s):
                 self._end_job(own)
                 return
 
-    def _status(self, still_s: float) -> RankStatus:
-        calls, at = self._calls, self._calls.at
+    def _status(self, at: str, still_s: float) -> RankStatus:
+        calls = self._calls
         elsewhere = END_OF_MAIN if calls.has_ended else f"{_OWN_CODE}, after {calls.last},"
         return RankStatus(
             rank=self._rank,
@@ -120,7 +122,7 @@ class ScriptWatchdog:
         if not own.waits or still_s < self._timeout_s:
             return False
         if not self._calls.together and len(self._sightings) + 1 < len(self._names):
-            return False  # a rank that cannot be seen may be taking steps at its own pace
+            return False  # a rank that cannot be seen may be taking steps of its own
         moved = [s.moved_s for s in self._sightings.values() if s.moved_s is not None]
         return not moved or self._stillness.awake_s - max(moved) >= self._timeout_s
 

@@ -22,7 +22,8 @@ def test_the_end_of_training_tells_of_a_better_model_before(tmp_path: Path) -> N
     run = write_curve(tmp_path, LOG_PROB, -4.1, -3.655, None, -4.616)
     assert _past_best(run, LOG_PROB) == (
         f"{tmp_path}: past its best: held-out log-probability -3.655 nats/frame after epoch 2, -4.616 "
-        "nats/frame at the end; train with fewer --epochs, more data, or more --dropout"
+        "nats/frame at the end; train for fewer epochs, on more data, or with more regularisation (such as "
+        "dropout)"
     )
     run = write_curve(tmp_path, L1_ERROR, 0.2, 0.1, 0.15)
     assert "L1 error L1 0.1000 per frame after epoch 2, L1 0.1500 per frame at the end" in _past_best(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,7 @@ class Job:
     """Two ranks as threads, and what their watchdogs have said at the end, by rank."""
 
     hosts: Sequence[str] = ONE_HOST
+    calls: Callable[[], Calls] = Calls
     said: list[tuple[int, str, int]] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
 
@@ -33,7 +35,7 @@ class Job:
         """Let each rank do what `script` says, watched."""
 
         def rank(comm: Communicator) -> None:
-            calls, board = Calls(), HostBoard(comm, self.hosts)
+            calls, board = self.calls(), HostBoard(comm, self.hosts)
 
             def end(line: str, exit_code: int) -> None:
                 self.said.append((comm.rank, line, exit_code))
@@ -140,6 +142,39 @@ def test_ranks_on_other_hosts_are_not_seen(together: bool) -> None:
     assert len(job.said) == together
     if together:
         assert "; what ranks on other hosts do cannot be seen from here; make" in job.said[0][1]
+
+
+class SuddenCalls(Calls):
+    """Enters a call just when its beats have been read, once it is armed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_armed = False
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "beats" and self.is_armed:
+            self.is_armed = False
+            self._go_to("run.evaluating()")
+        return value
+
+
+def test_a_call_that_begins_while_the_watchdog_looks_has_not_been_waited_in_before() -> None:
+    """After code of the script's own, which may take longer than the limit, that ended healthy jobs."""
+    now = threading.Event().wait
+
+    def script(rank: int, calls: Calls, job: Job) -> None:
+        assert isinstance(calls, SuddenCalls)
+        now(2 * TIMEOUT_S)
+        calls.is_armed = True
+        wait_until(lambda: not calls.is_armed, "the watchdog looks")
+        now(TIMEOUT_S / 4)
+        calls._go_to("")
+        now(TIMEOUT_S / 4)
+
+    job = Job(calls=SuddenCalls)
+    job.run(script, timeout_s=(TIMEOUT_S, TIMEOUT_S))
+    assert job.said == []
 
 
 def test_the_board_leaves_nothing_and_one_rank_claims_the_end() -> None:
