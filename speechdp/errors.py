@@ -27,6 +27,12 @@ def one_line(error: object, longest: int | None = None) -> str:
     return " ".join(str(error).split())[:longest]
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Tell whether an error is that this computer's memory does not suffice."""
+    # Rust (safetensors) and torch's allocator have no class of their own for it.
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)
+
+
 class SpeechDPError(Exception):
     """Base of all errors that the user can fix; never raised itself.
 

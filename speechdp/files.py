@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from speechdp.errors import one_line
+from speechdp.errors import lacks_memory, one_line
 
 _NETWORK_DISK = "see that the network disk is mounted and answers"
 _PERMIT = "permit writing there"
@@ -96,8 +96,7 @@ def no_memory_to_read(path: Path | str, error: Exception, then: str = "run again
 
     To be asked of what is known, or likely, to be whole: a file that is damaged may ask for any memory.
     """
-    # Rust (safetensors) and torch have no class of their own for it.
-    if not isinstance(error, MemoryError) and "allocate memory" not in str(error):
+    if not lacks_memory(error):
         return None
     return cannot_be_read(path, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), then)
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from speechdp import remedies
-from speechdp.errors import one_line
+from speechdp.errors import lacks_memory, one_line
 
-#: What torch says where it has no class of its own: its allocator, and CUDA on a GPU that others fill.
-_ON_CPU, _ON_GPU = "can't allocate memory", "CUDA error: out of memory"
+#: What CUDA says on a GPU that others fill, for which torch has no class of its own.
+_ON_GPU = "CUDA error: out of memory"
 _LONGEST = 160  # letters of what the library says: CUDA's advice on its own settings follows
 
 
 def memory_shortage(error: BaseException) -> str | None:
     """Return one line that says how much memory was wanted and what helps; None: the error is another.
+
+    One of the system, an OSError, is none: it is told with what was wanted of the system.
 
     Example:
         >>> memory_shortage(MemoryError("Unable to allocate 7.45 GiB for an array"))
@@ -20,7 +22,7 @@ def memory_shortage(error: BaseException) -> str | None:
     said = one_line(error)
     # torch.OutOfMemoryError by its name: where nothing has imported torch, it is not worth its import.
     on_gpu = type(error).__name__ == "OutOfMemoryError" or _ON_GPU in said
-    if not (on_gpu or isinstance(error, MemoryError) or _ON_CPU in said):
+    if isinstance(error, OSError) or not (on_gpu or lacks_memory(error)):
         return None
     begun = said.find("DefaultCPUAllocator")
     said = said[max(begun, 0) :][:_LONGEST]

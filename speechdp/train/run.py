@@ -418,7 +418,7 @@ def _past_best(run: RunDirectory, metric: Metric) -> str:
     found = [(metric.score(value), epoch) for epoch, value in run.values(metric.recorded_as)]
     if not found:
         return ""
-    (best, when), last = max(found), found[-1][0]
+    (best, when), last = max(found, key=lambda pair: pair[0]), found[-1][0]  # the first, as in reports
     if not metric.is_past(best, last):
         return ""
     told = [metric.with_unit(metric.score(each)) for each in (best, last)]

@@ -131,13 +131,14 @@ def _past_best(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     """Name the runs that training has made worse again, as a model does that learns its data by heart."""
     named: list[str] = []
     for row in comparable:
-        metric, terms = row.run.metric, terms_of([row.run])
-        scored = [each for each in row.run.evaluations if each.score is not None]
-        best = max(scored, key=lambda each: each.score or 0.0, default=None)
-        if best is None or row.score is None or not metric.is_past(best.score or 0.0, row.score):
+        terms = terms_of([row.run])
+        if row.best_score is None or row.score is None:
             continue
+        if not row.run.metric.is_past(row.best_score, row.score):
+            continue
+        best = next(each for each in row.run.evaluations if each.score == row.best_score)
         when = f"step {best.step}" if best.epoch is None else f"epoch {best.epoch:g}"
-        told = f"{terms.with_unit(best.score)} after {when}, {terms.number(row.score)} at the end"
+        told = f"{terms.with_unit(row.best_score)} after {when}, {terms.number(row.score)} at the end"
         named.append(f"{labels[row.run.name]} ({told})")
     if not named:
         return ""
