@@ -9,6 +9,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -61,10 +62,9 @@ def loss_mistake(task: Task, returned: object) -> str | None:
         found = f"a LossSum of {returned.num_frames!r} frames"
     else:
         return None
-    name = f"{type(task).__module__}:{type(task).__name__}"
     return (
-        f"loss() of {name} must return LossSum(scalar tensor that requires grad, number of frames); it "
-        f"returned {found}"
+        f"loss() of {_class_of(task)} must return LossSum(scalar tensor that requires grad, number of "
+        f"frames); it returned {found}"
     )
 
 
@@ -92,6 +92,42 @@ class FrameScores:
     def count(self, key: str) -> int:
         """Return how many frames a metric's sum is over."""
         return self.counts.get(key, self.num_frames)
+
+
+def score_mistake(task: Task, returned: object) -> str | None:
+    """Return, in a line, what is wrong with what a task's `score` has returned; None: nothing."""
+    wanted = "FrameScores(sums by the keys of the metrics, number of frames), all of them numbers"
+    if not isinstance(returned, FrameScores):
+        found = "None" if returned is None else f"an object of type {type(returned).__name__}"
+    elif (number := _no_number(returned)) is not None:
+        found = f"FrameScores of which {number}"
+    elif missing := [metric.key for metric in task.metrics if metric.key not in returned.sums]:
+        return (
+            f"--task {task.name}: score() gives no sum of {missing[0]}, a metric that the task declares; "
+            "add it to FrameScores.sums, or leave the metric out"
+        )
+    else:
+        return None
+    return f"score() of {_class_of(task)} must return {wanted}; it returned {found}"
+
+
+def _class_of(task: Task) -> str:
+    return f"{type(task).__module__}:{type(task).__name__}"
+
+
+def _no_number(scores: FrameScores) -> str | None:
+    """Return what of scores is no number (numpy's are numbers, tensors are not), and what to do."""
+    for what, values in (("the sums", scores.sums), ("the counts", scores.counts)):
+        if not isinstance(values, Mapping):
+            return f"{what} are an object of type {type(values).__name__}: give a dict"
+    fields: dict[str, object] = {"num_frames": scores.num_frames}
+    fields |= {f"the sum of {key}": value for key, value in scores.sums.items()}
+    fields |= {f"the count of {key}": value for key, value in scores.counts.items()}
+    for name, value in fields.items():
+        if not isinstance(value, Real):
+            remedy = ": sum it and give .item()" if hasattr(value, "item") else ""
+            return f"{name} is an object of type {type(value).__name__}{remedy}"
+    return None
 
 
 @dataclass(frozen=True)

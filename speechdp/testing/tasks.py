@@ -23,7 +23,16 @@ from speechdp.labels.lexicon import lexicon_for
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.untrained import load_untrained, untrained_tensors
-from speechdp.tasks.base import LOSS, FrameScores, LossSum, Task, TaskData, Values, loss_mistake
+from speechdp.tasks.base import (
+    LOSS,
+    FrameScores,
+    LossSum,
+    Task,
+    TaskData,
+    Values,
+    loss_mistake,
+    score_mistake,
+)
 from speechdp.tasks.model_file import MODEL_NAME, ClassCounts
 from speechdp.tasks.registry import task_class, task_options
 
@@ -293,6 +302,8 @@ class _Contract:
     def _scores(self, model: nn.Module, batch: Batch) -> FrameScores:
         with torch.no_grad():
             scores = self.task.score(model.eval(), batch)
+        mistake = score_mistake(self.task, scores)
+        assert mistake is None, f"{self.text}: {mistake}"
         declared, given = {metric.key for metric in self.task.metrics}, set(scores.sums)
         assert given == declared, (
             f"{self.text}: metrics {sorted(declared)} are declared, {sorted(given)} scored"
@@ -300,7 +311,6 @@ class _Contract:
         counted = set(scores.counts)
         assert counted <= declared, f"{self.text}: {sorted(counted - declared)} are counted, but not declared"
         for key, value in scores.sums.items():
-            assert isinstance(value, int | float), f"{self.text}: the score {key} is no number: {value!r}"
             assert np.isfinite(value), f"{self.text}: the score {key} is {value}"
         return scores
 

@@ -18,7 +18,7 @@ from speechdp.data.plan.epoch_plan import PlanOptions, RankPlan, plan_epoch
 from speechdp.errors import ConfigError, RunError
 from speechdp.models.precision import Precision
 from speechdp.parallel.replica import Replica
-from speechdp.tasks.base import FrameScores, Task
+from speechdp.tasks.base import FrameScores, Task, score_mistake
 from speechdp.watchdog.progress_beats import Pulse
 
 #: Held-out segments scored at a time, relative to a training batch: there is no backward pass to keep.
@@ -81,7 +81,7 @@ class Evaluator:
         """Score `model` on the whole split.  Collective; the same figures on every rank.
 
         Raises:
-            ConfigError: the task leaves out a metric that it declares.
+            ConfigError: the task gives no FrameScores of numbers, or leaves out a metric that it declares.
             RunError: the task has scored no frame.
         """
         return in_shares(self._comm, lambda *share: self._evaluate(model, task, share))
@@ -127,14 +127,10 @@ def _sums(task: Task, scores: FrameScores) -> list[float]:
     """Return the frames scored, the sums of a task's metrics, and the frames that each of these is over.
 
     Raises:
-        ConfigError: a metric is missing.
+        ConfigError: they are no such scores, or a metric is missing.
     """
-    for metric in task.metrics:
-        if metric.key not in scores.sums:
-            raise ConfigError(
-                f"--task {task.name}: score() gives no sum of {metric.key}, a metric that the task declares; "
-                "add it to FrameScores.sums, or leave the metric out"
-            )
+    if mistake := score_mistake(task, scores):
+        raise ConfigError(mistake)
     keys = [metric.key for metric in task.metrics]
     return [scores.num_frames, *(scores.sums[key] for key in keys), *map(scores.count, keys)]
 

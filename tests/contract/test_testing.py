@@ -309,6 +309,42 @@ def test_what_a_task_returns_in_place_of_a_loss_is_told(
         task_contract("mistaken")
 
 
+@pytest.mark.parametrize(
+    ("mistaken", "words"),
+    [
+        (lambda found: None, "None"),
+        (lambda found: found.sums, "an object of type dict"),
+        (
+            lambda found: replace(found, sums={**found.sums, "log_prob": torch.zeros(8)}),
+            "FrameScores of which the sum of log_prob is an object of type Tensor: sum it and give .item()",
+        ),
+        (
+            lambda found: replace(found, num_frames=None),
+            "FrameScores of which num_frames is an object of type NoneType",
+        ),
+        (
+            lambda found: replace(found, sums=[1.0]),
+            "FrameScores of which the sums are an object of type list: give a dict",
+        ),
+    ],
+)
+def test_what_a_task_returns_in_place_of_scores_is_told(
+    registered: None, mistaken: Callable[[FrameScores], Any], words: str
+) -> None:
+    @speechdp.task("mistaken")
+    @dataclass(frozen=True)
+    class Mistaken(_Small):
+        def score(self, model: Any, batch: Batch) -> Any:
+            return mistaken(super().score(model, batch))
+
+    line = (
+        f"score() of {__name__}:Mistaken must return FrameScores(sums by the keys of the metrics, number of "
+        f"frames), all of them numbers; it returned {words}"
+    )
+    with pytest.raises(AssertionError, match=re.escape(f"mistaken: {line}")):
+        task_contract("mistaken")
+
+
 def test_a_loss_of_ones_own_keeps_the_contract_without_stages(registered: None) -> None:
     @speechdp.task("doubled")
     @dataclass(frozen=True)

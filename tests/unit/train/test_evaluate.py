@@ -146,3 +146,20 @@ def test_a_metric_that_is_not_scored_is_named_and_no_gradient_is_kept(dataset: D
         Evaluator(reader, PlanOptions(2), SerialCommunicator(), CPU, FP32).evaluate(
             make_model(dataset), Careless()
         )
+
+
+class Mean(AcousticTask):
+    """Gives tensors where sums are asked for."""
+
+    def score(self, model: LstmAcousticModel, batch: Batch) -> FrameScores:
+        return FrameScores({metric.key: torch.ones(3) for metric in self.metrics}, batch.num_frames)  # type: ignore[misc]
+
+
+def test_scores_that_are_no_numbers_are_refused(dataset: Dataset) -> None:
+    message = (
+        rf"score\(\) of {__name__}:Mean must return FrameScores\(.*the sum of \S+ is an object of type Tensor"
+    )
+    with closing(SplitReader(dataset, "dev")) as reader, pytest.raises(ConfigError, match=message):
+        Evaluator(reader, PlanOptions(2), SerialCommunicator(), CPU, FP32).evaluate(
+            make_model(dataset), Mean()
+        )
