@@ -11,6 +11,7 @@ import shutil
 import socket
 import sys
 import uuid
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -297,10 +298,11 @@ class ScriptFolder:
             )
         path = folder / f"rank-{self._comm.rank:04d}.pt"
         try:
+            _check_sums(path)
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except OSError as error:
             raise RunError(cannot_be_read(path, error)) from error
-        except Exception as error:  # whatever torch.load finds wrong in a file
+        except Exception as error:  # whatever zipfile and torch.load find wrong in a file
             if line := no_memory_to_read(path, error):
                 raise RunError(line) from error
             said = one_line(error, 80)
@@ -328,6 +330,18 @@ def _key(checkpoint: Path) -> tuple[int, int]:
     match = _CHECKPOINT.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)
+
+
+def _check_sums(path: Path) -> None:
+    """Hold what torch.save has written against its own checksums, which torch.load reads past.
+
+    Raises:
+        BadZipFile: a part is not what was written, or the file is cut short.
+        OSError: it cannot be read.
+    """
+    with zipfile.ZipFile(path) as archive:
+        if (part := archive.testzip()) is not None:
+            raise zipfile.BadZipFile(f"the checksum of {part} is another")
 
 
 def _check_readable(state: dict[str, Any]) -> None:

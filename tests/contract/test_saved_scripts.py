@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import signal
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -352,6 +353,13 @@ def test_what_cannot_be_gone_on_from_is_refused_in_a_line(tmp_path: Path) -> Non
     refused(f"{saved}, and this run has slowmo{remedy}", ConfigError, begin("slowmo:period=2"))
     refused(f"{saved}:period=2, and this run has bmuf:period=4{remedy}", ConfigError, begin("bmuf:period=4"))
     refused("give DataParallel folder=", ConfigError, lambda c: Script(c, "bmuf", None).run.load_checkpoint())
+    for path in (last / f"rank-{rank:04d}.pt" for rank in range(2)):
+        with zipfile.ZipFile(path) as archive:
+            tensors = [archive.read(part) for part in archive.namelist() if "/data/" in part]
+        content = bytearray(path.read_bytes())
+        content[content.index(max(tensors, key=len))] ^= 1  # a number is another, and the file opens as ever
+        path.write_bytes(content)
+    refused("is damaged (the checksum of ", RunError, begin("bmuf:period=2"))
     for rank in range(2):
         (last / f"rank-{rank:04d}.pt").write_bytes(b"no zip")
     refused("is damaged (", RunError, begin("bmuf:period=2"))
