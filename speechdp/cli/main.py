@@ -21,8 +21,8 @@ from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, SpeechDPError
 from speechdp.files import cannot_be_used
 from speechdp.process.ending import Ended, describe_end, end_by_exception, leave
-from speechdp.process.memory_shortage import memory_shortage
 from speechdp.process.output import STDERR, is_read, keep_standard_streams, lost_output
+from speechdp.process.shortage import shortage
 from speechdp.process.utf8 import use_utf8
 
 
@@ -238,7 +238,7 @@ def run(arguments: Sequence[str]) -> int:
         text, exit_code = describe_end(end)
     except (MemoryError, RuntimeError) as error:  # torch's are RuntimeErrors
         with remedies.of_command(options):
-            line = memory_shortage(error)
+            line = shortage(error)
         if line is None:
             raise
         text, exit_code = line, exit_codes.CRASHED

@@ -21,7 +21,7 @@ from speechdp.comm import environment
 from speechdp.errors import CommunicationError, SpeechDPError
 from speechdp.files import cannot_be_used
 from speechdp.process.ending import Ended, describe_end
-from speechdp.process.memory_shortage import memory_shortage
+from speechdp.process.shortage import shortage
 
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
@@ -105,9 +105,9 @@ def _describe(comm: Communicator | None, error: BaseException) -> _Report:
     if isinstance(error, SystemExit):
         return _describe_exit(name, error, delay_s)
     trace = "".join(traceback.format_exception(error))
-    short = memory_shortage(error)
-    if short is not None:  # what takes it is no defect; in a script the stack shows which line of it
-        text = f"{trace if remedies.is_script() else ''}{name}: {short}\n"
+    lacking = shortage(error)
+    if lacking is not None:  # what takes it is no defect; in a script the stack shows which line of it
+        text = f"{trace if remedies.is_script() else ''}{name}: {lacking}\n"
     else:
         text = f"{trace}{name}: ended by an unexpected {type(error).__name__}: {error}\n"
     return _Report(text, exit_codes.CRASHED, delay_s)

@@ -1,6 +1,8 @@
-"""Memory that is not there: the errors by which libraries say so, told apart from defects."""
+"""Memory and threads that are not there: the errors by which libraries say so, told apart from defects."""
 
 from __future__ import annotations
+
+import os
 
 from speechdp import remedies
 from speechdp.errors import lacks_memory, one_line
@@ -8,21 +10,31 @@ from speechdp.errors import lacks_memory, one_line
 #: What CUDA says on a GPU that others fill, for which torch has no class of its own.
 _ON_GPU = "CUDA error: out of memory"
 _LONGEST = 160  # letters of what the library says: CUDA's advice on its own settings follows
+#: What Python says, in a RuntimeError, where the system lets this user or container have no more threads.
+_NO_THREAD = "can't start new thread"
 
 
-def memory_shortage(error: BaseException) -> str | None:
-    """Return one line that says how much memory was wanted and what helps; None: the error is another.
+def shortage(error: BaseException) -> str | None:
+    """Return one line that says what was wanted of the computer and what helps; None: the error is another.
 
     One of the system, an OSError, is none: it is told with what was wanted of the system.
 
     Example:
-        >>> memory_shortage(MemoryError("Unable to allocate 7.45 GiB for an array"))
+        >>> shortage(MemoryError("Unable to allocate 7.45 GiB for an array"))
         'out of memory (Unable to allocate 7.45 GiB for an array); take smaller batches'
     """
+    if isinstance(error, OSError):
+        return None
     said = one_line(error)
+    if isinstance(error, RuntimeError) and said == _NO_THREAD:
+        fewer = "" if os.environ.get("OMP_NUM_THREADS") == "1" else ", or set OMP_NUM_THREADS=1"
+        return (
+            "out of threads: the system lets this user, job or container have no more; raise the limit "
+            f"(ulimit -u){fewer}"
+        )
     # torch.OutOfMemoryError by its name: where nothing has imported torch, it is not worth its import.
     on_gpu = type(error).__name__ == "OutOfMemoryError" or _ON_GPU in said
-    if isinstance(error, OSError) or not (on_gpu or lacks_memory(error)):
+    if not (on_gpu or lacks_memory(error)):
         return None
     begun = said.find("DefaultCPUAllocator")
     said = said[max(begun, 0) :][:_LONGEST]

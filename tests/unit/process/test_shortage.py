@@ -1,6 +1,8 @@
-"""Where memory does not suffice, one line says how much was wanted and what helps; defects stay defects."""
+"""Where memory or threads are lacking, one line says what was wanted and what helps; defects stay defects."""
 
 from __future__ import annotations
+
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from speechdp.cli import main
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.startup.failure import guard
-from speechdp.process.memory_shortage import memory_shortage
+from speechdp.process.shortage import shortage
 
 NOBODY_HAS = 10**15  # bytes
 
@@ -75,7 +77,31 @@ def test_a_script_is_shown_its_line_too(capsys: pytest.CaptureFixture[str]) -> N
     "error", [ValueError("no"), RuntimeError("shapes do not fit"), OSError(12, "memory")]
 )
 def test_other_errors_are_none(error: Exception) -> None:
-    assert memory_shortage(error) is None
+    assert shortage(error) is None
+
+
+@pytest.mark.parametrize(
+    ("threads", "remedy"),
+    [("4", "raise the limit (ulimit -u), or set OMP_NUM_THREADS=1"), ("1", "raise the limit (ulimit -u)")],
+)
+def test_no_more_threads_is_no_defect(
+    threads: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+
+    def refuses(*_: object) -> None:
+        raise RuntimeError("can't start new thread")  # as Python where RLIMIT_NPROC is reached
+
+    monkeypatch.setattr(threading, "_start_new_thread", refuses)
+
+    def work(comm: Communicator) -> None:
+        threading.Thread(target=print).start()
+
+    with remedies.of_command({"epochs"}):
+        assert guard(SerialCommunicator, work) == exit_codes.CRASHED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("speechdp: out of threads: ")
+    assert line.endswith(f"; {remedy}")
 
 
 def test_a_command_without_batches_says_it_in_one_line(
