@@ -151,8 +151,13 @@ class FolderOwner:
             self._remove_made()
             raise
         if self._beats:
-            self._thread = threading.Thread(target=self._run, name="speechdp-owner", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="speechdp-owner", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # no more threads: without signs of life nobody would know that it has ended
+                self.release()
+                raise
+            self._thread = thread
 
     def release(self) -> None:
         """Give the folder up; as far as the disk lets it."""

@@ -515,3 +515,17 @@ def test_two_processes_and_one_that_is_killed(tmp_path: Path) -> None:
     newcomer = Host(tmp_path)
     newcomer.owner.acquire()
     assert newcomer.pauses == 0
+
+
+def test_a_folder_whose_owner_could_give_no_signs_of_life_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = FolderOwner(tmp_path / "run", Claimant.here("train", {}), Host(tmp_path).owner._surroundings)
+
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    with pytest.raises(RuntimeError, match="start new thread"):
+        owner.acquire()
+    assert list(tmp_path.iterdir()) == []
