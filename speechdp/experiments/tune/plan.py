@@ -56,11 +56,6 @@ class Setting:
         return f"{self.strategy.text} batch={self.batch_size}" if self.batch_size else self.strategy.text
 
     @property
-    def is_reference(self) -> bool:
-        """Whether it is plain gradient averaging with the training's own batch."""
-        return self.strategy.text == REFERENCE and not self.batch_size
-
-    @property
     def family(self) -> tuple[str, int]:
         """What settings share that differ in nothing but how much they exchange: period or compression.
 
