@@ -113,6 +113,9 @@ class DataParallel:
         #: Periods in frames must end on all ranks at the same step.
         self._counts_frames = traits.synchronous and traits.counts_frames
         self._replica = Replica(model, optimizer, max_gradient_norm=max_gradient_norm, scaler=scaler)
+        # Only between the beginning and the end of a step do gradients count: scripts that clear them before
+        # each, as in plain torch, leave there what the losses of other models have added, say.
+        self._replica.unbind_gradients()
         self._stays_untrained = StaysUntrained(self._replica)
         self._num_steps, self._scaler = num_steps, scaler
         self._device = next(iter(self._replica.model_parameters)).device
@@ -236,7 +239,9 @@ class DataParallel:
                 self._folder.record_timing(self._gather_timing())
             self.strategy.close()
             return
+        self._replica.bind_gradients()  # those of an incomplete round are still to be applied
         self.strategy.finish()
+        self._replica.unbind_gradients()
         average_statistics(self.model, self.comm, has_trained=self._weight_here > 0)
         self._weight_of_all = self._sum_of_weights()
         timing, is_finite = self._gather_timing(), self._watch.all_finite()
@@ -382,6 +387,7 @@ class DataParallel:
         done = self.steps / self._num_steps if self._num_steps else 0.0
         time_s = self.timeline.training_time_s
         step.end(Progress(self.steps, self._weight_per_rank, time_s, done), number=self.steps)
+        self._replica.unbind_gradients()
         if self._watch.is_due(self.steps) and (scale := self._watch.fallen_scale()) is not None:
             self._refuse(
                 f"the scale of the GradScaler has fallen to {scale:g} at step {self.steps}, and gradients "
