@@ -109,7 +109,6 @@ class DataParallel:
             check_model(model)
             check_same(model, optimizer, comm)
         traits = self.strategy.traits
-        self._calls.together = traits.replicas_equal
         #: Periods in frames must end on all ranks at the same step.
         self._counts_frames = traits.synchronous and traits.counts_frames
         self._replica = Replica(model, optimizer, max_gradient_norm=max_gradient_norm, scaler=scaler)
@@ -154,6 +153,8 @@ class DataParallel:
         self._cut_at = pause.step if pause is not None and pause.cut else 0
         with ExitStack() as undo, self._calls.of(_BEGINNING):
             undo.callback(self._end)
+            together = self.strategy.traits.replicas_equal and self.comm.spans_job
+            self._calls.begin(self, together=together)
             check_same_call(_BEGINNING, self.comm)
             check_saved_together(self._loaded, self.strategy, self.comm)
             self._replica.bind_parameters()
@@ -219,6 +220,7 @@ class DataParallel:
     def _end(self) -> None:
         """Leave optimizer, signals and folder to others."""
         self._phase = _Phase.ENDED
+        self._calls.end(self)
         self._replica.update_rule.release()
         self._folder.release()
         if self._stop is not None:

@@ -149,6 +149,25 @@ def test_gradients_that_come_outside_of_steps_do_not_count(strategy: str) -> Non
     run_threads(2, check)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_ranks_may_take_steps_of_their_own_while_one_run_lets_them(order: tuple[int, int]) -> None:
+    """As the watchdog must know, whichever run was made last."""
+
+    def check(comm: Communicator) -> None:
+        strategies = ["gradient_averaging", "model_averaging:period=2"]
+        models = [linear(), linear()]
+        runs = [DataParallel(models[i], sgd(models[i]), comm, strategies[i]) for i in order]
+        assert comm.calls is not None and comm.calls.together
+        with runs[0], runs[1]:
+            assert not comm.calls.together
+        assert comm.calls.together
+        model, group = linear(), comm.split(comm.rank)
+        with DataParallel(model, sgd(model), group):
+            assert not comm.calls.together, "the other ranks are no part of these steps"
+
+    run_threads(2, check)
+
+
 def test_zero_grad_after_the_backward_pass_is_refused() -> None:
     script = Script(SerialCommunicator(), "gradient_averaging")
     x, y = make_batch(0, 0)
