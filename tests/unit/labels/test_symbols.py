@@ -126,6 +126,8 @@ def test_texts_without_a_word_are_refused(text: str) -> None:
 def test_unknown_characters_are_named() -> None:
     with pytest.raises(ConfigError, match="characters outside the inventory of symbols: '%' '\u00e9'; write"):
         SymbolInventory.of_kind("characters").encode("caf\u00e9 5 % %")
+    with pytest.raises(ConfigError, match="character outside the inventory of symbols: '%'; write it as a w"):
+        SymbolInventory.of_kind("characters").encode("5 % %")
 
 
 @pytest.mark.parametrize("kind", ["characters", "phones"])
