@@ -111,6 +111,7 @@ class Communicator(ABC):
         device: the device this rank computes on; the CPU by default.
         role: role of this rank for messages, e.g. "feeder"; "" for a training rank.
         calls: where `DataParallel` notes which of its calls this rank is at; None: there is none yet.
+        spans_job: whether these are all the ranks that trained together at the start: no group of them.
         sent_bytes: bytes this rank has sent so far in allreduces and broadcasts, assuming a ring-allreduce.
     """
 
@@ -127,6 +128,7 @@ class Communicator(ABC):
     device: torch.device = torch.device("cpu")
     role: str = ""
     calls: Calls | None = None
+    spans_job: bool = True
     sent_bytes: float = 0.0
     #: Whether the back-end, as it was started, has point-to-point messages (`peers`) and groups (`split`).
     has_peers: bool = True
@@ -254,12 +256,19 @@ class Communicator(ABC):
     def split(self, color: int) -> Communicator:
         """Return the communicator of the ranks that pass the same `color`, in rank order.  Collective.
 
-        It has the same `local_rank` as this communicator, which still selects the GPU.  It counts its own
-        `sent_bytes`, and must be closed before this one.
+        It has the same `local_rank` as this communicator, which still selects the GPU, and the same `calls`,
+        which the rank's watchdog looks at.  It counts its own `sent_bytes`, and must be closed before this
+        one.
 
         Raises:
             ConfigError: this back-end cannot be split.
         """
+        group = self._split(color)
+        group.calls = self.calls
+        group.spans_job = self.spans_job and group.size == self.size
+        return group
+
+    def _split(self, color: int) -> Communicator:
         raise ConfigError(
             f"the {self.backend} back-end cannot be split into groups as it was started; "
             "start with mpirun, or speechdp launch without --launcher"

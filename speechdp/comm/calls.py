@@ -22,7 +22,6 @@ class Calls:
         last: the call that it was in last.
         beats: calls entered and left so far.
         has_ended: the script has no more to do; it waits for the others to end, for however long.
-        together: whether ranks wait for each other in every step; else one may be long with those of its own.
     """
 
     def __init__(self) -> None:
@@ -30,7 +29,26 @@ class Calls:
         self.last = "the start"
         self.beats = 0
         self.has_ended = False
-        self.together = True
+        #: Runs under way in which a rank may be long with steps of its own.
+        self._apart: list[object] = []
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks of the job wait for each other in every step of every run."""
+        return not self._apart
+
+    def begin(self, run: object, *, together: bool) -> None:
+        """Note that a run begins.
+
+        Args:
+            together: its ranks are all of the job, and wait for each other in every step.
+        """
+        if not together:
+            self._apart.append(run)
+
+    def end(self, run: object) -> None:
+        """Note that a run has ended."""
+        self._apart = [other for other in self._apart if other is not run]
 
     @contextmanager
     def of(self, call: str) -> Iterator[None]:

@@ -45,7 +45,7 @@ class SerialCommunicator(Communicator):
     def peers(self) -> PeerCommunicator:
         return SerialPeers()
 
-    def split(self, color: int) -> Communicator:
+    def _split(self, color: int) -> Communicator:
         return self
 
     def barrier(self) -> None:

@@ -121,7 +121,9 @@ class SymbolInventory:
 
     def _characters(self, words: list[str]) -> list[str]:
         characters = [SPACE if character == " " else character for character in " ".join(words)]
-        self._refuse({c for c in characters if c not in self._index}, "character", "write them as words")
+        unknown = {c for c in characters if c not in self._index}
+        remedy = "write them as words" if len(unknown) > 1 else "write it as a word"
+        self._refuse(unknown, "character", remedy)
         return characters
 
     def _phones(self, words: list[str]) -> list[str]:

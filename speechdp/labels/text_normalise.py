@@ -97,16 +97,17 @@ def normalise(text: str) -> str:
     """Return a text in lower case, with numbers in words and single spaces: "3 5 7" -> "three five seven".
 
     Brackets and quotation marks are dropped, hyphens part words (before a number that begins a word they are
-    "minus"), colons and dashes become commas; ordinals and decades are spoken ("3rd", "1990s"), other letters
-    behind a number are a word of their own ("7am").  Characters that mean nothing here stay, for the
-    inventory to refuse by name.
+    "minus"), and so do other signs between letters; colons and dashes become commas; ordinals and decades are
+    spoken ("3rd", "1990s"), other letters behind a number are a word of their own ("7am").  Characters that
+    mean nothing here stay, for the inventory to refuse by name.
 
     Raises:
         ConfigError: a number above 999,999.
     """
     lower = lower_case(unicodedata.normalize("NFKC", text))
     plain = _MINUS.sub("minus ", lower).translate(_SIGNS)
-    words = _NUMBER.sub(lambda match: f" {_in_words(match)} ", plain)
+    apart = _BETWEEN_LETTERS.sub(r"\g<0> ", plain)  # "yes,no" is two words
+    words = _NUMBER.sub(lambda match: f" {_in_words(match)} ", apart)
     return _SPACE_BEFORE_SIGN.sub(r"\1", " ".join(words.split()))
 
 

@@ -109,10 +109,12 @@ class DataParallel:
             check_model(model)
             check_same(model, optimizer, comm)
         traits = self.strategy.traits
-        self._calls.together = traits.replicas_equal
         #: Periods in frames must end on all ranks at the same step.
         self._counts_frames = traits.synchronous and traits.counts_frames
         self._replica = Replica(model, optimizer, max_gradient_norm=max_gradient_norm, scaler=scaler)
+        # Only between the beginning and the end of a step do gradients count: scripts that clear them before
+        # each, as in plain torch, leave there what the losses of other models have added, say.
+        self._replica.unbind_gradients()
         self._stays_untrained = StaysUntrained(self._replica)
         self._num_steps, self._scaler = num_steps, scaler
         self._device = next(iter(self._replica.model_parameters)).device
@@ -151,6 +153,8 @@ class DataParallel:
         self._cut_at = pause.step if pause is not None and pause.cut else 0
         with ExitStack() as undo, self._calls.of(_BEGINNING):
             undo.callback(self._end)
+            together = self.strategy.traits.replicas_equal and self.comm.spans_job
+            self._calls.begin(self, together=together)
             check_same_call(_BEGINNING, self.comm)
             check_saved_together(self._loaded, self.strategy, self.comm)
             self._replica.bind_parameters()
@@ -216,6 +220,7 @@ class DataParallel:
     def _end(self) -> None:
         """Leave optimizer, signals and folder to others."""
         self._phase = _Phase.ENDED
+        self._calls.end(self)
         self._replica.update_rule.release()
         self._folder.release()
         if self._stop is not None:
@@ -236,7 +241,9 @@ class DataParallel:
                 self._folder.record_timing(self._gather_timing())
             self.strategy.close()
             return
+        self._replica.bind_gradients()  # those of an incomplete round are still to be applied
         self.strategy.finish()
+        self._replica.unbind_gradients()
         average_statistics(self.model, self.comm, has_trained=self._weight_here > 0)
         self._weight_of_all = self._sum_of_weights()
         timing, is_finite = self._gather_timing(), self._watch.all_finite()
@@ -382,6 +389,7 @@ class DataParallel:
         done = self.steps / self._num_steps if self._num_steps else 0.0
         time_s = self.timeline.training_time_s
         step.end(Progress(self.steps, self._weight_per_rank, time_s, done), number=self.steps)
+        self._replica.unbind_gradients()
         if self._watch.is_due(self.steps) and (scale := self._watch.fallen_scale()) is not None:
             self._refuse(
                 f"the scale of the GradScaler has fallen to {scale:g} at step {self.steps}, and gradients "

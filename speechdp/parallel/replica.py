@@ -61,6 +61,7 @@ class Replica:
         for parameter, value in zip(self.model_parameters, self.parameters.views, strict=True):
             parameter.data = value
         self._addresses = [parameter.data_ptr() for parameter in self.model_parameters]
+        self._gradients_are_bound = False
         self.bind_gradients()
         self.max_gradient_norm, self.scaler = max_gradient_norm, scaler
         if scaler is not None:
@@ -101,13 +102,24 @@ class Replica:
             parameter.data = view
         # What moves a module's parameters, such as `to`, moves the memory of these very tensors, too.
         self.gradients.views = self.gradients.views_of(self.gradients.values)
-        self.bind_gradients()
+        if self._gradients_are_bound:
+            self.bind_gradients()
 
     def bind_gradients(self) -> None:
         """Let backward fill the flat vector, also after somebody has set gradients to None."""
+        self._gradients_are_bound = True
         for parameter, gradient in zip(self.model_parameters, self.gradients.views, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
+
+    def unbind_gradients(self) -> None:
+        """Let backward fill other memory until they are bound again: what comes meanwhile does not count.
+
+        The vector keeps what has been accumulated.
+        """
+        self._gradients_are_bound = False
+        for parameter in self.model_parameters:
+            parameter.grad = None
 
     def holds_gradients(self) -> bool:
         """Return whether gradients are where they are exchanged from, or nowhere yet."""

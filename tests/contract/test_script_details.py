@@ -121,6 +121,53 @@ def test_zero_grad_at_the_beginning_of_a_step_loses_nothing(strategy: str) -> No
     run_threads(2, check)
 
 
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "gradient_averaging:every=3", "dpsgd", "bmuf"])
+def test_gradients_that_come_outside_of_steps_do_not_count(strategy: str) -> None:
+    """Such as those of another model's loss that goes through this one: plain loops clear them."""
+
+    def check(comm: Communicator) -> None:
+        def trained(*, adds: bool) -> Tensor:
+            script = Script(comm, strategy, batch_norm=False)  # its statistics would count
+
+            def add() -> None:
+                if adds:
+                    (1000.0 * loss_sum(script.model, make_batch(comm.rank, 0))).backward()  # type: ignore[no-untyped-call]
+
+            add()
+            with script.run:
+                add()
+                for number in range(NUM_STEPS):
+                    script.step(make_batch(comm.rank, number))
+                    add()
+                    if number == 3:
+                        with script.run.evaluating():
+                            add()
+            return values(script.model)
+
+        assert torch.equal(trained(adds=True), trained(adds=False))
+
+    run_threads(2, check)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_ranks_may_take_steps_of_their_own_while_one_run_lets_them(order: tuple[int, int]) -> None:
+    """As the watchdog must know, whichever run was made last."""
+
+    def check(comm: Communicator) -> None:
+        strategies = ["gradient_averaging", "model_averaging:period=2"]
+        models = [linear(), linear()]
+        runs = [DataParallel(models[i], sgd(models[i]), comm, strategies[i]) for i in order]
+        assert comm.calls is not None and comm.calls.together
+        with runs[0], runs[1]:
+            assert not comm.calls.together
+        assert comm.calls.together
+        model, group = linear(), comm.split(comm.rank)
+        with DataParallel(model, sgd(model), group):
+            assert not comm.calls.together, "the other ranks are no part of these steps"
+
+    run_threads(2, check)
+
+
 def test_zero_grad_after_the_backward_pass_is_refused() -> None:
     script = Script(SerialCommunicator(), "gradient_averaging")
     x, y = make_batch(0, 0)

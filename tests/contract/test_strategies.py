@@ -118,6 +118,11 @@ KALDI_OFF = ",first=average,leave_out=0.0,max_change=0.0,combine=0"
             "gradient_averaging:every=4,compression=none,rank=4,bucket_mib=25.0,overlap=false,"
             "between_nodes=0,node_size=0",
         ),
+        (
+            "gradient_averaging:compression=powersgd",
+            "gradient_averaging:every=1,compression=powersgd,rank=4,bucket_mib=25.0,overlap=false,"
+            "between_nodes=0,node_size=0",
+        ),
     ],
 )
 def test_options_are_read_and_described(text: str, expected: str) -> None:
@@ -225,7 +230,7 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
             "out or give compression=powersgd",
         ),
         (
-            "gradient_averaging:compression=powersgd,overlap=false",
+            "gradient_averaging:compression=powersgd,overlap=true",
             "overlap: with compression=powersgd gradien",
         ),
         ("gradient_averaging:compression=powersgd,bucket_mib=4", "in no buckets; leave it out"),

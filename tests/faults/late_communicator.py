@@ -69,7 +69,7 @@ class LateCommunicator(Communicator):
         with _around("collective"):
             return _LatePackets(self._inner.packets(allocate))
 
-    def split(self, color: int) -> Communicator:
+    def _split(self, color: int) -> Communicator:
         with _around("collective"):
             return LateCommunicator(self._inner.split(color))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp
+from speechdp.comm.calls import Calls
 from speechdp.errors import CommunicationError, ConfigError
 
 
@@ -310,6 +311,7 @@ def groups_and_the_whole_exchange_side_by_side(comm: Communicator) -> None:
                 (comm.allreduce_async(x, name=f"all-{n}"), x, sum(range(comm.size))),
                 (group.allreduce_async(y, name=f"group-{n}"), y, inside),
             ]
+        assert group.spans_job == (group.size == comm.size)
         for work, z, expected in works:
             work.wait()
             assert torch.all(z == expected)
@@ -317,8 +319,11 @@ def groups_and_the_whole_exchange_side_by_side(comm: Communicator) -> None:
 
 
 def splitting_into_one_changes_nothing(comm: Communicator) -> None:
+    comm.calls = Calls()
     group = comm.split(7)
     assert (group.rank, group.size) == (comm.rank, comm.size)
+    assert group.calls is comm.calls  # which the rank's watchdog looks at
+    assert group.spans_job
     assert group.allgather_object(group.rank) == list(range(comm.size))
     if group is not comm:
         group.close()

@@ -33,6 +33,7 @@ def ended_by(what: str, backend: str, folder: Path) -> tuple[Ended, str]:
         ("checkpoint", "torch", r"at run\.save_checkpoint\(\)"),
         pytest.param("checkpoint", "horovod", r"at run\.save_checkpoint\(\)", marks=needs_horovod),
         ("dawdle", "mpi", r"in the script's own code, after step 4,"),
+        ("group-checkpoint", "mpi", r"at run\.save_checkpoint\(\)"),
     ],
 )
 def test_while_others_take_a_step(what: str, backend: str, at: str, tmp_path: Path) -> None:

@@ -108,9 +108,9 @@ class HorovodCommunicator(Communicator):
         mpi.close()
         return channel
 
-    def split(self, color: int) -> Communicator:
+    def _split(self, color: int) -> Communicator:
         if not self.has_peers:
-            return super().split(color)
+            return super()._split(color)
         if self._part is not None:
             return self._part.split(color)
         mpi = self._over_mpi()

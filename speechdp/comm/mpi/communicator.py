@@ -131,7 +131,7 @@ class MpiCommunicator(Communicator):
     def packets(self, allocate: Allocate = fresh) -> PacketChannel:
         return MpiPackets(checked("opening a channel", self._copy), allocate)
 
-    def split(self, color: int) -> Communicator:
+    def _split(self, color: int) -> Communicator:
         def run() -> MpiCommunicator:
             meet(self._sync)
             # By the colour's place among all: MPI takes no negative ones.

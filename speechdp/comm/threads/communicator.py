@@ -154,7 +154,7 @@ class ThreadsCommunicator(Communicator):
         boxes = self._exchange("packets", None, lambda parts: PacketBoxes(shared.job, shared.members))
         return ThreadPackets(self.rank, boxes, allocate, self.barrier)
 
-    def split(self, color: int) -> Communicator:
+    def _split(self, color: int) -> Communicator:
         shared = self._shared
 
         def group(colors: list[int]) -> dict[int, _Shared]:

@@ -61,7 +61,7 @@ class TorchGroup(Communicator):
         with self._meeting.connecting():
             return TorchPeers(PrefixStore(name, self._meeting.store), self.rank, self.size)
 
-    def split(self, color: int) -> Communicator:
+    def _split(self, color: int) -> Communicator:
         # torch.distributed makes a group only if all ranks of the job are there, or else names it by its
         # members: made, released and made again, such a group would find the old one's traces in the store.
         raise ConfigError(
@@ -152,7 +152,7 @@ class TorchCommunicator(TorchGroup):
                 ),
             )
 
-    def split(self, color: int) -> Communicator:
+    def _split(self, color: int) -> Communicator:
         colors: list[int] = self.allgather_object(color)
         self._num_splits += 1
         members = {c: [r for r, other in enumerate(colors) if other == c] for c in sorted(set(colors))}

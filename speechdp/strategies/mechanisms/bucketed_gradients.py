@@ -41,8 +41,13 @@ class BucketedGradients(Strategy):
     rank: int = 4
     #: Size of the pieces exchanged during backward, in MiB.
     bucket_mib: float = 25.0
-    #: Exchange during backward; false: after it (for comparison).
-    overlap: bool = True
+    #: Exchange during backward, or after it (for comparison); none: during it, but with powersgd.
+    overlap: bool | None = None
+
+    def __post_init__(self) -> None:
+        # Told apart here from what is given, so that records say what takes effect, and can be given again.
+        if self.overlap is None:
+            self.overlap = self.compression != "powersgd"
 
     @property
     def traits(self) -> Traits:
@@ -63,8 +68,11 @@ class BucketedGradients(Strategy):
                     f"compression={self.compression}; leave it out or give compression=powersgd"
                 )
             return
-        for name in ("bucket_mib", "overlap"):
-            if getattr(self, name) != getattr(default, name):
+        for name, is_given in (
+            ("bucket_mib", self.bucket_mib != default.bucket_mib),
+            ("overlap", self.overlap),
+        ):
+            if is_given:
                 raise ConfigError(
                     f"gradient_averaging:{name}: with compression=powersgd gradients are exchanged after "
                     "backward, in no buckets; leave it out"

@@ -103,7 +103,7 @@ class StagedCommunicator(Communicator):
     def peers(self) -> PeerCommunicator:
         return _Peers(self.size)
 
-    def split(self, color: int) -> Communicator:
+    def _split(self, color: int) -> Communicator:
         return StagedCommunicator(next(self._groups))
 
     def barrier(self) -> None:

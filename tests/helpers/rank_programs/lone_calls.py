@@ -1,4 +1,4 @@
-"""A script with collective calls of one rank alone: `lone_calls.py FOLDER WHAT`."""
+"""A script with collective calls of one rank alone: `lone_calls.py FOLDER WHAT`; `group-WHAT`: in a group."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from speechdp.comm.base import Communicator
 
 
 def main(comm: Communicator) -> None:
-    folder, what = Path(sys.argv[1]), sys.argv[2]
+    folder, what = Path(sys.argv[1]), sys.argv[2].removeprefix("group-")
+    if what != sys.argv[2]:
+        comm = comm.split(0)
     model = torch.nn.Linear(4, 2).to(comm.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = speechdp.DataParallel(model, optimizer, comm, folder=folder / "run")

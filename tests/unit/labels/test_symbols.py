@@ -25,6 +25,7 @@ _LEXICON = Lexicon({"NO": (("N", "OW"),), "one": (("W", "AH", "N"), ("W", "AA", 
         ("1,000 or 12.05", "one thousand or twelve point zero five"),
         ("It\u2019s \u201cwell-known\u201d \u2013 (yes) ; no .", "it's well known, yes, no."),
         ("b2b", "b two b"),
+        ("Yes,no. Well...no\u2026never; o.k.?", "yes, no. well... no... never, o.k.?"),
         ("-5 or (\u22123), 7-8, well-4 - 2", "minus five or minus three, seven eight, well four two"),
         ("\uff13 \u00e9t\u00e9", "three \u00e9t\u00e9"),
         ("100\u2013200", "one hundred, two hundred"),
@@ -126,6 +127,8 @@ def test_texts_without_a_word_are_refused(text: str) -> None:
 def test_unknown_characters_are_named() -> None:
     with pytest.raises(ConfigError, match="characters outside the inventory of symbols: '%' '\u00e9'; write"):
         SymbolInventory.of_kind("characters").encode("caf\u00e9 5 % %")
+    with pytest.raises(ConfigError, match="character outside the inventory of symbols: '%'; write it as a w"):
+        SymbolInventory.of_kind("characters").encode("5 % %")
 
 
 @pytest.mark.parametrize("kind", ["characters", "phones"])

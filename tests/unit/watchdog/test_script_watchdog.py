@@ -127,7 +127,8 @@ def test_ranks_on_other_hosts_are_not_seen(together: bool) -> None:
     """Where each takes its steps at its own pace, one that is not seen may be getting on."""
 
     def script(rank: int, calls: Calls, job: Job) -> None:
-        calls.together = together
+        calls.begin(job, together=together)
+        calls.begin(calls, together=True)  # a second run changes nothing
         if rank == 1:
             job.wait_for_end()
             return
