@@ -56,7 +56,7 @@ from speechdp.launching.restarts import RESUME_VARIABLE, RestartPolicy, Restarts
 from speechdp.launching.subcommands import check_ranks
 from speechdp.launching.submit import check_command, check_pause
 from speechdp.launching.supervise import JobEnd, StopPolicy, SupervisorStop, noted_signals, run_job
-from speechdp.options.shown import shown
+from speechdp.options.shown import BATCH_JOB_OR_HERE, shown
 from speechdp.ownership.claimant import START_VARIABLE
 from speechdp.process.output import STDERR, is_read, losses_noted_in
 
@@ -78,9 +78,7 @@ class LaunchCommand:
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
     ] = ()
     """Command each rank runs, after `--`: a speechdp command with its options, or `python SCRIPT ...`."""
-    hostfile: Annotated[
-        Path | None, shown("FILE", "the hosts of the batch job this runs in, else this machine")
-    ] = None
+    hostfile: Annotated[Path | None, shown("FILE", BATCH_JOB_OR_HERE)] = None
     """File with a line `host slots=N` for each host (examples in hostfiles/).
     Not needed in a batch job of Slurm, LSF, PBS or Grid Engine, whose hosts are detected."""
     num_ranks: Annotated[
