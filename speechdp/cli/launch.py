@@ -174,11 +174,11 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         if options.dry_run:
             _print_command(*starter.prepare(restarts.begin(), command))
             return 0
-        end, result = _run_until_done(starter, restarts, command, request)
+        end, result = _run_until_done(starter, restarts, command, request, requeue=options.requeue)
     if place.allocation is None:
         return result.exit_code
     # What has no such target is a script or, as decode does, saves nothing before its end.
-    if is_to_go_on(end, result.exit_code, begins_anew=target is None):
+    if _is_given_back(end, result, restarts):
         return _give_back(place.allocation, target, is_script) if options.requeue else result.exit_code
     if options.requeue and target is None and is_ended_unsaved(end, result.exit_code):
         why = why_not_requeued(command, is_script=is_script)
@@ -245,10 +245,25 @@ def _give_back(allocation: Allocation, target: Target | None, is_script: bool) -
     return exit_code
 
 
+def _is_given_back(end: JobEnd, result: Verdict, restarts: Restarts) -> bool:
+    """Tell whether a batch job that has ended so goes on with --requeue."""
+    return is_to_go_on(end, result.exit_code, begins_anew=restarts.target is None)
+
+
 def _run_until_done(
-    starter: _Starter, restarts: Restarts, command: tuple[str, ...], request: SupervisorStop
+    starter: _Starter,
+    restarts: Restarts,
+    command: tuple[str, ...],
+    request: SupervisorStop,
+    *,
+    requeue: bool,
 ) -> tuple[JobEnd, Verdict]:
-    """Start the job, and restart it as long as requested and useful; return its last end."""
+    """Start the job, and restart it as long as requested and useful; return its last end.
+
+    Args:
+        requeue: of the options: what the batch system starts again is not advised to be started by hand, too,
+            or two jobs would wait for one folder.
+    """
     most = restarts.policy.max_restarts + 1
     hosts, arguments, reason = restarts.begin(), command, ""
     while True:
@@ -258,7 +273,8 @@ def _run_until_done(
         result = _judge(end, restarts)
         why_not = restarts.why_not(end, result.exit_code)
         if result.reason is not None:
-            _say(result.reason + ("" if why_not is None else result.advice))
+            is_over = why_not is not None and not (requeue and _is_given_back(end, result, restarts))
+            _say(result.reason + (result.advice if is_over else ""))
         if why_not is not None:
             if why_not:
                 _say(why_not)
@@ -273,7 +289,8 @@ def _run_until_done(
         if request.signals:
             end = replace(end, stop_signal=request.signals[0], faults=())
             result = _judge(end, restarts)
-            _say(f"{result.reason}{result.advice}")
+            given_back = requeue and _is_given_back(end, result, restarts)
+            _say(f"{result.reason}{'' if given_back else result.advice}")
             return end, result
         without = f"; without {', '.join(restarts.left_out)}" if restarts.left_out else ""
         arguments, reason = restarts.going_on(command), f"{result.reason or ''}{without}"
