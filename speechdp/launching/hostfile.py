@@ -87,7 +87,7 @@ def read_hostfile(path: Path) -> Hostfile:
             message names file, line and remedy.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: the hostfile is no text file; see hostfiles/ for examples") from error
     except OSError as error:
