@@ -21,7 +21,7 @@ from speechdp import exit_codes
 from speechdp.cli.support.console import describe_terminal
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
-from speechdp.launching.allocation import Allocation, Scheduler, find_allocation
+from speechdp.launching.allocation import Allocation, Scheduler, check_slots, find_allocation
 from speechdp.launching.command import (
     Controller,
     Launcher,
@@ -160,6 +160,9 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
     scheduler = None if place.allocation is None else place.allocation.scheduler
     policy = check_options(options, place.num_ranks, scheduler, is_script=is_script)
     hosts = place.hostfile.allocate(place.num_ranks)
+    # Over Gloo nobody counts them, and mpirun's own options may tell it to count otherwise.
+    if place.allocation is not None and not _is_over_gloo(options) and not options.mpi_args:
+        check_slots(place.allocation, hosts, place.hostfile.source)
     _check_room(hosts)
     # Signals between two starts count as well.
     with ExitStack() as stack:
