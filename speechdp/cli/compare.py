@@ -11,6 +11,7 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.cli.support.script_options import (
+    FEEDERS_ON_ONE_MACHINE,
     OutFolder,
     ScriptOptions,
     check_new,
@@ -24,9 +25,10 @@ from speechdp.cli.support.script_options import (
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
-from speechdp.options.shown import heading, shown
+from speechdp.options.shown import BATCH_JOB_OR_HERE, heading, shown
 
 if TYPE_CHECKING:
+    from speechdp.cli.support.starting import JobHosts
     from speechdp.experiments.compare.own_training import CompareRequest
     from speechdp.experiments.compare.plan import ComparePlan
     from speechdp.experiments.compare.training import ComparedTraining
@@ -66,7 +68,7 @@ class CompareCommand:
     0: none is held; speeds are those of the runs, or of a race held before."""
     race_steps: Annotated[int, shown("STEPS")] = 16
     """Steps of a turn in the race, at least: a turn has whole averaging periods."""
-    hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
+    hostfile: Annotated[Path | None, shown("FILE", BATCH_JOB_OR_HERE)] = None
     """File with a line `host slots=N` for each host."""
     launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
     """More options for `speechdp launch`, quoted as one argument: "--launcher horovodrun"."""
@@ -84,7 +86,6 @@ class CompareCommand:
 
     def run(self) -> int:
         """Make the comparison and its report, or be a rank of a race; return the exit code."""
-        from speechdp.cli.support.starting import starts_here  # noqa: PLC0415 - keeps --help fast
         from speechdp.experiments.compare.own_training import OwnTraining  # noqa: PLC0415
         from speechdp.ownership.overwrite import COMPARISON  # noqa: PLC0415
 
@@ -93,7 +94,7 @@ class CompareCommand:
         check_target(self.target, self.options.make_task().record())
         check_new(self.options, self.out_dir, COMPARISON)
         request, starter = self._request(self._plan()), self._starter()
-        here = starts_here(starter)
+        here = starter.starts_here
         if self.overwrite:
             check_training(self.data, self.options, self.out_dir, on_this_machine=here)
         check_precision(self.data, self.options, on_this_machine=here)
@@ -160,21 +161,28 @@ class CompareCommand:
             options=self.options,
             plan=plan,
             decode_split=decode_split,
-            most_decoding_ranks=available_cores() if self.hostfile is None else None,
+            most_decoding_ranks=available_cores() if self._hosts.are_counted_here else None,
             race=RaceOptions(self.race, self.race_steps),
         )
+
+    @property
+    def _hosts(self) -> JobHosts:
+        """Where jobs run.  Raises ConfigError: hosts that cannot be read."""
+        from speechdp.cli.support.starting import hosts_of_jobs  # noqa: PLC0415
+
+        return hosts_of_jobs(self.hostfile, self.launch_args)
 
     def _starter(self) -> JobStarter:
         from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
         from speechdp.experiments.compare.record import threads_before  # noqa: PLC0415
 
         feeders = self.options.loading.feeders
-        if feeders and self.hostfile is not None:
-            raise ConfigError("--feeders: compare counts them on one machine only; leave out --hostfile")
+        if feeders and not self._hosts.are_counted_here:
+            raise ConfigError(f"--feeders: compare {FEEDERS_ON_ONE_MACHINE}")
         most_ranks = feeders + max(int(word) for word in self.ranks.split(",") if word.strip())
         before = None if self.overwrite else threads_before(self.out_dir)
-        threads = threads_of_a_rank(self.threads, most_ranks, self.hostfile, before)
-        return make_starter("compare", self.launch_args, self.hostfile, threads)
+        threads = threads_of_a_rank(self.threads, most_ranks, self._hosts, before)
+        return make_starter("compare", self.launch_args, self._hosts, threads)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from speechdp import exit_codes
 from speechdp.cli.support.console import describe_terminal
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
-from speechdp.launching.allocation import Allocation, Scheduler, find_allocation
+from speechdp.launching.allocation import Allocation, Scheduler, check_slots, find_allocation
 from speechdp.launching.command import (
     Controller,
     Launcher,
@@ -56,7 +56,7 @@ from speechdp.launching.restarts import RESUME_VARIABLE, RestartPolicy, Restarts
 from speechdp.launching.subcommands import check_ranks
 from speechdp.launching.submit import check_command, check_pause
 from speechdp.launching.supervise import JobEnd, StopPolicy, SupervisorStop, noted_signals, run_job
-from speechdp.options.shown import shown
+from speechdp.options.shown import BATCH_JOB_OR_HERE, shown
 from speechdp.ownership.claimant import START_VARIABLE
 from speechdp.process.output import STDERR, is_read, losses_noted_in
 
@@ -78,9 +78,7 @@ class LaunchCommand:
         tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="-- COMMAND ...", help_behavior_hint="")
     ] = ()
     """Command each rank runs, after `--`: a speechdp command with its options, or `python SCRIPT ...`."""
-    hostfile: Annotated[
-        Path | None, shown("FILE", "the hosts of the batch job this runs in, else this machine")
-    ] = None
+    hostfile: Annotated[Path | None, shown("FILE", BATCH_JOB_OR_HERE)] = None
     """File with a line `host slots=N` for each host (examples in hostfiles/).
     Not needed in a batch job of Slurm, LSF, PBS or Grid Engine, whose hosts are detected."""
     num_ranks: Annotated[
@@ -162,6 +160,9 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
     scheduler = None if place.allocation is None else place.allocation.scheduler
     policy = check_options(options, place.num_ranks, scheduler, is_script=is_script)
     hosts = place.hostfile.allocate(place.num_ranks)
+    # Over Gloo nobody counts them, and mpirun's own options may tell it to count otherwise.
+    if place.allocation is not None and not _is_over_gloo(options) and not options.mpi_args:
+        check_slots(place.allocation, hosts, place.hostfile.source)
     _check_room(hosts)
     # Signals between two starts count as well.
     with ExitStack() as stack:
@@ -176,11 +177,11 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         if options.dry_run:
             _print_command(*starter.prepare(restarts.begin(), command))
             return 0
-        end, result = _run_until_done(starter, restarts, command, request)
+        end, result = _run_until_done(starter, restarts, command, request, requeue=options.requeue)
     if place.allocation is None:
         return result.exit_code
     # What has no such target is a script or, as decode does, saves nothing before its end.
-    if is_to_go_on(end, result.exit_code, begins_anew=target is None):
+    if _is_given_back(end, result, restarts):
         return _give_back(place.allocation, target, is_script) if options.requeue else result.exit_code
     if options.requeue and target is None and is_ended_unsaved(end, result.exit_code):
         why = why_not_requeued(command, is_script=is_script)
@@ -247,10 +248,25 @@ def _give_back(allocation: Allocation, target: Target | None, is_script: bool) -
     return exit_code
 
 
+def _is_given_back(end: JobEnd, result: Verdict, restarts: Restarts) -> bool:
+    """Tell whether a batch job that has ended so goes on with --requeue."""
+    return is_to_go_on(end, result.exit_code, begins_anew=restarts.target is None)
+
+
 def _run_until_done(
-    starter: _Starter, restarts: Restarts, command: tuple[str, ...], request: SupervisorStop
+    starter: _Starter,
+    restarts: Restarts,
+    command: tuple[str, ...],
+    request: SupervisorStop,
+    *,
+    requeue: bool,
 ) -> tuple[JobEnd, Verdict]:
-    """Start the job, and restart it as long as requested and useful; return its last end."""
+    """Start the job, and restart it as long as requested and useful; return its last end.
+
+    Args:
+        requeue: of the options: what the batch system starts again is not advised to be started by hand, too,
+            or two jobs would wait for one folder.
+    """
     most = restarts.policy.max_restarts + 1
     hosts, arguments, reason = restarts.begin(), command, ""
     while True:
@@ -260,7 +276,8 @@ def _run_until_done(
         result = _judge(end, restarts)
         why_not = restarts.why_not(end, result.exit_code)
         if result.reason is not None:
-            _say(result.reason + ("" if why_not is None else result.advice))
+            is_over = why_not is not None and not (requeue and _is_given_back(end, result, restarts))
+            _say(result.reason + (result.advice if is_over else ""))
         if why_not is not None:
             if why_not:
                 _say(why_not)
@@ -275,7 +292,8 @@ def _run_until_done(
         if request.signals:
             end = replace(end, stop_signal=request.signals[0], faults=())
             result = _judge(end, restarts)
-            _say(f"{result.reason}{result.advice}")
+            given_back = requeue and _is_given_back(end, result, restarts)
+            _say(f"{result.reason}{'' if given_back else result.advice}")
             return end, result
         without = f"; without {', '.join(restarts.left_out)}" if restarts.left_out else ""
         arguments, reason = restarts.going_on(command), f"{result.reason or ''}{without}"

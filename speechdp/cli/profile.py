@@ -12,6 +12,7 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.cli.support.script_options import (
+    FEEDERS_ON_ONE_MACHINE,
     OutFolder,
     check_new,
     check_precision,
@@ -21,9 +22,10 @@ from speechdp.cli.support.script_options import (
 )
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
-from speechdp.options.shown import heading, shown
+from speechdp.options.shown import BATCH_JOB_OR_HERE, heading, shown
 
 if TYPE_CHECKING:
+    from speechdp.cli.support.starting import JobHosts
     from speechdp.experiments.jobs import JobStarter
     from speechdp.experiments.profile.jobs import ProfileRequest
     from speechdp.experiments.profile.plan import ProfilePlan
@@ -59,7 +61,7 @@ class ProfileCommand:
     """Steps in the jobs blocking, pooled and fed, which compare ways of loading data."""
     poster_iterations: bool = False
     """Take N times as many steps on N ranks, as the poster in docs/profile.md did."""
-    hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
+    hostfile: Annotated[Path | None, shown("FILE", BATCH_JOB_OR_HERE)] = None
     """File with a line `host slots=N` for each host."""
     launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
     """More options for `speechdp launch`, quoted as one argument: "--launcher horovodrun"."""
@@ -97,7 +99,7 @@ class ProfileCommand:
     def _run_all(self) -> int:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
-        from speechdp.cli.support.starting import line_printer, starts_here  # noqa: PLC0415
+        from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
         from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
         from speechdp.experiments.profile.jobs import LOGS, Profiler  # noqa: PLC0415
         from speechdp.experiments.profile.record import STRONG  # noqa: PLC0415
@@ -106,7 +108,7 @@ class ProfileCommand:
 
         check_new(self.options, self.out_dir, PROFILE)
         request, starter = self._request(self._plan()), self._starter()
-        check_precision(self.data, self.options, on_this_machine=starts_here(starter))
+        check_precision(self.data, self.options, on_this_machine=starter.starts_here)
         say = line_printer(make_console())
         profiler = Profiler(request, starter, say)
         out = OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options))
@@ -151,8 +153,8 @@ class ProfileCommand:
         for split in (self.options.train_split, self.options.held_out):
             dataset.shard_paths(split)
         jobs = plan.jobs(self.options)
-        if self.hostfile is not None and self.options.loading.feeders:
-            raise ConfigError("--feeders: profile counts them on one machine only; leave out --hostfile")
+        if not self._hosts.are_counted_here and self.options.loading.feeders:
+            raise ConfigError(f"--feeders: profile {FEEDERS_ON_ONE_MACHINE}")
         return ProfileRequest(self.data, self.out_dir, jobs, self._settings(plan, dataset.checksum))
 
     def _settings(self, plan: ProfilePlan, checksum: str) -> Settings:
@@ -176,14 +178,21 @@ class ProfileCommand:
             cores=available_cores(),
             command=("speechdp", *sys.argv[1:]),
             threads=self._num_threads(),
-            notes=tuple(notes_on(plan, options, on_this_machine=self.hostfile is None)),
+            notes=tuple(notes_on(plan, options, on_this_machine=self._hosts.are_counted_here)),
             options={**options.to_json(), "data": checksum},
         )
+
+    @property
+    def _hosts(self) -> JobHosts:
+        """Where jobs run.  Raises ConfigError: hosts that cannot be read."""
+        from speechdp.cli.support.starting import hosts_of_jobs  # noqa: PLC0415
+
+        return hosts_of_jobs(self.hostfile, self.launch_args)
 
     def _starter(self) -> JobStarter:
         from speechdp.cli.support.starting import make_starter  # noqa: PLC0415
 
-        return make_starter("profile", self.launch_args, self.hostfile, self._num_threads())
+        return make_starter("profile", self.launch_args, self._hosts, self._num_threads())
 
     def _num_threads(self) -> int:
         from speechdp.cli.support.starting import threads_of_a_rank  # noqa: PLC0415
@@ -191,4 +200,4 @@ class ProfileCommand:
 
         most_ranks = self.options.loading.feeders + max(self._plan().ranks)
         before = None if self.overwrite else threads_before(self.out_dir)
-        return threads_of_a_rank(self.threads, most_ranks, self.hostfile, before)
+        return threads_of_a_rank(self.threads, most_ranks, self._hosts, before)

@@ -13,6 +13,7 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.cli.support.script_options import (
+    FEEDERS_ON_ONE_MACHINE,
     OutFolder,
     ScriptOptions,
     check_new,
@@ -21,11 +22,13 @@ from speechdp.cli.support.script_options import (
     inputs_of,
     owned_folder,
 )
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
-from speechdp.options.shown import heading, shown
+from speechdp.options.shown import BATCH_JOB_OR_HERE, heading, shown
 
 if TYPE_CHECKING:
+    from speechdp.cli.support.starting import JobHosts
     from speechdp.experiments.compare.own_training import CompareRequest
     from speechdp.experiments.compare.script_training import UserScript
     from speechdp.experiments.jobs import JobStarter
@@ -44,7 +47,9 @@ class TuneOptions:
 
     budget: Annotated[str, shown("TIME")] = "20m"
     """Time for the whole search, e.g. 90s, 20m or 2h.  What has begun when it is over is finished."""
-    ranks: Annotated[int | None, shown("N", "all slots of --hostfile, else all GPUs, else all cores")] = None
+    ranks: Annotated[
+        int | None, shown("N", "all slots of --hostfile or of the batch job, else all GPUs, else all cores")
+    ] = None
     """Number of ranks that train; --feeders, where there are any, are started in addition."""
     strategies: Annotated[str, shown("STRATEGY,...", "eight that are often best; docs/tune.md")] = ""
     """Strategies to try beside gradient averaging; docs/strategies.md lists them with their options.
@@ -57,25 +62,27 @@ class TuneOptions:
     overwrite: bool = False
     """Delete the search in OUT and start over."""
 
-    def num_ranks(self, hostfile: Path | None, *, device: str | None = None, feeders: int = 0) -> int:
+    def num_ranks(self, hosts: JobHosts, *, device: str | None = None, feeders: int = 0) -> int:
         """Return the number of ranks.  Raises ConfigError where there is only one.
 
         Args:
-            hostfile: of the search; None: this machine only.
+            hosts: of the search.
             device: auto, cpu or cuda; None: a script of the user's chooses.
             feeders: ranks that are started in addition, on cores of this machine.
         """
-        from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
-
         if self.ranks is not None and self.ranks < 2:
             raise ConfigError(f"--ranks {self.ranks}: one rank has nothing to exchange; give 2 at least")
         if self.ranks is not None:
             return self.ranks
-        if hostfile is None:
+        if hosts.hostfile is None:
             return _ranks_here(device, feeders)
-        ranks = read_hostfile(hostfile).num_slots
+        slots = hosts.hostfile.num_slots
+        ranks = slots - feeders
         if ranks < 2:
-            raise ConfigError(f"{hostfile}: has one slot, and a search needs 2 ranks at least")
+            raise ConfigError(
+                f"{hosts.hostfile.source}: has {counted(slots, 'slot')}, and a search needs 2 ranks at least "
+                "besides --feeders; raise slots=, add hosts or ask the scheduler for more"
+            )
         return ranks
 
     def whole_seeds(self) -> tuple[int, ...]:
@@ -86,7 +93,7 @@ class TuneOptions:
         refuse_twice("seeds", seeds)
         return seeds
 
-    def tried(self, hostfile: Path | None, ranks: int) -> tuple[Setting, ...]:
+    def tried(self, hosts: JobHosts, ranks: int) -> tuple[Setting, ...]:
         """Return the settings to try.  Raises ConfigError."""
         from speechdp.experiments.compare.plan import (  # noqa: PLC0415
             checked_strategies,
@@ -97,7 +104,7 @@ class TuneOptions:
 
         periods = whole_numbers("periods", self.periods, least=1)
         refuse_twice("periods", periods)
-        strategies = self.strategies or _strategies_for(hostfile, ranks, periods)
+        strategies = self.strategies or _strategies_for(hosts, ranks, periods)
         return settings_of(checked_strategies(strategies), periods)
 
     @property
@@ -123,15 +130,12 @@ def _ranks_here(device: str | None, feeders: int) -> int:
     return on_gpus or max(2, available_cores() - feeders)
 
 
-def _strategies_for(hostfile: Path | None, ranks: int, periods: tuple[int, ...]) -> str:
+def _strategies_for(hosts: JobHosts, ranks: int, periods: tuple[int, ...]) -> str:
     """Return what is tried where nothing is named."""
     from speechdp.experiments.tune.plan import STRATEGIES, in_two_levels  # noqa: PLC0415
-    from speechdp.launching.hostfile import read_hostfile  # noqa: PLC0415
 
-    if hostfile is None:
-        return STRATEGIES
-    hosts = read_hostfile(hostfile).allocate(ranks)
-    has_nodes = len(hosts) > 1 and any(host.slots > 1 for host in hosts)
+    placed = hosts.allocate(ranks)
+    has_nodes = len(placed) > 1 and any(host.slots > 1 for host in placed)
     return f"{STRATEGIES},{in_two_levels(periods)}" if has_nodes else STRATEGIES
 
 
@@ -163,7 +167,7 @@ class TuneCommand:
     """Rounds of the race, 6 at least."""
     race_steps: Annotated[int, shown("STEPS")] = 16
     """Steps of a turn in the race, at least: a turn has whole averaging periods."""
-    hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
+    hostfile: Annotated[Path | None, shown("FILE", BATCH_JOB_OR_HERE)] = None
     """File with a line `host slots=N` for each host."""
     launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
     """More options for `speechdp launch`, quoted as one argument: "--launcher horovodrun"."""
@@ -178,7 +182,6 @@ class TuneCommand:
 
     def run(self) -> int:
         """Search and report, or be a rank of the race; return the exit code."""
-        from speechdp.cli.support.starting import starts_here  # noqa: PLC0415 - keeps --help fast
         from speechdp.experiments.tune.training import TunedTraining  # noqa: PLC0415
         from speechdp.ownership.overwrite import TUNE  # noqa: PLC0415
 
@@ -188,7 +191,7 @@ class TuneCommand:
         check_new(self.options, self.out_dir, TUNE)
         compared = self._compared(ranks)
         request, starter = self._request(compared, ranks), self._starter(ranks)
-        here = starts_here(starter)
+        here = starter.starts_here
         if self.search.overwrite:
             check_training(self.data, self.options, self.out_dir, on_this_machine=here)
         check_precision(self.data, self.options, on_this_machine=here)
@@ -246,9 +249,16 @@ class TuneCommand:
             return exit_codes.STOPPED
         return 0
 
+    @property
+    def _hosts(self) -> JobHosts:
+        """Where jobs run.  Raises ConfigError: hosts that cannot be read."""
+        from speechdp.cli.support.starting import hosts_of_jobs  # noqa: PLC0415
+
+        return hosts_of_jobs(self.hostfile, self.launch_args)
+
     def _ranks(self) -> int:
         options = self.options
-        return self.search.num_ranks(self.hostfile, device=options.device, feeders=options.loading.feeders)
+        return self.search.num_ranks(self._hosts, device=options.device, feeders=options.loading.feeders)
 
     def _compared(self, ranks: int) -> CompareRequest:
         """Return the search in the terms of a comparison, whose jobs it runs."""
@@ -282,7 +292,7 @@ class TuneCommand:
         return TuneRequest(
             out=self.out_dir,
             ranks=ranks,
-            tried=self.search.tried(self.hostfile, ranks),
+            tried=self.search.tried(self._hosts, ranks),
             backends=_backends(self.backends),
             batch_sizes=other_batches(self.options, ranks, self._batch_sizes()),
             budget_s=self.search.budget_s,
@@ -304,10 +314,10 @@ class TuneCommand:
         from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
 
         feeders = self.options.loading.feeders
-        if feeders and self.hostfile is not None:
-            raise ConfigError("--feeders: tune counts them on one machine only; leave out --hostfile")
-        threads = threads_of_a_rank(self.threads, ranks + feeders, self.hostfile)
-        return make_starter("tune", self.launch_args, self.hostfile, threads)
+        if feeders and not self._hosts.are_counted_here:
+            raise ConfigError(f"--feeders: tune {FEEDERS_ON_ONE_MACHINE}")
+        threads = threads_of_a_rank(self.threads, ranks + feeders, self._hosts)
+        return make_starter("tune", self.launch_args, self._hosts, threads)
 
 
 @dataclass(frozen=True)
@@ -344,7 +354,7 @@ class TuneScriptCommand:
         self.script.check()
         if self.race < 1:
             raise ConfigError(f"--race {self.race}: speeds are compared in one round at least")
-        ranks = self.search.num_ranks(self.script.hostfile)
+        ranks = self.search.num_ranks(self.script.hosts)
         script = self.script.user_script(self.script_arguments)
         starter = self.script.starter("tune", ranks)
         request = self._request(script, ranks)
@@ -365,7 +375,7 @@ class TuneScriptCommand:
         return TuneRequest(
             out=self.out_dir,
             ranks=ranks,
-            tried=self.search.tried(self.script.hostfile, ranks),
+            tried=self.search.tried(self.script.hosts, ranks),
             backends=_backends(self.backends) if self.backends else (script.backend,),
             batch_sizes=(),
             budget_s=self.search.budget_s,

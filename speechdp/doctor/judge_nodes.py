@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from speechdp.counting import counted
 from speechdp.doctor.finding import Finding, grouped, minority, ok, some_of, who_has_what
 from speechdp.doctor.seen import Rank, by_host
 
@@ -83,9 +84,8 @@ def judge_world(ranks: Sequence[Rank]) -> list[Finding]:
             found = f"MPI says rank {_of(own)}, Horovod {_of(theirs)}"
             findings.append(Finding("world", "fail", found, (rank.host,), _HOROVOD_MPI))
     if not findings:
-        findings.append(
-            ok("world", f"launcher and back-end agree on {connected[0].facts['connect']['size']} ranks")
-        )
+        size = connected[0].facts["connect"]["size"]
+        findings.append(ok("world", f"launcher and back-end agree on {counted(size, 'rank')}"))
     return [*findings[:4], *_judge_threads(connected), *_judge_horovod(ranks)]
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from speechdp.counting import counted
 from speechdp.doctor.finding import Finding, ok, some_of
 from speechdp.doctor.job import JobRecord
 from speechdp.doctor.reach import Reach
@@ -132,7 +133,7 @@ def judge_job(job: JobRecord, placed: Sequence[str]) -> Finding:
     open_ranks = [rank for rank, record in sorted(job.ranks.items()) if record.open_part]
     silent = [rank for rank in range(job.num_ranks) if rank not in job.ranks]
     if job.exit_code == 0 and not open_ranks and not silent:
-        return ok("job", f"{job.num_ranks} ranks on {some_of(hosts)} met and ended")
+        return ok("job", f"{counted(job.num_ranks, 'rank')} on {some_of(hosts)} met and ended")
     known = _known_trouble(job, _names(silent, placed))
     if known is not None:
         return known

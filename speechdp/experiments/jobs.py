@@ -35,11 +35,14 @@ class JobStarter:
         program: how a process of ours begins, e.g. (python, "-m", "speechdp").
         environment: of the jobs.
         launch_options: for `speechdp launch`, e.g. ("--hostfile", "F").
+        elsewhere: jobs have other hosts than this machine, or more, which no option need name: in a batch job
+            `launch` finds them.
     """
 
     program: tuple[str, ...]
     environment: Mapping[str, str]
     launch_options: tuple[str, ...] = ()
+    elsewhere: bool = False
 
     @property
     def threads(self) -> int | None:
@@ -53,7 +56,7 @@ class JobStarter:
         """Run a command; return None, or what went wrong in one line.
 
         Args:
-            num_ranks: 1 needs no launcher on this machine; with a hostfile it goes to the first host, or it
+            num_ranks: 1 needs no launcher on this machine; otherwise it goes to the first host, or it
                 would run on another machine than the jobs it is compared with.
             arguments: subcommand and its arguments.
             log: the command and what it prints are appended to it.
@@ -64,7 +67,7 @@ class JobStarter:
             RunError: the disk refused the log or a file of the command's: no fault of what was tried.
         """
         argv = [*self.program, *arguments]
-        if num_ranks > 1 or self._names_hosts():
+        if num_ranks > 1 or not self.starts_here:
             argv = self._launched(num_ranks, arguments)
         return self._run(argv, self.environment, log, may_pause=may_pause)
 
@@ -86,7 +89,7 @@ class JobStarter:
             may_pause: as in `run`.
         """
         argv = [self.program[0], *words]
-        if num_ranks > 1 or self._names_hosts():
+        if num_ranks > 1 or not self.starts_here:
             argv = self._launched(num_ranks, argv)
         return self._run(argv, {**self.environment, **environment}, log, may_pause=may_pause)
 
@@ -116,8 +119,12 @@ class JobStarter:
             raise RunError(f"{refused}, then give the same command again (its output is in {log})")
         return message
 
-    def _names_hosts(self) -> bool:
-        return any(word.partition("=")[0] == "--hostfile" for word in self.launch_options)
+    @property
+    def starts_here(self) -> bool:
+        """Whether all jobs run on this machine; not so where that is not known."""
+        return not self.elsewhere and not any(
+            word.partition("=")[0] == "--hostfile" for word in self.launch_options
+        )
 
 
 def what_went_wrong(end: JobEnd, printed: str) -> str | None:

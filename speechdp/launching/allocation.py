@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.launching.hostfile import Host, Hostfile, is_host_name
 from speechdp.launching.hostlist import HostListError, expand_host_list, expand_task_counts
@@ -79,6 +80,32 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     if environ.get("JOB_ID") and environ.get("PE_HOSTFILE"):
         return _grid_engine(environ)
     return None
+
+
+def check_slots(allocation: Allocation, hosts: Iterable[Host], source: str) -> None:
+    """Refuse hosts of a hostfile that are to take more ranks than Slurm has given the job slots there.
+
+    mpirun reads the allocation, too, and says only that all nodes are filled.  Hosts whose names are not the
+    allocation's are left to it, and so are other batch systems, of which not every mpirun knows.
+
+    Args:
+        hosts: their `slots` are the ranks placed.
+        source: of the hosts, for the message.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if allocation.scheduler != "slurm":
+        return
+    given = {host.name.lower(): host.slots for host in allocation.hostfile.hosts}
+    for host in hosts:
+        slots = given.get(host.name.lower(), host.slots)
+        if host.slots > slots:
+            raise ConfigError(
+                f"{source}: {counted(host.slots, 'rank')} on {host.name}, where the batch job has only "
+                f"{counted(slots, 'slot')}, and mpirun starts no more; ask Slurm for more tasks "
+                "(--ntasks-per-node), or start fewer ranks there"
+            )
 
 
 def _is_rank(environ: Mapping[str, str]) -> bool:

@@ -52,19 +52,22 @@ class Hostfile:
         """Number of ranks all hosts take together."""
         return sum(host.slots for host in self.hosts)
 
-    def allocate(self, num_ranks: int) -> tuple[Host, ...]:
+    def allocate(self, num_ranks: int, *, option: str = "-np") -> tuple[Host, ...]:
         """Return the hosts that carry `num_ranks` ranks, filled in order; their `slots` are the ranks placed.
+
+        Args:
+            option: by which the user gives the number of ranks, for messages.
 
         Raises:
             ConfigError: fewer than one rank asked for, or more than there are slots.
         """
         if num_ranks < 1:
-            raise ConfigError(f"-np {num_ranks}: at least 1 rank is needed")
+            raise ConfigError(f"{option} {num_ranks}: at least 1 rank is needed")
         if num_ranks > self.num_slots:
             wanted, slots = counted(num_ranks, "rank"), counted(self.num_slots, "slot")
             raise ConfigError(
                 f"{self.source}: {wanted} wanted, but it has only {slots}; "
-                "lower -np, raise slots=, add hosts or ask the scheduler for more"
+                f"lower {option}, raise slots=, add hosts or ask the scheduler for more"
             )
         left = num_ranks
         placed: list[Host] = []
@@ -84,7 +87,7 @@ def read_hostfile(path: Path) -> Hostfile:
             message names file, line and remedy.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: the hostfile is no text file; see hostfiles/ for examples") from error
     except OSError as error:

@@ -70,6 +70,11 @@ class RestartPolicy:
             raise ConfigError(
                 "--min-ranks is the smallest number of ranks for a restart; give --max-restarts as well"
             )
+        if target is not None and target.subcommand == "sweep" and self.min_ranks < num_ranks:
+            raise ConfigError(
+                f"--min-ranks {self.min_ranks}: a sweep compares runs on one number of ranks, and would "
+                "refuse to go on with fewer; leave it out"
+            )
 
 
 #: What tells one state of a file or folder from another: (path, time of change in ns, inode).

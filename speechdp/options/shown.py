@@ -6,6 +6,9 @@ from typing import Any
 
 import tyro
 
+#: Default of --hostfile, as hosts are found where none is named.
+BATCH_JOB_OR_HERE = "the hosts of the batch job this runs in, else this machine"
+
 
 def shown(metavar: str, default: str | None = None) -> Any:
     """Return the annotation of an option: `Annotated[int | None, shown("N", "one per core")] = None`.

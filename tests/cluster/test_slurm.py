@@ -18,6 +18,7 @@ from tests.helpers.finished_run import assert_equal_runs
 from tests.helpers.gates import Gates
 from tests.helpers.killed import last_step
 from tests.helpers.mpi import REPOSITORY
+from tests.helpers.tiny_data import TINY_MODEL
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,20 @@ def test_other_launchers_find_the_allocation(site: Site, undisturbed: Undisturbe
     job_id, run = site.submit(launcher.split()[1], f"--launch-args={launcher}")
     assert_same(site, site.slurm.wait(job_id), run, undisturbed)
     assert hosts_of(run) == ["n2", "n3"]
+
+
+def test_compare_in_the_shell_of_salloc_runs_on_the_hosts_of_the_job(site: Site) -> None:
+    out = site.folder / "compared"
+    asked = ["salloc", "--nodes=2", "--ntasks-per-node=1", sys.executable, "-m", "speechdp"]
+    words = ["compare", site.data, out, *TINY_MODEL, "--epochs", "1", "--modes", "frames", "--race", "0"]
+    command = [*asked, *words, "--strategies", "gradient_averaging", "--decode-split", ""]
+    ended = site.slurm.command(*in_folder(site.folder, *command))
+    assert ended.exit_code == 0, ended.output
+    hosts = sorted(hosts_of(record.parent) for record in out.glob("frames-*/run.json"))
+    assert hosts == [["n2"], ["n2", "n3"]]  # and not n1, where the shell is
+    too_many = site.slurm.command(*in_folder(site.folder, *command, "--ranks", "1,4", "--overwrite"))
+    assert too_many.exit_code == 1, too_many.output
+    assert "4 ranks wanted, but it has only 2 slots; lower --ranks" in too_many.stderr
 
 
 def test_srun_without_pmix_is_refused_on_every_rank(site: Site) -> None:

@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 
 from speechdp.errors import ConfigError
-from speechdp.options.shown import shown
+from speechdp.options.shown import BATCH_JOB_OR_HERE, shown
 
 if TYPE_CHECKING:
+    from speechdp.cli.support.starting import JobHosts
     from speechdp.experiments.compare.script_training import UserScript
     from speechdp.experiments.jobs import JobStarter
     from speechdp.options.run import TrainOptions
     from speechdp.ownership.overwrite import FolderKind
     from speechdp.ownership.owner import FolderOwner
     from speechdp.tasks.metrics import TaskRecord
+
+#: After the command's name.
+FEEDERS_ON_ONE_MACHINE = (
+    "counts them on one machine only; leave out --hostfile, or in a batch job of several hosts --feeders"
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class ScriptOptions:
     backend: Literal["auto", "horovod", "mpi", "torch", "threads"] = "auto"
     """Library the ranks communicate with.
     auto: horovod if installed, else mpi; torch: torch.distributed; threads: ranks are threads, for trials."""
-    hostfile: Annotated[Path | None, shown("FILE", "this machine only")] = None
+    hostfile: Annotated[Path | None, shown("FILE", BATCH_JOB_OR_HERE)] = None
     """File with a line `host slots=N` for each host."""
     launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
     """More options for `speechdp launch`, quoted as one argument: "--launcher horovodrun"."""
@@ -69,6 +75,15 @@ class ScriptOptions:
 
         return UserScript(self.script, tuple(arguments), self.backend)
 
+    @property
+    def hosts(self) -> JobHosts:
+        """Where jobs run.  Raises ConfigError: hosts that cannot be read."""
+        from speechdp.cli.support.starting import JobHosts, hosts_of_jobs  # noqa: PLC0415
+
+        if self.backend == "threads" and self.hostfile is None:
+            return JobHosts()  # one process, which needs no slots
+        return hosts_of_jobs(self.hostfile, self.launch_args)
+
     def starter(self, command: str, most_ranks: int, threads_before: int | None = None) -> JobStarter:
         """Return what starts the script.
 
@@ -79,8 +94,8 @@ class ScriptOptions:
         """
         from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
 
-        threads = threads_of_a_rank(self.threads, most_ranks, self.hostfile, threads_before)
-        return make_starter(command, self.launch_args, self.hostfile, threads)
+        threads = threads_of_a_rank(self.threads, most_ranks, self.hosts, threads_before)
+        return make_starter(command, self.launch_args, self.hosts, threads)
 
 
 def say_how_many_failed(failed: int, runs: int, logs: Path | None, what: str = "runs") -> None:

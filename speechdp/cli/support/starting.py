@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -13,20 +13,60 @@ from rich.console import Console
 from speechdp.comm.environment import announced
 from speechdp.errors import ConfigError
 from speechdp.experiments.jobs import JobStarter
-from speechdp.launching.allocation import find_allocation
-from speechdp.launching.command import own_program
+from speechdp.launching.allocation import Allocation, find_allocation
+from speechdp.launching.command import own_program, share_of_cores
 from speechdp.launching.cores import available_cores
-from speechdp.launching.forwarded_options import has_option
-from speechdp.launching.hostfile import is_this_machine, read_hostfile
+from speechdp.launching.forwarded_options import has_option, split_words
+from speechdp.launching.hostfile import Host, Hostfile, is_this_machine, read_hostfile
 
 
-def make_starter(command: str, launch_args: str, hostfile: Path | None, threads: int) -> JobStarter:
+@dataclass(frozen=True)
+class JobHosts:
+    """Where a command's jobs run, which `speechdp launch` finds by itself in the same way.
+
+    Attributes:
+        hostfile: their hosts; None: this machine, or those of a --hostfile in --launch-args.
+        path: of the file, where they are of one.
+        allocation: the batch job whose hosts they are.
+    """
+
+    hostfile: Hostfile | None = None
+    path: Path | None = None
+    allocation: Allocation | None = None
+
+    @property
+    def are_counted_here(self) -> bool:
+        """Whether the ranks have the cores and GPUs of this machine, as far as --launch-args says nothing."""
+        if self.hostfile is None:
+            return True
+        return self.path is None and all(is_this_machine(host.name) for host in self.hostfile.hosts)
+
+    def allocate(self, most_ranks: int) -> tuple[Host, ...]:
+        """Return the hosts with the ranks of the largest job.  Raises ConfigError: too few slots."""
+        return () if self.hostfile is None else self.hostfile.allocate(most_ranks, option="--ranks")
+
+
+def hosts_of_jobs(hostfile: Path | None, launch_args: str) -> JobHosts:
+    """Return where jobs run: on the hosts of the file, else of the batch job this is in, else here.
+
+    Raises:
+        ConfigError: hosts that cannot be read, or `launch_args` are no words.
+    """
+    if hostfile is not None:
+        return JobHosts(read_hostfile(hostfile), path=hostfile)
+    if has_option(split_words("--launch-args", launch_args), "--hostfile"):
+        return JobHosts()
+    allocation = find_allocation(os.environ)
+    return JobHosts() if allocation is None else JobHosts(allocation.hostfile, allocation=allocation)
+
+
+def make_starter(command: str, launch_args: str, hosts: JobHosts, threads: int) -> JobStarter:
     """Return what starts the jobs of a command.
 
     Args:
         command: of the user, for messages.
         launch_args: more options for `speechdp launch`, in one word.
-        hostfile: of the jobs; None: this machine.
+        hosts: of the jobs.
         threads: of each rank.
 
     Raises:
@@ -36,29 +76,16 @@ def make_starter(command: str, launch_args: str, hostfile: Path | None, threads:
         raise ConfigError(
             f"{command} starts its own jobs: give the command without mpirun, horovodrun, launch"
         )
-    try:
-        launch_options = shlex.split(launch_args)
-    except ValueError as error:
-        raise ConfigError(f"--launch-args {launch_args!r} cannot be split into words ({error})") from error
-    if hostfile is not None:
-        launch_options += ["--hostfile", str(hostfile.absolute())]
+    launch_options = split_words("--launch-args", launch_args)
+    if hosts.path is not None:
+        launch_options += ("--hostfile", str(hosts.path.absolute()))
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    return JobStarter(own_program(Path(sys.executable)), environment, tuple(launch_options))
-
-
-def starts_here(starter: JobStarter) -> bool:
-    """Return whether all jobs run on this machine; not so where that is not known."""
-    if has_option(starter.launch_options, "--hostfile"):
-        return False
-    try:
-        allocation = find_allocation(starter.environment)
-    except ConfigError:  # `launch` says it, unless it needs none
-        return False
-    return allocation is None or all(is_this_machine(host.name) for host in allocation.hostfile.hosts)
+    program = own_program(Path(sys.executable))
+    return JobStarter(program, environment, launch_options, elsewhere=not hosts.are_counted_here)
 
 
 def threads_of_a_rank(
-    threads: int | None, most_ranks: int, hostfile: Path | None, before: int | None = None
+    threads: int | None, most_ranks: int, hosts: JobHosts, before: int | None = None
 ) -> int:
     """Return the threads of a rank, in every job the same, or speeds could not be compared.
 
@@ -66,11 +93,14 @@ def threads_of_a_rank(
         threads: what was asked for; None: what there was before, else what OMP_NUM_THREADS says, else cores
             by the most ranks.
         most_ranks: of any job.
+        hosts: of the jobs.
         before: of the finished jobs that are kept; None: there are none.
 
     Raises:
-        ConfigError: none was asked for, or another number than there was before.
+        ConfigError: none was asked for, or another number than there was before; or nothing is finished yet,
+            and the hosts have too few slots, at which jobs would fail one after another.
     """
+    placed = () if before is not None else hosts.allocate(most_ranks)
     if threads is not None:
         if threads < 1:
             raise ConfigError(f"--threads {threads}: at least 1")
@@ -85,9 +115,10 @@ def threads_of_a_rank(
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdigit() and int(given) > 0:
         return int(given)
-    if hostfile is not None:
-        most_ranks = max(host.slots for host in read_hostfile(hostfile).allocate(most_ranks))
-    return max(1, available_cores() // most_ranks)
+    if not placed:
+        return max(1, available_cores() // most_ranks)
+    share = share_of_cores(placed, hosts.allocation, available_cores())
+    return share or max(1, available_cores() // max(host.slots for host in placed))
 
 
 def line_printer(console: Console) -> Callable[[str], None]:

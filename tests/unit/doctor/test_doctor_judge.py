@@ -78,6 +78,14 @@ def test_two_good_hosts_are_well() -> None:
     assert [finding for finding in all_findings(two_ranks()) if finding.status != "ok"] == []
 
 
+def test_one_rank_is_not_called_ranks() -> None:
+    [rank] = two_ranks()[:1]
+    rank.facts["connect"].update(size=1, launcher=[0, 1], mpi=[0, 1])
+    rank.facts["horovod"].update(size=1)
+    found = [finding.found for finding in judge_nodes([rank], {}) if finding.check == "world"]
+    assert found == ["launcher and back-end agree on 1 rank"]
+
+
 def node(**changes: Any) -> Callable[[list[Rank]], None]:
     """Return what changes the second host."""
     return lambda ranks: ranks[1].facts["node"].update(changes)

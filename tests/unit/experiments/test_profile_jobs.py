@@ -241,8 +241,14 @@ def test_a_stop_has_the_exit_code_of_what_can_go_on(
     ],
 )
 def test_what_is_refused(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hosts").write_text("node1 slots=2\n", encoding="utf-8")
     data = write_tiny_data(tmp_path / "data", TinySizes(train=4, dev=2, test=2, shards=1)).path
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").touch()

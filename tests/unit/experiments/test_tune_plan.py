@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from speechdp.cli.support.starting import JobHosts, hosts_of_jobs
 from speechdp.cli.tune import TuneOptions, _strategies_for
 from speechdp.comm.device import RANKS_PER_GPU
 from speechdp.errors import ConfigError
@@ -63,7 +64,7 @@ def test_averages_in_two_levels_are_tried_where_there_are_nodes(
 ) -> None:
     (tmp_path / "hosts").write_text(hosts)
     ranks = sum(int(line.partition("=")[2]) for line in hosts.splitlines())
-    tried = _strategies_for(tmp_path / "hosts", ranks, (5, 20))
+    tried = _strategies_for(hosts_of_jobs(tmp_path / "hosts", ""), ranks, (5, 20))
     assert tried == (f"{STRATEGIES},{in_two_levels((5, 20))}" if has_nodes else STRATEGIES)
     names = [one.name for one in settings_of(checked_strategies(tried), (5, 20))]
     assert ("model_averaging:period=5,between_nodes=20" in names) == has_nodes
@@ -361,7 +362,7 @@ def test_ranks_fill_the_gpus_of_this_machine_or_else_its_cores(
     gpus: int, device: str, feeders: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _machine_with(monkeypatch, gpus, cores=6)
-    assert TuneOptions().num_ranks(None, device=device, feeders=feeders) == ranks
+    assert TuneOptions().num_ranks(JobHosts(), device=device, feeders=feeders) == ranks
 
 
 def test_one_gpu_is_refused_unless_ranks_or_the_cpu_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,25 +370,25 @@ def test_one_gpu_is_refused_unless_ranks_or_the_cpu_are_asked_for(monkeypatch: p
     with pytest.raises(
         ConfigError, match=r"this machine has one GPU; .* to search on the CPU use --device cpu"
     ):
-        TuneOptions().num_ranks(None, device="auto")
+        TuneOptions().num_ranks(JobHosts(), device="auto")
     with pytest.raises(
         ConfigError, match="to search on the CPU give --ranks, and an empty CUDA_VISIBLE_DEVICES"
     ):
-        TuneOptions().num_ranks(None)
-    assert TuneOptions().num_ranks(None, device="cpu") == 6
-    assert TuneOptions(ranks=2).num_ranks(None) == 2
+        TuneOptions().num_ranks(JobHosts())
+    assert TuneOptions().num_ranks(JobHosts(), device="cpu") == 6
+    assert TuneOptions(ranks=2).num_ranks(JobHosts()) == 2
 
 
 def test_ranks_that_share_gpus_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     _machine_with(monkeypatch, 1, cores=6)
     monkeypatch.setenv(RANKS_PER_GPU, "2")
-    assert TuneOptions().num_ranks(None, device="auto") == 2
+    assert TuneOptions().num_ranks(JobHosts(), device="auto") == 2
 
 
 def test_gpus_that_are_asked_for_and_missing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _machine_with(monkeypatch, 0, cores=6)
     with pytest.raises(ConfigError, match="torch sees no GPU on this host"):
-        TuneOptions().num_ranks(None, device="cuda")
+        TuneOptions().num_ranks(JobHosts(), device="cuda")
 
 
 def _machine_with(monkeypatch: pytest.MonkeyPatch, gpus: int, cores: int) -> None:

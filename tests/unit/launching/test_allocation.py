@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from speechdp.cli.main import run
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import find_allocation
 from speechdp.launching.hostfile import Host, is_host_name
@@ -291,6 +292,34 @@ def test_a_missing_node_file_is_named() -> None:
         find_allocation({"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a 4 b"})
     with pytest.raises(ConfigError, match="'four' in 'a four' is not a number of slots"):
         find_allocation({"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a four"})
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "is_refused"),
+    [
+        ("n1 slots=2\nn2 slots=1\n", (), True),
+        ("N2 slots=2\n", (), True),
+        ("n1 slots=1\n", (), False),
+        ("n1 slots=2\n", ("-np", "1"), False),
+        ("elsewhere slots=2\n", (), False),  # perhaps another name of the host: mpirun knows
+        ("n1 slots=2\n", ("--mpi-args=--oversubscribe",), False),
+    ],
+)
+def test_more_ranks_on_a_host_than_slurm_gave_the_job_are_refused(
+    lines: str,
+    options: tuple[str, ...],
+    is_refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    words = ["launch", "--dry-run", "--hostfile", write(tmp_path, lines), *options, "--", "train", "D", "R"]
+    assert run(words) == int(is_refused)
+    said = "where the batch job has only 1 slot, and mpirun starts no more; ask Slurm for more tasks"
+    assert (said in capsys.readouterr().err) == is_refused
 
 
 @pytest.mark.parametrize("line", ["n1", "n1 two q", "n1 0 q", "-n 2 q"])

@@ -37,6 +37,8 @@ def test_reads_comments_blank_lines_and_addresses(tmp_path: Path) -> None:
     hostfile = read_hostfile(path)
     assert hostfile.hosts == (Host("node01", 2), Host("node-02.example.org", 16), Host("10.0.0.3", 1))
     assert hostfile.num_slots == 19
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as editors on Windows begin it
+    assert read_hostfile(path).hosts == hostfile.hosts
 
 
 @pytest.mark.parametrize(("name", "slots"), [("local2", 2), ("local4", 4), ("cluster.example", 10)])

@@ -111,6 +111,12 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
         (RestartPolicy(1), None, "only train, sweep and Python scripts"),
         (RestartPolicy(1, min_ranks=5), train, "from 1 to the number of ranks, 4"),
         (RestartPolicy(0, min_ranks=2), train, "give --max-restarts as well"),
+        # It would be refused by the sweep itself once a host is lost, after hours.
+        (
+            RestartPolicy(1, min_ranks=2),
+            Target("sweep", tmp_path, None),
+            "a sweep compares runs on one number",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             policy.check(4, target)
