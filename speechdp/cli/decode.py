@@ -158,6 +158,8 @@ class DecodeCommand:
             print(f"{retried} needed a wider beam; without hypothesis: {result.failed}")
         if result.nbest is not None:
             print(result.nbest.summary())
+        if result.rescoring_remark:
+            _tell(f"warning: {result.rescoring_remark}")
         if result.speed is not None:
             print(result.speed.summary())
         page = write_decoding_page(result, dataset, self.run_dir)

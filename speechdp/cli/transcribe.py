@@ -79,6 +79,8 @@ class TranscribeCommand:
             self.search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
         kept = kept_data(self.run_dir)
         transcriber = Transcriber(trained, kept, self._options(kept), self.longest)
+        if transcriber.remark:
+            print(f"speechdp: warning: {transcriber.remark}", file=sys.stderr)
         done = _Done(kept.sampling_rate)
         with growing_files(list(outputs), "recording") as add:
             for name, path in recordings.items():

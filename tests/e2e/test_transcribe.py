@@ -253,6 +253,7 @@ class Echo:
         self.ends = ends or {}
         self.alive = weakref.WeakSet[Transcription]()
         self.most_alive = 0
+        self.remark = ""
 
     def __call__(self, *_: object) -> Echo:
         return self
