@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from speechdp.counting import counted
+from speechdp.counting import agreeing, counted
 from speechdp.errors import ConfigError
 from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptions
 from speechdp.options.shown import heading, shown
@@ -147,7 +147,9 @@ class DecodeCommand:
             print("the scales were chosen on this split: on new speech the error rate may be higher")
         if result.unknown_words:
             share = 100 * result.unknown_words / result.wer.words
-            print(f"{result.unknown_words} words ({share:.1f} %) are not in the vocabulary: all errors")
+            unknown = counted(result.unknown_words, "word")
+            are_not = agreeing(result.unknown_words, "are not in the vocabulary")
+            print(f"{unknown} ({share:.1f} %) {are_not}: an error each")
         if result.untranscribed:
             untold = counted(result.untranscribed, "utterance")
             print(f"{untold} without a transcript: recognised, and counted in no error rate")
@@ -156,6 +158,8 @@ class DecodeCommand:
             print(f"{retried} needed a wider beam; without hypothesis: {result.failed}")
         if result.nbest is not None:
             print(result.nbest.summary())
+        if result.rescoring_remark:
+            _tell(f"warning: {result.rescoring_remark}")
         if result.speed is not None:
             print(result.speed.summary())
         page = write_decoding_page(result, dataset, self.run_dir)

@@ -18,7 +18,7 @@ from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptio
 from speechdp.options.shown import heading, shown
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from speechdp.data.shards.dataset import Dataset
     from speechdp.decode.recogniser import DecodingOptions
@@ -73,11 +73,14 @@ class TranscribeCommand:
             )
         outputs = self._outputs()
         recordings = self._recordings()
+        _refuse_to_replace(recordings.values(), outputs)
         trained = load_model(self.run_dir, choose_device(self.device, 0), ctc=True)
         if is_ctc(trained.config):
             self.search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
         kept = kept_data(self.run_dir)
         transcriber = Transcriber(trained, kept, self._options(kept), self.longest)
+        if transcriber.remark:
+            print(f"speechdp: warning: {transcriber.remark}", file=sys.stderr)
         done = _Done(kept.sampling_rate)
         with growing_files(list(outputs), "recording") as add:
             for name, path in recordings.items():
@@ -150,6 +153,8 @@ class TranscribeCommand:
         for given in without_converted(self.files):
             files = find_audio(given, unreadable=True) if given.is_dir() else [given]
             for path, name in recording_names(given if given.is_dir() else given.parent, files).items():
+                if name in found and path.absolute() == found[name].absolute():
+                    raise ConfigError(f"{path}: is given twice; leave one out")
                 if name in found:
                     raise ConfigError(
                         f"{path} and {found[name]} are both named {name}; rename one, or transcribe them "
@@ -157,6 +162,23 @@ class TranscribeCommand:
                     )
                 found[name] = path
         return found
+
+
+def _refuse_to_replace(recordings: Iterable[Path], outputs: Iterable[Path]) -> None:
+    """Refuse to write over what is to be recognised, which --overwrite does not mean.
+
+    Raises:
+        ConfigError: names the recording.
+    """
+    from speechdp.cli.support.outputs import partial_of  # noqa: PLC0415 - keeps --help fast
+
+    written = {os.path.realpath(path) for place in outputs for path in (place, partial_of(place))}
+    for recording in recordings:
+        if os.path.realpath(recording) in written:
+            raise ConfigError(
+                f"{recording}: is a recording to be recognised, and --out, --ctm or --nbest-out would "
+                "replace it; give another name"
+            )
 
 
 @dataclass

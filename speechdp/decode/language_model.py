@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from speechdp.data.shards.dataset import ARPA_NAME, GRAMMAR_NAME, WORDS_NAME
+from speechdp.data.shards.dataset import ARPA_NAME, GRAMMAR_NAME, LM_RECORD_NAME, WORDS_NAME
 from speechdp.decode.graphs.fst_arrays import EPSILON, FstArrays
 from speechdp.decode.graphs.fst_files import read_fst, read_symbols
 from speechdp.decode.graphs.ngram_grammar import BACKOFF_SYMBOL
@@ -184,16 +184,26 @@ def save_language_model(model: LanguageModel, folder: Path) -> None:
 
 
 def language_model_path(folder: Path) -> Path | None:
-    """Return the file that `save_language_model` wrote; None where there is none."""
+    """Return the file that `save_language_model` wrote; None where there is none.
+
+    Raises:
+        ConfigError: it is gone, but not what is said of it: nobody would notice that it is not used.
+    """
     paths = (folder / name for name in (ARPA_NAME, GRAMMAR_NAME))
-    return next((path for path in paths if path.exists()), None)
+    found = next((path for path in paths if path.exists()), None)
+    if found is None and (folder / LM_RECORD_NAME).exists():
+        raise ConfigError(
+            f"{folder}: {LM_RECORD_NAME} tells of a language model, but neither {ARPA_NAME} nor "
+            f"{GRAMMAR_NAME} is there; copy the file again, or remove {LM_RECORD_NAME} to do without"
+        )
+    return found
 
 
 def language_model_in(folder: Path) -> LanguageModel | None:
     """Read the language model that `save_language_model` wrote; None where there is none.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: it is damaged, or gone.
     """
     path = language_model_path(folder)
     return None if path is None else read_language_model(path)

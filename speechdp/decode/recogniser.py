@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.graphs.graph import (
     LOOPS,
@@ -217,6 +218,11 @@ class Recogniser:
             raise ConfigError(f"--rescore-lm {path}: none of its words is in the lexicon; give one that fits")
         if not isinstance(found.model, NgramModel):
             raise ConfigError(f"--rescore-lm {path}: has no n-grams; give an ARPA file")
+        if found.without_entry:
+            lacks = (
+                f"{path.name} lacks {counted(found.without_entry, 'word')} of the lexicon and has no <unk>"
+            )
+            self.rescoring_remark = f"{lacks}: rescoring puts sequences with them last"
         return ngram_cost(found.model)
 
     def _attach(self, trained: TrainedModel, options: DecodingOptions) -> None:
@@ -228,6 +234,8 @@ class Recogniser:
         self._graphs: dict[float, DecodingGraph] = {}
         self._num_kept_arcs = 0
         self._second = None
+        #: What to tell the user of --rescore-lm; "": nothing.
+        self.rescoring_remark = ""
         self.use(options)
 
     def _build(self, lm_scale: float) -> DecodingGraph:

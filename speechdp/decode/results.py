@@ -66,6 +66,7 @@ class DecodingResult:
         settings: what was searched (`graph`), how (`options`), and how that was chosen (`tuning`).
         nbest: the lists of the most probable word sequences, if they were asked for.
         speed: what it took.
+        rescoring_remark: what to tell of the language model that rescored; "": nothing.
     """
 
     split: str
@@ -82,6 +83,7 @@ class DecodingResult:
     settings: Mapping[str, Any]
     nbest: NBestLists | None = None
     speed: DecodingSpeed | None = None
+    rescoring_remark: str = ""
 
     @property
     def untranscribed(self) -> int:

@@ -218,6 +218,7 @@ def decode_split(
         settings=_settings(recogniser, options, tuning),
         nbest=NBestLists.of(found.hypotheses, nbest_path(path), options.num_candidates),
         speed=found.speed,
+        rescoring_remark=recogniser.rescoring_remark,
     )
     lists = _gathered(own.lists, comm)
     if comm.rank == 0:

@@ -179,6 +179,11 @@ class Transcriber:
         self._acoustic_scale = options.acoustic_scale
         self._num_candidates = options.num_candidates
 
+    @property
+    def remark(self) -> str:
+        """What to tell of the language model that rescores; "": nothing."""
+        return self._recogniser.rescoring_remark
+
     def transcribe(self, path: Path, name: str) -> Transcription:
         """Recognise a file of one channel, of any length and sampling rate, and call it `name`.
 

@@ -12,8 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechdp.errors import ConfigError
-from speechdp.files import write_text_atomically
+from speechdp.files import record_cannot_be_read, write_text_atomically
 from speechdp.labels.lexicon import SILENCE, Lexicon
+
+#: Of a damaged classes.txt; it may be the copy that a run keeps, which no `prepare` mends.
+CLASS_LIST_REMEDY = "copy it from the data that were trained on, or prepare these again"
 
 STATES_PER_PHONE = 3
 
@@ -94,15 +97,17 @@ class StateInventory:
         """
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path}: is missing; {CLASS_LIST_REMEDY}") from error
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot read the class list ({error}); run prepare again") from error
+            raise ConfigError(record_cannot_be_read(path, error, CLASS_LIST_REMEDY)) from error
         phones = tuple(
             line.split()[-1].rpartition("_")[0] for line in lines[::STATES_PER_PHONE] if line.split()
         )
         intact = bool(phones) and phones[0] == SILENCE and len(set(phones)) == len(phones)
         inventory = cls(phones[1:]) if intact else cls(())
         if not intact or lines != [f"{i} {name}" for i, name in enumerate(inventory.class_names())]:
-            raise ConfigError(f"{path}: not a class list of speechdp; run prepare again")
+            raise ConfigError(f"{path}: not a class list of speechdp; {CLASS_LIST_REMEDY}")
         return inventory
 
 

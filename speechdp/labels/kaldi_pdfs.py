@@ -8,8 +8,8 @@ from pathlib import Path
 
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError
-from speechdp.files import write_text_atomically
-from speechdp.labels.hmm import StateInventory
+from speechdp.files import record_cannot_be_read, write_text_atomically
+from speechdp.labels.hmm import CLASS_LIST_REMEDY, StateInventory
 
 _FIRST_LINE = "0 pdf-0\n"
 
@@ -42,11 +42,13 @@ class KaldiPdfs:
         """Read a `classes.txt` back.  Raises ConfigError if it is not one that `save` wrote."""
         try:
             text = path.read_text(encoding="utf-8")
+        except FileNotFoundError as error:
+            raise ConfigError(f"{path}: is missing; {CLASS_LIST_REMEDY}") from error
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: cannot read the class list ({error}); run prepare again") from error
+            raise ConfigError(record_cannot_be_read(path, error, CLASS_LIST_REMEDY)) from error
         pdfs = cls(text.count("\n"))
         if text != pdfs._text():
-            raise ConfigError(f"{path}: not a class list of speechdp; run prepare again")
+            raise ConfigError(f"{path}: not a class list of speechdp; {CLASS_LIST_REMEDY}")
         return pdfs
 
 

@@ -58,7 +58,16 @@ _OF_TRANSCRIPTS = (
             ),
             **dict.fromkeys("\u2013\u2014", " "),
             **dict.fromkeys("\u3001\u3002\uff0c\uff01\uff1f\u0964\u061f\u060c\u061b", " "),
+            # Full stops: Indic, Urdu, Armenian, Hebrew, Ethiopic, Burmese, Khmer.
+            **dict.fromkeys("\u0965\u06d4\u0589\u05c3\u104a\u104b\u17d4\u17d5", " "),
+            **dict.fromkeys(map(chr, range(0x1361, 0x1369)), " "),
+            # Brackets, quotation marks, dots and colons, of the width of Chinese characters.
+            **dict.fromkeys([*map(chr, range(0x3008, 0x3012)), *map(chr, range(0x3014, 0x301C))], " "),
+            **dict.fromkeys("\u30fb\uff08\uff09\uff0e\uff1a\uff1b\uff61\uff62\uff63\uff64\uff65", " "),
             **dict.fromkeys("\ufeff\u200b\u2060\u00ad", ""),  # nobody sees them: byte order mark, soft hyphen
+            # Directions of writing, and what draws out Arabic letters (tatweel).
+            **dict.fromkeys("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e", ""),
+            **dict.fromkeys("\u2066\u2067\u2068\u2069\u0640", ""),
         }
     )
     | SIGNS_IN_WORDS

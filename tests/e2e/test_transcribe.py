@@ -197,6 +197,9 @@ def test_what_cannot_be_transcribed(
     (tmp_path / "no.wav").write_text("no audio")
     (tmp_path / "out.txt").write_text("mine")
     (tmp_path / "empty").mkdir()
+    copy = tmp_path / "copies" / trained.recordings[0].name
+    copy.parent.mkdir()
+    copy.write_bytes(trained.recordings[0].read_bytes())
     with wave.open(str(tmp_path / "short.wav"), "wb") as file:
         file.setparams((1, 2, 8000, 0, "NONE", ""))
         file.writeframes(bytes(20))
@@ -205,7 +208,8 @@ def test_what_cannot_be_transcribed(
         ((run, recording, "-o", str(tmp_path / "out.txt")), "out.txt: exists; give another name"),
         ((str(tmp_path / "run"), recording), "run: no such folder"),
         ((run, str(tmp_path / "empty")), "empty: holds no audio"),
-        ((run, recording, recording, "--ctm", str(tmp_path / "ctm")), "are both named"),
+        ((run, recording, recording, "--ctm", str(tmp_path / "ctm")), "is given twice; leave one out"),
+        ((run, recording, str(copy), "--ctm", str(tmp_path / "ctm")), "are both named"),
         ((run, str(tmp_path / "gone.wav")), "gone.wav: no such audio file"),  # nothing is summed up
         ((run, recording, "--longest", "0"), "--longest 0"),
         ((run, recording, "--nbest", "3"), "--nbest N and --nbest-out FILE go together"),
@@ -249,6 +253,7 @@ class Echo:
         self.ends = ends or {}
         self.alive = weakref.WeakSet[Transcription]()
         self.most_alive = 0
+        self.remark = ""
 
     def __call__(self, *_: object) -> Echo:
         return self
@@ -336,6 +341,22 @@ def test_no_file_grows_under_the_name_of_another(
     said = capsys.readouterr().err
     assert "two of --out, --ctm and --nbest-out are the same file, if only until one is whole" in said
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+@pytest.mark.parametrize("option", ["--out", "--ctm"])
+@pytest.mark.parametrize(
+    "name", ["talks/a.wav", "link.wav", "talks/b"]
+)  # b.partial is what b is until it is whole
+def test_no_recording_is_replaced_by_its_words(
+    echo: Echo, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, name: str
+) -> None:
+    folder = Path(recordings_in(tmp_path / "talks", "a.wav", "b.partial"))
+    (tmp_path / "link.wav").symlink_to(folder / "a.wav")
+    before = [path.read_bytes() for path in sorted(folder.iterdir())]
+    given = [str(folder), str(folder / "b.partial")]
+    assert speechdp(["transcribe", "RUN", *given, option, str(tmp_path / name), "--overwrite"]) == 1
+    assert ": is a recording to be recognised, and --out, --ctm or" in capsys.readouterr().err
+    assert [path.read_bytes() for path in sorted(folder.iterdir())] == before
 
 
 def test_where_nothing_was_finished_nothing_is_left(

@@ -31,12 +31,13 @@ def output_file(path: Path, *, overwrite: bool) -> Path:
         speechdp.errors.ConfigError: /dev/null: is a device or pipe; give the name of a file
     """
     try:
+        # Before links are followed: that of /dev/stdout leads to no path where standard output is a pipe.
+        if path.exists() and not path.is_file():
+            what = "a folder" if path.is_dir() else "a device or pipe"
+            raise ConfigError(f"{path}: is {what}; give the name of a file")
         place = Path(os.path.realpath(path)) if path.is_symlink() else path
         if place.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-        if place.exists() and not place.is_file():
-            what = "a folder" if place.is_dir() else "a device or pipe"
-            raise ConfigError(f"{path}: is {what}; give the name of a file")
         if place.exists() and not overwrite:
             raise ConfigError(f"{path}: exists; give another name or add --overwrite")
         folder = place.absolute().parent

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -164,7 +165,7 @@ def _labelled(utterance_id: str, file: Path, fields: dict[str, str]) -> CorpusUt
     text = digit_words()[int(fields["digit"])] if "digit" in fields else fields["word"]
     return CorpusUtterance(
         utterance_id=utterance_id,
-        speaker=_no_space(fields.get("speaker", UNKNOWN_SPEAKER)),
+        speaker=_plain_name(fields.get("speaker", UNKNOWN_SPEAKER)),
         text=text if plain_transcript(text) else "",
         audio=file,
         index=int(fields["index"]) if "index" in fields else None,
@@ -180,7 +181,7 @@ def recording_names(source: Path, files: list[Path]) -> dict[Path, str]:
     counts = Counter(file.stem for file in files)
     repeated = any(count > 1 for count in counts.values())
     names = {
-        file: _no_space("-".join(file.relative_to(source).with_suffix("").parts) if repeated else file.stem)
+        file: _plain_name("-".join(file.relative_to(source).with_suffix("").parts) if repeated else file.stem)
         for file in files
     }
     first: dict[str, Path] = {}
@@ -191,15 +192,15 @@ def recording_names(source: Path, files: list[Path]) -> dict[Path, str]:
 
 
 def _by_kaldi_text(source: Path, files: list[Path], rules: ReadingRules) -> Corpus:
-    texts = read_table(source / "text", may_be_empty=True)
-    speakers = read_table(source / "utt2spk") if (source / "utt2spk").is_file() else {}
+    texts = _named_table(source / "text", may_be_empty=True)
+    speakers = _named_table(source / "utt2spk") if (source / "utt2spk").is_file() else {}
     return _with_transcripts(source, files, texts, speakers, "text", rules)
 
 
 def _by_trans_txt(source: Path, files: list[Path], transcripts: list[Path], rules: ReadingRules) -> Corpus:
     texts: dict[str, str] = {}
     for path in transcripts:
-        for utterance, text in read_table(path, may_be_empty=True).items():
+        for utterance, text in _named_table(path, may_be_empty=True).items():
             if utterance in texts:
                 raise ConfigError(f"{path}: utterance {utterance} has two transcripts; remove one")
             texts[utterance] = text
@@ -279,7 +280,8 @@ def _speakers_of_folders(source: Path, files: Iterable[Path]) -> dict[Path, str]
     there is one only, the whole paths.
     """
     below = {
-        folder: folder.relative_to(source).parts for folder in dict.fromkeys(file.parent for file in files)
+        folder: tuple(map(_plain_name, folder.relative_to(source).parts))
+        for folder in dict.fromkeys(file.parent for file in files)
     }
     named = [parts for parts in below.values() if parts]
     names = {parts[-1] for parts in named}
@@ -290,10 +292,23 @@ def _speakers_of_folders(source: Path, files: Iterable[Path]) -> dict[Path, str]
             return parts[-1]
         return parts[0] if len(tops) > 1 else "-".join(parts)
 
-    return {
-        folder: _no_space(speaker(parts)) if parts else UNKNOWN_SPEAKER for folder, parts in below.items()
-    }
+    return {folder: speaker(parts) if parts else UNKNOWN_SPEAKER for folder, parts in below.items()}
 
 
-def _no_space(name: str) -> str:
-    return "_".join(name.split())
+def _plain_name(name: str) -> str:
+    """Return a name without blanks, in composed letters (NFC): names of files from a Mac are not."""
+    return unicodedata.normalize("NFC", "_".join(name.split()))
+
+
+def _named_table(path: Path, *, may_be_empty: bool = False) -> dict[str, str]:
+    """Read a table of utterances, which are named as their files are.
+
+    Raises:
+        ConfigError: as `read_table`, or an utterance is in it twice.
+    """
+    table: dict[str, str] = {}
+    for name, value in read_table(path, may_be_empty=may_be_empty).items():
+        if _plain_name(name) in table:
+            raise ConfigError(f"{path}: {name} is here twice, in two encodings of its letters; remove one")
+        table[_plain_name(name)] = value
+    return table

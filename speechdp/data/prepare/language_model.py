@@ -16,6 +16,7 @@ from speechdp.data.shards.layout import printable
 from speechdp.decode.language_model import (
     GrammarFst,
     LanguageModel,
+    language_model_path,
     read_given_model,
     respelled_model,
     save_language_model,
@@ -157,11 +158,12 @@ def describe_language_model(dataset: Dataset) -> list[str]:
     """Say in a few lines what lm.json of a data directory says; nothing where there is no language model.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: it is damaged, or the language model is gone.
     """
     path = dataset.path / LM_RECORD_NAME
     if not path.exists():
         return []
+    language_model_path(dataset.path)
     try:
         values = parse_json(path.read_bytes())
         if values["format"] != _FORMAT or values["version"] != _VERSION:

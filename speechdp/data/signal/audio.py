@@ -5,6 +5,7 @@ Legend: S samples, T frames.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,12 @@ from speechdp.errors import ConfigError, UnreadableAudioError, one_line
 _REMEDY = "convert it to mono 16-bit WAV or FLAC, or leave it out"
 #: What soundfile raises for files: the last two for raw samples without a header, and names in no encoding.
 _ERRORS = (soundfile.LibsndfileError, OSError, TypeError, ValueError)
+#: What libsndfile logs of the bytes of sound that a header announces where the file has fewer: WAV, AIFF, AU.
+_CUT_SHORT = re.compile(r"^(?:data|\s*SSND|\s*Data Size)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)
+#: Headers written before their length was known announce this much and more (sox: this, ffmpeg: all ones).
+_UNKNOWN_LENGTH = 0x7FFFF000
+#: Fewer bytes are missing where a writer counted those of the header, or of padding, as sound.
+_LEAST_MISSING = 1024
 _PIECE_SAMPLES = 1 << 22
 #: A frame this far under the utterance's loudest, in dB, is silence ...
 _SILENCE_DB = 40.0
@@ -89,6 +96,18 @@ def file_of(source: AudioSource) -> Path:
     return source if isinstance(source, Path) else source.path
 
 
+def _name_of_file(source: AudioSource) -> str:
+    """Return the name to open a file by.
+
+    Raises:
+        ConfigError: it is a pipe, which is read once only, or would be waited for for ever.
+    """
+    file = file_of(source)
+    if file.exists() and not file.is_file() and not file.is_dir():
+        raise ConfigError(f"{source}: is a pipe or a device; write its sound to a file first")
+    return str(file)
+
+
 def probe(source: AudioSource) -> AudioInfo:
     """Read an audio file's header.
 
@@ -97,7 +116,7 @@ def probe(source: AudioSource) -> AudioInfo:
         ConfigError: missing, of 0 bytes, of several channels, or a part beyond its end.
     """
     try:
-        info = soundfile.info(str(file_of(source)))
+        info = soundfile.info(_name_of_file(source))
     except _ERRORS as error:
         raise _unreadable(source, error) from error
     start, end = _stretch(source, info.channels, info.frames, info.samplerate)
@@ -148,7 +167,7 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
         ConfigError: missing, of 0 bytes, of several channels, or a part beyond the end of its file.
     """
     try:
-        with soundfile.SoundFile(str(file_of(source))) as file:
+        with soundfile.SoundFile(_name_of_file(source)) as file:
             rate = file.samplerate
             start, end = _stretch(source, file.channels, file.frames, rate)
             if start:
@@ -157,6 +176,8 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
             # In pieces: room for all that the header announces may be more than there is.
             pieces = [np.empty(0, dtype=np.float32)]
             missing = end - start
+            if end == file.frames:
+                _refuse_cut_short(source, file.extra_info)
             while missing > 0 and len(piece := file.read(min(missing, _PIECE_SAMPLES), dtype="float32")):
                 pieces.append(piece if piece.ndim == 1 else piece[:, channel])
                 missing -= len(piece)
@@ -178,8 +199,9 @@ def read_through(path: Path) -> None:
     """
     num_read, is_finite = 0, True
     try:
-        with soundfile.SoundFile(str(path)) as file:
+        with soundfile.SoundFile(_name_of_file(path)) as file:
             announced = file.frames
+            _refuse_cut_short(path, file.extra_info)
             while num_read < announced:
                 piece = file.read(min(announced - num_read, _PIECE_SAMPLES), dtype="float32")
                 if len(piece) == 0:
@@ -191,6 +213,25 @@ def read_through(path: Path) -> None:
     if announced <= 0:
         raise _without_samples(path)
     _refuse_damaged(path, num_read, announced, is_finite=is_finite)
+
+
+def _refuse_cut_short(source: AudioSource, log: str) -> None:
+    """Refuse a file that ends before the sound that its header announces: a copy that broke off.
+
+    libsndfile takes what is there for the whole, and a model would learn all words of the transcript from it.
+
+    Args:
+        source: the file, or a part of it.
+        log: of libsndfile, as it opened the file.
+    """
+    if (found := _CUT_SHORT.search(log)) is None:
+        return
+    announced, there = map(int, found.groups())
+    if announced < _UNKNOWN_LENGTH and announced - there >= _LEAST_MISSING:
+        raise _refusal(
+            f"{source}: is cut short ({there:,} of {announced:,} bytes of sound)",
+            "copy or record it again, or leave it out",
+        )
 
 
 def _refuse_damaged(source: AudioSource, num_read: int, announced: int, *, is_finite: bool) -> None:

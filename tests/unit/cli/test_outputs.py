@@ -26,6 +26,10 @@ def test_a_device_or_pipe_is_never_replaced(tmp_path: Path) -> None:
         for overwrite in (False, True):
             refused(path, "is a device or pipe; give the name of a file", overwrite=overwrite)
     refused(tmp_path, "is a folder; give the name of a file")
+    reading, writing = os.pipe()  # what /dev/stdout leads to in a pipe; as a path it is not there
+    refused(Path(f"/proc/self/fd/{writing}"), "is a device or pipe; give the name of a file")
+    os.close(reading)
+    os.close(writing)
 
 
 def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:

@@ -205,6 +205,18 @@ def test_ngrams_are_read_back(tmp_path: Path) -> None:
     assert isinstance(again, NgramModel) and again.order == 2
 
 
+def test_a_language_model_that_is_gone_is_not_done_without(tmp_path: Path) -> None:
+    save_language_model(estimate(TEXTS, 2), tmp_path)
+    (tmp_path / "lm.json").write_text("{}")
+    (tmp_path / "lm.arpa.gz").unlink()
+    with pytest.raises(
+        ConfigError, match=r"lm\.json tells of a language model, but .* copy the file again, or"
+    ):
+        language_model_in(tmp_path)
+    (tmp_path / "lm.json").unlink()
+    assert language_model_in(tmp_path) is None
+
+
 def test_damaged_grammars_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"G\.fst: cannot be read .*; check the path$"):
         read_language_model(tmp_path / "G.fst")

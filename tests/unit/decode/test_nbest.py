@@ -236,6 +236,18 @@ def test_the_weight_is_tuned_with_the_others(
     assert earlier is not None and "rescore_weight" not in {**earlier.weights, **earlier.chosen}
 
 
+@pytest.mark.parametrize("unknown", ["", "-1\t<unk>\n"])
+def test_words_that_the_model_to_rescore_with_lacks_are_told(
+    dataset: Dataset, tmp_path: Path, unknown: str
+) -> None:
+    arpa = tmp_path / "small.arpa"
+    unigrams = f"{unknown}-1\ttwo\n-99\t<s>\n-1\t</s>\n"
+    arpa.write_text(f"\\data\\\nngram 1={unigrams.count('-1') + 1}\n\n\\1-grams:\n{unigrams}\n\\end\\\n")
+    result = decode(dataset, tmp_path / "run", DecodingOptions(rescore_lm=arpa))
+    lacks = "" if unknown else "small.arpa lacks 3 words of the lexicon and has no <unk>: rescoring puts"
+    assert result.rescoring_remark.startswith(lacks) and bool(result.rescoring_remark) == bool(lacks)
+
+
 def test_models_that_cannot_rescore_are_refused(dataset: Dataset, tmp_path: Path) -> None:
     grammar, strange, arpa = write_grammar(tmp_path), tmp_path / "strange.arpa", tmp_path / "lm.arpa"
     write_arpa(estimate([["elsewhere"]], 1), strange)

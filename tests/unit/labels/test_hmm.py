@@ -41,8 +41,16 @@ def test_class_list_is_read_back_and_damage_refused(tmp_path: Path) -> None:
     assert StateInventory.load(path) == inventory
     for text in ("", "0 SIL_0\n", path.read_text().replace("4 ", "5 "), "0 A_0\n1 A_1\n2 A_2\n", "\n\n\n"):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=r"classes\.txt"):
+        with pytest.raises(
+            ConfigError, match=r"classes\.txt: not a class list of speechdp; copy it from the data"
+        ):
             StateInventory.load(path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"classes\.txt: cannot be read \(.*\); copy it from the data that"):
+        StateInventory.load(path)
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"classes\.txt: is missing; copy it from the data"):
+        StateInventory.load(path)
 
 
 def test_flat_alignment_spreads_frames_evenly_between_the_silences() -> None:

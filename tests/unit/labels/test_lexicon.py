@@ -222,6 +222,12 @@ def test_words_that_are_not_in_the_lexicon_become_unk_where_it_has_it(tmp_path: 
             "yes no [laughter] well i 1030 35 ok aside too",
         ),
         ("\ufeffco\u00adop\u200b", "coop"),
+        ("\u200f\u05db\u05df\u200f \u0645\u0640\u0640\u0646\u06d4", "\u05db\u05df \u0645\u0646"),
+        ("\uff08\u597d\uff09\u300c\u4f60\u300d\uff1a\u597d", "\u597d \u4f60 \u597d"),
+        (
+            "\u0915\u094d\u200d\u0937 \u0645\u06cc\u200c\u06a9",
+            "\u0915\u094d\u200d\u0937 \u0645\u06cc\u200c\u06a9",
+        ),
         ("Well, !SIL ! <Noise> THAT!", "well !SIL <Noise> that"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 import soundfile
 from rich.console import Console
 
+from speechdp.cli.decode import DecodeCommand
 from speechdp.decode.wer import AlignedWord, align_words
 from speechdp.errors import RunError
 from speechdp.report.decoding import page as page_module
@@ -132,6 +133,20 @@ def test_unknown_words_are_a_caution(tmp_path: Path) -> None:
     result = decoding_of(UTTERANCES, run, unknown_words=2)
     report = write_decoding_page(result, data_of(UTTERANCES, tmp_path / "data", audio=False), run)
     assert "2 words (20.0 %) are not in the vocabulary: counted as errors." in report.answer
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(1, "1 word (10.0 %) is not in the"), (1500, "1,500 words (15000.0 %) are not in the")],
+)
+def test_words_that_cannot_be_recognised_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, said: str
+) -> None:
+    run_dir = tmp_path / "run"
+    result = decoding_of(UTTERANCES, run_dir, unknown_words=number)
+    data = data_of(UTTERANCES, tmp_path / "data", audio=False)
+    DecodeCommand(run_dir, data.path)._show(result, data)
+    assert f"{said} vocabulary: an error each\n" in capsys.readouterr().out
 
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

@@ -319,6 +319,21 @@ def test_a_pattern_that_no_file_matches_is_to_be_changed(tmp_path: Path) -> None
         read_audio_folder(tmp_path, pattern="{speaker}-{digit}")
 
 
+def test_letters_with_marks_are_the_same_in_either_encoding(tmp_path: Path) -> None:
+    for name in ("Zoe\u0308/a", "Zo\u00eb/b", "ann/c"):
+        write_tone(tmp_path / f"{name}e\u0301.wav")
+    (tmp_path / "text").write_text("a\u00e9 yes\nbe\u0301 no\nc\u00e9 no\n", encoding="utf-8")
+    corpus = read_audio_folder(tmp_path)
+    assert {u.utterance_id: u.speaker for u in corpus.utterances} == {
+        "a\u00e9": "Zo\u00eb", "b\u00e9": "Zo\u00eb", "c\u00e9": "ann"
+    }  # fmt: skip
+    (tmp_path / "text").write_text("a\u00e9 yes\nae\u0301 no\n", encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match="text: ae\u0301 is here twice, in two encodings of its letters; remove one"
+    ):
+        read_audio_folder(tmp_path)
+
+
 def test_two_files_of_one_utterance_are_refused(tmp_path: Path) -> None:
     write_tone(tmp_path / "0_ann_0.wav")
     write_tone(tmp_path / "0_ann_0.flac")

@@ -272,6 +272,9 @@ def test_language_model_of_train_only(tmp_path: Path, capsys: pytest.CaptureFixt
         assert out.count(line) == 2
     assert main.run(["shard", paths[1], str(tmp_path / "other"), "--split", "train", "--shards", "2"]) == 0
     assert (tmp_path / "other" / "lm.arpa.gz").read_bytes() == (tmp_path / "data" / "lm.arpa.gz").read_bytes()
+    (tmp_path / "other" / "lm.arpa.gz").unlink()
+    assert main.run(["inspect", str(tmp_path / "other")]) != 0
+    assert "other: lm.json tells of a language model, but neither" in capsys.readouterr().err
     (tmp_path / "data" / "lm.json").write_text("{}")
     assert main.run(["inspect", paths[1]]) != 0
     assert "lm.json: cannot be read (" in capsys.readouterr().err

@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import soundfile
 
-from speechdp.data.signal.audio import common_sampling_rate, edge_silence, probe, read_audio, resample
+from speechdp.data.signal.audio import (
+    AudioPart,
+    common_sampling_rate,
+    edge_silence,
+    probe,
+    read_audio,
+    read_through,
+    resample,
+)
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import tone, write_tone
@@ -81,6 +89,39 @@ def test_flac_cut_short_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9000])
     with pytest.raises(ConfigError, match=r"a\.flac: unreadable audio"):
         read_audio(path, 8000)
+
+
+@pytest.mark.parametrize("suffix", [".wav", ".aiff", ".au"])
+def test_audio_cut_short_is_refused(tmp_path: Path, suffix: str) -> None:
+    path = write_tone(tmp_path / f"a{suffix}", 2.0)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    for read in (read_through, lambda p: read_audio(p, 8000), lambda p: read_audio(AudioPart(p, 0.5), 8000)):
+        with pytest.raises(
+            ConfigError, match=rf"a\{suffix}.*: is cut short \(\d\d,.* of 32,.* copy or record"
+        ):
+            read(path)
+    assert len(read_audio(AudioPart(path, 0.0, 0.5), 8000)) == 4000  # what is there
+    path.write_bytes(whole[:-100])  # a writer that counted its header as sound
+    assert len(read_audio(path, 8000)) == 16000 - 50
+
+
+@pytest.mark.parametrize("announced", [0x7FFFF000, 0x7FFFFFFF, 0xFFFFFFFF])
+def test_audio_written_to_a_pipe_is_read(tmp_path: Path, announced: int) -> None:
+    path = write_tone(tmp_path / "a.wav", 0.5)
+    data = bytearray(path.read_bytes())
+    data[40:44] = announced.to_bytes(4, "little")
+    path.write_bytes(data)
+    assert len(read_audio(path, 8000)) == 4000
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.wav")
+    for read in (probe, read_through, lambda p: read_audio(p, 8000)):
+        with pytest.raises(
+            ConfigError, match=r"a\.wav: is a pipe or a device; write its sound to a file first"
+        ):
+            read(tmp_path / "a.wav")
 
 
 def test_nan_is_refused(tmp_path: Path) -> None:
