@@ -63,6 +63,7 @@ class TrainCommand:
     def _on_rank(self, session: Session) -> int:
         from speechdp.options.targets import tell_of_spread_targets  # noqa: PLC0415
         from speechdp.process.ending import Stopped  # noqa: PLC0415
+        from speechdp.train.build import check_shards  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
         from speechdp.train.realign import check_overwriting, train_with_realignment  # noqa: PLC0415
 
@@ -70,6 +71,7 @@ class TrainCommand:
             check_run_folder(self.run_dir, RUN, self.data, self.options, overwrite=self.overwrite)
         if self.overwrite:
             check_overwriting(session, self.options, self.run_dir)
+            check_shards(session, self.options)
         try:
             with owned(session, self.run_dir, "train") as owner:
                 if owner is not None and self.overwrite and (stays := empty(owner, RUN)):

@@ -309,7 +309,12 @@ class PrepareOptions:
             )
         kaldi = self.from_kaldi
         is_aligned = kaldi.ali is not None or kaldi.ali_pdf is not None
-        if is_aligned == (self.like is not None):
+        if is_aligned and self.like is not None:
+            raise ConfigError(
+                "--kaldi with --like makes data to be scored, which have no alignment; leave --ali and "
+                "--ali-pdf out, or, to train on them, --like"
+            )
+        if not is_aligned and self.like is None:
             raise ConfigError(
                 "--kaldi needs the alignment: --ali ALI_DIR (ali.*.gz, final.mdl), or --ali-pdf FILE; "
                 "or, to score data without one, only --like RUN"

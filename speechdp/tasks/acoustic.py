@@ -234,7 +234,8 @@ class TranscriptTask(AcousticTask):
         from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs  # noqa: PLC0415
         from speechdp.labels.lexicon import Lexicon  # noqa: PLC0415
 
-        refuse_kaldi_pdfs(data.dataset.classes_path, "training without an alignment")
+        remedy = "leave --criterion out, they are aligned already"
+        refuse_kaldi_pdfs(data.dataset.classes_path, "training without an alignment", remedy)
         Lexicon.load(data.dataset.lexicon_path)
         return super().describe_data(data)
 

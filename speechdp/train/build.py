@@ -16,6 +16,7 @@ from speechdp.data.loading.loader import BlockingLoader, Loader, StepLoader
 from speechdp.data.loading.source import SplitSource
 from speechdp.data.loading.source_options import Workshop, make_preprocessor, open_local_source
 from speechdp.data.loading.source_request import SourceRequest
+from speechdp.data.loading.split_files import SplitFiles
 from speechdp.data.plan.assignment import Assignment, planned
 from speechdp.data.plan.epoch_plan import EpochPlan, PlanOptions, plan_epoch
 from speechdp.data.plan.planner import Planner
@@ -84,6 +85,22 @@ def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -
         raise ConfigError(
             f"--order blocking-sort: {strategy.name} reads batch by batch; choose another order or strategy"
         )
+
+
+def check_shards(session: Session, options: TrainOptions) -> None:
+    """Open the shards of both splits, and check all targets, as a training does when it begins.  Collective.
+
+    For what is to be done before a folder is emptied: a run that is there is not lost to a lost shard.
+
+    Raises:
+        ShardError: a shard, or its targets, are missing, damaged or not those that data.json lists.
+    """
+    for split in dict.fromkeys((options.train_split, options.held_out)):
+        files = SplitFiles(session.dataset, split, options.alignments)
+        try:
+            files.lengths(session.comm)
+        finally:
+            files.close()
 
 
 def open_sources(session: Session, options: TrainOptions, stack: ExitStack) -> Sources:

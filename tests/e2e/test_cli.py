@@ -27,7 +27,7 @@ from speechdp.exit_codes import STOPPED
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.state_tying import StateTying
 from speechdp.launching.cores import room_for_ranks
-from speechdp.ownership.overwrite import RUN, check_overwrite, empty
+from speechdp.ownership.overwrite import COMPARISON, RUN, SWEEP, check_overwrite, empty
 from speechdp.process.ending import Stopped
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import REPOSITORY, job_environment
@@ -259,6 +259,23 @@ def test_a_run_is_overwritten_only_by_one_that_can_begin(
     assert train(dataset, run, "--overwrite", *(str(tied) if o == "TIED" else o for o in options)) == 1
     assert message in one_line(capsys)
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "run.json"]
+
+
+@pytest.mark.parametrize("split", ["train", "dev"])
+def test_a_run_is_overwritten_only_where_all_shards_are_there(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str], split: str
+) -> None:
+    """A finished run was deleted for one that could not begin."""
+    shutil.copytree(dataset.path, data := tmp_path / "data")
+    shard = Dataset.open(data).shard_paths(split)[-1]
+    shard.unlink()
+    for kind, *command in ((RUN, "train"), (SWEEP, "sweep", "--decode-split", ""), (COMPARISON, "compare")):
+        made = tmp_path / command[0]
+        made.mkdir()
+        (made / kind.record).write_text("{}")
+        assert speechdp([*command, str(data), str(made), "--overwrite"]) == 1
+        assert f"{shard}: no such shard" in one_line(capsys)
+        assert [path.name for path in made.iterdir()] == [kind.record]
 
 
 def test_a_run_that_has_stopped_says_how_it_goes_on(

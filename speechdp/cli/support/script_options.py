@@ -159,6 +159,7 @@ def check_training(data: Path, options: TrainOptions, out: Path, *, on_this_mach
     from speechdp.comm.serial import SerialCommunicator  # noqa: PLC0415
     from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
     from speechdp.experiments.compare.plan import SEQUENTIAL  # noqa: PLC0415
+    from speechdp.train.build import check_shards  # noqa: PLC0415
     from speechdp.train.realign import check_overwriting  # noqa: PLC0415
     from speechdp.train.session import Session  # noqa: PLC0415
 
@@ -171,7 +172,9 @@ def check_training(data: Path, options: TrainOptions, out: Path, *, on_this_mach
         # Whether a GPU can compute in it is tried on it: this process would keep its memory beside the ranks.
         shared = dataclasses.replace(shared, precision="fp32")
     device = torch.device("cuda" if on_gpu else "cpu")
-    check_overwriting(Session(Dataset.open(data), SerialCommunicator(), device), shared, out)
+    session = Session(Dataset.open(data), SerialCommunicator(), device)
+    check_overwriting(session, shared, out)
+    check_shards(session, shared)
 
 
 def check_precision(data: Path, options: TrainOptions, *, on_this_machine: bool) -> None:

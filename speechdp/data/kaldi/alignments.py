@@ -95,12 +95,11 @@ def alignment_source(ali_dir: Path | None, ali_pdf: Path | None) -> AlignmentSou
     if not files:
         raise ConfigError(f"{ali_dir}: has no ali.1.gz; give the folder that Kaldi's align script wrote")
     num_jobs = _num_jobs(ali_dir)
+    last, evidence = num_jobs or max(files), "num_jobs says" if num_jobs else "the last one there is"
+    if missing := [number for number in range(1, last + 1) if number not in files]:
+        raise ConfigError(f"{ali_dir / f'ali.{missing[0]}.gz'}: is missing, {evidence} {last}; copy it too")
     if num_jobs is None:
         return AlignmentSource(tuple(files.values()), pdf_map, num_pdfs)
-    if missing := [number for number in range(1, num_jobs + 1) if number not in files]:
-        raise ConfigError(
-            f"{ali_dir / f'ali.{missing[0]}.gz'}: is missing, num_jobs says {num_jobs}; copy it too"
-        )
     # Kaldi leaves those of an earlier alignment by more jobs where they are.
     older = [path.name for number, path in files.items() if not 1 <= number <= num_jobs]
     notices = (f"{ali_dir}: not read, as num_jobs says {num_jobs}: {', '.join(older)}",) if older else ()

@@ -27,6 +27,7 @@ from speechdp.data.prepare.contents import Contents, deal_splits
 from speechdp.data.prepare.divided_corpus import warn_of_splits
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.kaldi_settings import (
+    check_frame_shift,
     cmvn_opts_of,
     count_frames,
     feature_settings,
@@ -60,7 +61,10 @@ def read_kaldi(options: PrepareOptions, scratch: Path, progress: Progress) -> Co
     pdfs = scratch / "pdfs.tmp"
     rules = reading_rules(options, scratch, progress)
     if options.like is None:
-        listed = _Listed.read(folder, rules, options.feature_config(), feats=options.from_kaldi.feats)
+        config = options.feature_config()
+        if options.from_kaldi.feats:
+            check_frame_shift(folder, options, config)
+        listed = _Listed.read(folder, rules, config, feats=options.from_kaldi.feats)
         listed = listed.with_readable_audio(options, progress)
         manifest, splits, notices = _align(listed, options, pdfs, progress)
     else:
@@ -70,6 +74,8 @@ def read_kaldi(options: PrepareOptions, scratch: Path, progress: Progress) -> Co
                 f"--feats: the model of --like {options.like} was trained on features computed from audio; "
                 "leave --feats out"
             )
+        if manifest.features.kind == "kaldi":
+            check_frame_shift(folder, options, manifest.features)
         listed = _Listed.read(folder, rules, manifest.features, feats=manifest.features.kind == "kaldi")
         listed = listed.with_readable_audio(options, progress)
         utterances = count_frames(listed.utterances, manifest, progress)

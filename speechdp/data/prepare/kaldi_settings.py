@@ -83,6 +83,27 @@ def frame_shift_ms(folder: Path, config: FeatureConfig) -> float:
     return shift_ms
 
 
+def check_frame_shift(folder: Path, options: PrepareOptions, config: FeatureConfig) -> None:
+    """Refuse Kaldi's features of another frame shift than is asked for, or than the model of --like has.
+
+    Args:
+        folder: the data directory; without a file `frame_shift` it says nothing.
+        config: the features of the model of --like, if it is given.
+
+    Raises:
+        ConfigError: the file says another, or is damaged.
+    """
+    asked_ms = options.frame_shift_ms if options.like is None else config.frame_shift_ms
+    found_ms = frame_shift_ms(folder, config)
+    if asked_ms is None or math.isclose(asked_ms, found_ms, rel_tol=1e-6):
+        return
+    asked, remedy = f"--frame-shift-ms is {asked_ms:g}", "leave the option out, or mend the file"
+    if options.like is not None:
+        asked = f"the model of --like {options.like} has {asked_ms:g}"
+        remedy = "give features of that frame shift"
+    raise ConfigError(f"{folder / 'frame_shift'}: has {found_ms:g} ms between frames, {asked}; {remedy}")
+
+
 def _with_edges(
     config: FeatureConfig,
     sampling_rate: int,
@@ -103,7 +124,7 @@ def _with_edges(
             return candidate
         misfits.append((len(wrong), wrong[0], frames[wrong[0]]))
     _, first, num_frames = min(misfits)
-    raise frames_differ(utterances[first].utterance_id, num_frames, utterances[first].num_frames)
+    raise frames_differ(utterances[first], num_frames)
 
 
 def manifest_like(like: Dataset, stored: Stored) -> Manifest:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from speechdp.data.kaldi.cmvn import SpeakerCmvn
 from speechdp.data.kaldi.matrix import MatrixPlace, read_matrix
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
-from speechdp.data.signal.audio import AudioSource, read_audio, to_int16
+from speechdp.data.signal.audio import AudioSource, file_of, read_audio, to_int16
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import normalise, num_frames_of
 from speechdp.errors import ConfigError
@@ -74,7 +74,7 @@ def _targets(utterance: KaldiUtterance, pdfs: Path) -> npt.NDArray[np.int32]:
 
 def _check_frames(utterance: KaldiUtterance, num_frames: int) -> None:
     if num_frames != utterance.num_frames:
-        raise frames_differ(utterance.utterance_id, num_frames, utterance.num_frames)
+        raise frames_differ(utterance, num_frames)
 
 
 def _samples(utterance: KaldiUtterance, header: ShardHeader) -> npt.NDArray[np.float32]:
@@ -90,7 +90,7 @@ def _features(
     config = header.features
     if not isinstance(utterance.source, MatrixPlace):
         return compute_features(_samples(utterance, header), header.sampling_rate, config)
-    with np.errstate(over="ignore"):  # the shard refuses what overflowed
+    with np.errstate(over="ignore"):  # what overflowed is refused below
         features = read_matrix(utterance.source, utterance.utterance_id).astype(np.float32)
     _check_frames(utterance, len(features))
     if features.shape[1] != config.feature_dim:
@@ -98,14 +98,23 @@ def _features(
             f"{utterance.source.path}: utterance {utterance.utterance_id} has {features.shape[1]} values a "
             f"frame, the first one has {config.feature_dim}; leave one kind out of feats.scp"
         )
+    if not np.isfinite(features).all():
+        frame, value = np.argwhere(~np.isfinite(features))[0]
+        raise ConfigError(
+            f"{utterance.source.path}: utterance {utterance.utterance_id}: value {value} of frame {frame} is "
+            "NaN or infinite; compute its features again, or leave it out of feats.scp"
+        )
     if cmvn is None:
         return normalise(features, config)
     return cmvn.of(utterance.speaker, config.feature_dim).apply(features, config)
 
 
-def frames_differ(utterance_id: str, num_frames: int, num_aligned: int) -> ConfigError:
+def frames_differ(utterance: KaldiUtterance, num_frames: int) -> ConfigError:
     """Return the error for features and an alignment of different lengths."""
+    source = utterance.source
+    file = source.path if isinstance(source, MatrixPlace) else file_of(source)
     return ConfigError(
-        f"utterance {utterance_id}: {num_frames} frames of features, {num_aligned} in its alignment; "
-        "give the features (and frame length and shift) that Kaldi aligned"
+        f"{file}: utterance {utterance.utterance_id}: {num_frames} frames of features, "
+        f"{utterance.num_frames} in its alignment; give the features (and frame length and shift) that Kaldi "
+        "aligned"
     )

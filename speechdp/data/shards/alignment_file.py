@@ -113,8 +113,12 @@ def check_alignments(directory: Path | None) -> None:
     """Refuse a directory of targets files that is not there; None stands for the shards' own targets.
 
     Raises:
-        ShardError: there is no such directory.
+        ShardError: there is no such directory, or it is a run.
     """
+    if directory is not None and (directory / "run.json").is_file():
+        made = sorted(str(path.parent) for path in directory.glob("alignments/*/completed.json"))
+        remedy = f"give its {' or '.join(made)}" if made else "it has made none, give those of another"
+        raise ShardError(f"{directory}: is a run, not an alignment directory; {remedy}")
     if directory is not None and not directory.is_dir():
         made = sorted(path.parent.name for path in directory.parent.glob("*/completed.json"))
         there = f", and {directory.parent} has {', '.join(made)}" if made else ""
@@ -147,7 +151,10 @@ def _read_head(path: Path, shard: Shard) -> tuple[str, int, npt.NDArray[np.uint3
         reason = one_line(error)
         raise ShardError(f"{path}: truncated or damaged ({reason}); {_AGAIN}") from error
     if attributes.get("shard_index_sha256") != shard.index_sha256:
-        raise ShardError(f"{path}: belongs to another shard than {shard.path}; {_AGAIN}")
+        raise ShardError(
+            f"{path}: belongs to another shard than {shard.path}; give the alignment that was made of these "
+            "data, or make one of them in another run"
+        )
     alignment = str(attributes.get("alignment"))
     if attributes.get("crc32_sha256") != _sha256(crc32, shard.index_sha256, alignment):
         raise ShardError(f"{path}: its index is damaged (checksum); {_AGAIN}")

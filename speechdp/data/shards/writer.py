@@ -137,9 +137,10 @@ class ShardWriter:
         if targets.min() < 0 or targets.max() >= header.num_classes:
             raise ConfigError(f"{where}: targets outside 0..{header.num_classes - 1}")
         if not np.isfinite(content).all():
-            raise ConfigError(
-                f"{where}: features hold NaN or overflow {content.dtype.name}; use --dtype float32"
-            )
+            remedy = "use --dtype float32"
+            if content.dtype == np.float32 or np.isnan(content).any():
+                remedy = "leave it out of the corpus"
+            raise ConfigError(f"{where}: features hold NaN or overflow {content.dtype.name}; {remedy}")
         for text in (utterance.utterance_id, utterance.speaker, utterance.text):
             if "\0" in text:
                 raise ConfigError(f"{where}: its id, speaker or text holds a NUL character")

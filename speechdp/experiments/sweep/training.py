@@ -29,6 +29,7 @@ from speechdp.parallel.registry import StrategyChoice
 from speechdp.process.ending import Stopped
 from speechdp.report.runs.results import ONE_RANK
 from speechdp.tasks.model_file import load_model
+from speechdp.train.build import check_shards
 from speechdp.train.ownership import owned
 from speechdp.train.progress import Reporter
 from speechdp.train.realign import check_overwriting, make_alignments, train_or_go_on
@@ -66,6 +67,7 @@ def check_sweep(
     if overwrite:
         for name, strategy in plan.runs().items():
             check_overwriting(session, dataclasses.replace(options, strategy=strategy), out_dir / name)
+        check_shards(session, options)
     elif session.comm.rank == 0 and not restarted:
         refuse_other_ranks(out_dir, session.comm.size)
     session.comm.barrier()

@@ -159,6 +159,11 @@ def test_an_alignment_given_twice_and_one_that_is_missing_are_refused(tmp_path: 
     (folder / "ali.2.gz").unlink()
     with pytest.raises(ConfigError, match=r"ali\.2\.gz: is missing, num_jobs says 2"):
         alignment_source(folder, None)
+    write_alignments(folder / "ali.3.gz", {"utt2": [2]})
+    (folder / "num_jobs").unlink()  # the gap shows it as well
+    with pytest.raises(ConfigError, match=r"ali\.2\.gz: is missing, the last one there is 3; copy it too"):
+        alignment_source(folder, None)
+    (folder / "ali.3.gz").unlink()
     (folder / "ali.1.gz").unlink()
     with pytest.raises(ConfigError, match=r"has no ali\.1\.gz"):
         alignment_source(folder, None)

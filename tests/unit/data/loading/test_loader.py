@@ -303,6 +303,14 @@ def test_missing_and_damaged_alignments_are_named(tmp_path: Path) -> None:
     dataset = write_tiny_data(tmp_path / "data")
     with pytest.raises(ShardError, match=r"no such alignment directory; make it with train --flat-start"):
         SplitReader(dataset, "train", tmp_path / "1")
+    (run := tmp_path / "run").mkdir()
+    (run / "run.json").write_text("{}")
+    with pytest.raises(ShardError, match=rf"{run}: is a run, not an alignment directory; it has made none"):
+        SplitReader(dataset, "train", run)
+    (run / "alignments" / "1").mkdir(parents=True)
+    (run / "alignments" / "1" / "completed.json").write_text("{}")
+    with pytest.raises(ShardError, match=rf"not an alignment directory; give its {run}/alignments/1$"):
+        SplitReader(dataset, "train", run)
     align_anew(dataset, tmp_path / "1", 7)
     path = tmp_path / "1" / dataset.shard_paths("train")[0].name
     content = path.read_bytes()

@@ -243,6 +243,26 @@ def test_other_lengths_are_refused_and_leave_nothing(options: PrepareOptions) ->
     assert sorted(path.name for path in options.data.parent.iterdir()) == ["ali", "kaldi"]
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_features_that_are_not_finite_are_refused_by_their_place(
+    options: PrepareOptions, value: float, dtype: Any
+) -> None:
+    """The line named a shard that is not there any more, and advised --dtype float32, also where that was."""
+    damaged = {**FEATURES, "utt3": FEATURES["utt3"].copy()}
+    damaged["utt3"][7, 2] = value
+    kaldi = kaldi_of(options)[0]
+    table = write_feats(kaldi, damaged)
+    with pytest.raises(
+        ConfigError,
+        match=r"feats\.ark: utterance utt3: value 2 of frame 7 is NaN or infinite; .*leave it out",
+    ):
+        prepare(dataclasses.replace(options, dtype=dtype), no_progress)
+    lines = table.read_text().splitlines(keepends=True)
+    table.write_text("".join(line for line in lines if not line.startswith("utt3 ")))  # as the line advises
+    prepared(dataclasses.replace(options, dtype=dtype))
+
+
 def test_a_damaged_archive_is_refused_and_leaves_nothing(options: PrepareOptions) -> None:
     archive = kaldi_of(options)[0] / "feats.ark"
     archive.write_bytes(archive.read_bytes()[:-5])
@@ -391,6 +411,22 @@ def test_a_frame_shift_is_a_time(options: PrepareOptions, text: str) -> None:
         prepare(options, no_progress)
 
 
+def test_another_frame_shift_than_kaldis_is_refused(options: PrepareOptions) -> None:
+    """The option had no effect, and a model scored features of another frame shift than its own."""
+    shift = kaldi_of(options)[0] / "frame_shift"
+    shift.write_text("0.01\n")
+    with pytest.raises(ConfigError, match="has 10 ms between frames, --frame-shift-ms is 30; leave"):
+        prepare(dataclasses.replace(options, frame_shift_ms=30.0), no_progress)
+    like = prepared(dataclasses.replace(options, frame_shift_ms=10.0)).dataset
+    shift.write_text("0.03\n")
+    kaldi = KaldiOptions(kaldi=kaldi_of(options)[0])
+    scored = PrepareOptions((options.data.with_name("test"),), from_kaldi=kaldi, like=like.path)
+    with pytest.raises(ConfigError, match=r"has 30 ms between frames, the model of --like .* has 10; give"):
+        prepare(scored, no_progress)
+    shift.unlink()
+    assert prepared(scored).dataset.features.frame_shift_ms == 10
+
+
 def test_a_file_that_cannot_be_read_is_not_one_that_cannot_be_written(
     options: PrepareOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -458,7 +494,7 @@ def test_the_command_line(options: PrepareOptions, capsys: pytest.CaptureFixture
         ("--overwrite", "--feats", "--store", "audio"): "leave one of them out",
         ("--overwrite", "--cmvn", "kaldi"): "add --feats",
         ("--overwrite",): "wav.scp: cannot be read",
-        ("--like", "x"): "--kaldi needs the alignment",
+        ("--like", "x"): "leave --ali and --ali-pdf out",
     }.items():
         assert speechdp([*arguments, *extra]) == 1
         error = capsys.readouterr().err.splitlines()[-1]
@@ -486,8 +522,10 @@ def test_data_without_an_alignment_are_made_like_those_trained_on(options: Prepa
     for name, utterance in scored.items():
         np.testing.assert_array_equal(utterance.content, trained[name].content)
         assert not utterance.targets.any()
-    with pytest.raises(ConfigError, match="or, to score data without one, only --like RUN"):
+    with pytest.raises(ConfigError, match="have no alignment; leave --ali and --ali-pdf out, or, to train"):
         changed(other, ali=kaldi_of(options)[1])
+    with pytest.raises(ConfigError, match="or, to score data without one, only --like RUN"):
+        dataclasses.replace(other, like=None)
 
 
 def test_audio_is_not_kept_for_a_model_of_kaldis_features(options: PrepareOptions) -> None:
