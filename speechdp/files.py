@@ -239,12 +239,17 @@ def _remove_folder(folder: Path) -> None:
         OSError: something cannot be removed; has its whole path, where rmtree alone gives the last name.
     """
 
-    def refuse(_function: object, path: str, error: tuple[Any, BaseException, Any]) -> None:
-        if isinstance(error[1], OSError):
-            error[1].filename = path
-        raise error[1]
+    errors: list[BaseException] = []
 
-    shutil.rmtree(folder, onerror=refuse)
+    def note(_function: object, path: str, error: tuple[Any, BaseException, Any]) -> None:
+        if isinstance(error[1], OSError):
+            error[1].filename = str(path)
+        errors.append(error[1])
+
+    # Not raised where it comes up: from Python 3.13 on rmtree would name the folder around it instead.
+    shutil.rmtree(folder, onerror=note)
+    if errors:
+        raise errors[0]
 
 
 def check_writable(folder: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import BIN, Ended, run_job
@@ -31,7 +32,9 @@ def test_two_ranks_on_this_machine(tmp_path: Path) -> None:
     ended = doctor("-np", "2", *options)
     assert ended.exit_code == 0, ended.output
     found = findings(report)
-    assert {found[check]["status"] for check in WELL} == {"ok"}, ended.output
+    if torch.version.cuda and not torch.cuda.is_available():  # such a torch without a GPU is to be noticed
+        assert found.pop("GPUs")["status"] == "warn"
+    assert {found[check]["status"] for check in WELL if check in found} == {"ok"}, ended.output
     assert "all 2 ranks" in found["allreduce"]["found"]
     ranks = json.loads(report.read_text())["ranks"]
     assert ranks["1"]["connect"]["mpi"] == [1, 2]

@@ -55,8 +55,11 @@ def test_a_registered_class_is_used_by_its_name() -> None:
     assert isinstance(made, Outside) and made.strength == 0.25 and made.name == "outside"
     assert parse_strategy(describe(made)).name == "outside"
     assert "outside" in strategy_names()
-    derived = dataclasses.make_dataclass("Derived", [], bases=(Outside,), eq=False)
-    assert derived.name == derived.__module__.rpartition(".")[2] != "outside"
+
+    class Derived(Outside):
+        pass
+
+    assert Derived.name == __name__.rpartition(".")[2] != "outside"
 
 
 @pytest.mark.parametrize("name", ["model_averaging", "taken", "not a name", ""])

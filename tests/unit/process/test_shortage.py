@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import numpy as np
@@ -89,10 +90,11 @@ def test_no_more_threads_is_no_defect(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
 
-    def refuses(*_: object) -> None:
+    def refuses(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")  # as Python where RLIMIT_NPROC is reached
 
-    monkeypatch.setattr(threading, "_start_new_thread", refuses)
+    starts = "_start_joinable_thread" if sys.version_info >= (3, 13) else "_start_new_thread"
+    monkeypatch.setattr(threading, starts, refuses)
 
     def work(comm: Communicator) -> None:
         threading.Thread(target=print).start()
