@@ -78,8 +78,13 @@ def _timing(record: dict[str, Any]) -> RunTiming | None:
     if len(kept) < len(ranks):
         return None
     warmup = record.get("warmup_steps")
+    lost = record.get("lost_ranks")
     return RunTiming(
-        warmup if isinstance(warmup, int) else 0, kept, number(record, "exchange_s"), _feeders(record)
+        warmup if isinstance(warmup, int) else 0,
+        kept,
+        number(record, "exchange_s"),
+        _feeders(record),
+        tuple(rank for rank in lost if isinstance(rank, int)) if isinstance(lost, list) else (),
     )
 
 

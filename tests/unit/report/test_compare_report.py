@@ -371,3 +371,15 @@ def test_a_run_that_went_on_with_other_ranks_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "earlier_sizes": [4, 4], "size": 2}))
     cautions = choose(list(_groups(out).values())).cautions
     assert any("4 ranks, b, seed 1: it trained on 4 and then 2 ranks" in caution for caution in cautions)
+
+
+def test_a_run_that_lost_ranks_is_named(tmp_path: Path) -> None:
+    out = write_comparison(
+        tmp_path / "out", [MadeUpStrategy("a"), MadeUpStrategy("b")], (4,), (1,), ("frames",)
+    )
+    path = out / "frames-4x-b-seed1-12ep" / "timing.json"
+    timing = json.loads(path.read_text())
+    path.write_text(json.dumps({**timing, "ranks": timing["ranks"][:2], "lost_ranks": [2, 3]}))
+    cautions = choose(list(_groups(out).values())).cautions
+    told = "4 ranks, b, seed 1: ranks 2, 3 were lost in training, so its speed, efficiency and shares of time"
+    assert any(told in caution for caution in cautions)
