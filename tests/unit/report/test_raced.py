@@ -433,6 +433,20 @@ def test_one_rank_that_cannot_be_told_apart_is_said(tmp_path: Path) -> None:
     assert answer.count("times one rank, from which the race cannot tell it apart and which reaches") == 1
 
 
+def test_the_csv_has_the_speed_of_one_rank_in_each_race(tmp_path: Path) -> None:
+    """One rank races on every number of ranks: the terminal showed that, and the CSV nothing."""
+    speeds = {"one-rank": 0.8, "gradient_averaging": 1.0, "bmuf:period=16": 1.4}
+    report = compared(tmp_path, {2: speeds, 4: {**speeds, "one-rank": 0.5}})
+    rows = list(csv.DictReader(io.StringIO(report.csv.read_text())))
+    for ranks, expected in (("2", 0.8), ("4", 0.5)):
+        of_ranks = [row for row in rows if row["ranks"] == ranks]
+        assert len(of_ranks) == 2
+        for row in of_ranks:
+            low, ratio, high = (float(row[f"one_rank_raced_speed{end}"]) for end in ("_low", "", "_high"))
+            assert low < ratio < high and ratio == pytest.approx(expected, rel=0.02)
+    assert [row["one_rank_raced_speed"] for row in rows if row["ranks"] == "1"] == [""]
+
+
 def test_a_race_that_failed_is_said(tmp_path: Path) -> None:
     out = write_comparison(
         tmp_path / "out", [MadeUpStrategy("a"), MadeUpStrategy("b")], (2,), (1,), ("frames",)
