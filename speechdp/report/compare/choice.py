@@ -52,6 +52,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
     """
     chosen: dict[int, Group] = {}
     unsure: set[int] = set()
+    like_one_rank: set[int] = set()
     details: list[str] = []
     one_rank = _one_rank(groups)
     for ranks in sorted({group.ranks for group in groups if group.ranks > 1}):
@@ -66,6 +67,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
             unsure |= {ranks} if alike else set()
             suffices = one_rank is not None and _suffices(one_rank, [fastest, *alike], rows, best)
             chosen[ranks] = one_rank if one_rank is not None and suffices else fastest
+            like_one_rank |= {ranks} if any(map(_is_like_one_rank, [fastest, *alike])) else set()
             details += _sentences(fastest, best, rows, one_rank)
             details += _not_told_apart(fastest, alike)
             details += _gain(fastest, rows)
@@ -74,7 +76,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
     machine = _machine(groups, raced=raced)
     cautions = tuple(filter(None, (machine if raced else "", *of_races, *_cautions(groups))))
     warning = "" if raced else machine
-    text = headline(chosen, unsure, groups, one_rank)
+    text = headline(chosen, (unsure, like_one_rank), groups, one_rank)
     return ComparisonAnswer(text, tuple(details), cautions, warning, chosen=chosen)
 
 

@@ -433,6 +433,25 @@ def test_one_rank_that_cannot_be_told_apart_is_said(tmp_path: Path) -> None:
     assert answer.count("times one rank, from which the race cannot tell it apart and which reaches") == 1
 
 
+def test_one_rank_is_not_called_as_fast_where_the_race_cannot_know(tmp_path: Path) -> None:
+    """Where intervals held 1, the headline said that no strategy is faster."""
+    speeds = {"one-rank": 1.07, "gradient_averaging": 1.0, "bmuf:period=16": 1.0}
+    unsure = compared(tmp_path / "a", {2: speeds}, (1, 2, 3), -0.385, ranks=(1, 2), noise=0.15).answer[0]
+    assert unsure == (
+        "One rank alone keeps the accuracy, and no strategy on 2 ranks that does so is known to be faster: "
+        "nothing shows that spreading this training gains time."
+    )
+    faster = {**speeds, "bmuf:period=16": 2.6}
+    there = compared(tmp_path / "b", {2: speeds, 4: faster}, (1, 2, 3), -0.385, noise=0.15).answer[0]
+    assert there.endswith(
+        "Nothing shows a gain on 2 ranks: one rank alone keeps the accuracy, too, and no strategy there is "
+        "known to be faster."
+    )
+    known = {**speeds, "one-rank": 1.5}
+    sure = compared(tmp_path / "c", {2: known}, (1, 2, 3), -0.385, ranks=(1, 2)).answer[0]
+    assert sure.endswith("that does so is faster: do not spread this training.")
+
+
 def test_the_csv_has_the_speed_of_one_rank_in_each_race(tmp_path: Path) -> None:
     """One rank races on every number of ranks: the terminal showed that, and the CSV nothing."""
     speeds = {"one-rank": 0.8, "gradient_averaging": 1.0, "bmuf:period=16": 1.4}
