@@ -248,6 +248,16 @@ def test_stolen_cores_are_named_apart_from_other_work(tmp_path: Path) -> None:
     assert "Load from outside" not in write_report(out).html.read_text(encoding="utf-8")
 
 
+def test_runs_that_are_links_to_another_disk_have_raced_all_the_same(tmp_path: Path) -> None:
+    """They were called by the folders linked to, so that nothing had raced, nor was there a baseline."""
+    out = raced_report(tmp_path, SPEEDS).csv.parent.parent
+    before = write_report(out).csv.read_text()
+    for name in ("one-rank", "model_averaging-16"):
+        (out / name).rename(tmp_path / f"elsewhere-{name}")
+        (out / name).symlink_to(tmp_path / f"elsewhere-{name}")
+    assert write_report(out).csv.read_text() == before
+
+
 def test_without_a_race_everything_is_as_before(tmp_path: Path) -> None:
     report = write_report(write_sweep(tmp_path / "sweep", realistic_sweep()))
     page = report.html.read_text(encoding="utf-8")
