@@ -59,7 +59,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
         rows = [group for group in groups if group.ranks == ranks and group.mode == FRAMES]
         rows = [group for group in rows if group.frames_per_s is not None and group.score is not None]
         # One whose other seeds came to nothing is not known to keep the accuracy.
-        rows = [group for group in rows if not group.unjudged] or rows
+        rows = [group for group in rows if not (group.unjudged or group.failures)] or rows
         if rows:
             best = max(eligible_rows(rows), key=_score)
             accurate = accurate_enough(rows, best, tolerance(best))
@@ -230,6 +230,10 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
                 notes.append(f"{_title(run)}: {run.result.damage}.")
         for run in group.failures:
             notes.append(f"Failed: {run.record.planned.title}: {run.record.message}")
+    if any(group.failures and group.figures and group.ranks > 1 and group.mode == FRAMES for group in groups):
+        notes.append(
+            "A strategy all of whose seeds have come to their end goes before one of which some failed."
+        )
     waiting = sum(not run.is_finished for group in groups for run in group.runs)
     waiting -= sum(len(group.failures) for group in groups)
     if waiting:

@@ -383,3 +383,20 @@ def test_a_run_that_lost_ranks_is_named(tmp_path: Path) -> None:
     cautions = choose(list(_groups(out).values())).cautions
     told = "4 ranks, b, seed 1: ranks 2, 3 were lost in training, so its speed, efficiency and shares of time"
     assert any(told in caution for caution in cautions)
+
+
+def test_a_strategy_one_of_whose_seeds_failed_is_not_preferred(tmp_path: Path) -> None:
+    """One that diverged with two of three seeds was the best, by the third."""
+    strategies = [MadeUpStrategy("a", 9_000), MadeUpStrategy("b", 8_000)]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
+    entries = _entries(out)
+    of_a = [place for place, entry in enumerate(entries) if entry["strategy"] == "a"]
+    diverged = [
+        failed(entry, "the loss is nan") if n in of_a[1:] else entry for n, entry in enumerate(entries)
+    ]
+    write_record(out, diverged)
+    choice = choose(list(_groups(out).values()))
+    assert choice.chosen[2].strategy == "b"
+    assert any("goes before one of which some failed" in caution for caution in choice.cautions)
+    write_record(out, [failed(entry, "no memory") if entry["seed"] == 2 else entry for entry in entries])
+    assert choose(list(_groups(out).values())).chosen[2].strategy == "a"  # each has one
