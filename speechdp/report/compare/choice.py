@@ -52,13 +52,14 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
     """
     chosen: dict[int, Group] = {}
     unsure: set[int] = set()
+    like_one_rank: set[int] = set()
     details: list[str] = []
     one_rank = _one_rank(groups)
     for ranks in sorted({group.ranks for group in groups if group.ranks > 1}):
         rows = [group for group in groups if group.ranks == ranks and group.mode == FRAMES]
         rows = [group for group in rows if group.frames_per_s is not None and group.score is not None]
         # One whose other seeds came to nothing is not known to keep the accuracy.
-        rows = [group for group in rows if not group.unjudged] or rows
+        rows = [group for group in rows if not (group.unjudged or group.failures)] or rows
         if rows:
             best = max(eligible_rows(rows), key=_score)
             accurate = accurate_enough(rows, best, tolerance(best))
@@ -66,6 +67,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
             unsure |= {ranks} if alike else set()
             suffices = one_rank is not None and _suffices(one_rank, [fastest, *alike], rows, best)
             chosen[ranks] = one_rank if one_rank is not None and suffices else fastest
+            like_one_rank |= {ranks} if any(map(_is_like_one_rank, [fastest, *alike])) else set()
             details += _sentences(fastest, best, rows, one_rank)
             details += _not_told_apart(fastest, alike)
             details += _gain(fastest, rows)
@@ -74,7 +76,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
     machine = _machine(groups, raced=raced)
     cautions = tuple(filter(None, (machine if raced else "", *of_races, *_cautions(groups))))
     warning = "" if raced else machine
-    text = headline(chosen, unsure, groups, one_rank)
+    text = headline(chosen, (unsure, like_one_rank), groups, one_rank)
     return ComparisonAnswer(text, tuple(details), cautions, warning, chosen=chosen)
 
 
@@ -222,10 +224,16 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
             if run.result is not None and len(run.result.sizes) > 1:
                 sizes = " and then ".join(map(str, run.result.sizes))
                 notes.append(f"{_title(run)}: it trained on {sizes} ranks, which changes speed and accuracy.")
+            if run.result is not None and run.result.loss:
+                notes.append(f"{_title(run)}: {run.result.loss}.")
             if run.result is not None and run.result.damage:
                 notes.append(f"{_title(run)}: {run.result.damage}.")
         for run in group.failures:
             notes.append(f"Failed: {run.record.planned.title}: {run.record.message}")
+    if any(group.failures and group.figures and group.ranks > 1 and group.mode == FRAMES for group in groups):
+        notes.append(
+            "A strategy all of whose seeds have come to their end goes before one of which some failed."
+        )
     waiting = sum(not run.is_finished for group in groups for run in group.runs)
     waiting -= sum(len(group.failures) for group in groups)
     if waiting:

@@ -34,12 +34,16 @@ class _Evidence:
 
 
 def headline(
-    chosen: Mapping[int, Group], unsure: set[int], groups: Sequence[Group], one_rank: Group | None
+    chosen: Mapping[int, Group],
+    doubts: tuple[set[int], set[int]],
+    groups: Sequence[Group],
+    one_rank: Group | None,
 ) -> str:
     """Say what to choose, or what seems best where seeds or the race are too few to know.
 
     Args:
-        unsure: numbers of ranks on which others may be as fast.
+        doubts: numbers of ranks on which others may be as fast as the chosen, and on which the race cannot
+            tell one rank from what is the fastest there.
         one_rank: the runs on one rank, which the others are measured by.
     """
     if not chosen and any(group.frames_per_s for group in groups if group.ranks > 1):
@@ -53,7 +57,9 @@ def headline(
         for ranks in _with_one_finished(groups)
         if ranks in chosen and chosen[ranks].ranks > 1
     }
+    unsure, like_one_rank = doubts
     alone = [ranks for ranks, group in chosen.items() if group.ranks == 1]
+    known = "known to be " if like_one_rank & set(alone) else ""
     lost = _lost_sentences(chosen, one_rank)
     there_is_a_choice = len({group.strategy for group in groups if group.ranks > 1}) > 1
     if there_is_a_choice and alone_there and len(alone_there) == len(chosen):
@@ -67,7 +73,7 @@ def headline(
             by_label.setdefault(group.label, []).append(ranks)
     sentences = []
     if len(alone) == len(compared):
-        sentences.append(_do_not_spread(alone, keeps, evidence))
+        sentences.append(_do_not_spread(alone, keeps, evidence, known))
     elif not there_is_a_choice:
         sentences.append(
             f"Only {next(iter(by_label))} was trained on several ranks: there is no choice to make."
@@ -79,7 +85,7 @@ def headline(
     if alone_there and there_is_a_choice:
         sentences.append(f"{_only_finished(alone_there)}.")
     if alone and len(alone) < len(compared):
-        sentences.append(_not_there(alone, group_terms(groups).keeps, evidence))
+        sentences.append(_not_there(alone, group_terms(groups).keeps, evidence, known))
     if evidence.remedy and (there_is_a_choice or alone):
         sentences.append(f"To know, repeat the command with {evidence.remedy}.")
     return " ".join(sentences)
@@ -113,21 +119,32 @@ def _choice(
     return f"{depends} {fastest} {keeps}{of}: {parts} ranks."
 
 
-def _do_not_spread(sizes: Sequence[int], keeps: str, evidence: _Evidence) -> str:
+def _do_not_spread(sizes: Sequence[int], keeps: str, evidence: _Evidence, known: str) -> str:
+    """Advise to train on one rank.
+
+    Args:
+        known: `known to be ` where the race cannot tell it from a strategy; "" where it is the faster.
+    """
     if evidence.lack:
         return (
             f"This training seems not worth spreading, {evidence.lack}: one rank alone {keeps}, and no "
-            f"strategy on {listed(sizes)} ranks that does so was faster."
+            f"strategy on {listed(sizes)} ranks that does so was {known}faster."
         )
-    return (
-        f"One rank alone {keeps}, and no strategy on {listed(sizes)} ranks that does so is faster: do "
-        "not spread this training."
-    )
+    faster = f"One rank alone {keeps}, and no strategy on {listed(sizes)} ranks that does so is {known}faster"
+    if known:
+        return f"{faster}: nothing shows that spreading this training gains time."
+    return f"{faster}: do not spread this training."
 
 
-def _not_there(sizes: Sequence[int], keeps: str, evidence: _Evidence) -> str:
+def _not_there(sizes: Sequence[int], keeps: str, evidence: _Evidence, known: str) -> str:
     if evidence.lack:
-        return f"{listed(sizes)} ranks seem to gain nothing: one rank alone {keeps}, too, and was as fast."
+        as_fast = "no strategy there was known to be faster" if known else "was as fast"
+        return f"{listed(sizes)} ranks seem to gain nothing: one rank alone {keeps}, too, and {as_fast}."
+    if known:
+        return (
+            f"Nothing shows a gain on {listed(sizes)} ranks: one rank alone {keeps}, too, and no strategy "
+            "there is known to be faster."
+        )
     return f"Do not use {listed(sizes)} ranks: one rank alone {keeps}, too, and is as fast."
 
 

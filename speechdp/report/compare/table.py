@@ -179,23 +179,28 @@ def make_tables(
 def csv_of_groups(groups: Sequence[Group], target: float | None) -> str:
     """Return the table as CSV, in plain units: shares and rates 0 to 1, bytes, s; empty for unknown."""
     parts = ("n", "mean", "sd", "min", "max")
+    raced_columns = (RACED_SPEED, RACED_LOW, RACED_HIGH)
     all_measures, metric = measures(groups), group_terms(groups).metric
     until = None if target is None else metric.score(target)
 
     def line(group: Group) -> list[Value]:
         errors, epochs = group.word_errors, group.epochs
+        alone = None if group.alone is None else replace(group, raced=group.alone)
         figures = [value for measure in all_measures for value in _parts(group.spread(measure.value))]
         return [
             group.mode, group.ranks, group.strategy, len(group.runs), len(group.finished),
             len(group.failures), epochs.mean if epochs else None, *figures,
             errors.low if errors else None, errors.high if errors else None, until,
-            *(column.value(group) for column in (RACED_SPEED, RACED_LOW, RACED_HIGH)),
+            *(column.value(group) for column in raced_columns),
+            *(None if alone is None else column.value(alone) for column in raced_columns),
         ]  # fmt: skip
 
     head = ["mode", "ranks", "strategy", "seeds", "finished", "failed", "epochs_mean"]
     keys = [f"{measure.key}_{part}" for measure in all_measures for part in parts]
     more = ["wer_low", "wer_high", f"target_{metric.key}"]
-    raced = [column.key for column in (RACED_SPEED, RACED_LOW, RACED_HIGH)]
+    raced = [column.key for column in raced_columns]
+    # One rank takes part in the race on each number of ranks: its speed stands beside those it raced with.
+    raced += [f"one_rank_{key}" for key in raced]
     return csv_text([*head, *keys, *more, *raced], map(line, groups))
 
 

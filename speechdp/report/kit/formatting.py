@@ -22,9 +22,9 @@ def count(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def estimate(value: float | None) -> str:
-    """Write a rate that is known roughly: two digits, `21,000`."""
-    return MISSING if value is None else count(float(f"{value:.2g}"))
+def estimate(value: float | None, digits: int = 2) -> str:
+    """Write a rate that is known roughly: two digits, `21,000`, or as many as an interval needs beside it."""
+    return MISSING if value is None else count(float(f"{value:.{digits}g}"))
 
 
 def number(value: float) -> str:

@@ -163,7 +163,8 @@ def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinish
     Raises:
         ConfigError: `metric` is none.
     """
-    name = printable(run_dir.resolve().name)
+    # Of a link its own name: races, sweep.json and the run of one rank go by it.
+    name = printable(run_dir.resolve().name if run_dir.name in ("", "..") else run_dir.name)
     if not run_dir.is_dir():
         return RunResult(name, run_dir, {}, (), None, None, False, False, (f"{run_dir}: missing",))
     problems: list[str] = []

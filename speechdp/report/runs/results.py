@@ -167,13 +167,15 @@ class RunTiming:
     """Every rank's sums, in rank order.  `warmup_steps` of each rank are left out.
 
     `exchange_s` is the sum over steps of the shortest communication of all ranks; None where unknown.
-    `feeders` made the batches of all ranks; none: each rank made its own.
+    `feeders` made the batches of all ranks; none: each rank made its own.  `lost`: ranks that ended before
+    the training did, of which nothing is known (`--tolerate-loss`).
     """
 
     warmup_steps: int
     ranks: tuple[RankTiming, ...]
     exchange_s: float | None = None
     feeders: tuple[Feeder, ...] = ()
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -407,6 +409,18 @@ class RunResult:
         earlier = self.settings.get("earlier_sizes")
         found = [*(earlier if isinstance(earlier, list) else []), self.size]
         return tuple(size for size, _ in itertools.groupby(found) if isinstance(size, int))
+
+    @property
+    def loss(self) -> str:
+        """What its figures of time lack where ranks were lost, a clause; "": none were."""
+        if self.timing is None or not self.timing.lost:
+            return ""
+        lost = ", ".join(map(str, self.timing.lost))
+        ranks, were = ("rank", "was") if len(self.timing.lost) == 1 else ("ranks", "were")
+        return (
+            f"{ranks} {lost} {were} lost in training, so its speed, efficiency and shares of time count only "
+            f"what the {counted(len(self.timing.ranks), 'rank')} left at the end did"
+        )
 
     @property
     def order(self) -> str:

@@ -78,8 +78,13 @@ def _timing(record: dict[str, Any]) -> RunTiming | None:
     if len(kept) < len(ranks):
         return None
     warmup = record.get("warmup_steps")
+    lost = record.get("lost_ranks")
     return RunTiming(
-        warmup if isinstance(warmup, int) else 0, kept, number(record, "exchange_s"), _feeders(record)
+        warmup if isinstance(warmup, int) else 0,
+        kept,
+        number(record, "exchange_s"),
+        _feeders(record),
+        tuple(rank for rank in lost if isinstance(rank, int)) if isinstance(lost, list) else (),
     )
 
 
@@ -183,9 +188,43 @@ def _feeders(record: dict[str, Any]) -> tuple[Feeder, ...]:
 
 
 def _timing_from_timelines(run_dir: Path, problems: list[str]) -> RunTiming | None:
+    num_ranks, begin = _last_size(run_dir)
+    timing = _sum_of_timelines(run_dir, problems, num_ranks, begin)
+    if timing is None and num_ranks is not None:
+        return _sum_of_timelines(run_dir, [], None, 0)  # it has taken no step since
+    if timing is not None and num_ranks is not None:
+        problems.append(
+            f"timeline/: summed after step {begin} alone, since it had another number of ranks before"
+        )
+    return timing
+
+
+def _last_size(run_dir: Path) -> tuple[int | None, int]:
+    """Return the ranks of a run's last starts and the steps before those; (None, 0): it never had others.
+
+    Other ranks' steps, with other shares of its batches, make no sum with these; and what they had done since
+    their last checkpoint does not count.
+    """
+    try:
+        starts = read_lines(run_dir / "starts.jsonl").records
+    except OSError:
+        return None, 0
+    known = [(amount(start, "size"), amount(start, "step")) for start in starts]
+    whole = [(int(size), int(step)) for size, step in known if size and step is not None]
+    before = next((n for n in range(len(whole), 0, -1) if whole[n - 1][0] != whole[-1][0]), 0)
+    return whole[before] if before else (None, 0)
+
+
+def _sum_of_timelines(
+    run_dir: Path, problems: list[str], num_ranks: int | None, begin: int
+) -> RunTiming | None:
+    """Sum the steps after `begin` of the first `num_ranks` ranks; None: of all."""
     ranks: list[RankTiming] = []
     warmup_used = DEFAULT_WARMUP_STEPS
     for path in files_of(run_dir / "timeline", "rank-*.jsonl", problems):
+        rank = int(path.stem.removeprefix("rank-")) if path.stem[5:].isdigit() else len(ranks)
+        if num_ranks is not None and rank >= num_ranks:
+            continue
         sums = _Sums()
         try:
             for record in each_line(path):
@@ -195,8 +234,7 @@ def _timing_from_timelines(run_dir: Path, problems: list[str]) -> RunTiming | No
             continue
         if sums.num_damaged:
             problems.append(f"timeline/{path.name}: {counted(sums.num_damaged, 'damaged line')} passed over")
-        rank = int(path.stem.removeprefix("rank-")) if path.stem[5:].isdigit() else len(ranks)
-        of_rank, has_warmed_up = sums.result(rank)
+        of_rank, has_warmed_up = sums.result(rank, begin)
         if not has_warmed_up:
             warmup_used = 0
         ranks.append(of_rank)
@@ -238,11 +276,11 @@ class _Sums:
         self._frames.append(number(record, "frames") or 0.0)
         self._wall_s.append(number(record, "wall") or 0.0)
 
-    def result(self, rank: int) -> tuple[RankTiming, bool]:
-        """Return the sums, the first steps left out where there are enough, and whether they are."""
+    def result(self, rank: int, begin: int) -> tuple[RankTiming, bool]:
+        """Return the sums after step `begin`, the first left out where there are enough, and whether so."""
         # Of a step that a resumed run repeated the last line counts.
         lines = {step: line for line, step in enumerate(self._step)}
-        ordered = [lines[step] for step in sorted(lines)]
+        ordered = [lines[step] for step in sorted(lines) if step > begin]
         kept = ordered[DEFAULT_WARMUP_STEPS:] or ordered
         counts, names = set(kept), list(self._names)
         spans_s: dict[str, float] = {}
@@ -258,6 +296,9 @@ class _Sums:
             spans_s=spans_s,
             eval_s=self._event_s["eval"],
             checkpoint_s=self._event_s["checkpoint"],
+            # Where steps before are left out, these are not all that the run has made.
+            first_step=int(self._step[kept[0]]) if begin and kept else None,
+            last_step=int(self._step[kept[-1]]) if begin and kept else None,
         )
         return timing, len(ordered) > DEFAULT_WARMUP_STEPS
 

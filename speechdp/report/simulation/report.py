@@ -145,8 +145,9 @@ def _name(one: Prediction) -> str:
 
 def _speed(one: Prediction, amount: str) -> str:
     rate, efficiency = one.frames_per_s, one.efficiency
+    # Two digits would make 100,000 of 104,000, as much as half of such an interval.
+    mean, low, high = (formatting.estimate(value, 3) for value in (rate.mean, rate.low, rate.high))
     return (
-        f"{formatting.estimate(rate.mean)} {amount}/s [{formatting.estimate(rate.low)}, "
-        f"{formatting.estimate(rate.high)}], {formatting.percent(efficiency.mean)} % of what so many ranks "
+        f"{mean} {amount}/s [{low}, {high}], {formatting.percent(efficiency.mean)} % of what so many ranks "
         "could do without exchanges"
     )

@@ -371,3 +371,32 @@ def test_a_run_that_went_on_with_other_ranks_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "earlier_sizes": [4, 4], "size": 2}))
     cautions = choose(list(_groups(out).values())).cautions
     assert any("4 ranks, b, seed 1: it trained on 4 and then 2 ranks" in caution for caution in cautions)
+
+
+def test_a_run_that_lost_ranks_is_named(tmp_path: Path) -> None:
+    out = write_comparison(
+        tmp_path / "out", [MadeUpStrategy("a"), MadeUpStrategy("b")], (4,), (1,), ("frames",)
+    )
+    path = out / "frames-4x-b-seed1-12ep" / "timing.json"
+    timing = json.loads(path.read_text())
+    path.write_text(json.dumps({**timing, "ranks": timing["ranks"][:2], "lost_ranks": [2, 3]}))
+    cautions = choose(list(_groups(out).values())).cautions
+    told = "4 ranks, b, seed 1: ranks 2, 3 were lost in training, so its speed, efficiency and shares of time"
+    assert any(told in caution for caution in cautions)
+
+
+def test_a_strategy_one_of_whose_seeds_failed_is_not_preferred(tmp_path: Path) -> None:
+    """One that diverged with two of three seeds was the best, by the third."""
+    strategies = [MadeUpStrategy("a", 9_000), MadeUpStrategy("b", 8_000)]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
+    entries = _entries(out)
+    of_a = [place for place, entry in enumerate(entries) if entry["strategy"] == "a"]
+    diverged = [
+        failed(entry, "the loss is nan") if n in of_a[1:] else entry for n, entry in enumerate(entries)
+    ]
+    write_record(out, diverged)
+    choice = choose(list(_groups(out).values()))
+    assert choice.chosen[2].strategy == "b"
+    assert any("goes before one of which some failed" in caution for caution in choice.cautions)
+    write_record(out, [failed(entry, "no memory") if entry["seed"] == 2 else entry for entry in entries])
+    assert choose(list(_groups(out).values())).chosen[2].strategy == "a"  # each has one

@@ -248,6 +248,16 @@ def test_stolen_cores_are_named_apart_from_other_work(tmp_path: Path) -> None:
     assert "Load from outside" not in write_report(out).html.read_text(encoding="utf-8")
 
 
+def test_runs_that_are_links_to_another_disk_have_raced_all_the_same(tmp_path: Path) -> None:
+    """They were called by the folders linked to, so that nothing had raced, nor was there a baseline."""
+    out = raced_report(tmp_path, SPEEDS).csv.parent.parent
+    before = write_report(out).csv.read_text()
+    for name in ("one-rank", "model_averaging-16"):
+        (out / name).rename(tmp_path / f"elsewhere-{name}")
+        (out / name).symlink_to(tmp_path / f"elsewhere-{name}")
+    assert write_report(out).csv.read_text() == before
+
+
 def test_without_a_race_everything_is_as_before(tmp_path: Path) -> None:
     report = write_report(write_sweep(tmp_path / "sweep", realistic_sweep()))
     page = report.html.read_text(encoding="utf-8")
@@ -431,6 +441,39 @@ def test_one_rank_that_cannot_be_told_apart_is_said(tmp_path: Path) -> None:
         compared(tmp_path, {2: speeds, 4: {**speeds, "bmuf:period=16": 1.6}}, noise=0.02).answer
     )
     assert answer.count("times one rank, from which the race cannot tell it apart and which reaches") == 1
+
+
+def test_one_rank_is_not_called_as_fast_where_the_race_cannot_know(tmp_path: Path) -> None:
+    """Where intervals held 1, the headline said that no strategy is faster."""
+    speeds = {"one-rank": 1.07, "gradient_averaging": 1.0, "bmuf:period=16": 1.0}
+    unsure = compared(tmp_path / "a", {2: speeds}, (1, 2, 3), -0.385, ranks=(1, 2), noise=0.15).answer[0]
+    assert unsure == (
+        "One rank alone keeps the accuracy, and no strategy on 2 ranks that does so is known to be faster: "
+        "nothing shows that spreading this training gains time."
+    )
+    faster = {**speeds, "bmuf:period=16": 2.6}
+    there = compared(tmp_path / "b", {2: speeds, 4: faster}, (1, 2, 3), -0.385, noise=0.15).answer[0]
+    assert there.endswith(
+        "Nothing shows a gain on 2 ranks: one rank alone keeps the accuracy, too, and no strategy there is "
+        "known to be faster."
+    )
+    known = {**speeds, "one-rank": 1.5}
+    sure = compared(tmp_path / "c", {2: known}, (1, 2, 3), -0.385, ranks=(1, 2)).answer[0]
+    assert sure.endswith("that does so is faster: do not spread this training.")
+
+
+def test_the_csv_has_the_speed_of_one_rank_in_each_race(tmp_path: Path) -> None:
+    """One rank races on every number of ranks: the terminal showed that, and the CSV nothing."""
+    speeds = {"one-rank": 0.8, "gradient_averaging": 1.0, "bmuf:period=16": 1.4}
+    report = compared(tmp_path, {2: speeds, 4: {**speeds, "one-rank": 0.5}})
+    rows = list(csv.DictReader(io.StringIO(report.csv.read_text())))
+    for ranks, expected in (("2", 0.8), ("4", 0.5)):
+        of_ranks = [row for row in rows if row["ranks"] == ranks]
+        assert len(of_ranks) == 2
+        for row in of_ranks:
+            low, ratio, high = (float(row[f"one_rank_raced_speed{end}"]) for end in ("_low", "", "_high"))
+            assert low < ratio < high and ratio == pytest.approx(expected, rel=0.02)
+    assert [row["one_rank_raced_speed"] for row in rows if row["ranks"] == "1"] == [""]
 
 
 def test_a_race_that_failed_is_said(tmp_path: Path) -> None:

@@ -220,6 +220,19 @@ def test_a_single_run_that_went_on_with_other_ranks_is_not_called_several(tmp_pa
     )
 
 
+def test_ranks_that_were_lost_are_told_of(tmp_path: Path) -> None:
+    """The frames of a lost rank are in no figure: the run looked slow, and nothing said why."""
+    out = write_run(MadeUpRun("a"), tmp_path)
+    timing = json.loads((out / "timing.json").read_text())
+    *left, lost = timing["ranks"]
+    (out / "timing.json").write_text(json.dumps({**timing, "ranks": left, "lost_ranks": [lost["rank"]]}))
+    told = (
+        f"rank {lost['rank']} was lost in training, so its speed, efficiency and shares of time count only "
+        f"what the {len(left)} rank{'s' if len(left) > 1 else ''} left at the end did."
+    )
+    assert any(sentence.endswith(told) for sentence in write_report(out).answer)
+
+
 def test_names_that_are_no_utf_8_and_backslashes_are_shown(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"swe\xffep\\1")
     run = MadeUpRun(os.fsdecode(b"r\xff\\g<9>"), "", settings={"strategy_name": ""}, period=None)

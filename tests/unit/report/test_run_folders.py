@@ -367,3 +367,34 @@ def test_the_timelines_of_an_unfinished_run_are_summed_line_by_line(
     assert (rank.steps, rank.frames, rank.wall_s, rank.eval_s) == (2, 20, 2.0, 2.0)
     assert rank.spans_s == {"comm": 0.5, "forward": 1.0}
     assert read_run(run, times_unfinished=False).timing is None
+
+
+def test_timelines_of_another_number_of_ranks_are_not_summed_with_those_of_the_last(tmp_path: Path) -> None:
+    """Of 4 ranks that went on as 2 the frames of all counted, steps lost since the checkpoint too."""
+    run = write_run(MadeUpRun("a", completed=False), tmp_path)
+    (run / "timing.json").unlink()
+    for path in (run / "timeline").glob("*"):
+        path.unlink()
+    (run / "timeline").mkdir(exist_ok=True)
+    steps_of = {0: range(1, 31), 1: range(1, 31), 2: range(1, 23), 3: range(1, 23)}
+    for rank, steps in steps_of.items():
+        lines = [
+            {"step": n, "frames": 10, "wall": 0.5 if n <= 20 else 1.0, "spans": [["comm", 0.0, 0.25]]}
+            for n in steps
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (run / "timeline" / f"rank-{rank:04d}.jsonl").write_text(text)
+    starts = [(0, 4), (10, 4), (20, 2), (24, 2)]
+    lines = [json.dumps({"step": step, "size": size}) + "\n" for step, size in starts]
+    (run / "starts.jsonl").write_text("".join(lines))
+    found = read_run(run)
+    assert found.timing is not None
+    assert [(rank.rank, rank.steps, rank.frames, rank.wall_s) for rank in found.timing.ranks] == [
+        (0, 6, 60, 6.0), (1, 6, 60, 6.0)
+    ]  # fmt: skip
+    assert any("summed after step 20 alone" in problem for problem in found.problems)
+    # Without a step since then there is only the time before; and with one number of ranks all steps count.
+    for last in (30, 4), (30, 3):
+        (run / "starts.jsonl").write_text("".join(lines[:2]) + json.dumps({"step": last[0], "size": last[1]}))
+        timing = read_run(run).timing
+        assert timing is not None and [rank.steps for rank in timing.ranks] == [26, 26, 18, 18]

@@ -69,6 +69,13 @@ def test_table_page_and_csv_have_every_prediction(run: Path, capsys: pytest.Capt
     for text in (page, printed):
         assert TIME_ONLY in " ".join(text.split())
         assert "On 8 ranks over 1 Gbit/s" in text.replace("\u00a0", " ")
+    # The sentence has the table's figures: in two digits an upper end of 104,000 was called 100,000.
+    said = re.search(r"would train at ([\d,]+) frames/s \[([\d,]+), ([\d,]+)\]", " ".join(printed.split()))
+    assert said is not None
+    numbers = [float(text.replace(",", "")) for text in said.groups()]
+    (row,) = (row for row in rows if (row["strategy"], row["ranks"]) == ("gradient_averaging", "8"))
+    expected = [float(row[f"frames_per_s{end}"]) for end in ("", "_low", "_high")]
+    assert numbers == pytest.approx(expected, rel=0.005)
     assert "rank 1: 2 times as long" in page
     assert str(folder / "simulation.html") in printed
 
