@@ -250,10 +250,13 @@ class Desk:
         return 0 < self._limits.pause_at * len(self._parts) <= batches
 
     def _call(self, kind: MeetingKind) -> None:
-        """Call a meeting, unless one is called already or teams have begun to leave the epoch."""
+        """Call a meeting, unless the last is called already or teams have begun to leave the epoch.
+
+        The end waits for no epoch: the batches up to it would be more than --max-steps.
+        """
         if self._meetings and self._meetings[-1].kind in {MeetingKind.STOP, MeetingKind.END}:
             return
-        if self._dealer is not None and self._dealer.any_done:
+        if kind is not MeetingKind.END and self._dealer is not None and self._dealer.any_done:
             return  # those teams would meet at another place between their batches; the epoch ends soon
         dealer = None if self._dealer is None else self._dealer.state()
         state = {**vars(self._at), "dealer": dealer}

@@ -139,6 +139,13 @@ def test_max_steps_end_the_run() -> None:
     assert [kind for kind, *_ in logs[0].meetings] == [MeetingKind.END]
 
 
+def test_max_steps_end_the_run_where_a_slow_rank_has_left_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Dealer, "_would_come_last", lambda self, team, pace_s: team == 1)
+    logs = play(Desk(planner(2), roster(2), DealingLimits(EPOCHS, max_steps=3)), 2, [0, 1])
+    assert [len(log.batches) for log in logs] == [6, 0]
+    assert [kind for log in logs for kind, *_ in log.meetings] == [MeetingKind.END] * 2
+
+
 def test_a_paused_run_stops_after_its_steps_and_goes_on_with_the_rest() -> None:
     plan = planner(2)
     first = play(Desk(plan, roster(2), DealingLimits(EPOCHS, pause_at=3)), 2, [0, 1])
