@@ -157,11 +157,15 @@ def find_answer(search: Search) -> Answer:
     if record.completed and not best.times_s:
         return _alone(search, best)
     if not best.times_s:
-        shown = f"{formatting.count(best.frames_per_s)} {terms.amount}/s"
+        # The figures of a setting are read again by each command, which may have stopped before.
+        has_learnt = bool(best.rungs) or any(best.name in rung.scores for rung in record.rungs)
+        by = f"at {formatting.count(best.frames_per_s)} {terms.amount}/s"
+        if best.frames_per_s is None:
+            by = "as an earlier command found; the race has to be held again"
         cautions = ["The search is not over: the same command goes on with it."]
-        if not best.rungs:
+        if not has_learnt:
             cautions.insert(0, "It was chosen by its speed alone: how well settings learn was not seen yet.")
-        headline = f"{'Best' if best.rungs else 'Fastest'} so far: {best.name}, at {shown}."
+        headline = f"{'Best' if has_learnt else 'Fastest'} so far: {best.name}, {by}."
         return Answer(headline, (), tuple(cautions))
     end = Finish(best.times_s, best.scores)
     assert record.target is not None

@@ -499,6 +499,29 @@ def test_a_search_that_is_stopped_twice_is_still_whole(tmp_path: Path) -> None:
     assert record.completed and record.rungs[0].seconds == first.rungs[0].seconds
 
 
+@pytest.mark.parametrize(("trained", "told"), [(0, "Fastest"), (3, "Best")])
+def test_a_search_that_stops_in_a_race_held_again_has_a_best_of_before(
+    tmp_path: Path, trained: int, told: str
+) -> None:
+    """The record of its race was damaged, say."""
+
+    class Racing(Jobs):
+        def hold_race(
+            self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
+        ) -> RacedSettings | str:
+            raise JobStopped
+
+    with pytest.raises(JobStopped):
+        search(tmp_path, Jobs(tmp_path, stops_after=trained))
+    chosen = read_tune(tmp_path).chosen
+    with pytest.raises(JobStopped):
+        search(tmp_path, Racing(tmp_path))
+    answer = find_answer(Search(read_tune(tmp_path), {}))
+    held = "as an earlier command found; the race has to be held again"
+    assert answer.headline == f"{told} so far: {chosen}, {held}."
+    assert ("by its speed alone" in answer.cautions[0]) == (told == "Fastest")
+
+
 def test_a_back_end_that_was_chosen_stays(tmp_path: Path) -> None:
     jobs = Jobs(tmp_path, factors={"mpi": 1.0}, stops_after=1)
     with pytest.raises(JobStopped):
