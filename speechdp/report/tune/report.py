@@ -494,7 +494,8 @@ def _time_text(one: SettingRecord) -> str:
         missed, runs = end.times_s.count(None), len(end.times_s)
         return "not reached" if missed == runs else f"not by {missed} of {runs} seeds"
     low, high = end.range_s
-    return f"{end.mean_s:.3g}" + (f" [{low:.3g}, {high:.3g}]" if len(one.times_s) > 1 else "")
+    write = formatting.number
+    return write(end.mean_s) + (f" [{write(low)}, {write(high)}]" if len(one.times_s) > 1 else "")
 
 
 def _range_text(end: Finish) -> str:
@@ -508,7 +509,7 @@ def _range_text(end: Finish) -> str:
     if len(end.times_s) < 2:
         return text  # one seed has no range
     low, high = end.range_s
-    return f"{text} [{low:.3g} to {high:.3g} s]"
+    return f"{text} [{formatting.number(low)} to {formatting.number(high)} s]"
 
 
 def _expected_text(record: TuneRecord) -> tuple[str, ...]:

@@ -1168,6 +1168,15 @@ def test_one_seed_has_no_range(tmp_path: Path) -> None:
     assert find_answer(of_one).headline.endswith(" s of training.")
 
 
+def test_long_times_are_written_out(tmp_path: Path) -> None:
+    """Not as 1.23e+03."""
+    record = search(tmp_path, Jobs(tmp_path)).with_setting(SHORT, times_s=(1234.0, 12345.0))
+    found = Search(record, {})
+    assert find_answer(found).headline.endswith(": 1 h 53 min of training [1,234 to 12,345 s].")
+    cells = {head.name: [cell.text for cell in of] for head, of in make_table(found, {}).cells()}
+    assert "6,790 [1,234, 12,345]" in cells[SHORT]
+
+
 def test_what_was_set_is_shown_model_and_batch_first(tmp_path: Path) -> None:
     """Options that were left alone leave no blank row and no zeros."""
     record = search(tmp_path, Jobs(tmp_path))
