@@ -155,22 +155,23 @@ def find_answer(search: Search) -> Answer:
         return Answer("Nothing is chosen yet: the same command goes on with the search.")
     best = record.of(record.chosen)
     if record.completed and not best.times_s:
-        speed = best.frames_per_s or best.predicted
-        headline = f"{best.name}: all other settings are ruled out by their speed."
-        speeds = f"It trains at {formatting.count(speed)} {terms.amount}/s."
-        return Answer(headline, (speeds,), tuple(_doubts(search)))
+        return _alone(search, best)
     if not best.times_s:
-        shown = f"{formatting.count(best.frames_per_s)} {terms.amount}/s"
+        # The figures of a setting are read again by each command, which may have stopped before.
+        has_learnt = bool(best.rungs) or any(best.name in rung.scores for rung in record.rungs)
+        by = f"at {formatting.count(best.frames_per_s)} {terms.amount}/s"
+        if best.frames_per_s is None:
+            by = "as an earlier command found; the race has to be held again"
         cautions = ["The search is not over: the same command goes on with it."]
-        if not best.rungs:
+        if not has_learnt:
             cautions.insert(0, "It was chosen by its speed alone: how well settings learn was not seen yet.")
-        headline = f"{'Best' if best.rungs else 'Fastest'} so far: {best.name}, at {shown}."
+        headline = f"{'Best' if has_learnt else 'Fastest'} so far: {best.name}, {by}."
         return Answer(headline, (), tuple(cautions))
     end = Finish(best.times_s, best.scores)
     assert record.target is not None
     target = terms.with_unit(record.target)
     if end.mean_s == float("inf"):
-        headline = f"No setting reaches {target}; {best.name} comes closest."
+        headline = f"{_none_reaches(record, target)}; {best.name} comes closest."
     else:
         reaches = "reaches" if record.seen_s is None else "is expected to reach"
         headline = f"{best.name} {reaches} {target} soonest: {_range_text(end)}."
@@ -194,6 +195,37 @@ def find_answer(search: Search) -> Answer:
         f"in {formatting.seconds(record.spent_s)}."
     )
     return Answer(headline, tuple(details), tuple(cautions))
+
+
+def _alone(search: Search, best: SettingRecord) -> Answer:
+    """Say which setting is left, where nothing had to be trained, and whether it was compared at all."""
+    record, amount = search.record, search.terms.amount
+    others = [one for one in record.tried if one is not best]
+    uncompared = [one.name for one in others if one.out_in != PREDICT and one.ratio is None]
+    headline, cautions = f"{best.name}: all other settings are ruled out by their speed.", list[str]()
+    if not others:
+        headline = f"{best.name}: no other setting was to be tried."
+    elif uncompared:
+        by_speed = len(others) - len(uncompared)
+        headline = f"{best.name}: all other settings are ruled out, {by_speed or 'none'} of them by speed."
+        cautions = [f"The speed of {', '.join(uncompared)} was not compared: the table says why."]
+    if best.frames_per_s is None:
+        speed = f"It is predicted to train at {_predicted_text(best)} {amount}/s; it has not raced."
+    else:
+        speed = f"It trains at {formatting.count(best.frames_per_s)} {amount}/s."
+    return Answer(headline, (speed,), (*cautions, *_doubts(search)))
+
+
+def _none_reaches(record: TuneRecord, target: str) -> str:
+    """Say that the target is not reached: by which settings, by how many of their runs, and until when."""
+    times = [time for one in record.tried for time in one.times_s]
+    every = " with every seed" if any(time is not None for time in times) else ""
+    end_s = record.rungs[-1].seconds
+    if record.seen_s is None:
+        until, reaches = formatting.seconds(end_s), "reaches"
+    else:  # curves are continued for as long again at most
+        until, reaches = formatting.seconds(2 * end_s), "is expected to reach"
+    return f"None of the last settings {reaches} {target}{every} within {until} of training"
 
 
 def _one_batch_only(record: TuneRecord) -> list[str]:
@@ -459,19 +491,25 @@ def _time_text(one: SettingRecord) -> str:
         return formatting.MISSING
     end = Finish(one.times_s, one.scores)
     if end.mean_s == float("inf"):
-        return "not reached"
+        missed, runs = end.times_s.count(None), len(end.times_s)
+        return "not reached" if missed == runs else f"not by {missed} of {runs} seeds"
     low, high = end.range_s
-    return f"{end.mean_s:.3g}" + (f" [{low:.3g}, {high:.3g}]" if len(one.times_s) > 1 else "")
+    write = formatting.number
+    return write(end.mean_s) + (f" [{write(low)}, {write(high)}]" if len(one.times_s) > 1 else "")
 
 
 def _range_text(end: Finish) -> str:
     if end.mean_s == float("inf"):
-        return "the target was not reached by every run"
+        runs = len(end.times_s)
+        reached = runs - end.times_s.count(None)
+        return (
+            f"the target is reached by {reached} of {runs} runs" if reached else "the target is not reached"
+        )
     text = f"{formatting.seconds(end.mean_s)} of training"
     if len(end.times_s) < 2:
         return text  # one seed has no range
     low, high = end.range_s
-    return f"{text} [{low:.3g} to {high:.3g} s]"
+    return f"{text} [{formatting.number(low)} to {formatting.number(high)} s]"
 
 
 def _expected_text(record: TuneRecord) -> tuple[str, ...]:

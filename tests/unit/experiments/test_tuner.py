@@ -25,6 +25,7 @@ from speechdp.experiments.tune.record import (
     BackendRecord,
     ExchangeRecord,
     LinkRecord,
+    SettingRecord,
     TuneRecord,
     read_tune,
 )
@@ -33,6 +34,7 @@ from speechdp.experiments.tune.search import TunedTarget, TuneRequest
 from speechdp.experiments.tune.training import fitting_race
 from speechdp.launching.faults import Fault
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.report.kit import formatting
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.script_metric import script_task
 from speechdp.report.tune.report import Search, backends_table, find_answer, make_table, shown_settings
@@ -495,6 +497,29 @@ def test_a_search_that_is_stopped_twice_is_still_whole(tmp_path: Path) -> None:
     jobs.stops_after = None
     record = search(tmp_path, jobs, batch_sizes=(8,))
     assert record.completed and record.rungs[0].seconds == first.rungs[0].seconds
+
+
+@pytest.mark.parametrize(("trained", "told"), [(0, "Fastest"), (3, "Best")])
+def test_a_search_that_stops_in_a_race_held_again_has_a_best_of_before(
+    tmp_path: Path, trained: int, told: str
+) -> None:
+    """The record of its race was damaged, say."""
+
+    class Racing(Jobs):
+        def hold_race(
+            self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
+        ) -> RacedSettings | str:
+            raise JobStopped
+
+    with pytest.raises(JobStopped):
+        search(tmp_path, Jobs(tmp_path, stops_after=trained))
+    chosen = read_tune(tmp_path).chosen
+    with pytest.raises(JobStopped):
+        search(tmp_path, Racing(tmp_path))
+    answer = find_answer(Search(read_tune(tmp_path), {}))
+    held = "as an earlier command found; the race has to be held again"
+    assert answer.headline == f"{told} so far: {chosen}, {held}."
+    assert ("by its speed alone" in answer.cautions[0]) == (told == "Fastest")
 
 
 def test_a_back_end_that_was_chosen_stays(tmp_path: Path) -> None:
@@ -1062,6 +1087,34 @@ def test_a_target_that_none_reaches_leaves_the_best_score(tmp_path: Path) -> Non
     record = search(tmp_path, Jobs(tmp_path), target=target_of(-1e-9))
     assert record.of(record.chosen).times_s == (None, None) and record.chosen == SHORT
     assert record.of(LONG).why == "it does not reach the target"
+    headline = find_answer(Search(record, {})).headline
+    assert re.fullmatch(
+        r"None of the last settings is expected to reach .* within .* of training; .*", headline
+    )
+    assert "with every seed" not in headline
+
+
+def test_a_target_that_one_of_the_seeds_reaches_is_said_to_be_so(tmp_path: Path) -> None:
+    lowest = search(tmp_path, Jobs(tmp_path)).target  # all runs reach it, LONG's first as it ends
+    assert lowest is not None
+    record = search(tmp_path, Jobs(tmp_path), target=target_of(lowest * (1 - 1e-6)))
+    assert record.chosen == SHORT and record.of(LONG).times_s[0] is None and record.of(LONG).times_s[1]
+    assert record.of(LONG).why == "it does not reach the target with every seed"
+
+
+def test_a_target_that_some_runs_reach_is_not_called_out_of_reach(tmp_path: Path) -> None:
+    record = replace(search(tmp_path, Jobs(tmp_path), target=target_of(-0.1)), seen_s=None, chosen=SHORT)
+    for name, times in ((SHORT, (None, 7.0)), (LONG, (None, None))):
+        record = record.with_setting(name, times_s=times)
+    until = formatting.seconds(record.rungs[-1].seconds)
+    answer = find_answer(Search(record, {}))
+    assert re.match(r"None of the last settings reaches .* with every seed within ", answer.headline)
+    assert f"within {until} of training; {SHORT} comes closest" in answer.headline
+    assert f"{LONG}: the target is not reached." in answer.details
+    better = replace(record.with_setting(LONG, times_s=(5.0, 7.0)), chosen=LONG)
+    assert f"{SHORT}: the target is reached by 1 of 2 runs." in find_answer(Search(better, {})).details
+    cells = {head.name: [cell.text for cell in of] for head, of in make_table(Search(better, {}), {}).cells()}
+    assert "not by 1 of 2 seeds" in cells[SHORT]
 
 
 def test_a_run_that_went_further_is_scored_where_the_rung_ends() -> None:
@@ -1089,6 +1142,22 @@ def test_where_one_setting_is_left_nothing_has_to_be_trained(tmp_path: Path) -> 
     assert jobs.raced == jobs.trained == []
     answer = find_answer(Search(record, {}))
     assert answer.headline == "gradient_averaging: all other settings are ruled out by their speed."
+    (speed,) = answer.details
+    assert "is predicted to train at 100 [98" in speed and "has not raced" in speed
+
+
+def test_what_was_refused_is_not_said_to_be_ruled_out_by_its_speed(tmp_path: Path) -> None:
+    record = search(tmp_path, Jobs(tmp_path), texts=(GRADIENTS, DPSGD))
+    refused = replace(record, tried=(*record.tried, SettingRecord(LONG, LONG, out_in="measure", why="no")))
+    answer = find_answer(Search(refused, {}))
+    assert answer.headline == f"{GRADIENTS}: all other settings are ruled out, 1 of them by speed."
+    assert answer.cautions[0] == f"The speed of {LONG} was not compared: the table says why."
+    failed = replace(
+        record, tried=(record.tried[0], SettingRecord(LONG, LONG, out_in="race", why="it failed"))
+    )
+    assert "ruled out, none of them by speed" in find_answer(Search(failed, {})).headline
+    alone = find_answer(Search(replace(record, tried=record.tried[:1]), {}))
+    assert alone.headline == f"{GRADIENTS}: no other setting was to be tried." and not alone.cautions
 
 
 def test_one_seed_has_no_range(tmp_path: Path) -> None:
@@ -1097,6 +1166,15 @@ def test_one_seed_has_no_range(tmp_path: Path) -> None:
     cells = {head.name: [cell.text for cell in of] for head, of in make_table(of_one, {}).cells()}
     assert cells[record.chosen] and not any("[" in text for text in cells[record.chosen][-2:])
     assert find_answer(of_one).headline.endswith(" s of training.")
+
+
+def test_long_times_are_written_out(tmp_path: Path) -> None:
+    """Not as 1.23e+03."""
+    record = search(tmp_path, Jobs(tmp_path)).with_setting(SHORT, times_s=(1234.0, 12345.0))
+    found = Search(record, {})
+    assert find_answer(found).headline.endswith(": 1 h 53 min of training [1,234 to 12,345 s].")
+    cells = {head.name: [cell.text for cell in of] for head, of in make_table(found, {}).cells()}
+    assert "6,790 [1,234, 12,345]" in cells[SHORT]
 
 
 def test_what_was_set_is_shown_model_and_batch_first(tmp_path: Path) -> None:
