@@ -13,12 +13,16 @@ from speechdp.doctor.seen import Rank, by_host
 _SAME = "install the same version on every host (launch/setup), or share one environment"
 _REMEDIES = {
     "speechdp code": "bring every host's copy of speechdp to the same state (git status), or share one",
-    "horovod version": "build the same Horovod everywhere (launch/build_horovod), or choose --backend mpi",
+    "horovod version": (
+        "build the same Horovod everywhere (launch/build_horovod --install), or choose --backend mpi"
+    ),
 }
 _OWN_MPIRUN = (
     "start with the mpirun of the MPI that mpi4py uses (speechdp launch takes it), srun with --mpi=pmix"
 )
-_HOROVOD_MPI = "rebuild Horovod against the MPI of mpi4py (launch/build_horovod), or choose --backend mpi"
+_HOROVOD_MPI = (
+    "rebuild Horovod against the MPI of mpi4py (launch/build_horovod --install), or choose --backend mpi"
+)
 _HDF5_LOCKING = frozenset({"", "TRUE", "1", "FALSE", "0", "BEST_EFFORT"})
 _FEWEST_FILES = 1024
 

@@ -63,7 +63,7 @@ def find_horovodrun(environment_prefix: Path, search_path: str) -> Path:
     found = shutil.which("horovodrun", path=search_path)
     if found is None:
         raise ConfigError(
-            f"no horovodrun in {own.parent} nor on PATH; run launch/build_horovod, "
+            f"no horovodrun in {own.parent} nor on PATH; run launch/build_horovod --install, "
             "or launch with --launcher mpirun (training then uses the mpi back-end)"
         )
     return Path(found).absolute()
