@@ -58,8 +58,9 @@ def partial_of(path: Path) -> Path:
 def growing_files(paths: Sequence[Path], what: str) -> Iterator[Callable[[Sequence[str]], None]]:
     """Yield what adds the text of one thing more to each of the files, in the order of `paths`.
 
-    They have their names on a clean exit.  Where the block raises, hours of work may be in them: they stay as
-    NAME.partial, which a line says, with what was added whole; those with nothing in them go.
+    They have their names on a clean exit; if nothing was added, there are none.  Where the block raises,
+    hours of work may be in them: they stay as NAME.partial, which a line says, with what was added whole;
+    those with nothing in them go.
 
     Args:
         paths: where to write them; what is there is replaced.
@@ -86,6 +87,10 @@ def growing_files(paths: Sequence[Path], what: str) -> Iterator[Callable[[Sequen
             with _writing(partial), partial.open("wb"):
                 pass
         yield add
+        if count == 0:  # what was there stays, and nothing stands in the way of the mended command
+            for partial in sizes:
+                partial.unlink(missing_ok=True)
+            return
         for path in paths:
             with _writing(path):
                 sync(partial_of(path))

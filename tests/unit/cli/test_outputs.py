@@ -82,6 +82,10 @@ def test_files_that_grow_have_their_names_when_they_are_whole(
         add(("x\n", ""))
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt.partial", "none.txt.partial"]
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.txt": "x\n", "none.txt": ""}
+    # Nothing to write, as no recording could be read: the mended command finds no file in its way.
+    with growing_files([tmp_path / "a.txt", tmp_path / "new.txt"], "recording"):
+        pass
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a.txt": "x\n", "none.txt": ""}
     # A disk that does not keep them, or does not rename one, leaves it as it is.
     with (
         faulty_disk(2, full()),
