@@ -238,6 +238,7 @@ def _decode(session: Session, held_out: str, split: str, run_dir: Path) -> None:
     options, tuning = DecodingOptions(), None
     tune_on = split_to_tune_on(dataset.path, held_out, split)
     if tune_on is not None:
+        session.reporter.notice(f"{run_dir.name}: choosing the scales for decoding on {tune_on}")
         tuned = tune(trained, dataset, tune_on, options, comm, session.is_asked_to_stop)
         options, tuning = tuned.options, tuned.record
     result = decode_split(

@@ -25,6 +25,7 @@ def find_cautions(
     notes += [_sizes(comparable, labels), _unequal(comparable)]
     notes.append(_never_averaged(comparable, labels))
     notes += [_improving(comparable, labels), _past_best(comparable, labels)]
+    notes.append(_one_training_each(comparable))
     runs = [row.run for row in rows]
     notes[:0] = [several_tasks(runs), judged_otherwise(runs, labels)]
     if comparable and terms_of(row.run for row in rows).task.decodes:
@@ -35,6 +36,16 @@ def find_cautions(
         fitting = " of the same task, data and model size" if alone else ""
         notes.append(f"There is no timed run of one rank{fitting}, so speed-up and efficiency are not known.")
     return tuple(filter(None, notes))
+
+
+def _one_training_each(comparable: Sequence[RunFigures]) -> str:
+    """Say that chance is part of every difference, where there are any."""
+    if sum(row.score is not None for row in comparable) < 2:
+        return ""
+    return (
+        "Each setting was trained once: how much of a difference in accuracy is chance is not known. "
+        "speechdp compare trains with several --seeds."
+    )
 
 
 def last_gain(row: RunFigures) -> float | None:
