@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from contextlib import ExitStack
 
@@ -17,6 +18,10 @@ settings.load_profile("speechdp")
 # In the background of a shell tests would ignore SIGINT, and so would what they start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# In a batch job commands would run their jobs on its hosts; tests of such jobs set these themselves.
+for _name in ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "JOB_ID"):
+    os.environ.pop(_name, None)
 
 #: Begun last, each would keep one worker busy for minutes when the others have ended.
 _LONG_FILES = ("e2e/test_recipes.py", "parallel/test_strategy_backends.py", "faults/test_io_faults.py")

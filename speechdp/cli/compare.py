@@ -154,6 +154,8 @@ class CompareCommand:
             refuse_kaldi_pdfs(dataset.classes_path, '--decode-split ("" for none)')
         for split in filter(None, (self.options.train_split, self.options.held_out, decode_split)):
             dataset.shard_paths(split)
+        # A rank of a race decodes nothing, and where it was started the hosts may not be told as here.
+        decodes_here = not self.job and self._hosts.are_counted_here
         return CompareRequest(
             data=self.data,
             data_checksum=dataset.checksum,
@@ -161,7 +163,7 @@ class CompareCommand:
             options=self.options,
             plan=plan,
             decode_split=decode_split,
-            most_decoding_ranks=available_cores() if self._hosts.are_counted_here else None,
+            most_decoding_ranks=available_cores() if decodes_here else None,
             race=RaceOptions(self.race, self.race_steps),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -66,6 +67,8 @@ _RESTART_DELAY_S = 1.0
 _GRACE_S = 30.0
 #: Of which a machine with a GPU has at least one: NVIDIA's, AMD's, and Windows' for Linux.
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
+#: Where Open MPI looks for slots, and how many ranks it lets these take: settings of the user's environment.
+_SLOT_SETTING = re.compile(r"(?:OMPI|PRTE)_MCA_(?:ras|rmaps)(?:_|$)")
 
 
 @dataclass(frozen=True)
@@ -160,8 +163,7 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
     scheduler = None if place.allocation is None else place.allocation.scheduler
     policy = check_options(options, place.num_ranks, scheduler, is_script=is_script)
     hosts = place.hostfile.allocate(place.num_ranks)
-    # Over Gloo nobody counts them, and mpirun's own options may tell it to count otherwise.
-    if place.allocation is not None and not _is_over_gloo(options) and not options.mpi_args:
+    if place.allocation is not None and _are_slots_counted(options):
         check_slots(place.allocation, hosts, place.hostfile.source)
     _check_room(hosts)
     # Signals between two starts count as well.
@@ -448,6 +450,14 @@ def _warn_of_short_grace(options: LaunchCommand, hosts: Sequence[Host]) -> None:
 
 def _is_over_gloo(options: LaunchCommand) -> bool:
     return options.launcher == "horovodrun" and options.controller == "gloo"
+
+
+def _are_slots_counted(options: LaunchCommand) -> bool:
+    """Tell whether mpirun goes by the slots of a batch job; over Gloo nobody does.
+
+    The user's own settings may tell it otherwise, such as OMPI_MCA_rmaps_base_oversubscribe=1.
+    """
+    return not (_is_over_gloo(options) or options.mpi_args or any(map(_SLOT_SETTING.match, os.environ)))
 
 
 def _are_here(hosts: Sequence[Host]) -> bool:

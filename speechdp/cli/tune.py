@@ -83,7 +83,9 @@ class TuneOptions:
                 f"{hosts.hostfile.source}: has {counted(slots, 'slot')}, and a search needs 2 ranks at least "
                 "besides --feeders; raise slots=, add hosts or ask the scheduler for more"
             )
-        return ranks
+        # Slots may be cores, and a rank needs a GPU of its own where there are any.
+        on_gpus = _ranks_on_gpus(device) if hosts.are_counted_here else 0
+        return min(ranks, on_gpus) if on_gpus else ranks
 
     def whole_seeds(self) -> tuple[int, ...]:
         """Return the seeds.  Raises ConfigError: one is none, or is given twice."""
@@ -116,9 +118,19 @@ class TuneOptions:
 
 
 def _ranks_here(device: str | None, feeders: int) -> int:
-    """Return how many ranks this machine has room for."""
+    """Return how many ranks this machine has room for.  Raises ConfigError as `_ranks_on_gpus`."""
+    from speechdp.launching.cores import available_cores  # noqa: PLC0415 - keeps --help fast
+
+    return _ranks_on_gpus(device) or max(2, available_cores() - feeders)
+
+
+def _ranks_on_gpus(device: str | None) -> int:
+    """Return how many ranks the GPUs of this machine have room for; 0: none is used.
+
+    Raises:
+        ConfigError: for one rank only.
+    """
     from speechdp.comm.device import ranks_on_gpus  # noqa: PLC0415 - torch, for which --help must not wait
-    from speechdp.launching.cores import available_cores  # noqa: PLC0415
 
     on_gpus = ranks_on_gpus(device or "auto")
     if on_gpus == 1:
@@ -127,7 +139,7 @@ def _ranks_here(device: str | None, feeders: int) -> int:
             "a search needs 2 ranks at least, and this machine has one GPU; give --hostfile, or to search on "
             f"the CPU {on_cpu}"
         )
-    return on_gpus or max(2, available_cores() - feeders)
+    return on_gpus
 
 
 def _strategies_for(hosts: JobHosts, ranks: int, periods: tuple[int, ...]) -> str:

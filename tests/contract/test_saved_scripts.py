@@ -365,6 +365,17 @@ def test_what_cannot_be_gone_on_from_is_refused_in_a_line(tmp_path: Path) -> Non
     refused("is damaged (", RunError, begin("bmuf:period=2"))
 
 
+@pytest.mark.skipif(not hasattr(torch.serialization, "set_crc32_options"), reason="before torch 2.6")
+def test_checkpoints_of_a_script_that_lets_torch_write_no_checksums_are_read(tmp_path: Path) -> None:
+    def without_checksums(comm: Communicator) -> None:
+        torch.serialization.set_crc32_options(False)  # in this thread
+        Script(comm, "bmuf:period=2", tmp_path).train()
+
+    run_threads(2, without_checksums)
+    begun_at = run_threads(2, lambda comm: Script(comm, "bmuf:period=2", tmp_path).run.steps)
+    assert begun_at == [NUM_STEPS, NUM_STEPS]
+
+
 def test_a_script_that_finds_no_checkpoint_begins_anew(tmp_path: Path) -> None:
     def dies(comm: Communicator) -> None:
         script = Script(comm, "bmuf:period=2", tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -178,12 +177,11 @@ def recording_names(source: Path, files: list[Path]) -> dict[Path, str]:
     Raises:
         ConfigError: two files would have the same name.
     """
-    counts = Counter(file.stem for file in files)
-    repeated = any(count > 1 for count in counts.values())
-    names = {
-        file: _plain_name("-".join(file.relative_to(source).with_suffix("").parts) if repeated else file.stem)
-        for file in files
-    }
+    names = {file: _plain_name(file.stem) for file in files}
+    if len(set(names.values())) < len(names):
+        names = {
+            file: _plain_name("-".join(file.relative_to(source).with_suffix("").parts)) for file in files
+        }
     first: dict[str, Path] = {}
     for file, name in names.items():
         if first.setdefault(name, file) is not file:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from speechdp.cli.compare import CompareCommand
 from speechdp.cli.support.script_options import ScriptOptions
 from speechdp.cli.support.starting import JobHosts, hosts_of_jobs, make_starter, threads_of_a_rank
 from speechdp.cli.tune import TuneOptions
 from speechdp.errors import ConfigError
+from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
 HERE = JobHosts()
 #: Of a Slurm job, but for its hosts.
@@ -90,3 +92,13 @@ def test_jobs_of_a_command_share_the_slots_and_cores_of_its_batch_job(
     assert threads_of_a_rank(None, 8, hosts) == 2
     names = [setting.name for setting in TuneOptions().tried(hosts, 8)]
     assert any("between_nodes" in name for name in names)
+
+
+def test_a_rank_of_a_race_looks_for_no_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It has its place, and started by srun from the shell of salloc it would be told to leave that."""
+    _in_job(monkeypatch, "n[1-2]", "1(x2)")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_PTY_PORT", "40000")
+    data = write_tiny_data(tmp_path / "data", TinySizes(train=4, dev=2, test=2, shards=1)).path
+    rank = CompareCommand(data, tmp_path / "out", decode_split="", job="race-2")
+    assert rank._request(rank._plan()).most_decoding_ranks is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import socket
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ from speechdp.experiments.tune.plan import (
     shortest_rungs,
     too_slow,
 )
+from speechdp.launching.hostfile import Host, Hostfile
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.predict import Interval
 
@@ -363,6 +365,20 @@ def test_ranks_fill_the_gpus_of_this_machine_or_else_its_cores(
 ) -> None:
     _machine_with(monkeypatch, gpus, cores=6)
     assert TuneOptions().num_ranks(JobHosts(), device=device, feeders=feeders) == ranks
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "ranks"), [(2, "auto", 2), (2, "cpu", 4), (8, "auto", 4), (0, "auto", 4)]
+)
+def test_slots_of_a_batch_job_here_are_ranks_as_far_as_there_are_gpus(
+    gpus: int, device: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grid Engine's slots are cores: on GPUs too many ranks would be refused as they begin."""
+    _machine_with(monkeypatch, gpus, cores=6)
+    here = JobHosts(Hostfile("PE_HOSTFILE", (Host(socket.gethostname(), 4),)))
+    assert TuneOptions().num_ranks(here, device=device) == ranks
+    elsewhere = JobHosts(Hostfile("PE_HOSTFILE", (Host("node1", 4),)))
+    assert TuneOptions().num_ranks(elsewhere, device=device) == 4
 
 
 def test_one_gpu_is_refused_unless_ranks_or_the_cpu_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

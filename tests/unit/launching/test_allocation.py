@@ -322,6 +322,17 @@ def test_more_ranks_on_a_host_than_slurm_gave_the_job_are_refused(
     assert (said in capsys.readouterr().err) == is_refused
 
 
+@pytest.mark.parametrize("setting", ["OMPI_MCA_rmaps_base_oversubscribe", "OMPI_MCA_ras", "PRTE_MCA_ras"])
+def test_where_mpirun_is_told_to_count_slots_otherwise_it_is_left_to_it(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
+    for name, value in {**job, setting: "any"}.items():
+        monkeypatch.setenv(name, value)
+    hosts = write(tmp_path, "n1 slots=2\n")
+    assert run(["launch", "--dry-run", "--hostfile", hosts, "--", "train", "D", "R"]) == 0
+
+
 @pytest.mark.parametrize("line", ["n1", "n1 two q", "n1 0 q", "-n 2 q"])
 def test_a_bad_pe_hostfile_line(tmp_path: Path, line: str) -> None:
     file = write(tmp_path, f"n0 1 q UNDEFINED\n{line}\n")

@@ -224,20 +224,33 @@ class KilledRank:
         return list(hosts) if self._answers else []
 
 
-@pytest.mark.parametrize("answers", [True, False])
+@pytest.mark.parametrize(("answers", "requeue"), [(True, False), (False, False), (True, True)])
 def test_a_stop_between_two_starts_ends_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, answers: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    *,
+    answers: bool,
+    requeue: bool,
 ) -> None:
     monkeypatch.setattr(launch, "_RESTART_DELAY_S", 0.0)
     request = SupervisorStop()
     starter = KilledRank(request, answers=answers)
     hosts = Hostfile("F", (Host("n1", 2),))
     restarts = Restarts(RestartPolicy(3), hosts, 2, Target("train", tmp_path, None), starter.reachable)
-    end, result = launch._run_until_done(starter, restarts, ("train", "D", "R"), request)  # type: ignore[arg-type]
+    end, result = launch._run_until_done(
+        starter,  # type: ignore[arg-type]
+        restarts,
+        ("train", "D", "R"),
+        request,
+        requeue=requeue,
+    )
     assert starter.starts == 1
     assert end.stop_signal == signal.SIGUSR1 and result.exit_code == 128 + signal.SIGUSR1
     said = capsys.readouterr().err.splitlines()[-2:]
     assert "was killed by SIGKILL" in said[0] and "the job was stopped by SIGUSR1" in said[1], said
+    # Who started by hand what its queue starts again would have two jobs that wait for one folder.
+    assert ("start again" in said[1]) != requeue, said
     assert is_to_go_on(end, result.exit_code)
 
 

@@ -334,6 +334,16 @@ def test_letters_with_marks_are_the_same_in_either_encoding(tmp_path: Path) -> N
         read_audio_folder(tmp_path)
 
 
+def test_names_that_folders_share_but_for_the_encoding_of_letters_have_the_folder_in_them(
+    tmp_path: Path,
+) -> None:
+    for name in ("ann/cafe\u0301", "bob/caf\u00e9"):
+        write_tone(tmp_path / f"{name}.wav")
+        (tmp_path / f"{name}.txt").write_text("yes\n")
+    utterances = read_audio_folder(tmp_path).utterances
+    assert [u.utterance_id for u in utterances] == ["ann-caf\u00e9", "bob-caf\u00e9"]
+
+
 def test_two_files_of_one_utterance_are_refused(tmp_path: Path) -> None:
     write_tone(tmp_path / "0_ann_0.wav")
     write_tone(tmp_path / "0_ann_0.flac")
