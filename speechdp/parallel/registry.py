@@ -97,7 +97,8 @@ def _own_class(name: str) -> type[Strategy]:
     found = [
         c
         for c in vars(module).values()
-        if isinstance(c, type) and issubclass(c, Strategy) and c.__module__ == module.__name__
+        # In this order: Python 3.10 takes Callable[[Tensor], None] for a type, too.
+        if isinstance(c, type) and c.__module__ == module.__name__ and issubclass(c, Strategy)
     ]
     assert len(found) == 1, f"{module.__name__} must hold exactly one strategy"
     return found[0]
