@@ -233,10 +233,10 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove a folder and all that is in it.
+    """Remove a folder and all that is in it that can be.
 
     Raises:
-        OSError: something cannot be removed; has its whole path, where rmtree alone gives the last name.
+        OSError: the first that cannot be removed; has its whole path, where rmtree alone gives the last name.
     """
 
     errors: list[BaseException] = []

@@ -125,7 +125,7 @@ def _no_number(scores: FrameScores) -> str | None:
     fields |= {f"the count of {key}": value for key, value in scores.counts.items()}
     for name, value in fields.items():
         if not isinstance(value, Real):
-            remedy = ": sum it and give .item()" if hasattr(value, "item") else ""
+            remedy = ": give .item() of its sum" if hasattr(value, "item") else ""
             return f"{name} is an object of type {type(value).__name__}{remedy}"
     return None
 

@@ -316,7 +316,7 @@ def test_what_a_task_returns_in_place_of_a_loss_is_told(
         (lambda found: found.sums, "an object of type dict"),
         (
             lambda found: replace(found, sums={**found.sums, "log_prob": torch.zeros(8)}),
-            "FrameScores of which the sum of log_prob is an object of type Tensor: sum it and give .item()",
+            "FrameScores of which the sum of log_prob is an object of type Tensor: give .item() of its sum",
         ),
         (
             lambda found: replace(found, num_frames=None),

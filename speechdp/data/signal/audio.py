@@ -103,7 +103,7 @@ def _name_of_file(source: AudioSource) -> str:
         ConfigError: it is a pipe, which is read once only, or would be waited for for ever.
     """
     file = file_of(source)
-    if file.exists() and not file.is_file() and not file.is_dir():
+    if not file.is_file() and file.exists() and not file.is_dir():
         raise ConfigError(f"{source}: is a pipe or a device; write its sound to a file first")
     return str(file)
 

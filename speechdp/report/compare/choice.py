@@ -224,8 +224,8 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
             if run.result is not None and len(run.result.sizes) > 1:
                 sizes = " and then ".join(map(str, run.result.sizes))
                 notes.append(f"{_title(run)}: it trained on {sizes} ranks, which changes speed and accuracy.")
-            if run.result is not None and run.result.loss:
-                notes.append(f"{_title(run)}: {run.result.loss}.")
+            if run.result is not None and (lacks := run.result.without_lost_ranks):
+                notes.append(f"{_title(run)}: {lacks}.")
             if run.result is not None and run.result.damage:
                 notes.append(f"{_title(run)}: {run.result.damage}.")
         for run in group.failures:

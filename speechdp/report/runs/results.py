@@ -411,7 +411,7 @@ class RunResult:
         return tuple(size for size, _ in itertools.groupby(found) if isinstance(size, int))
 
     @property
-    def loss(self) -> str:
+    def without_lost_ranks(self) -> str:
         """What its figures of time lack where ranks were lost, a clause; "": none were."""
         if self.timing is None or not self.timing.lost:
             return ""

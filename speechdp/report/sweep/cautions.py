@@ -21,7 +21,11 @@ def find_cautions(
     """Return one sentence a reservation; `comparable` are the rows that the choice is made from."""
     notes = [*_left_out(rows, labels), *_damages(rows, labels)]
     # Of one that was not judged the speed is shown all the same.
-    notes += [f"{formatting.capital(labels[row.run.name])}: {row.run.loss}." for row in rows if row.run.loss]
+    notes += [
+        f"{formatting.capital(labels[row.run.name])}: {lacks}."
+        for row in rows
+        if (lacks := row.run.without_lost_ranks)
+    ]
     notes += [_sizes(comparable, labels), _unequal(comparable)]
     notes.append(_never_averaged(comparable, labels))
     notes += [_improving(comparable, labels), _past_best(comparable, labels)]
