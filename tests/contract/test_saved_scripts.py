@@ -371,9 +371,14 @@ def test_checkpoints_of_a_script_that_lets_torch_write_no_checksums_are_read(tmp
         torch.serialization.set_crc32_options(False)  # in this thread
         Script(comm, "bmuf:period=2", tmp_path).train()
 
+    def goes_on(comm: Communicator) -> int:
+        script = Script(comm, "bmuf:period=2", tmp_path)
+        begun_at = script.run.steps
+        with script.run:  # gives the folder up at its end
+            return begun_at
+
     run_threads(2, without_checksums)
-    begun_at = run_threads(2, lambda comm: Script(comm, "bmuf:period=2", tmp_path).run.steps)
-    assert begun_at == [NUM_STEPS, NUM_STEPS]
+    assert run_threads(2, goes_on) == [NUM_STEPS, NUM_STEPS]
 
 
 def test_a_script_that_finds_no_checkpoint_begins_anew(tmp_path: Path) -> None:
