@@ -12,6 +12,7 @@ from pathlib import Path
 from speechdp import exit_codes
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written, refused_by_disk
+from speechdp.launching.forwarded_options import has_option
 from speechdp.launching.supervise import JobEnd, StopPolicy, run_job
 from speechdp.process.notices import WARNING
 
@@ -122,9 +123,7 @@ class JobStarter:
     @property
     def starts_here(self) -> bool:
         """Whether all jobs run on this machine; not so where that is not known."""
-        return not self.elsewhere and not any(
-            word.partition("=")[0] == "--hostfile" for word in self.launch_options
-        )
+        return not (self.elsewhere or has_option(self.launch_options, "--hostfile"))
 
 
 def what_went_wrong(end: JobEnd, printed: str) -> str | None:

@@ -16,7 +16,7 @@ from speechdp.files import record_cannot_be_read, write_text_atomically
 from speechdp.labels.lexicon import SILENCE, Lexicon
 
 #: Of a damaged classes.txt; it may be the copy that a run keeps, which no `prepare` mends.
-CLASS_LIST_REMEDY = "copy it from the data that were trained on, or prepare these again"
+_CLASS_LIST_REMEDY = "copy it from the data that were trained on, or prepare these again"
 
 STATES_PER_PHONE = 3
 
@@ -95,20 +95,34 @@ class StateInventory:
         Raises:
             ConfigError: the file cannot be read or is not one that `save` wrote.
         """
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError as error:
-            raise ConfigError(f"{path}: is missing; {CLASS_LIST_REMEDY}") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(record_cannot_be_read(path, error, CLASS_LIST_REMEDY)) from error
+        lines = read_class_list(path).splitlines()
         phones = tuple(
             line.split()[-1].rpartition("_")[0] for line in lines[::STATES_PER_PHONE] if line.split()
         )
         intact = bool(phones) and phones[0] == SILENCE and len(set(phones)) == len(phones)
         inventory = cls(phones[1:]) if intact else cls(())
         if not intact or lines != [f"{i} {name}" for i, name in enumerate(inventory.class_names())]:
-            raise ConfigError(f"{path}: not a class list of speechdp; {CLASS_LIST_REMEDY}")
+            raise no_class_list(path)
         return inventory
+
+
+def read_class_list(path: Path) -> str:
+    """Return what a `classes.txt` holds, of whatever classes.
+
+    Raises:
+        ConfigError: it is missing, or cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: is missing; {_CLASS_LIST_REMEDY}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(record_cannot_be_read(path, error, _CLASS_LIST_REMEDY)) from error
+
+
+def no_class_list(path: Path) -> ConfigError:
+    """Return the error for a `classes.txt` that does not hold what `save` writes."""
+    return ConfigError(f"{path}: not a class list of speechdp; {_CLASS_LIST_REMEDY}")
 
 
 def states_of(phones: Iterable[str], inventory: StateInventory) -> list[int]:

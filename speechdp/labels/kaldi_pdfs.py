@@ -8,8 +8,8 @@ from pathlib import Path
 
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError
-from speechdp.files import record_cannot_be_read, write_text_atomically
-from speechdp.labels.hmm import CLASS_LIST_REMEDY, StateInventory
+from speechdp.files import write_text_atomically
+from speechdp.labels.hmm import StateInventory, no_class_list, read_class_list
 
 _FIRST_LINE = "0 pdf-0\n"
 
@@ -40,15 +40,10 @@ class KaldiPdfs:
     @classmethod
     def load(cls, path: Path) -> KaldiPdfs:
         """Read a `classes.txt` back.  Raises ConfigError if it is not one that `save` wrote."""
-        try:
-            text = path.read_text(encoding="utf-8")
-        except FileNotFoundError as error:
-            raise ConfigError(f"{path}: is missing; {CLASS_LIST_REMEDY}") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(record_cannot_be_read(path, error, CLASS_LIST_REMEDY)) from error
+        text = read_class_list(path)
         pdfs = cls(text.count("\n"))
         if text != pdfs._text():
-            raise ConfigError(f"{path}: not a class list of speechdp; {CLASS_LIST_REMEDY}")
+            raise no_class_list(path)
         return pdfs
 
 

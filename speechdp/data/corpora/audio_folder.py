@@ -306,7 +306,8 @@ def _named_table(path: Path, *, may_be_empty: bool = False) -> dict[str, str]:
     """
     table: dict[str, str] = {}
     for name, value in read_table(path, may_be_empty=may_be_empty).items():
-        if _plain_name(name) in table:
+        plain = _plain_name(name)
+        if plain in table:
             raise ConfigError(f"{path}: {name} is here twice, in two encodings of its letters; remove one")
-        table[_plain_name(name)] = value
+        table[plain] = value
     return table

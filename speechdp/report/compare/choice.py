@@ -76,7 +76,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
     machine = _machine(groups, raced=raced)
     cautions = tuple(filter(None, (machine if raced else "", *of_races, *_cautions(groups))))
     warning = "" if raced else machine
-    text = headline(chosen, (unsure, like_one_rank), groups, one_rank)
+    text = headline(chosen, unsure, like_one_rank, groups, one_rank)
     return ComparisonAnswer(text, tuple(details), cautions, warning, chosen=chosen)
 
 

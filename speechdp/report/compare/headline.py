@@ -35,15 +35,16 @@ class _Evidence:
 
 def headline(
     chosen: Mapping[int, Group],
-    doubts: tuple[set[int], set[int]],
+    unsure: set[int],
+    like_one_rank: set[int],
     groups: Sequence[Group],
     one_rank: Group | None,
 ) -> str:
     """Say what to choose, or what seems best where seeds or the race are too few to know.
 
     Args:
-        doubts: numbers of ranks on which others may be as fast as the chosen, and on which the race cannot
-            tell one rank from what is the fastest there.
+        unsure: numbers of ranks on which others may be as fast as the chosen.
+        like_one_rank: those on which the race cannot tell one rank from what is the fastest there.
         one_rank: the runs on one rank, which the others are measured by.
     """
     if not chosen and any(group.frames_per_s for group in groups if group.ranks > 1):
@@ -57,7 +58,6 @@ def headline(
         for ranks in _with_one_finished(groups)
         if ranks in chosen and chosen[ranks].ranks > 1
     }
-    unsure, like_one_rank = doubts
     alone = [ranks for ranks, group in chosen.items() if group.ranks == 1]
     known = "known to be " if like_one_rank & set(alone) else ""
     lost = _lost_sentences(chosen, one_rank)
