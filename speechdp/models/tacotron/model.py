@@ -71,6 +71,8 @@ class Tacotron(nn.Module):
     @torch.no_grad()
     def _initialise(self) -> None:
         """Xavier for matrices, orthogonal for what a GRU feeds back, zero biases, embeddings of 0.3."""
+        if self.encoder.embedding.weight.is_meta:
+            return  # There is nothing to fill: torch 2.11 would import its compiler for that, for a second.
         for name, parameter in self.named_parameters():
             if "weight_hh" in name or "weight_ih" in name:
                 fill = nn.init.orthogonal_ if "weight_hh" in name else nn.init.xavier_uniform_

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from speechdp import remedies
+from speechdp.comm.device import RANKS_PER_GPU
 from speechdp.errors import ConfigError
 from speechdp.experiments.profile.notes import about_cores, notes_on
 from speechdp.experiments.profile.plan import PlannedJob, ProfilePlan, batch_of_rank
@@ -136,6 +137,7 @@ def test_more_ranks_than_cores_are_said_in_one_line() -> None:
 
 
 def test_a_missing_gpu_is_said_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(RANKS_PER_GPU, raising=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     plan = ProfilePlan((1,))
     assert notes_on(plan, options_with(device="cpu"), on_this_machine=True) == []

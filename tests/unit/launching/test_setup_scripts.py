@@ -151,6 +151,8 @@ def test_the_build_of_horovod_shows_life_and_its_end(
     # Half a minute is over in no time, and the build waits for a line that says so.
     write_program(checkout / "bin/sleep", "exec /bin/sleep 0.1")
     write_program(checkout / "bin/c++", "exit 0")
+    # Where there is a GPU, too, the build is the one for CPUs.
+    write_program(checkout / "bin/nvidia-smi", "exit 1")
     write_program(
         checkout / ".venv/bin/python", f'case "$*" in -c*) echo {checkout} ;; "- "*) echo key ;; esac'
     )

@@ -14,6 +14,7 @@ from speechdp.errors import ConfigError
 from speechdp.models.presets import PRESETS
 from speechdp.models.tacotron.config import PAPER, TINY, TacotronConfig
 from speechdp.models.tacotron.model import Tacotron, TacotronOutput
+from speechdp.models.without_weights import without_weights
 
 SIZES = TacotronConfig(
     embedding_dim=12,
@@ -59,6 +60,15 @@ def test_shapes_zeros_behind_each_end_and_attention_on_own_symbols() -> None:
         assert bool((output.linear[row, :length] != 0).any(dim=1).all())
     torch.testing.assert_close(output.attention.sum(dim=2), torch.ones(3, 5))
     assert bool((output.attention[1, :, 3:] == 0).all())
+
+
+def test_without_weights_nothing_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(tensor: Tensor) -> Tensor:
+        raise AssertionError("drawn for no memory")
+
+    monkeypatch.setattr("torch.nn.init.orthogonal_", draw)
+    with without_weights():
+        assert make_model().encoder.embedding.weight.is_meta
 
 
 def test_in_eval_mode_an_utterance_does_not_depend_on_its_batch() -> None:
