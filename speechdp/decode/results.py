@@ -12,7 +12,8 @@ from typing import Any
 from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset
 from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.nbest import Candidate
-from speechdp.decode.wer import WerResult, errors_by_group, oracle_of, word_error_rate
+from speechdp.decode.paired import errors_text
+from speechdp.decode.wer import WerResult, count_errors, errors_by_group, oracle_of, word_error_rate
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.json_input import parse_json
@@ -179,6 +180,11 @@ def nbest_path(hypotheses: Path) -> Path:
     return hypotheses.with_suffix(".nbest")
 
 
+def errors_path(hypotheses: Path) -> Path:
+    """Return the file of the errors by utterance beside that of the hypotheses."""
+    return hypotheses.with_suffix(".errors")
+
+
 def wer_path(run_dir: Path, name: str) -> Path:
     """Return the record of a decoding's word errors: a file for each, so that none overwrites another."""
     return run_dir / f"wer-{name}.json"
@@ -254,6 +260,7 @@ def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str
         "failed": result.failed,
         "untranscribed": result.untranscribed,
         "hypotheses": str(result.hypotheses.relative_to(run_dir)),
+        "errors": str(errors_path(result.hypotheses).relative_to(run_dir)),
         **result.settings,
         "speakers": [{"speaker": name, **asdict(errors)} for name, errors in result.speakers.items()],
     }
@@ -265,6 +272,10 @@ def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str
             "path": str(nbest.path.relative_to(run_dir)),
         }
     lines = (f"{h.utterance_id} {h.hyp}".rstrip() + "\n" for h in result.utterances)
+    told = judged(result.utterances)
+    errors = errors_text(
+        [h.utterance_id for h in told], count_errors([h.ref for h in told], [h.hyp for h in told])
+    )
     earlier = nbest_path(result.hypotheses)
     with results_at(run_dir):
         if nbest is None and earlier.exists():
@@ -272,6 +283,7 @@ def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str
         if nbest is not None:
             write_text_atomically(nbest.path, "".join(lists[h.utterance_id] for h in result.utterances))
         write_text_atomically(result.hypotheses, "".join(lines))
+        write_text_atomically(errors_path(result.hypotheses), errors)
         write_text_atomically(wer_path(run_dir, result.name), json.dumps(values, indent=2) + "\n")
         if "tuning" in result.settings:  # apart: a later decoding of this split may use other values
             tuned = {name: values[name] for name in ("grammar", "options", "tuning")}

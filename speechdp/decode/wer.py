@@ -11,8 +11,7 @@ import jiwer
 import numpy as np
 from numpy.typing import NDArray
 
-_LOW_PERCENT, _HIGH_PERCENT = 2.5, 97.5
-_DRAWN_AT_ONCE = 2**20  # numbers: 8 MiB, however many utterances there are
+from speechdp.decode.paired import INTERVAL, drawn_rates
 
 ErrorKind = Literal["substitution", "deletion", "insertion"]
 
@@ -198,18 +197,12 @@ def _result(counts: NDArray[np.int64], num_resamples: int = 1000, seed: int = 1)
 def _interval(
     errors: NDArray[np.int64], words: NDArray[np.int64], num_resamples: int, seed: int
 ) -> tuple[float, float]:
-    num_utterances, total = len(errors), int(words.sum())
-    if num_utterances == 0 or total == 0:
+    total = int(words.sum())
+    if total == 0:
         wer = _ratio(int(errors.sum()), total)
         return wer, wer
-    random = np.random.default_rng(seed)
-    step = max(_DRAWN_AT_ONCE // num_utterances, 1)
-    rates = []
-    for start in range(0, num_resamples, step):
-        size = min(step, num_resamples - start), num_utterances
-        drawn = random.integers(num_utterances, size=size)
-        rates.append(errors[drawn].sum(axis=1) / np.maximum(words[drawn].sum(axis=1), 1))
-    low, high = np.percentile(np.concatenate(rates), [_LOW_PERCENT, _HIGH_PERCENT])
+    rates = drawn_rates(errors, words, num_resamples, np.random.default_rng(seed))
+    low, high = np.percentile(rates, INTERVAL)
     return float(low), float(high)
 
 

@@ -18,7 +18,7 @@ _RESERVED = frozenset(
         "raced_speed", "raced_speed_high", "raced_speed_low",
         "rank_skew", "ranks", "replica_distance", "run", "sent_bytes_per_s", "ser", "speedup", "staleness",
         "status", "storage", "straggler_rank", "strategy", "time_to_target_s", "wer", "wer_high", "wer_low",
-        "words",
+        "wer_over_lowest", "wer_over_lowest_high", "wer_over_lowest_low", "words",
     )
 )  # fmt: skip
 #: What such names begin with.

@@ -80,6 +80,20 @@ def write_run(run: MadeUpRun, parent: Path) -> Path:
     return path
 
 
+def add_utterance_errors(run: Path, errors: Sequence[int], words: int = 10) -> None:
+    """Give a run errors by utterance, of so many words each, and a wer-test.json that goes with them."""
+    path, name = run / "wer-test.json", "hypotheses/test.errors"
+    rate = sum(errors) / (words * len(errors))
+    found = json.loads(path.read_text()) | {
+        "words": words * len(errors), "wer": rate, "wer_low": 0.8 * rate, "wer_high": 1.2 * rate,
+        "errors": name, "insertions": 0, "deletions": 0, "substitutions": sum(errors),
+    }  # fmt: skip
+    _write(path, found)
+    (run / name).parent.mkdir(exist_ok=True)
+    lines = (f"u{place} 0 0 {number} {words}\n" for place, number in enumerate(errors))
+    (run / name).write_text("".join(lines), encoding="utf-8")
+
+
 def disturb(run: Path, *, forward: float, others: float) -> None:
     """Have a run's forward passes take so many times as long, while so many more cores work for others."""
     path = run / "timing.json"

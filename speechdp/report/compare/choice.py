@@ -25,8 +25,10 @@ from speechdp.report.kit.choice import (
     eligible_rows,
     several_tasks,
     splits_of,
+    told_apart,
     undecoded_caution,
     unlike_caution,
+    word_errors_rule,
 )
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
 from speechdp.report.kit.speeds import any_raced, choose_fastest, is_surely_slower, ratio_text, speed_phrase
@@ -69,6 +71,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
             chosen[ranks] = one_rank if one_rank is not None and suffices else fastest
             like_one_rank |= {ranks} if any(map(_is_like_one_rank, [fastest, *alike])) else set()
             details += _sentences(fastest, best, rows, one_rank)
+            details += told_apart(rows, lambda group: group.label, f" on {ranks} ranks")
             details += _not_told_apart(fastest, alike)
             details += _gain(fastest, rows)
             details += _at_equal_time(ranks, fastest, groups)
@@ -83,7 +86,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
 def rule_for(groups: Sequence[Group]) -> str:
     """Return the rule of the choice, in the terms of the runs' task."""
     terms = group_terms(groups)
-    words = ", and whose 95 % interval of the word error rate overlaps that of the lowest one"
+    words = f", and whose {word_errors_rule([group for group in groups if group.mode == FRAMES])}"
     speed = f"{terms.amount}/s{' at equal frames' if 'epochs' in terms.kind.measures else ''}"
     if any_raced(groups):
         all_raced = all(group.raced for group in groups if group.ranks > 1 and group.figures)

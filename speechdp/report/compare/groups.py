@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from speechdp.decode.paired import Difference, UtteranceErrors
 from speechdp.experiments.compare.plan import FRAMES, MODES
 from speechdp.experiments.compare.record import FILE_NAME, RunRecord, read_record
 from speechdp.experiments.race.shown import ShownRaces, read_races
 from speechdp.experiments.record import COMPLETE, FAILED
+from speechdp.report.kit.choice import over_lowest
 from speechdp.report.kit.formatting import strategy_label
 from speechdp.report.kit.tables import Value
 from speechdp.report.runs.derived import RunFigures, best_score, run_figures, sum_of_counts
@@ -81,6 +83,8 @@ class Group:
         figures: of the finished ones.
         word_errors: means of rate and interval over seeds; None also where those were decoded on different
             splits.
+        wer_over_lowest: its word error rate less the lowest on as many ranks in the same mode; None where
+            errors are not known by utterance, or they were not decoded alike.
         raced: its speed by the race on as many ranks; None: it took no part, or there was none.
         alone: that of one rank in the same race.
         alone_on: of one rank, its speeds by the races in which it took part, by their number of ranks.
@@ -92,6 +96,7 @@ class Group:
     runs: tuple[ComparedRun, ...]
     figures: tuple[RunFigures, ...]
     word_errors: WordErrors | None
+    wer_over_lowest: Difference | None = None
     raced: RacedSpeed | None = None
     alone: RacedSpeed | None = None
     alone_on: Mapping[int, RacedSpeed] = field(default_factory=dict)
@@ -194,7 +199,7 @@ def make_groups(comparison: Comparison, target: float | None) -> list[Group]:
         keys.setdefault((run.record.mode, run.record.ranks, run.record.strategy.text), []).append(run)
     given = list(dict.fromkeys(run.record.strategy.text for run in comparison.runs))
     order = sorted(keys, key=lambda key: (MODES.index(key[0]), key[1], given.index(key[2])))
-    groups = [_group(key, keys[key], target) for key in order]
+    groups = _with_differences([_group(key, keys[key], target) for key in order])
     for ranks, labels in compared_by_race(groups).items():
         if comparison.races.compares(ranks, labels):
             groups = _with_race(groups, ranks, comparison.races.speeds(ranks))
@@ -207,6 +212,15 @@ def compared_by_race(groups: Sequence[Group]) -> dict[int, dict[str, str]]:
     for group in groups:
         if group.ranks > 1 and group.figures:
             found.setdefault(group.ranks, {})[group.strategy] = group.label
+    return found
+
+
+def _with_differences(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups with what their word error rates are above the lowest in their part of the table."""
+    found: list[Group] = []
+    for group in groups:
+        beside = [other for other in groups if (other.ranks, other.mode) == (group.ranks, group.mode)]
+        found.append(replace(group, wer_over_lowest=over_lowest(group, beside)))
     return found
 
 
@@ -251,6 +265,7 @@ def _mean_errors(errors: Sequence[WordErrors | None]) -> WordErrors | None:
         weights=_common([item.weights for item in decoded]),
         chosen_on=decoded[0].chosen_on if len({item.chosen_on for item in decoded}) == 1 else "",
         rescoring=_common([item.rescoring for item in decoded]),
+        utterances=UtteranceErrors.join([item.utterances for item in known]),
     )
 
 

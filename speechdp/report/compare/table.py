@@ -10,7 +10,16 @@ from markupsafe import Markup
 from speechdp.experiments.compare.plan import FRAMES, TIME
 from speechdp.report.compare.groups import Group, Spread
 from speechdp.report.kit import formatting
-from speechdp.report.kit.columns import STEPS, FigureColumn, known_metrics, metric_column, throughput
+from speechdp.report.kit.columns import (
+    OVER_LOWEST,
+    OVER_LOWEST_HIGH,
+    OVER_LOWEST_LOW,
+    STEPS,
+    FigureColumn,
+    known_metrics,
+    metric_column,
+    throughput,
+)
 from speechdp.report.kit.metric_names import Terms, terms_of
 from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED, any_raced, ratio_text
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, Value, csv_text, with_figures
@@ -142,6 +151,9 @@ def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
     # The race stands first: it compares, and runs by themselves had the machine one after another.
     raced = any_raced(groups)
     speed, *others = map(_over_seeds, shown)
+    keys = [column.key for column in others]
+    if _WER.key in keys:
+        others.insert(keys.index(_WER.key) + 1, OVER_LOWEST)
     figures = [_RACED_SPEED, replace(speed, is_detail=raced), *others]
     return (_RANKS, length, _SEEDS, *with_figures(figures, groups))
 
@@ -180,6 +192,7 @@ def csv_of_groups(groups: Sequence[Group], target: float | None) -> str:
     """Return the table as CSV, in plain units: shares and rates 0 to 1, bytes, s; empty for unknown."""
     parts = ("n", "mean", "sd", "min", "max")
     raced_columns = (RACED_SPEED, RACED_LOW, RACED_HIGH)
+    differences = (OVER_LOWEST, OVER_LOWEST_LOW, OVER_LOWEST_HIGH)
     all_measures, metric = measures(groups), group_terms(groups).metric
     until = None if target is None else metric.score(target)
 
@@ -190,14 +203,15 @@ def csv_of_groups(groups: Sequence[Group], target: float | None) -> str:
         return [
             group.mode, group.ranks, group.strategy, len(group.runs), len(group.finished),
             len(group.failures), epochs.mean if epochs else None, *figures,
-            errors.low if errors else None, errors.high if errors else None, until,
+            errors.low if errors else None, errors.high if errors else None,
+            *(column.value(group) for column in differences), until,
             *(column.value(group) for column in raced_columns),
             *(None if alone is None else column.value(alone) for column in raced_columns),
         ]  # fmt: skip
 
     head = ["mode", "ranks", "strategy", "seeds", "finished", "failed", "epochs_mean"]
     keys = [f"{measure.key}_{part}" for measure in all_measures for part in parts]
-    more = ["wer_low", "wer_high", f"target_{metric.key}"]
+    more = ["wer_low", "wer_high", *(column.key for column in differences), f"target_{metric.key}"]
     raced = [column.key for column in raced_columns]
     # One rank takes part in the race on each number of ranks: its speed stands beside those it raced with.
     raced += [f"one_rank_{key}" for key in raced]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from speechdp.decode.paired import Difference
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import Terms, terms_of
 from speechdp.report.runs.derived import comparable_runs
@@ -43,22 +44,62 @@ def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Ro
         tolerance: how far from the best score is near enough.
     """
     assert best.score is not None
-    rates = [row.word_errors for row in rows if row.word_errors is not None]
-    if not are_decoded_alike(rows):
-        rates = []
-    lowest = min(rates, key=lambda errors: errors.wer, default=None)
+    lowest = lowest_word_errors(rows)
     kept: list[Row] = []
     for row in rows:
         close = row.score is not None and row.score >= best.score - tolerance
         errors = row.word_errors
-        overlaps = lowest is None or (
-            errors is not None
-            and (errors.wer if errors.low is None else errors.low)
-            <= (lowest.wer if lowest.high is None else lowest.high)
-        )
-        if close and overlaps:
+        if close and (lowest is None or (errors is not None and errors.may_be_as_low_as(lowest))):
             kept.append(row)
     return kept or [best]
+
+
+def lowest_word_errors(rows: Sequence[Accuracy]) -> WordErrors | None:
+    """Return the lowest word errors of rows; None where they were not decoded alike, or not at all."""
+    rates = [row.word_errors for row in rows if row.word_errors is not None]
+    return min(rates, key=lambda errors: errors.wer, default=None) if are_decoded_alike(rows) else None
+
+
+def over_lowest(row: Accuracy, rows: Sequence[Accuracy]) -> Difference | None:
+    """Return a row's word error rate less the lowest of several rows; None where it is not known."""
+    lowest = lowest_word_errors(rows)
+    if lowest is None or row.word_errors is None or len(rows) < 2:
+        return None
+    return row.word_errors.over(lowest)
+
+
+def word_errors_rule(rows: Sequence[Accuracy]) -> str:
+    """Return the rule's clause on word errors, as far as those of the rows are known by utterance."""
+    decoded = [row.word_errors for row in rows if row.word_errors is not None]
+    by_utterance = [errors.utterances is not None for errors in decoded]
+    paired = (
+        "word error rate is not surely above the lowest one (95 % interval of the difference over the same "
+        "utterances)"
+    )
+    if all(by_utterance):
+        return paired
+    overlaps = "95 % interval of the word error rate overlaps that of the lowest one"
+    if any(by_utterance):
+        return f"{paired} or, where errors are not known by utterance, {overlaps}"
+    return overlaps
+
+
+def told_apart(rows: Sequence[Row], label: Callable[[Row], str], where: str = "") -> list[str]:
+    """Say which word error rates are surely above the lowest, a sentence; none where less than two are known.
+
+    Args:
+        label: names a row.
+        where: what the rows have in common, ` on 2 ranks`.
+    """
+    lowest = lowest_word_errors(rows)
+    known = [(row, difference) for row in rows if (difference := over_lowest(row, rows)) is not None]
+    if lowest is None or len(known) < 2:
+        return []
+    best = ", ".join(label(row) for row, _ in known if row.word_errors is lowest)
+    above = [f"{label(row)} ({formatting.difference(by)} points)" for row, by in known if by.is_sure]
+    if not above:
+        return [f"Word error rates{where}: none is surely above the lowest, that of {best}."]
+    return [f"Word error rates{where}: surely above the lowest, that of {best}: {', '.join(above)}."]
 
 
 def lacks_scores(runs: Sequence[RunResult], terms: Terms, which: str = "finished run") -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
+from speechdp.decode.paired import Difference
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import Terms, metric_text
 from speechdp.report.kit.tables import Column
@@ -12,10 +15,37 @@ from speechdp.tasks.metrics import Metric
 
 FigureColumn = Column[RunFigures]
 
+
+class _Differing(Protocol):
+    @property
+    def wer_over_lowest(self) -> Difference | None:
+        """Word error rate above the lowest beside it."""
+
+
+def _end_of_difference(end: str) -> Callable[[_Differing], float | None]:
+    def value(row: _Differing) -> float | None:
+        return None if row.wer_over_lowest is None else float(getattr(row.wer_over_lowest, end))
+
+    return value
+
+
 STEPS = FigureColumn(
     "steps", "steps", "", "Steps of the loop; where ranks go at their own pace, of the fastest.",
     lambda row: row.steps, formatting.count,
 )  # fmt: skip
+
+
+OVER_LOWEST: Column[Any] = Column(
+    "wer_over_lowest", "WER over lowest", "points",
+    "Word error rate less the lowest of those beside it, and the 95 % interval of this difference over the "
+    "same utterances, and over seeds where there are several. Above 0 from end to end: not by chance.",
+    lambda row: None if row.wer_over_lowest is None else row.wer_over_lowest.mean,
+    cell=lambda row: formatting.difference(row.wer_over_lowest).replace(" ", "\u00a0"), is_detail=True,
+)  # fmt: skip
+OVER_LOWEST_LOW, OVER_LOWEST_HIGH = (
+    replace(OVER_LOWEST, key=f"{OVER_LOWEST.key}_{end}", value=_end_of_difference(end), cell=None)
+    for end in ("low", "high")
+)
 
 
 def throughput(terms: Terms) -> FigureColumn:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from speechdp.counting import counted
+from speechdp.decode.paired import Difference
 from speechdp.report.runs.results import Estimate, RunResult, WordErrors
 
 #: Stands where a run recorded nothing.
@@ -80,6 +81,11 @@ def capital(text: str) -> str:
 def word_errors(value: WordErrors | None) -> str:
     """Write a word error rate and its interval, in percent without the sign: `1.3 [0.3, 2.7]`."""
     return MISSING if value is None else error_rate(Estimate(value.wer, value.low, value.high))
+
+
+def difference(value: Difference | None) -> str:
+    """Write what a rate is above another, in percent of the whole: `0.8 [−0.3, 1.9]`."""
+    return MISSING if value is None else error_rate(Estimate(*value)).replace("-", MINUS)
 
 
 def error_rate(value: Estimate | None) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import fmean
 
+from speechdp.decode.paired import Difference
 from speechdp.report.runs.alike import Alike, baseline_of, judged_alike
 from speechdp.report.runs.data_path import DataFigures, DataWait, data_figures, data_wait
 from speechdp.report.runs.raced import RacedSpeed
@@ -53,6 +54,7 @@ class RunFigures:
     Attributes:
         score, best_score: of held-out data at the end, and the highest of all (`Evaluation.score`).
         values: the task's metrics at the end by their keys, as they are recorded.
+        wer_over_lowest: its word error rate less the lowest of those it is compared with.
         raced: how fast its setting was in a race; then speedup and efficiency are by the race, too.
         has_raced_speedup: the speedup is that of the race; else it is that of the runs.
         speedup_interval: 95 % interval of a raced speedup; None where a race had too few rounds.
@@ -74,6 +76,7 @@ class RunFigures:
     frames_trained: float | None
     training_time_s: float | None
     time_to_target_s: float | None
+    wer_over_lowest: Difference | None = None
     raced: RacedSpeed | None = None
     has_raced_speedup: bool = False
     speedup_interval: tuple[float, float] | None = None

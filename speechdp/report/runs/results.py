@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.counting import counted
+from speechdp.decode.paired import Difference, UtteranceErrors, rate_difference
 from speechdp.extensions import split_options
 from speechdp.parallel.period import Period
 from speechdp.report.runs.records import words
@@ -223,8 +224,8 @@ class WordErrors:
     """The figures of wer-<split>.json; rates 0 to 1, `low` and `high` bound the 95 % interval.
 
     `ser` is the share of the utterances with an error, `weights` says what scores were weighted with,
-    `chosen_on` on which split those weights were chosen, and `rescoring` what lists were rescored with, where
-    they were; older files do not have them.
+    `chosen_on` on which split those weights were chosen, `rescoring` what lists were rescored with, where
+    they were, and `utterances` the errors by utterance; older files do not have them.
     """
 
     wer: float
@@ -240,6 +241,24 @@ class WordErrors:
     weights: str = ""
     chosen_on: str = ""
     rescoring: str = ""
+    utterances: UtteranceErrors | None = None
+
+    def over(self, other: WordErrors) -> Difference | None:
+        """Return this rate less another, on the same utterances; None where those are not known."""
+        if self.utterances is None or other.utterances is None:
+            return None
+        return rate_difference(self.utterances, other.utterances)
+
+    def may_be_as_low_as(self, other: WordErrors) -> bool:
+        """Say whether this rate is not surely above another: by their difference, else by their intervals."""
+        difference = self.over(other)
+        if difference is not None:
+            return not difference.is_sure
+        low, high = (
+            (self.wer if self.low is None else self.low),
+            (other.wer if other.high is None else other.high),
+        )
+        return low <= high
 
     @property
     def how(self) -> str:

@@ -15,6 +15,8 @@ from speechdp.report.kit.choice import (
     eligible_rows,
     lacks_scores,
     splits_of,
+    told_apart,
+    word_errors_rule,
 )
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.outside import load_text, shares_gpus
@@ -82,6 +84,7 @@ def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> Sw
     raced = any_raced(comparable)
     chosen, alike = choose_fastest(eligible, _rate)
     details = _comparison(comparable, chosen, best, labels)
+    details += told_apart(comparable, lambda row: labels[row.run.name])
     if chosen.run.size != 1 and is_surely_slower(chosen.speedup, chosen.speedup_interval):
         label = labels[chosen.run.name]
         details.append(f"On {chosen.run.size} ranks {label} is slower than one rank alone.")
@@ -123,10 +126,7 @@ def rule_for(rows: Sequence[RunFigures]) -> str:
     )
     if not terms.task.decodes:
         return f"{near} {terms.best}.{tie}"
-    return (
-        f"{near} {terms.best} run's and whose 95 % interval of the word error rate overlaps that of the run "
-        f"with the lowest one.{tie}"
-    )
+    return f"{near} {terms.best} run's and whose {word_errors_rule(comparable)}.{tie}"
 
 
 def _without_comparison(

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from speechdp.report.kit import formatting
-from speechdp.report.kit.columns import STEPS, FigureColumn, known_metrics, metric_column, throughput
+from speechdp.report.kit.columns import (
+    OVER_LOWEST,
+    OVER_LOWEST_HIGH,
+    OVER_LOWEST_LOW,
+    STEPS,
+    FigureColumn,
+    known_metrics,
+    metric_column,
+    throughput,
+)
 from speechdp.report.kit.formatting import ONE_RANK_LABEL
 from speechdp.report.kit.metric_names import Terms, terms_of
 from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED, times_text
@@ -99,7 +108,7 @@ def all_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
         for place, metric in enumerate(known_metrics(task.metrics, rows)):
             metrics.setdefault(metric.key, metric_column(metric, is_first=place == 0))
     steps = [STEPS] if STEPS.key in terms.kind.measures else []
-    errors = [WER, SER] if WER.key in terms.kind.measures else []
+    errors = [WER, OVER_LOWEST, SER] if WER.key in terms.kind.measures else []
     return (*_before_metrics(terms), *steps, *metrics.values(), *errors, to_target)
 
 
@@ -112,7 +121,7 @@ def main_columns(rows: Sequence[RunFigures]) -> tuple[FigureColumn, ...]:
 
     What explains a speed stands behind the results.
     """
-    hidden = [] if any(row.run.task.decodes for row in rows) else [WER]
+    hidden = [] if any(row.run.task.decodes for row in rows) else [WER, OVER_LOWEST]
     shown = with_figures((column for column in all_columns(rows) if column not in hidden), rows)
     # Results first: a window or terminal may have no room for all.
     reasons = [replace(column, is_detail=True) for column in shown if column.key in _REASONS]
@@ -125,7 +134,7 @@ def csv_of_runs(rows: Sequence[RunFigures], target: float | None, more: Sequence
     Shares and rates are 0 to 1, times in s; what is not known is empty.
     """
     metric, columns = task_of(row.run for row in rows).metrics[0], all_columns(rows)
-    more = [RACED_LOW, RACED_HIGH, *more]
+    more = [RACED_LOW, RACED_HIGH, OVER_LOWEST_LOW, OVER_LOWEST_HIGH, *more]
     extra = ("straggler_rank", f"{metric.recorded_as}_best", "wer_low", "wer_high", "words")
     until = None if target is None else metric.score(target)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.console import Group
 from speechdp.experiments.race.shown import ShownRaces, read_races
 from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.canvas import make_canvas
-from speechdp.report.kit.choice import metric_meanings
+from speechdp.report.kit.choice import metric_meanings, over_lowest
 from speechdp.report.kit.columns import FigureColumn
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.outside import outside_sentences
@@ -74,7 +75,12 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
     races = read_races(out_dir)
     labels = formatting.run_labels(sweep.runs)
     rows = sweep_figures(sweep, target)
-    names = [row.run.name for row in comparable_rows(rows)]
+    comparable = comparable_rows(rows)
+    names = [row.run.name for row in comparable]
+    rows = [
+        replace(row, wer_over_lowest=over_lowest(row, comparable) if row.run.name in names else None)
+        for row in rows
+    ]
     sizes = {run.size for run in sweep.runs if not run.is_baseline and run.size}
     compared = {size: {name: labels[name] for name in names} for size in sizes if names and len(sizes) == 1}
     for size in compared:

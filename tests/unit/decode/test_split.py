@@ -47,6 +47,10 @@ def decode(dataset: Dataset, run_dir: Path, **options: object) -> DecodingResult
     )
 
 
+#: Insertions, deletions, substitutions and words of each utterance.
+ERRORS = "a1 0 0 1 1\na2 1 0 0 1\nb1 0 0 0 1\nc1 0 0 0 2\nd1 0 1 0 1\n"
+
+
 def test_hypotheses_errors_and_files(dataset: Dataset, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     result = decode(dataset, run_dir)
@@ -59,6 +63,8 @@ def test_hypotheses_errors_and_files(dataset: Dataset, tmp_path: Path) -> None:
     expected |= {"insertions": 1, "deletions": 1, "substitutions": 1, "hypotheses": "hypotheses/test.txt"}
     assert expected.items() <= values.items()
     assert values["failed"] == 1 and values["options"]["beam"] == 16.0
+    assert values["errors"] == "hypotheses/test.errors"
+    assert (run_dir / values["errors"]).read_text() == ERRORS
     assert 0 <= values["wer_low"] <= 0.5 <= values["wer_high"]
     assert (values["sentence_errors"], values["ser"]) == (3, 0.6)
     assert [(row["speaker"], row["words"], row["wer"]) for row in values["speakers"]] == [("s", 6, 0.5)]

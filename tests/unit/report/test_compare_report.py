@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from speechdp.cli.report import ReportCommand
-from speechdp.report.compare.choice import choose
+from speechdp.report.compare.choice import choose, rule_for
 from speechdp.report.compare.groups import Group, common_target, make_groups, read_comparison
 from speechdp.report.compare.panels import make_canvas, make_panels, mean_curve
 from speechdp.report.compare.report import write_comparison as write_report
@@ -28,6 +28,7 @@ from tests.helpers.comparisons import (
     write_record,
 )
 from tests.helpers.page_reader import PageReader
+from tests.helpers.runs import add_utterance_errors
 from tests.helpers.terminal import on_terminal
 
 HOSTILE = "<script>alert(1)</script>:x=$y_1$&[red]"
@@ -287,6 +288,63 @@ def test_word_errors_are_those_of_the_split_that_the_comparison_decoded(tmp_path
     choice = choose(list(_groups(out).values()))
     assert choice.chosen[2].strategy == "a" and choice.chosen[2].word_errors is not None
     assert choice.chosen[2].word_errors.split == "dev"
+
+
+def _compared_by_utterance(out: Path, more: float) -> Path:
+    """Write a comparison of b, with 20 % errors, and a, which is faster with more: one in a share of utterances."""
+    strategies = [MadeUpStrategy("a", 9_000), MadeUpStrategy("b", 8_000)]
+    write_comparison(out, strategies, (2,), modes=("frames",))
+    for path in out.glob("*/wer-test.json"):
+        seed = int(path.parent.name.split("seed")[1][0])
+        errors = [(place + seed) % 5 for place in range(100)]
+        if "-a-" in path.parent.name:
+            errors = [number + (place < 100 * more) for place, number in enumerate(errors)]
+        add_utterance_errors(path.parent, errors)
+    return out
+
+
+def test_word_error_rates_are_told_apart_by_their_difference_on_the_same_utterances(tmp_path: Path) -> None:
+    out = _compared_by_utterance(tmp_path / "out", more=0.3)
+    groups = _groups(out)
+    first, second = (group.word_errors for group in groups.values())
+    assert first is not None and second is not None
+    assert first.low is not None and second.high is not None and first.low < second.high  # they overlap
+    choice = choose(list(groups.values()))
+    assert choice.chosen[2].strategy == "b"
+    sentence = "Word error rates on 2 ranks: surely above the lowest, that of b: a (3.0 ["
+    assert any(text.startswith(sentence) for text in choice.details)
+    assert "not surely above the lowest one" in rule_for(list(groups.values()))
+    report = write_report(out)
+    lines = {line["strategy"]: line for line in csv.DictReader(report.csv.read_text().splitlines())}
+    assert float(lines["a"]["wer_over_lowest"]) == pytest.approx(0.03)
+    assert 0 < float(lines["a"]["wer_over_lowest_low"]) < 0.03 < float(lines["a"]["wer_over_lowest_high"])
+    assert float(lines["b"]["wer_over_lowest"]) == 0
+    assert "WER over lowest" in report.html.read_text()
+
+
+def test_word_error_rates_that_may_be_chance_leave_the_choice_to_speed(tmp_path: Path) -> None:
+    groups = list(_groups(_compared_by_utterance(tmp_path / "out", more=0.01)).values())
+    choice = choose(groups)
+    assert choice.chosen[2].strategy == "a"
+    assert "Word error rates on 2 ranks: none is surely above the lowest, that of b." in choice.details
+
+
+def test_errors_of_other_decodings_are_told_and_left_aside(tmp_path: Path) -> None:
+    out = _compared_by_utterance(tmp_path / "out", more=0.3)
+    paths = sorted(out.glob("*-a-*/hypotheses/test.errors"))
+    paths[0].write_text("u0 0 0 1 10\n")
+    paths[1].write_text("u0 none\n")
+    paths[2].unlink()
+    groups = list(_groups(out).values())
+    said = [run.result.problems for run in groups[0].finished if run.result is not None]
+    assert [text for (text,) in said] == [
+        "hypotheses/test.errors: of another decoding than wer-test.json; decode the run again",
+        "hypotheses/test.errors: damaged; decode the run again",
+        "hypotheses/test.errors: cannot be read (No such file or directory); decode the run again",
+    ]
+    # As before errors were kept by utterance: the intervals decide.
+    assert choose(groups).chosen[2].strategy == "a"
+    assert "where errors are not known by utterance" in rule_for(groups)
 
 
 def test_word_errors_of_different_splits_are_not_compared(tmp_path: Path) -> None:

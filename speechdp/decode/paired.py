@@ -1,0 +1,151 @@
+"""Word errors by utterance: their file, and whether models that heard the same utterances differ in them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.int64]
+
+#: Percentiles that bound a 95 % interval.
+INTERVAL = (2.5, 97.5)
+_NUM_RESAMPLES = 2000
+_DRAWN_AT_ONCE = 2**20  # numbers: 8 MiB, however many utterances there are
+
+
+class Difference(NamedTuple):
+    """One word error rate less another, 0 to 1, and its 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether chance alone does not make the first rate the higher one: the interval is above 0."""
+        return self.low > 0
+
+
+@dataclass(frozen=True, eq=False)
+class UtteranceErrors:
+    """What models got wrong in the utterances of one split.
+
+    Attributes:
+        names: ids of the utterances, in order.  (U)
+        words: reference words of each.  (U,)
+        errors: word errors of each model in each utterance: one model, or one for each seed.  (M, U)
+    """
+
+    names: tuple[str, ...]
+    words: Counts
+    errors: Counts
+
+    @classmethod
+    def parse(cls, text: str) -> UtteranceErrors:
+        """Read what `errors_text` wrote.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        names: list[str] = []
+        counts: list[tuple[int, ...]] = []
+        for line in text.splitlines():
+            name, *numbers = line.split(" ")
+            insertions, deletions, substitutions, words = map(int, numbers)
+            names.append(name)
+            counts.append((insertions, deletions, substitutions, words))
+        table = np.array(counts, dtype=np.int64).reshape(-1, 4)
+        if (table < 0).any() or len(set(names)) < len(names):
+            raise ValueError("no counts of different utterances")
+        return cls(tuple(names), table[:, 3], table[None, :, :3].sum(axis=2))
+
+    @classmethod
+    def join(cls, models: Sequence[UtteranceErrors | None]) -> UtteranceErrors | None:
+        """Return the errors of several models on the same utterances; None where one's are not known."""
+        known = [model for model in models if model is not None]
+        if not known or len(known) < len(models) or not all(known[0].is_beside(model) for model in known):
+            return None
+        return cls(known[0].names, known[0].words, np.concatenate([model.errors for model in known]))
+
+    def is_beside(self, other: UtteranceErrors) -> bool:
+        """Say whether both are of the same utterances, with the same words said."""
+        return self.names == other.names and np.array_equal(self.words, other.words)
+
+    @property
+    def rates(self) -> NDArray[np.float64]:
+        """Word error rate of each model, 0 to 1.  (M,)"""
+        rates: NDArray[np.float64] = self.errors.sum(axis=1) / max(int(self.words.sum()), 1)
+        return rates
+
+
+def errors_text(names: Sequence[str], counts: Counts) -> str:
+    """Write errors by utterance, a line each: ID INSERTIONS DELETIONS SUBSTITUTIONS WORDS.
+
+    Args:
+        names: ids of the utterances, in order.
+        counts: (U, 4) as `count_errors` gives them.
+    """
+    return "".join(f"{name} {' '.join(map(str, row))}\n" for name, row in zip(names, counts, strict=True))
+
+
+@lru_cache(maxsize=512)
+def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference | None:
+    """Return the mean word error rate of some models less that of others, on the same utterances.
+
+    The interval is a percentile bootstrap over utterances, of which each is drawn for all models at once, so
+    that what is hard for all of them cancels out.  With several seeds it also has their chance: to each
+    draw of utterances one from Student's t distribution is added, as wide as the seeds' common standard
+    deviation leaves the difference of the means open (that of the two-sample t-test).  With a single model on
+    both sides the chance of training is left out.
+
+    Source: Bisani & Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation", ICASSP
+    2004, section 4.  Its draws are the matched pairs of Gillick & Cox, ICASSP 1989.
+
+    Returns:
+        None where they are of different utterances, or nothing was said.
+
+    Example:
+        >>> def model(*errors):
+        ...     return UtteranceErrors(tuple("abcd"), np.array([5, 5, 5, 5]), np.array([errors]))
+        >>> rate_difference(model(2, 1, 3, 2), model(1, 0, 2, 1))
+        Difference(mean=0.2, low=0.2, high=0.2)
+    """
+    total = int(one.words.sum())
+    if total == 0 or not one.is_beside(other):
+        return None
+    more: NDArray[np.float64] = one.errors.mean(axis=0) - other.errors.mean(axis=0)
+    random = np.random.default_rng(1)
+    draws = drawn_rates(more, one.words, _NUM_RESAMPLES, random)
+    freedom = len(one.errors) + len(other.errors) - 2
+    if freedom > 0:
+        squares = sum(float(((side.rates - side.rates.mean()) ** 2).sum()) for side in (one, other))
+        scale = math.sqrt(squares / freedom * (1 / len(one.errors) + 1 / len(other.errors)))
+        draws = draws + scale * random.standard_t(freedom, size=len(draws))
+    low, high = np.percentile(draws, INTERVAL)
+    return Difference(float(more.sum() / total), float(low), float(high))
+
+
+def drawn_rates(
+    errors: NDArray[np.integer | np.floating], words: Counts, num_resamples: int, random: np.random.Generator
+) -> NDArray[np.float64]:
+    """Return the error rate of each of several draws of utterances with replacement.  (R,)
+
+    Args:
+        errors: of each utterance.  (U,)
+        words: reference words of each.  (U,)
+        num_resamples: R.
+        random: what draws.
+    """
+    num_utterances = len(errors)
+    step = max(_DRAWN_AT_ONCE // num_utterances, 1)
+    rates = []
+    for start in range(0, num_resamples, step):
+        drawn = random.integers(num_utterances, size=(min(step, num_resamples - start), num_utterances))
+        rates.append(errors[drawn].sum(axis=1) / np.maximum(words[drawn].sum(axis=1), 1))
+    return np.concatenate(rates)
