@@ -20,16 +20,21 @@ _DRAWN_AT_ONCE = 2**20  # numbers: 8 MiB, however many utterances there are
 
 
 class Difference(NamedTuple):
-    """One word error rate less another, 0 to 1, and its 95 % interval."""
+    """One word error rate less another, 0 to 1, and its 95 % interval.
+
+    Attributes:
+        has_seeds: the interval covers the chance of training, too; that of two single models does not.
+    """
 
     mean: float
     low: float
     high: float
+    has_seeds: bool
 
     @property
     def is_sure(self) -> bool:
-        """Whether chance alone does not make the first rate the higher one: the interval is above 0."""
-        return self.low > 0
+        """Whether chance alone does not make the first rate the higher one."""
+        return self.has_seeds and self.low > 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +119,7 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference 
         >>> def model(*errors):
         ...     return UtteranceErrors(tuple("abcd"), np.array([5, 5, 5, 5]), np.array([errors]))
         >>> rate_difference(model(2, 1, 3, 2), model(1, 0, 2, 1))
-        Difference(mean=0.2, low=0.2, high=0.2)
+        Difference(mean=0.2, low=0.2, high=0.2, has_seeds=False)
     """
     total = int(one.words.sum())
     if total == 0 or not one.is_beside(other):
@@ -128,7 +133,7 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference 
         scale = math.sqrt(squares / freedom * (1 / len(one.errors) + 1 / len(other.errors)))
         draws = draws + scale * random.standard_t(freedom, size=len(draws))
     low, high = np.percentile(draws, INTERVAL)
-    return Difference(float(more.sum() / total), float(low), float(high))
+    return Difference(float(more.sum() / total), float(low), float(high), freedom > 0)
 
 
 def drawn_rates(

@@ -69,18 +69,18 @@ def over_lowest(row: Accuracy, rows: Sequence[Accuracy]) -> Difference | None:
 
 
 def word_errors_rule(rows: Sequence[Accuracy]) -> str:
-    """Return the rule's clause on word errors, as far as those of the rows are known by utterance."""
+    """Return the rule's clause on word errors, as far as rows have several seeds, and errors by utterance."""
     decoded = [row.word_errors for row in rows if row.word_errors is not None]
-    by_utterance = [errors.utterances is not None for errors in decoded]
+    is_paired = [e.utterances is not None and len(e.utterances.errors) > 1 for e in decoded]
     paired = (
         "word error rate is not surely above the lowest one (95 % interval of the difference over the same "
-        "utterances)"
+        "utterances and the seeds)"
     )
-    if all(by_utterance):
+    if decoded and all(is_paired):
         return paired
     overlaps = "95 % interval of the word error rate overlaps that of the lowest one"
-    if any(by_utterance):
-        return f"{paired} or, where errors are not known by utterance, {overlaps}"
+    if any(is_paired):
+        return f"{paired} or, with one seed or where errors are not known by utterance, {overlaps}"
     return overlaps
 
 
@@ -92,7 +92,8 @@ def told_apart(rows: Sequence[Row], label: Callable[[Row], str], where: str = ""
         where: what the rows have in common, ` on 2 ranks`.
     """
     lowest = lowest_word_errors(rows)
-    known = [(row, difference) for row in rows if (difference := over_lowest(row, rows)) is not None]
+    found = [(row, over_lowest(row, rows)) for row in rows]
+    known = [(row, by) for row, by in found if by is not None and by.has_seeds]
     if lowest is None or len(known) < 2:
         return []
     best = ", ".join(label(row) for row, _ in known if row.word_errors is lowest)

@@ -85,7 +85,11 @@ def word_errors(value: WordErrors | None) -> str:
 
 def difference(value: Difference | None) -> str:
     """Write what a rate is above another, in percent of the whole: `0.8 [−0.3, 1.9]`."""
-    return MISSING if value is None else error_rate(Estimate(*value)).replace("-", MINUS)
+    return (
+        MISSING
+        if value is None
+        else error_rate(Estimate(value.mean, value.low, value.high)).replace("-", MINUS)
+    )
 
 
 def error_rate(value: Estimate | None) -> str:

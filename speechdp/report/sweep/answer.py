@@ -15,7 +15,6 @@ from speechdp.report.kit.choice import (
     eligible_rows,
     lacks_scores,
     splits_of,
-    told_apart,
     word_errors_rule,
 )
 from speechdp.report.kit.metric_names import terms_of
@@ -84,7 +83,6 @@ def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> Sw
     raced = any_raced(comparable)
     chosen, alike = choose_fastest(eligible, _rate)
     details = _comparison(comparable, chosen, best, labels)
-    details += told_apart(comparable, lambda row: labels[row.run.name])
     if chosen.run.size != 1 and is_surely_slower(chosen.speedup, chosen.speedup_interval):
         label = labels[chosen.run.name]
         details.append(f"On {chosen.run.size} ranks {label} is slower than one rank alone.")
