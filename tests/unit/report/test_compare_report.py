@@ -291,7 +291,7 @@ def test_word_errors_are_those_of_the_split_that_the_comparison_decoded(tmp_path
 
 
 def _compared_by_utterance(out: Path, more: float) -> Path:
-    """Write a comparison of b, with 20 % errors, and a, which is faster, with one more in some utterances."""
+    """Write a comparison of b, with 20 % errors, and a, which is faster, and has more in some utterances."""
     strategies = [MadeUpStrategy("a", 9_000), MadeUpStrategy("b", 8_000)]
     write_comparison(out, strategies, (2,), modes=("frames",))
     for path in out.glob("*/wer-test.json"):
