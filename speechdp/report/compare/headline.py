@@ -178,9 +178,11 @@ def _lost(group: Group, one_rank: Group) -> str:
         own, alone = (
             formatting.percent(row.word_errors.wer, 1) for row in (group, one_rank) if row.word_errors
         )
+        more = group.word_errors.over(one_rank.word_errors)
+        by = "" if more is None or more.mean <= 0 else f", {formatting.difference(more)} points more"
         errors = f"WER {own}\u00a0% against {alone}\u00a0%"
         if own != alone:
-            text = f"{text} ({errors})" if text else f"has {errors} of one rank"
+            text = f"{text} ({errors}{by})" if text else f"has {errors} of one rank{by}"
     return text
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -290,10 +291,11 @@ def test_word_errors_are_those_of_the_split_that_the_comparison_decoded(tmp_path
     assert choice.chosen[2].word_errors.split == "dev"
 
 
-def _compared_by_utterance(out: Path, more: float) -> Path:
+def _compared_by_utterance(out: Path, more: float, ranks: Sequence[int] = (2,), names: str = "ab") -> Path:
     """Write a comparison of b, with 20 % errors, and a, which is faster, and has more in some utterances."""
     strategies = [MadeUpStrategy("a", 9_000), MadeUpStrategy("b", 8_000)]
-    write_comparison(out, strategies, (2,), modes=("frames",))
+    strategies = [strategy for strategy in strategies if strategy.text in names]
+    write_comparison(out, strategies, ranks, modes=("frames",))
     for path in out.glob("*/wer-test.json"):
         seed = int(path.parent.name.split("seed")[1][0])
         errors = [(place + seed) % 5 for place in range(100)]
@@ -320,6 +322,14 @@ def test_word_error_rates_are_told_apart_by_their_difference_on_the_same_utteran
     assert 0 < float(lines["a"]["wer_over_lowest_low"]) < 0.03 < float(lines["a"]["wer_over_lowest_high"])
     assert float(lines["b"]["wer_over_lowest"]) == 0
     assert "WER over lowest" in report.html.read_text()
+
+
+def test_how_many_more_words_are_wrong_than_on_one_rank_is_said(tmp_path: Path) -> None:
+    out = _compared_by_utterance(tmp_path / "out", more=0.3, ranks=(1, 2), names="a")
+    text = choose(list(_groups(out).values())).headline
+    assert re.search(
+        r"\(WER 23.0\u00a0% against 20.0\u00a0%, 3.0 \[[12]\.\d, [34]\.\d\] points more\), more", text
+    )
 
 
 def test_word_error_rates_that_may_be_chance_leave_the_choice_to_speed(tmp_path: Path) -> None:
