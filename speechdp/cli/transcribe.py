@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Name at most so many recordings in which nothing was found; the end says how many there are.
 _MOST_NAMED = 5
+#: Name of an output that is no file.
+_STANDARD_OUTPUT = Path("-")
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,13 @@ class TranscribeCommand:
     files: Annotated[tyro.conf.Positional[tuple[Path, ...]], shown("FILE|FOLDER ...")]
     """Audio files of one channel, or folders of them; any sampling rate and length."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"]), shown("FILE", "standard output")] = None
-    """Text file to write: a line for each recording, its name and its words."""
+    """Text file to write: a line for each recording, its name and its words; -: standard output."""
     ctm: Annotated[Path | None, shown("FILE", "none")] = None
-    """Also write the time of every word and how sure the model is of it, 0 to 1 (a CTM file)."""
+    """Also write the time of every word and how sure the model is of it, 0 to 1 (a CTM file).
+    -: to standard output, in place of the words if there is no --out."""
     nbest_out: Annotated[Path | None, shown("FILE", "none")] = None
-    """Also write the --nbest most probable word sequences of each recording, with their costs."""
+    """Also write the --nbest most probable word sequences of each recording, with their costs.
+    -: to standard output, in place of the words if there is no --out."""
     longest: Annotated[float | None, shown("SECONDS", "1.5 of its training utterances, 5 to 30 s")] = None
     """Cut recordings that are longer than this, at pauses: a model hears best what is as long as its training
     utterances were."""
@@ -71,7 +75,7 @@ class TranscribeCommand:
             raise ConfigError(
                 f"transcribe runs on one rank, not {launch.size}; give it without mpirun or srun"
             )
-        outputs = self._outputs()
+        printed, outputs = self._printed(), self._outputs()
         recordings = self._recordings()
         _refuse_to_replace(recordings.values(), outputs)
         trained = load_model(self.run_dir, choose_device(self.device, 0), ctc=True)
@@ -91,12 +95,37 @@ class TranscribeCommand:
                     continue
                 for remark in done.count(found, path, probe(path).sampling_rate):
                     print(f"speechdp: {remark}", file=sys.stderr)
-                if self.out is None:
-                    print(found.line(), end="", flush=True)
+                if printed is not None:
+                    print(printed(found), end="", flush=True)
                 add([text_of(found) for text_of in outputs.values()])
         if done.recordings:
             print(done.summary(), file=sys.stderr)
         return 0 if done.recordings == len(recordings) else exit_codes.FAILED
+
+    def _written(self) -> tuple[tuple[Path | None, Callable[[Transcription], str]], ...]:
+        """Return what --out, --ctm and --nbest-out are, and what of a recording each gets."""
+        from speechdp.decode.transcribe import Transcription  # noqa: PLC0415
+
+        return (
+            (self.out, Transcription.line),
+            (self.ctm, Transcription.ctm),
+            (self.nbest_out, Transcription.nbest),
+        )
+
+    def _printed(self) -> Callable[[Transcription], str] | None:
+        """Return what of a recording goes to standard output: what has `-` for a name, else the words.
+
+        Raises:
+            ConfigError: several have.
+        """
+        named = [text_of for given, text_of in self._written() if given == _STANDARD_OUTPUT]
+        if len(named) > 1:
+            raise ConfigError(
+                "only one of --out, --ctm and --nbest-out can be - (standard output); give files for others"
+            )
+        if named or self.out is not None:
+            return named[0] if named else None
+        return self._written()[0][1]
 
     def _outputs(self) -> dict[Path, Callable[[Transcription], str]]:
         """Return where --out, --ctm and --nbest-out are written, if they are, and what of a recording.
@@ -105,18 +134,13 @@ class TranscribeCommand:
             ConfigError: one of them cannot be; before the work.
         """
         from speechdp.cli.support.outputs import output_file, partial_of  # noqa: PLC0415
-        from speechdp.decode.transcribe import Transcription  # noqa: PLC0415
 
         if (self.nbest_out is None) != (self.search.nbest == 0):
             raise ConfigError("--nbest N and --nbest-out FILE go together; give both or neither")
         outputs: dict[Path, Callable[[Transcription], str]] = {}
         taken: set[str] = set()
-        for given, text_of in (
-            (self.out, Transcription.line),
-            (self.ctm, Transcription.ctm),
-            (self.nbest_out, Transcription.nbest),
-        ):
-            if given is None:
+        for given, text_of in self._written():
+            if given is None or given == _STANDARD_OUTPUT:
                 continue
             place = output_file(given, overwrite=self.overwrite)
             output_file(partial_of(place), overwrite=self.overwrite)

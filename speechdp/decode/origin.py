@@ -24,17 +24,28 @@ def check_task(dataset: Dataset) -> None:
         )
 
 
-def check_origin(config: dict[str, Any], dataset: Dataset, classes: StateInventory | KaldiPdfs) -> None:
+#: What makes data fit a model that is to score them.
+_AS_TRAINED = "prepare the data with --like RUN, the run of the model"
+
+
+def check_origin(
+    config: dict[str, Any],
+    dataset: Dataset,
+    classes: StateInventory | KaldiPdfs,
+    remedy: str = _AS_TRAINED,
+) -> None:
     """Refuse data made otherwise than those of training, by ConfigError; nothing else might notice."""
     if config.get("classes_sha256", classes.sha256) != classes.sha256:
+        words = (
+            "" if isinstance(classes, KaldiPdfs) else " (--lexicon as well, for other words in its phones)"
+        )
         raise ConfigError(
-            f"{dataset.classes_path}: is not the class list the model was trained on; prepare the data with "
-            "--like RUN, the run of the model (--lexicon as well, for other words in its phones)"
+            f"{dataset.classes_path}: is not the class list the model was trained on; {remedy}{words}"
         )
     of_data = {"sampling_rate": dataset.sampling_rate, "features": dataset.features.to_dict()}
     for name, value in of_data.items():
         if config.get(name, value) != value:
             raise ConfigError(
                 f"{dataset.path}: {name} {value} is not what the model was trained on ({config[name]}); "
-                "prepare the data with --like RUN, the run of the model"
+                f"{remedy}"
             )

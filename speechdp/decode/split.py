@@ -126,7 +126,7 @@ def check_decodable(trained: TrainedModel, dataset: Dataset, options: DecodingOp
     elif not is_kaldi_pdfs(dataset.classes_path):
         raise ConfigError(
             f"--graph {options.graph.graph}: {dataset.path} has states of phones as classes, not the pdfs of "
-            "a Kaldi system; leave --graph out"
+            "a Kaldi system; leave --graph out (prepare --lm takes a G.fst)"
         )
     check_origin(trained.config, dataset, load_classes(dataset.classes_path))
     if options.normalise == "speaker" and dataset.stored != "audio":

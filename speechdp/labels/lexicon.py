@@ -300,20 +300,43 @@ def built_in_pronunciations(words: Iterable[str]) -> tuple[Lexicon, str]:
 def grapheme_lexicon(words: Iterable[str]) -> Lexicon:
     """Spell each word as its letters: a letter with its combining marks is a phone, in lower case.
 
+    Digits are the same in all scripts, and letters that are drawn otherwise for the look are those that they
+    stand for (ligatures, full width): each would be a phone of its own, with hardly any speech to learn from.
     Signs that are neither letters nor digits, such as apostrophes, are silent; words of these alone are left
     out, and so are marks such as `<noise>`.
 
     Example:
         >>> grapheme_lexicon(["Größe"]).pronunciations["Größe"]
         (('g', 'r', 'ö', 'ß', 'e'),)
+        >>> grapheme_lexicon(["\ufb01x\u0663"]).pronunciations["\ufb01x\u0663"]
+        (('f', 'i', 'x', 'd3'),)
     """
     spelt = {word: _graphemes(word) for word in sorted(set(words)) if not is_mark(word)}
     return Lexicon({word: (letters,) for word, letters in spelt.items() if letters})
 
 
+def has_plain_letters(word: str) -> bool:
+    """Tell whether a word's letters and digits, in lower case, are the phones that it is spelled by."""
+    return _plain_letters(word) == lower_case(word)
+
+
+def _plain_letters(word: str) -> str:
+    """Return a word in lower case, its digits 0 to 9 and its letters those that they stand for."""
+    return "".join(map(_plain_letter, lower_case(word)))
+
+
+def _plain_letter(character: str) -> str:
+    if character.isdecimal():
+        return str(unicodedata.decimal(character))
+    plain = unicodedata.normalize("NFKC", character)
+    # Thai and Lao vowels would fall apart into a mark, which made the letter before another phone.
+    has_mark = any(unicodedata.category(part).startswith("M") for part in plain)
+    return character if has_mark else lower_case(plain)
+
+
 def _graphemes(word: str) -> Pronunciation:
     letters: list[str] = []
-    for character in lower_case(word):
+    for character in _plain_letters(word):
         if character.isalnum():  # a digit alone would be taken for a probability
             letters.append(f"d{character}" if character.isdecimal() else character)
         elif letters and unicodedata.category(character).startswith("M"):

@@ -17,7 +17,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import inputs_of
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
-from speechdp.labels.kaldi_pdfs import classes_of
+from speechdp.labels.kaldi_pdfs import classes_of, is_kaldi_pdfs
 from speechdp.labels.state_tying import StateTying, tying_in
 from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.models.precision import Precision
@@ -116,7 +116,11 @@ def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptio
     from speechdp.decode.origin import check_origin  # noqa: PLC0415
 
     trained = load_model(folder, torch.device("cpu"))
-    check_origin(trained.config, dataset, classes_of(dataset))
+    # --like alone puts all utterances into test.
+    remedy = f"leave --initial-model out, or prepare the data with --like {folder} --split random:dev=0.1"
+    if is_kaldi_pdfs(dataset.classes_path):
+        remedy = "leave --initial-model out: data of Kaldi that are made --like its run are only to be scored"
+    check_origin(trained.config, dataset, classes_of(dataset), remedy)
     weights, own = trained.model.state_dict(), model.state_dict()
     tying = tying_in(options.alignments)
     if trained.tying is not None and options.aligns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import kaldi_native_io
@@ -19,6 +20,7 @@ from speechdp.decode.search import Searcher
 from tests.helpers.corpora import shared_data
 from tests.helpers.jobs import DEADLINE_S, alone, by_launch, ended_within
 from tests.helpers.kaldi_files import yesno_data_dir, yesno_system
+from tests.helpers.kaldi_graph import make_graph
 
 #: Kaldi's data/lang/words.txt numbers the words.
 WORDS = ("<SIL>", "NO", "YES")
@@ -87,6 +89,27 @@ def test_kaldis_training_graphs_and_search_find_kaldis_alignment(
         reader.next()
     assert len(hits) == len(scores)
     assert np.concatenate(hits).mean() > 0.8
+
+
+def test_kaldis_graph_finds_the_words(data: Dataset, run: Path) -> None:
+    """HCLG.fst of Kaldi's own G, lexicon and model: as likely to be "yes" as "no", in any order."""
+    lang = shared_data("kaldi", "yesno_keighrim", "data", "lang_test_tg")
+    graph, model = run.with_name("HCLG.fst"), yesno_system() / "final.mdl"
+    make_graph(lang, model, graph)
+    files = ("--graph", graph, "--words", lang / "words.txt", "--mdl", model)
+    ended = ended_within(DEADLINE_S, alone("decode", run, data.path, "--split", "dev", *files))
+    assert ended.exit_code == 0, ended.output
+    assert json.loads((run / "wer-dev.json").read_text())["wer"] < 0.1
+    hypotheses = (run / "hypotheses" / "dev.txt").read_text().splitlines()
+    assert len(hypotheses) == 7 and {word for line in hypotheses for word in line.split()[1:]} == {
+        "YES",
+        "NO",
+    }
+    for wrong, remedy in (("G.fst", "give the HCLG.fst that"), ("L.fst", r"give an HCLG.fst (no L.fst)")):
+        command = alone("decode", run, data.path, "--split", "dev", "--graph", lang / wrong, *files[2:])
+        ended = ended_within(DEADLINE_S, command)
+        (line,) = [line for line in ended.stderr.splitlines() if line.startswith("speechdp: ")]
+        assert ended.exit_code == 1 and remedy in line
 
 
 def test_data_without_an_alignment_are_scored_as_with_one(

@@ -13,6 +13,7 @@ from speechdp.cli.main import run as speechdp
 from speechdp.data.shards.alignment_file import open_targets
 from speechdp.data.shards.dataset import Dataset
 from speechdp.report.runs.folders import read_run
+from tests.helpers.corpora import digit_folder
 from tests.helpers.finished_run import evaluations
 from tests.helpers.jobs import DEADLINE_S, by_launch, ended_within, our_lines, under_mpirun
 from tests.helpers.tiny_data import TinySizes, flip_byte, write_tiny_data
@@ -107,6 +108,26 @@ def test_a_class_list_of_other_data_is_refused(
     other.classes_path.write_text(text.replace("W_", "Z_"))
     assert speechdp(["decode", str(trained[0]), str(other.path)]) == 1
     assert "is not the class list the model was trained on" in capsys.readouterr().err
+
+
+def test_data_of_other_words_begin_from_a_model_as_its_refusal_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["--epochs", "1", "--layers", "1", "--cells", "4", "--backend", "serial"]
+    for words in (2, 3):
+        digit_folder(tmp_path / f"in{words}", digits=words)
+        assert speechdp(["prepare", f"in{words}", f"data{words}", "--shards", "1"]) == 0
+    assert speechdp(["train", "data2", "run", *options]) == 0
+    capsys.readouterr()
+    command = ["train", "data3", "other", *options, "--initial-model", "run"]
+    assert speechdp(command) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    advice = "--like run --split random:dev=0.1"
+    assert f"or prepare the data with {advice} (--lexicon as well, for other words" in said
+    Path("lexicon.txt").write_text("zero Z IY R OW\none W AH N\ntwo W IY\n")
+    again = ["prepare", "in3", "data3", "--overwrite", *advice.split(), "--lexicon", "lexicon.txt"]
+    assert speechdp(again) == 0 and speechdp(command) == 0
 
 
 def test_damage_found_by_one_rank_in_decoding_ends_both(

@@ -329,6 +329,32 @@ def test_what_was_finished_before_an_end_is_left(
 
 
 @pytest.mark.parametrize(
+    ("outputs", "printed", "files"),
+    [
+        (["-o", "-"], "a word-a\n", {}),
+        (["--ctm", "-"], "a 1 0.50 0.25 word-a 0.50\n", {}),
+        (["-o", "out", "--ctm", "-"], "a 1 0.50 0.25 word-a 0.50\n", {"out": "a word-a\n"}),
+        (["-o", "-", "--ctm", "-"], "", {}),
+    ],
+)
+def test_a_dash_is_standard_output(
+    echo: Echo,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    outputs: list[str],
+    printed: str,
+    files: dict[str, str],
+) -> None:
+    recordings_in(tmp_path / "talks", "a.wav")
+    monkeypatch.chdir(tmp_path)
+    assert speechdp(["transcribe", "RUN", "talks", *outputs]) == (0 if printed else 1)
+    said = capsys.readouterr()
+    assert said.out == printed and ("only one of --out, --ctm" in said.err) == (not printed)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir() if path.is_file()} == files
+
+
+@pytest.mark.parametrize(
     "names", [("x.partial", "x"), ("x", "x.partial"), ("x", "link/x"), ("x", "link/x.partial")]
 )
 def test_no_file_grows_under_the_name_of_another(

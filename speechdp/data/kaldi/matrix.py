@@ -5,6 +5,7 @@ Legend: T rows (frames), D columns.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Mapping
@@ -74,6 +75,8 @@ def rows_of_segments(
 ) -> dict[str, MatrixPlace]:
     """Cut features of whole recordings into utterances, as Kaldi's extract-feature-segments counts frames.
 
+    Times are rounded to frames, as it does since 2015.  No frames are taken off the ends: --snip-edges=false.
+
     Args:
         table: features by recording; those that are there already by utterance are returned as they are.
         segments: the stretch of each utterance; what it lacks is left out, and what is in a file that does
@@ -86,7 +89,10 @@ def rows_of_segments(
     """
     if not table.keys().isdisjoint(segments):
         return dict(table)
-    frames_per_s = 1.0 / frame_shift_s
+
+    def frames(seconds: float) -> int:
+        return math.floor(seconds * 1000.0 / (frame_shift_s * 1000.0) + 0.5)
+
     lengths: dict[str, int | None] = {}
     cut = {}
     for utterance, segment in segments.items():
@@ -100,9 +106,9 @@ def rows_of_segments(
         if num is None:
             cut[utterance] = place
             continue
-        start = int(segment.start_s * frames_per_s)
-        end = num if segment.end_s is None else int(segment.end_s * frames_per_s)
-        if start >= num or end >= num + int(MAX_OVERSHOOT_S * frames_per_s) or start >= end:
+        start = frames(segment.start_s)
+        end = num if segment.end_s is None else frames(segment.end_s)
+        if start >= num or end >= num + frames(MAX_OVERSHOOT_S) or start >= end:
             raise ConfigError(
                 f"{path}: utterance {utterance} is frames {start} to {end} of recording {recording}, which "
                 f"has {num}; mend its times, or leave it out"

@@ -48,6 +48,20 @@ class PdfMap:
         """Number of transition-ids (N)."""
         return len(self.pdfs) - 1
 
+    @property
+    def may_begin(self) -> npt.NDArray[np.bool_]:
+        """Whether a path of the model may begin with each transition-id, (N + 1,)."""
+        begins: npt.NDArray[np.bool_] = self.sources == 0
+        return begins
+
+    @property
+    def may_end(self) -> npt.NDArray[np.bool_]:
+        """Whether one may end with it, (N + 1,): it ends its phone, or loops in a state that can."""
+        ends: npt.NDArray[np.bool_] = self.destinations == _END
+        loops = self.destinations == self.sources
+        ends |= loops & np.isin(self.states, self.states[ends])
+        return ends
+
     def first_fault(self, alignment: npt.NDArray[np.int32]) -> int | None:
         """Return the first frame of an alignment (T,) that no path of the model has; None: it is a path.
 

@@ -31,7 +31,7 @@ from speechdp.decode.language_model import LanguageModel, language_model_path
 from speechdp.errors import ConfigError, ShardError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.kaldi_pdfs import KaldiPdfs, classes_of
-from speechdp.labels.lexicon import Lexicon, grapheme_lexicon
+from speechdp.labels.lexicon import Lexicon, grapheme_lexicon, has_plain_letters
 from speechdp.options.prepare import GRAPHEMES, LanguageModelOptions, PrepareOptions
 from speechdp.parallel.run_files import TRAINED_ON, RunDirectory
 
@@ -160,7 +160,8 @@ def _lexicon(
     """
     if options.lexicon == GRAPHEMES:
         lexicon = Lexicon.load(like.lexicon_path)
-        words = lexicon.recognised_words
+        # Others were spelled otherwise by earlier versions.
+        words = list(filter(has_plain_letters, lexicon.recognised_words))
         if grapheme_lexicon(words) != Lexicon({word: lexicon.pronunciations[word] for word in words}):
             raise ConfigError(
                 f"--lexicon graphemes: the phones of --like {options.like} are no letters; give a lexicon in "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -149,6 +150,7 @@ class Dataset:
             ShardError: no such directory, not complete, of another version, or damaged.
         """
         path = Path(path)
+        _refuse_special_files(path)
         file = path / MANIFEST_NAME
         try:
             content = file.read_bytes()
@@ -260,6 +262,24 @@ class Dataset:
             known = ", ".join(self.splits)
             raise ShardError(f"{self.path}: has no split {name!r}, only {known}; name one of these")
         return self.splits[name]
+
+
+def _refuse_special_files(directory: Path) -> None:
+    """Refuse what is no file in place of one: opening a pipe waits for ever, deaf to signals too.
+
+    Raises:
+        ShardError: names the first.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            names = [e.name for e in entries if not e.is_file() and not e.is_dir() and Path(e).exists()]
+    except OSError:
+        return  # reading data.json says why
+    if names:
+        raise ShardError(
+            f"{directory / min(names)}: is a pipe, socket or device, which data directories do not hold; "
+            "remove it, and copy the file again if it stands for one"
+        )
 
 
 def _parse(file: Path, content: bytes) -> Manifest:

@@ -16,6 +16,7 @@ import soundfile
 import soxr
 
 from speechdp.data.signal.features import FeatureConfig, shift_samples
+from speechdp.data.signal.sound_header import sound_bytes
 from speechdp.errors import ConfigError, UnreadableAudioError, one_line
 
 _REMEDY = "convert it to mono 16-bit WAV or FLAC, or leave it out"
@@ -177,7 +178,7 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
             pieces = [np.empty(0, dtype=np.float32)]
             missing = end - start
             if end == file.frames:
-                _refuse_cut_short(source, file.extra_info)
+                _refuse_cut_short(source, file)
             while missing > 0 and len(piece := file.read(min(missing, _PIECE_SAMPLES), dtype="float32")):
                 pieces.append(piece if piece.ndim == 1 else piece[:, channel])
                 missing -= len(piece)
@@ -201,7 +202,7 @@ def read_through(path: Path) -> None:
     try:
         with soundfile.SoundFile(_name_of_file(path)) as file:
             announced = file.frames
-            _refuse_cut_short(path, file.extra_info)
+            _refuse_cut_short(path, file)
             while num_read < announced:
                 piece = file.read(min(announced - num_read, _PIECE_SAMPLES), dtype="float32")
                 if len(piece) == 0:
@@ -215,19 +216,20 @@ def read_through(path: Path) -> None:
     _refuse_damaged(path, num_read, announced, is_finite=is_finite)
 
 
-def _refuse_cut_short(source: AudioSource, log: str) -> None:
+def _refuse_cut_short(source: AudioSource, file: soundfile.SoundFile) -> None:
     """Refuse a file that ends before the sound that its header announces: a copy that broke off.
 
     libsndfile takes what is there for the whole, and a model would learn all words of the transcript from it.
-
-    Args:
-        source: the file, or a part of it.
-        log: of libsndfile, as it opened the file.
     """
-    if (found := _CUT_SHORT.search(log)) is None:
+    if (found := _CUT_SHORT.search(file.extra_info)) is not None:
+        announced, there = map(int, found.groups())
+        if announced >= _UNKNOWN_LENGTH:
+            return
+    elif (counts := sound_bytes(file_of(source), file.format)) is not None:
+        announced, there = counts
+    else:
         return
-    announced, there = map(int, found.groups())
-    if announced < _UNKNOWN_LENGTH and announced - there >= _LEAST_MISSING:
+    if announced - there >= _LEAST_MISSING:
         raise _refusal(
             f"{source}: is cut short ({there:,} of {announced:,} bytes of sound)",
             "copy or record it again, or leave it out",

@@ -49,6 +49,10 @@ def files(tmp_path: Path) -> KaldiGraphFiles:
     return KaldiGraphFiles.of(folder / "HCLG.fst", None, None)
 
 
+def write_fst(path: Path, text: str) -> None:
+    kaldifst.compile(text, acceptor=False).write(str(path))
+
+
 def pdfs_of(*words: str) -> list[int]:
     return [PDFS_OF_TUPLES[i - 1] for word in words for i in (YES if word == "yes" else NO)]
 
@@ -155,6 +159,40 @@ def test_files_that_do_not_belong_together_are_refused(files: KaldiGraphFiles, t
             DecodingOptions(graph=files),
             SerialCommunicator(),
         )
+
+
+def test_a_grammar_is_no_graph(files: KaldiGraphFiles, tmp_path: Path) -> None:
+    """As arpa2fst --disambig-symbol=#0 makes it: back-off reads #0 and writes nothing."""
+    files.model.unlink()  # mkgraph.sh has not been run: there is no final.mdl where Kaldi would put it
+    write_fst(files.graph, "0 0 1 1 0.5\n0 0 3 3\n0 1 4 0\n1 0 1 1\n0")
+    with pytest.raises(
+        ConfigError,
+        match=r"HCLG\.fst: is a grammar of words \(G\.fst\), .*; give the HCLG\.fst .*--lm G\.fst",
+    ):
+        read_kaldi_graph(files, NUM_PDFS)
+    dataset = write_dataset(tmp_path / "phones", [[Spoken("a", "one", "one")]])
+    options, comm = DecodingOptions(graph=files), SerialCommunicator()
+    with pytest.raises(ConfigError, match=r"leave --graph out \(prepare --lm takes a G\.fst\)$"):
+        decode_split(oracle(dataset.num_classes), dataset, "test", tmp_path / "run", options, comm)
+
+
+@pytest.mark.parametrize(
+    ("graph", "label"),
+    [
+        ("0 1 3 1\n1 2 4 0\n2", 4),  # ends with a step to phone 2's second state
+        ("0 1 0 1\n1 2 6 0\n2 3 7 3\n3 4 0 0\n4", 6),  # begins with phone 2's second state
+        ("0 1 5 1\n1 2 4 3\n2", 4),  # as the phones of an L.fst
+    ],
+)
+def test_labels_that_are_no_paths_of_the_model_are_refused(
+    files: KaldiGraphFiles, graph: str, label: int
+) -> None:
+    write_fst(files.graph, graph)
+    with pytest.raises(
+        ConfigError,
+        match=rf"HCLG\.fst: no path of .*final\.mdl begins .* transition-id {label}; give an HCLG",
+    ):
+        read_kaldi_graph(files, NUM_PDFS)
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path: Path) -> None:

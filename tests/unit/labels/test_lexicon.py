@@ -13,6 +13,7 @@ from speechdp.labels.lexicon import (
     command_words,
     digit_words,
     grapheme_lexicon,
+    has_plain_letters,
     lexicon_for,
     own_lexicon,
     refuse_unknown,
@@ -237,3 +238,19 @@ def test_transcripts_are_plain_words(text: str, plain: str) -> None:
 
 def test_marks_are_not_spelled() -> None:
     assert grapheme_lexicon(["<noise>", "<unk>", "!SIL", "yes"]).words == ("yes",)
+
+
+def test_digits_and_letters_of_all_shapes_are_spelled_alike() -> None:
+    for word, letters in (
+        ("35", "d3 d5"),
+        ("3,5", "d3 d5"),  # as in transcripts, where it is the word 35
+        ("\u0663\u0665", "d3 d5"),  # Arabic
+        ("\u0969\uff15", "d3 d5"),  # Devanagari, full width
+        ("x\u00b2", "x d2"),
+        ("\ufb01n\uff21", "f i n a"),  # ligature, full width
+        ("\ufef5", "\u0644 \u0622"),  # lam with alef, as it is drawn
+        ("\u0e19\u0e49\u0e33", "\u0e19\u0e49 \u0e33"),  # Thai: not the letter before with a mark
+        ("\ud55c\uad6d", "\ud55c \uad6d"),
+    ):
+        assert grapheme_lexicon([word]).pronunciations[word] == (tuple(letters.split()),)
+        assert has_plain_letters(word) == (word in ("35", "3,5", "\u0e19\u0e49\u0e33", "\ud55c\uad6d"))

@@ -345,15 +345,16 @@ def test_segments_are_cut_out_of_features_of_recordings(options: PrepareOptions)
     folder = kaldi_of(options)[0]
     long = np.concatenate(list(FEATURES.values()))  # 93 frames
     write_feats(folder, {"rec": long, "unused": long[:5]})
-    ends = np.cumsum([0, *LENGTHS])
-    lines = [f"utt{n} rec {ends[n] / 100 + 1e-6} {ends[n + 1] / 100 + 1e-6}\n" for n in range(len(LENGTHS))]
+    # Times are rounded to frames, up and down, as Kaldi's extract-feature-segments does.
+    ends = [end / 100 + 0.004 * (-1) ** n for n, end in enumerate(np.cumsum([0, *LENGTHS]))]
+    lines = [f"utt{n} rec {ends[n]:.3f} {ends[n + 1]:.3f}\n" for n in range(len(LENGTHS))]
     (folder / "segments").write_text("".join(lines))
     found = utterances_of(prepared(options).dataset)
     assert found.keys() == FEATURES.keys()
     for name, matrix in FEATURES.items():
         np.testing.assert_allclose(found[name].content, normalise(matrix, OF_KALDI), atol=1e-6)
     # The last one is cut where the recording ends; one that ends half a second later is refused.
-    (folder / "segments").write_text("".join([*lines[:-1], f"utt7 rec {ends[7] / 100 + 1e-6} 1.42\n"]))
+    (folder / "segments").write_text("".join([*lines[:-1], f"utt7 rec {ends[7]:.3f} 1.42\n"]))
     assert (
         len(utterances_of(prepared(changed(options, overwrite=True)).dataset)["utt7"].targets) == LENGTHS[7]
     )

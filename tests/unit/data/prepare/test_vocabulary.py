@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -355,6 +356,22 @@ def test_letters_of_a_model_spell_the_words_of_another_language_model(tmp_path: 
     phones = make(source, tmp_path / "phones", lexicon=None, unknown_words="skip").dataset
     with pytest.raises(ConfigError, match=r"^--lexicon graphemes: the phones of .*phones are no letters"):
         make(source, tmp_path / "test", options, overwrite=True, **{**given, "like": phones.path})
+
+
+def test_a_model_whose_ligatures_are_letters_still_spells(tmp_path: Path) -> None:
+    """Earlier versions took a ligature for a letter of its own, as one that lower case leaves alone."""
+    source = corpus(tmp_path / "in", "one two", "two one", "net \ufb01n", "one")
+    with mock.patch("speechdp.labels.lexicon._plain_letter", str):
+        trained = make(source, tmp_path / "trained", lexicon=GRAPHEMES).dataset
+    assert lexicon_of(trained).pronunciations["\ufb01n"] == (("\ufb01", "n"),)
+    write_arpa(estimate([["net", "one", "ten"]], 2), tmp_path / "my.arpa")
+    options = LanguageModelOptions(lm=tmp_path / "my.arpa")
+    given = {"split": None, "like": trained.path, "lexicon": GRAPHEMES}
+    prepared = make(corpus(tmp_path / "new", "ten \ufb01n"), tmp_path / "test", options, **given)
+    assert lexicon_of(prepared.dataset).pronunciations == {
+        **lexicon_of(trained).pronunciations,
+        "ten": (("t", "e", "n"),),
+    }
 
 
 def test_users_grammar_is_taken_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -324,6 +324,13 @@ def test_what_is_missing_just_after_it_was_written_was_taken_away(tmp_path: Path
         Dataset.open(tmp_path, just_written=True)
 
 
+@pytest.mark.parametrize("name", ["data.json", "train-00000.h5", "classes.txt"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ShardError, match=rf"{name}: is a pipe, socket or device, .*; remove it, and copy"):
+        Dataset.open(tmp_path)
+
+
 def test_a_run_is_no_data_directory(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}", encoding="utf-8")
     with pytest.raises(

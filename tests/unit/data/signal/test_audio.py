@@ -19,6 +19,7 @@ from speechdp.data.signal.audio import (
     resample,
 )
 from speechdp.data.signal.features import FeatureConfig
+from speechdp.data.signal.sound_header import sound_bytes
 from speechdp.errors import ConfigError
 from tests.helpers.corpora import tone, write_tone
 
@@ -91,7 +92,7 @@ def test_flac_cut_short_is_refused(tmp_path: Path) -> None:
         read_audio(path, 8000)
 
 
-@pytest.mark.parametrize("suffix", [".wav", ".aiff", ".au"])
+@pytest.mark.parametrize("suffix", [".wav", ".aiff", ".au", ".nist", ".rf64", ".w64"])
 def test_audio_cut_short_is_refused(tmp_path: Path, suffix: str) -> None:
     path = write_tone(tmp_path / f"a{suffix}", 2.0)
     whole = path.read_bytes()
@@ -104,6 +105,16 @@ def test_audio_cut_short_is_refused(tmp_path: Path, suffix: str) -> None:
     assert len(read_audio(AudioPart(path, 0.0, 0.5), 8000)) == 4000  # what is there
     path.write_bytes(whole[:-100])  # a writer that counted its header as sound
     assert len(read_audio(path, 8000)) == 16000 - 50
+
+
+def test_w64_of_unknown_length_is_read(tmp_path: Path) -> None:
+    path = write_tone(tmp_path / "a.w64", 0.5)
+    data = bytearray(path.read_bytes())
+    assert int.from_bytes(data[96:104], "little") == 8000 + 24
+    data[96:104] = b"\xff" * 8
+    path.write_bytes(data)
+    assert sound_bytes(path, "W64") is None
+    assert len(read_audio(path, 8000)) == 4000
 
 
 @pytest.mark.parametrize("announced", [0x7FFFF000, 0x7FFFFFFF, 0xFFFFFFFF])
