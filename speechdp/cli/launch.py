@@ -110,7 +110,8 @@ class LaunchCommand:
     A Python script is started again with the same arguments and has to load its own checkpoint.
     Hosts that do not answer, or on which ranks died twice, are excluded."""
     min_ranks: Annotated[int | None, shown("N", "all ranks")] = None
-    """Smallest number of ranks to restart with when hosts are excluded."""
+    """Smallest number of ranks to restart with when hosts are excluded.
+    Not for ad_psgd, parameter_server and asynchronous easgd, which need all their ranks."""
     requeue: bool = False
     """Return a batch job to the queue after a signal has stopped it and it has saved, to continue later.
     A Python script has saved if it ended with exit code 75 (run.should_stop, docs/api.md)."""
@@ -221,7 +222,26 @@ def check_options(
         check_ranks(options.command, num_ranks)
     target = None if is_script else find_target(options.command)
     policy.check(num_ranks, target, is_script=is_script)
+    if target is not None and target.subcommand == "train" and (policy.min_ranks or num_ranks) < num_ranks:
+        _check_fewer_ranks(options)
     return policy
+
+
+def _check_fewer_ranks(options: LaunchCommand) -> None:
+    """Refuse fewer ranks for a strategy that cannot go on with them: the restart would fail, hours later.
+
+    Raises:
+        ConfigError: it cannot, or there is no such strategy.
+    """
+    from speechdp.cli.main import check_forwarded  # noqa: PLC0415 - imports this module
+
+    strategy = check_forwarded(options.command).options.strategy
+    if not strategy.parsed.traits.resumes_with_other_size:  # imports torch, for this question alone
+        raise ConfigError(
+            f"--min-ranks {options.min_ranks}: {strategy.text} cannot go on with fewer ranks, as each has a "
+            "part of its own; leave it out and have a host to spare, or choose another --strategy "
+            "(docs/training.md)"
+        )
 
 
 def _check_room(hosts: Sequence[Host]) -> None:
