@@ -20,9 +20,10 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.cli.support.console import describe_terminal
+from speechdp.comm.environment import announced
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
-from speechdp.launching.allocation import Allocation, Scheduler, check_slots, find_allocation
+from speechdp.launching.allocation import Allocation, Scheduler, check_hosts, find_allocation
 from speechdp.launching.command import (
     Controller,
     Launcher,
@@ -165,7 +166,8 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
     policy = check_options(options, place.num_ranks, scheduler, is_script=is_script)
     hosts = place.hostfile.allocate(place.num_ranks)
     if place.allocation is not None and _are_slots_counted(options):
-        check_slots(place.allocation, hosts, place.hostfile.source)
+        by_srun = options.launcher == "srun"
+        check_hosts(place.allocation, hosts, place.hostfile.source, os.environ, by_srun=by_srun)
     _check_room(hosts)
     # Signals between two starts count as well.
     with ExitStack() as stack:
@@ -439,11 +441,33 @@ def _find_place(options: LaunchCommand) -> _JobPlace:
     elif allocation is not None:
         hostfile = allocation.hostfile
     elif options.num_ranks is None:
+        _refuse_to_be_one_of_several()
         raise ConfigError("give the number of ranks: -np N, or --hostfile FILE (see hostfiles/)")
     else:
         hostfile = local_hosts(options.num_ranks)
     num_ranks = hostfile.num_slots if options.num_ranks is None else options.num_ranks
     return _JobPlace(hostfile, num_ranks, allocation)
+
+
+def _refuse_to_be_one_of_several() -> None:
+    """Refuse to be started by srun or mpirun: each of these would start a whole job.  Raises ConfigError.
+
+    The shell of srun --pty on one node is one of several tasks as well, but the only one that is used.
+    """
+    found = announced()
+    if found is None or found.size == 1 or os.environ.get("SLURM_PTY_PORT"):
+        return
+    if found.launcher in ("srun", "PMI") and "SLURM_STEP_NUM_TASKS" in os.environ:  # srun --mpi=pmi2 is both
+        name, remedy = (
+            "srun",
+            "in the batch script or the shell of salloc, where it finds the job's hosts itself",
+        )
+    else:
+        name, remedy = found.launcher, "with -np N"
+    raise ConfigError(
+        f"{name} has started speechdp launch {found.size} times, and each would start a whole job; start it "
+        f"once, without {name}, {remedy}"
+    )
 
 
 def _stop_policy(options: LaunchCommand, hosts: Sequence[Host]) -> StopPolicy:
@@ -473,7 +497,7 @@ def _is_over_gloo(options: LaunchCommand) -> bool:
 
 
 def _are_slots_counted(options: LaunchCommand) -> bool:
-    """Tell whether mpirun goes by the slots of a batch job; over Gloo nobody does.
+    """Tell whether the launcher goes by what a batch job has; over Gloo nobody does.
 
     The user's own settings may tell it otherwise, such as OMPI_MCA_rmaps_base_oversubscribe=1.
     """
