@@ -12,6 +12,9 @@ _ON_GPU = "CUDA error: out of memory"
 _LONGEST = 160  # letters of what the library says: CUDA's advice on its own settings follows
 #: What Python says, in a RuntimeError, where the system lets this user or container have no more threads.
 _NO_THREAD = "can't start new thread"
+#: What oneDNN says, in a RuntimeError without its reason, where it gets no memory for a kernel or for what a
+#: kernel works with.  For what it has no kernel it says more.
+_NO_KERNEL = ("could not create a primitive", "could not execute a primitive")
 
 
 def shortage(error: BaseException) -> str | None:
@@ -32,6 +35,8 @@ def shortage(error: BaseException) -> str | None:
             "out of threads: the system lets this user, job or container have no more; raise the limit "
             f"(ulimit -u){fewer}"
         )
+    if isinstance(error, RuntimeError) and said in _NO_KERNEL:
+        return f"out of memory, most likely (oneDNN {said}); {remedies.less_memory()}"
     # torch.OutOfMemoryError by its name: where nothing has imported torch, it is not worth its import.
     on_gpu = type(error).__name__ == "OutOfMemoryError" or _ON_GPU in said
     if not (on_gpu or lacks_memory(error)):

@@ -41,6 +41,14 @@ SHORTAGES = {
         ),
         "out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has); ",
     ),
+    "a kernel": (
+        lambda: raise_it(RuntimeError("could not create a primitive")),
+        "out of memory, most likely (oneDNN could not create a primitive); ",
+    ),
+    "what a kernel works with": (
+        lambda: raise_it(RuntimeError("could not execute a primitive")),
+        "out of memory, most likely (oneDNN could not execute a primitive); ",
+    ),
     "a full GPU": (
         lambda: raise_it(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")),
         "out of GPU memory (CUDA error: out of memory CUDA kernel errors might be); ",
@@ -75,7 +83,15 @@ def test_a_script_is_shown_its_line_too(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("no"), RuntimeError("shapes do not fit"), OSError(12, "memory")]
+    "error",
+    [
+        ValueError("no"),
+        RuntimeError("shapes do not fit"),
+        OSError(12, "memory"),
+        RuntimeError(
+            "could not create a primitive descriptor for a convolution forward propagation primitive"
+        ),
+    ],
 )
 def test_other_errors_are_none(error: Exception) -> None:
     assert shortage(error) is None
