@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import threading
 
@@ -120,6 +121,28 @@ def test_no_more_threads_is_no_defect(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("speechdp: out of threads: ")
     assert line.endswith(f"; {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (
+            RuntimeError("could not create a primitive"),
+            "--batch-size, or raise the limit on memory (ulimit -v)",
+        ),
+        (MemoryError(), "--batch-size, or raise the limit on memory (ulimit -v)"),
+        (RuntimeError("can't start new thread"), "(ulimit -u or -v)"),  # there is no room for its stack
+        (RuntimeError("CUDA error: out of memory"), "--batch-size"),
+    ],
+)
+def test_a_limit_on_memory_is_named_where_there_is_one(
+    error: Exception, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with remedies.of_command({"batch_size"}):
+        assert "-v" not in str(shortage(error))
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_AS: (2**30, 2**30)}[kind])
+        assert str(shortage(error)).endswith(end)
 
 
 def test_a_command_without_batches_says_it_in_one_line(
