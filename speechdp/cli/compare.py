@@ -14,6 +14,7 @@ from speechdp.cli.support.script_options import (
     FEEDERS_ON_ONE_MACHINE,
     OutFolder,
     ScriptOptions,
+    StartsJobs,
     check_new,
     check_precision,
     check_target,
@@ -28,7 +29,6 @@ from speechdp.options.run import TrainOptions
 from speechdp.options.shown import BATCH_JOB_OR_HERE, heading, shown
 
 if TYPE_CHECKING:
-    from speechdp.cli.support.starting import JobHosts
     from speechdp.experiments.compare.own_training import CompareRequest
     from speechdp.experiments.compare.plan import ComparePlan
     from speechdp.experiments.compare.training import ComparedTraining
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CompareCommand:
+class CompareCommand(StartsJobs):
     """Train with several strategies on several numbers of ranks, decode, and report.
 
     It starts the ranks itself: speechdp compare DATA OUT --strategies gradient_averaging,bmuf:period=16
@@ -155,7 +155,7 @@ class CompareCommand:
         for split in filter(None, (self.options.train_split, self.options.held_out, decode_split)):
             dataset.shard_paths(split)
         # A rank of a race decodes nothing, and where it was started the hosts may not be told as here.
-        decodes_here = not self.job and self._hosts.are_counted_here
+        decodes_here = not self.job and self.hosts.are_counted_here
         return CompareRequest(
             data=self.data,
             data_checksum=dataset.checksum,
@@ -167,24 +167,17 @@ class CompareCommand:
             race=RaceOptions(self.race, self.race_steps),
         )
 
-    @property
-    def _hosts(self) -> JobHosts:
-        """Where jobs run.  Raises ConfigError: hosts that cannot be read."""
-        from speechdp.cli.support.starting import hosts_of_jobs  # noqa: PLC0415
-
-        return hosts_of_jobs(self.hostfile, self.launch_args)
-
     def _starter(self) -> JobStarter:
         from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
         from speechdp.experiments.compare.record import threads_before  # noqa: PLC0415
 
         feeders = self.options.loading.feeders
-        if feeders and not self._hosts.are_counted_here:
+        if feeders and not self.hosts.are_counted_here:
             raise ConfigError(f"--feeders: compare {FEEDERS_ON_ONE_MACHINE}")
         most_ranks = feeders + max(int(word) for word in self.ranks.split(",") if word.strip())
         before = None if self.overwrite else threads_before(self.out_dir)
-        threads = threads_of_a_rank(self.threads, most_ranks, self._hosts, before)
-        return make_starter("compare", self.launch_args, self._hosts, threads)
+        threads = threads_of_a_rank(self.threads, most_ranks, self.hosts, before)
+        return make_starter("compare", self.launch_args, self.hosts, threads)
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,10 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.cli.support.console import describe_terminal
+from speechdp.comm.environment import announced
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
-from speechdp.launching.allocation import Allocation, Scheduler, check_slots, find_allocation
+from speechdp.launching.allocation import Allocation, Scheduler, check_hosts, find_allocation
 from speechdp.launching.command import (
     Controller,
     Launcher,
@@ -110,7 +111,8 @@ class LaunchCommand:
     A Python script is started again with the same arguments and has to load its own checkpoint.
     Hosts that do not answer, or on which ranks died twice, are excluded."""
     min_ranks: Annotated[int | None, shown("N", "all ranks")] = None
-    """Smallest number of ranks to restart with when hosts are excluded."""
+    """Smallest number of ranks to restart with when hosts are excluded.
+    Not for ad_psgd, parameter_server and asynchronous easgd, which need all their ranks."""
     requeue: bool = False
     """Return a batch job to the queue after a signal has stopped it and it has saved, to continue later.
     A Python script has saved if it ended with exit code 75 (run.should_stop, docs/api.md)."""
@@ -164,7 +166,8 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
     policy = check_options(options, place.num_ranks, scheduler, is_script=is_script)
     hosts = place.hostfile.allocate(place.num_ranks)
     if place.allocation is not None and _are_slots_counted(options):
-        check_slots(place.allocation, hosts, place.hostfile.source)
+        by_srun = options.launcher == "srun"
+        check_hosts(place.allocation, hosts, place.hostfile.source, os.environ, by_srun=by_srun)
     _check_room(hosts)
     # Signals between two starts count as well.
     with ExitStack() as stack:
@@ -221,7 +224,26 @@ def check_options(
         check_ranks(options.command, num_ranks)
     target = None if is_script else find_target(options.command)
     policy.check(num_ranks, target, is_script=is_script)
+    if target is not None and target.subcommand == "train" and (policy.min_ranks or num_ranks) < num_ranks:
+        _check_fewer_ranks(options)
     return policy
+
+
+def _check_fewer_ranks(options: LaunchCommand) -> None:
+    """Refuse fewer ranks for a strategy that cannot go on with them: the restart would fail, hours later.
+
+    Raises:
+        ConfigError: it cannot, or there is no such strategy.
+    """
+    from speechdp.cli.main import check_forwarded  # noqa: PLC0415 - imports this module
+
+    strategy = check_forwarded(options.command).options.strategy
+    if not strategy.parsed.traits.resumes_with_other_size:  # imports torch, for this question alone
+        raise ConfigError(
+            f"--min-ranks {options.min_ranks}: {strategy.text} cannot go on with fewer ranks, as each has a "
+            "part of its own; leave it out and have a host to spare, or choose another --strategy "
+            "(docs/training.md)"
+        )
 
 
 def _check_room(hosts: Sequence[Host]) -> None:
@@ -419,11 +441,33 @@ def _find_place(options: LaunchCommand) -> _JobPlace:
     elif allocation is not None:
         hostfile = allocation.hostfile
     elif options.num_ranks is None:
+        _refuse_to_be_one_of_several()
         raise ConfigError("give the number of ranks: -np N, or --hostfile FILE (see hostfiles/)")
     else:
         hostfile = local_hosts(options.num_ranks)
     num_ranks = hostfile.num_slots if options.num_ranks is None else options.num_ranks
     return _JobPlace(hostfile, num_ranks, allocation)
+
+
+def _refuse_to_be_one_of_several() -> None:
+    """Refuse to be started by srun or mpirun: each of these would start a whole job.  Raises ConfigError.
+
+    The shell of srun --pty on one node is one of several tasks as well, but the only one that is used.
+    """
+    found = announced()
+    if found is None or found.size == 1 or os.environ.get("SLURM_PTY_PORT"):
+        return
+    if found.launcher in ("srun", "PMI") and "SLURM_STEP_NUM_TASKS" in os.environ:  # srun --mpi=pmi2 is both
+        name, remedy = (
+            "srun",
+            "in the batch script or the shell of salloc, where it finds the job's hosts itself",
+        )
+    else:
+        name, remedy = found.launcher, "with -np N"
+    raise ConfigError(
+        f"{name} has started speechdp launch {found.size} times, and each would start a whole job; start it "
+        f"once, without {name}, {remedy}"
+    )
 
 
 def _stop_policy(options: LaunchCommand, hosts: Sequence[Host]) -> StopPolicy:
@@ -453,7 +497,7 @@ def _is_over_gloo(options: LaunchCommand) -> bool:
 
 
 def _are_slots_counted(options: LaunchCommand) -> bool:
-    """Tell whether mpirun goes by the slots of a batch job; over Gloo nobody does.
+    """Tell whether the launcher goes by what a batch job has; over Gloo nobody does.
 
     The user's own settings may tell it otherwise, such as OMPI_MCA_rmaps_base_oversubscribe=1.
     """

@@ -14,6 +14,7 @@ from speechdp import exit_codes
 from speechdp.cli.support.script_options import (
     FEEDERS_ON_ONE_MACHINE,
     OutFolder,
+    StartsJobs,
     check_new,
     check_precision,
     inputs_of,
@@ -25,7 +26,6 @@ from speechdp.options.run import TrainOptions
 from speechdp.options.shown import BATCH_JOB_OR_HERE, heading, shown
 
 if TYPE_CHECKING:
-    from speechdp.cli.support.starting import JobHosts
     from speechdp.experiments.jobs import JobStarter
     from speechdp.experiments.profile.jobs import ProfileRequest
     from speechdp.experiments.profile.plan import ProfilePlan
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ProfileCommand:
+class ProfileCommand(StartsJobs):
     """Time every function of a training step on several numbers of ranks.
 
     It starts the ranks itself: speechdp profile DATA OUT --ranks 1,2,4"""
@@ -153,7 +153,7 @@ class ProfileCommand:
         for split in (self.options.train_split, self.options.held_out):
             dataset.shard_paths(split)
         jobs = plan.jobs(self.options)
-        if not self._hosts.are_counted_here and self.options.loading.feeders:
+        if not self.hosts.are_counted_here and self.options.loading.feeders:
             raise ConfigError(f"--feeders: profile {FEEDERS_ON_ONE_MACHINE}")
         return ProfileRequest(self.data, self.out_dir, jobs, self._settings(plan, dataset.checksum))
 
@@ -178,21 +178,14 @@ class ProfileCommand:
             cores=available_cores(),
             command=("speechdp", *sys.argv[1:]),
             threads=self._num_threads(),
-            notes=tuple(notes_on(plan, options, on_this_machine=self._hosts.are_counted_here)),
+            notes=tuple(notes_on(plan, options, on_this_machine=self.hosts.are_counted_here)),
             options={**options.to_json(), "data": checksum},
         )
-
-    @property
-    def _hosts(self) -> JobHosts:
-        """Where jobs run.  Raises ConfigError: hosts that cannot be read."""
-        from speechdp.cli.support.starting import hosts_of_jobs  # noqa: PLC0415
-
-        return hosts_of_jobs(self.hostfile, self.launch_args)
 
     def _starter(self) -> JobStarter:
         from speechdp.cli.support.starting import make_starter  # noqa: PLC0415
 
-        return make_starter("profile", self.launch_args, self._hosts, self._num_threads())
+        return make_starter("profile", self.launch_args, self.hosts, self._num_threads())
 
     def _num_threads(self) -> int:
         from speechdp.cli.support.starting import threads_of_a_rank  # noqa: PLC0415
@@ -200,4 +193,4 @@ class ProfileCommand:
 
         most_ranks = self.options.loading.feeders + max(self._plan().ranks)
         before = None if self.overwrite else threads_before(self.out_dir)
-        return threads_of_a_rank(self.threads, most_ranks, self._hosts, before)
+        return threads_of_a_rank(self.threads, most_ranks, self.hosts, before)

@@ -16,6 +16,7 @@ from speechdp.cli.support.script_options import (
     FEEDERS_ON_ONE_MACHINE,
     OutFolder,
     ScriptOptions,
+    StartsJobs,
     check_new,
     check_precision,
     check_training,
@@ -152,7 +153,7 @@ def _strategies_for(hosts: JobHosts, ranks: int, periods: tuple[int, ...]) -> st
 
 
 @dataclass(frozen=True)
-class TuneCommand:
+class TuneCommand(StartsJobs):
     """Find the setting that reaches a held-out value soonest, within a budget of time.
 
     It starts the ranks itself: speechdp tune DATA OUT --hostfile F --budget 20m
@@ -261,16 +262,9 @@ class TuneCommand:
             return exit_codes.STOPPED
         return 0
 
-    @property
-    def _hosts(self) -> JobHosts:
-        """Where jobs run.  Raises ConfigError: hosts that cannot be read."""
-        from speechdp.cli.support.starting import hosts_of_jobs  # noqa: PLC0415
-
-        return hosts_of_jobs(self.hostfile, self.launch_args)
-
     def _ranks(self) -> int:
         options = self.options
-        return self.search.num_ranks(self._hosts, device=options.device, feeders=options.loading.feeders)
+        return self.search.num_ranks(self.hosts, device=options.device, feeders=options.loading.feeders)
 
     def _compared(self, ranks: int) -> CompareRequest:
         """Return the search in the terms of a comparison, whose jobs it runs."""
@@ -304,7 +298,7 @@ class TuneCommand:
         return TuneRequest(
             out=self.out_dir,
             ranks=ranks,
-            tried=self.search.tried(self._hosts, ranks),
+            tried=self.search.tried(self.hosts, ranks),
             backends=_backends(self.backends),
             batch_sizes=other_batches(self.options, ranks, self._batch_sizes()),
             budget_s=self.search.budget_s,
@@ -326,10 +320,10 @@ class TuneCommand:
         from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
 
         feeders = self.options.loading.feeders
-        if feeders and not self._hosts.are_counted_here:
+        if feeders and not self.hosts.are_counted_here:
             raise ConfigError(f"--feeders: tune {FEEDERS_ON_ONE_MACHINE}")
-        threads = threads_of_a_rank(self.threads, ranks + feeders, self._hosts)
-        return make_starter("tune", self.launch_args, self._hosts, threads)
+        threads = threads_of_a_rank(self.threads, ranks + feeders, self.hosts)
+        return make_starter("tune", self.launch_args, self.hosts, threads)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Literal
 
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
-from speechdp.launching.hostfile import Host, Hostfile, is_host_name
+from speechdp.launching.hostfile import Host, Hostfile, is_address, is_host_name, is_this_machine
 from speechdp.launching.hostlist import HostListError, expand_host_list, expand_task_counts
 
 Scheduler = Literal["slurm", "lsf", "pbs", "sge"]
@@ -32,6 +32,8 @@ _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\[\]-]{0,127}")
 _COUNT = re.compile(r"[1-9][0-9]{0,4}")
 #: Names of the node an LSF job's script runs on where this is not one of those that compute.
 _LSF_BATCH_NODE = re.compile(r"batch|login|launch", re.IGNORECASE)
+#: Most hosts of a job that a message names.
+_SHOWN_HOSTS = 4
 #: Longest piece of a variable or line that a message shows.
 _SHOWN = 80
 _REMEDY = "start the job with --hostfile FILE, or unset the variable if this is no batch job"
@@ -82,20 +84,28 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     return None
 
 
-def check_slots(allocation: Allocation, hosts: Iterable[Host], source: str) -> None:
-    """Refuse hosts of a hostfile that are to take more ranks than Slurm has given the job slots there.
+def check_hosts(
+    allocation: Allocation, hosts: Sequence[Host], source: str, environ: Mapping[str, str], *, by_srun: bool
+) -> None:
+    """Refuse hosts of a hostfile that are none of the Slurm job, or to take more ranks than may start there.
 
-    mpirun reads the allocation, too, and says only that all nodes are filled.  Hosts whose names are not the
-    allocation's are left to it, and so are other batch systems, of which not every mpirun knows.
+    mpirun and srun know what the job has, too, but say only that all nodes are filled, or more processors are
+    requested than permitted.  Other batch systems are left to mpirun, which does not know them all.
 
     Args:
         hosts: their `slots` are the ranks placed.
         source: of the hosts, for the message.
+        environ: of the launcher.
+        by_srun: srun starts the ranks, which counts cores; mpirun counts tasks.
 
     Raises:
         ConfigError: there is one.
     """
     if allocation.scheduler != "slurm":
+        return
+    _check_names(allocation, hosts, source, launcher="srun" if by_srun else "mpirun")
+    if by_srun:
+        _check_cores(allocation, hosts, source, environ)
         return
     given = {host.name.lower(): host.slots for host in allocation.hostfile.hosts}
     for host in hosts:
@@ -106,6 +116,47 @@ def check_slots(allocation: Allocation, hosts: Iterable[Host], source: str) -> N
                 f"{counted(slots, 'slot')}, and mpirun starts no more; ask Slurm for more tasks "
                 "(--ntasks-per-node), or start fewer ranks there"
             )
+
+
+def _check_names(allocation: Allocation, hosts: Iterable[Host], source: str, *, launcher: str) -> None:
+    """Refuse hosts that cannot be the job's.  Raises ConfigError.
+
+    An address, this machine by any of its names, or a name with another domain may be one of them.
+    """
+    names = [host.name for host in allocation.hostfile.hosts]
+    known = {_first_label(name) for name in names}
+    for host in hosts:
+        is_here = is_this_machine(host.name) and any(map(is_this_machine, names))
+        if is_here or is_address(host.name) or _first_label(host.name) in known:
+            continue
+        shown = ", ".join(names[:_SHOWN_HOSTS]) + (", ..." if len(names) > _SHOWN_HOSTS else "")
+        raise ConfigError(
+            f"{source}: {host.name} is not one of the hosts of Slurm job {allocation.job_id} ({shown}), and "
+            f"{launcher} starts ranks on these only; name them in the file, or leave --hostfile out"
+        )
+
+
+def _check_cores(
+    allocation: Allocation, hosts: Iterable[Host], source: str, environ: Mapping[str, str]
+) -> None:
+    """Refuse more ranks on a host than the job has cores for there, if that is known.  Raises ConfigError."""
+    words = environ.get("SLURM_CPUS_PER_TASK", "")
+    of_rank = int(words) if _COUNT.fullmatch(words) else 1
+    if environ.get("SLURM_OVERCOMMIT"):
+        return
+    for host in hosts:
+        cores = allocation.cores.get(host.name)
+        if cores is not None and host.slots * of_rank > cores:
+            ranks, given = counted(host.slots, "rank"), counted(cores, "core")
+            raise ConfigError(
+                f"{source}: {ranks} of {counted(of_rank, 'core')} on {host.name}, where the batch job has "
+                f"only {given}, and srun starts no more; ask Slurm for more tasks (--ntasks-per-node), or "
+                "start fewer ranks there"
+            )
+
+
+def _first_label(name: str) -> str:
+    return name.lower().partition(".")[0]
 
 
 def _is_rank(environ: Mapping[str, str]) -> bool:

@@ -124,16 +124,24 @@ def is_this_machine(name: str) -> bool:
     first_label = own.split(".")[0]
     if name in {"localhost", own, first_label}:
         return True
-    try:
+    if is_address(name):
         return _is_own_address(IPv4Address(name))
-    except AddressValueError:
-        # Only names that look like ours are resolved: a name server may take long to answer.
-        return name.split(".")[0] == first_label and _resolves_to_this_machine(name)
+    # Only names that look like ours are resolved: a name server may take long to answer.
+    return name.split(".")[0] == first_label and _resolves_to_this_machine(name)
 
 
 def is_host_name(name: str) -> bool:
     """Tell whether a word is a host name or IPv4 address that no program takes for something else."""
     return _HOST_NAME.fullmatch(name) is not None
+
+
+def is_address(name: str) -> bool:
+    """Tell whether a host is given by its IPv4 address."""
+    try:
+        IPv4Address(name)
+    except AddressValueError:
+        return False
+    return True
 
 
 @lru_cache(maxsize=64)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-#: Variable with the number of a job, the batch system, and variables with the task of an array.
+#: Variable with the number of a job, the batch system, the variable with the task of an array, and what that
+#: holds in a job that is of none.
 _SYSTEMS = (
-    ("SLURM_JOB_ID", "slurm", ""),
-    ("LSB_JOBID", "lsf", "LSB_JOBINDEX"),
-    ("PBS_JOBID", "pbs", ""),
-    ("JOB_ID", "sge", "SGE_TASK_ID"),
+    ("SLURM_JOB_ID", "slurm", "SLURM_ARRAY_TASK_ID", ("",)),
+    ("LSB_JOBID", "lsf", "LSB_JOBINDEX", ("", "0")),
+    ("PBS_JOBID", "pbs", "PBS_ARRAY_INDEX", ("",)),
+    ("JOB_ID", "sge", "SGE_TASK_ID", ("", "undefined")),
 )
-_NO_TASK = ("", "0", "undefined")
+#: Batch systems in which the tasks of an array have the number of the array's job; others have one each.
+_WITH_ONE_NUMBER = ("lsf", "sge")
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class SchedulerJob:
     Attributes:
         scheduler: slurm, lsf, pbs or sge.
         job_id: its number there.
-        task: of an array of jobs, which share a number; "" in others.
+        task: of an array of jobs; "" in others.
         restarts: how often it was started before.  LSF and Grid Engine only tell whether, PBS not even that.
     """
 
@@ -36,18 +38,26 @@ class SchedulerJob:
         same = (self.scheduler, self.job_id, self.task) == (other.scheduler, other.job_id, other.task)
         return same and self.restarts > other.restarts
 
+    @property
+    def task_variable(self) -> str:
+        """Name of the variable that has the task of an array; "": this is of none."""
+        if not self.task:
+            return ""
+        return next((variable for _, name, variable, _ in _SYSTEMS if name == self.scheduler), "")
+
     def __str__(self) -> str:
-        return f"{self.scheduler} job {self.job_id}{f'[{self.task}]' if self.task else ''}"
+        task = f"[{self.task}]" if self.task and self.scheduler in _WITH_ONE_NUMBER else ""
+        return f"{self.scheduler} job {self.job_id}{task}"
 
 
 def find_batch_job(environment: Mapping[str, str]) -> SchedulerJob | None:
     """Return the batch job that a process with this environment is part of; None: it is part of none."""
-    for variable, scheduler, task_variable in _SYSTEMS:
+    for variable, scheduler, task_variable, none in _SYSTEMS:
         job_id = environment.get(variable)
         # Only Grid Engine's name is one that others might use as well.
         if job_id and (scheduler != "sge" or "SGE_ROOT" in environment or "SGE_TASK_ID" in environment):
             task = environment.get(task_variable, "")
-            return SchedulerJob(scheduler, job_id, "" if task in _NO_TASK else task, _restarts(environment))
+            return SchedulerJob(scheduler, job_id, "" if task in none else task, _restarts(environment))
     return None
 
 

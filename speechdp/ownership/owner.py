@@ -340,6 +340,13 @@ class FolderOwner:
         return claimant is not None and claimant.nonce == self._claimant.nonce
 
     def _refusal(self, sight: _Sight) -> FolderInUseError:
+        mine, other = self._claimant.job, None if sight.claimant is None else sight.claimant.job
+        if mine is not None and mine.task_variable and other is not None and other.task:
+            own = f"{self.folder}-${mine.task_variable}"
+            return FolderInUseError(
+                f"{self.folder}: is in use by {_describe(sight)}; "
+                f"each task of a job array needs a folder of its own, such as {own} (docs/clusters.md)"
+            )
         return FolderInUseError(
             f"{self.folder}: is in use by {_describe(sight)}; "
             "wait for its end, stop it, or choose another folder"

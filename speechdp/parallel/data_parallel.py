@@ -392,8 +392,8 @@ class DataParallel:
         self._replica.unbind_gradients()
         if self._watch.is_due(self.steps) and (scale := self._watch.fallen_scale()) is not None:
             self._refuse(
-                f"the scale of the GradScaler has fallen to {scale:g} at step {self.steps}, and gradients "
-                "are still not finite",
+                "updates with gradients that are not finite have brought the scale of the GradScaler down to "
+                f"{scale:g} at step {self.steps}",
                 "compute in bfloat16 or float32, ",
             )
 

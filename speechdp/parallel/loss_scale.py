@@ -20,7 +20,8 @@ from speechdp.parallel.uncompiled import made_without_compiler
 #: Losses here are sums over some hundred or thousand frames: as far from an overflow as 2^16, torch's first
 #: scale, is with means.
 FIRST_SCALE = 2.0**8
-#: Below it no gradient is a number at any scale: 17 skipped updates from the first scale on.
+#: A training whose scale falls below it ends, 17 skipped updates from the first scale on: gradients are most
+#: likely no numbers at any scale.
 LEAST_SCALE = 2.0**-8
 
 

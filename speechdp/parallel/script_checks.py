@@ -24,6 +24,8 @@ from speechdp.parallel.strategy import Strategy
 from speechdp.parallel.untrained import untrained
 
 _LOWER_PRECISION = "for lower precision keep float32 parameters and compute under torch.autocast"
+#: Options of a strategy that were saved beside another one, had no effect there, and are refused today.
+_WITHOUT_EFFECT = (("gradient_averaging", "compression=powersgd", "overlap=true"),)
 
 
 def check_strategy(strategy: Strategy, comm: Communicator, num_steps: int) -> None:
@@ -148,7 +150,17 @@ def check_loadable(
 
 
 def _in_full(strategy: str) -> str:
-    """Return a strategy that was saved with the options that it has got since, at their defaults."""
+    """Return a strategy that was saved as it is described today.
+
+    Options that it has got since are at their defaults; those that had no effect are left out.
+    """
+    name, _, rest = strategy.partition(":")
+    for of, beside, option in _WITHOUT_EFFECT:
+        words = rest.split(",")
+        if name == of and beside in words and option in words:
+            words.remove(option)
+            rest = ",".join(words)
+            strategy = f"{name}:{rest}"
     try:
         return describe(parse_strategy(strategy))
     except ConfigError:  # of a package that is not there, or with options that are gone

@@ -120,7 +120,7 @@ class DivergenceWatch:
         return not self._waits or steps % _GPU_LOSS_STEPS == 0
 
     def fallen_scale(self) -> float | None:
-        """Return the loss scale if it is so low that no gradient is a number at any; None: it is not.
+        """Return the loss scale if it is so low that hardly any will do; None: it is not.
 
         Where other ranks mend this one it stands at the least scale until they do.  Waits for the device.
         """

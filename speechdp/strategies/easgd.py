@@ -256,6 +256,9 @@ class Easgd(AveragingStrategy):
         if self._centre is not None:
             # One rank alone has none, and is where it would be.
             self._centre.copy_(state.get("centre", self.replica.parameters.values))
+        elif self._num_workers == 1 and "centre" in state:
+            # The model of more workers, of which this one is left.
+            self.replica.parameters.values.copy_(state["centre"])
         if self._link is not None:
             self._link.ages, self._link.version = list(state["staleness"]), state["version"]
             self._tell_what_is_known()

@@ -275,8 +275,8 @@ class Trainer:
         is_due = ends_epoch or self._watch.is_due(self.counters.step)
         if is_due and (scale := self._watch.fallen_scale()) is not None:
             self._refuse(
-                f"--precision fp16: the loss scale has fallen to {scale:g} at step {self.counters.step}, and "
-                "gradients are still not finite",
+                "--precision fp16: updates with gradients that are not finite have brought the loss scale "
+                f"down to {scale:g} at step {self.counters.step}",
                 "train with --precision bf16 or fp32, ",
             )
 

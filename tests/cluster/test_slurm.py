@@ -109,6 +109,32 @@ def test_compare_in_the_shell_of_salloc_runs_on_the_hosts_of_the_job(site: Site)
     assert "4 ranks wanted, but it has only 2 slots; lower --ranks" in too_many.stderr
 
 
+def test_srun_starts_as_many_ranks_on_a_host_as_the_job_has_cores_there(site: Site) -> None:
+    def launch(slots: int, name: str, *launcher: str) -> str:
+        hosts = site.folder / f"hosts-{name}"
+        hosts.write_text(f"{name} slots={slots}\n")
+        asked = ["salloc", "--nodes=2", "--ntasks=2", "--exclusive", sys.executable, "-m", "speechdp"]
+        train = ["train", site.data, site.folder / f"cores-{slots}", *TINY_MODEL, "--max-steps", "2"]
+        words = [*asked, "launch", "--hostfile", hosts, *launcher, "--", *train]
+        ended = site.slurm.command(*in_folder(site.folder, *words))
+        return f"{ended.exit_code}: {ended.stderr}"
+
+    srun = ("--launcher", "srun")
+    assert launch(2, "n2", *srun).startswith("0: ")
+    assert hosts_of(site.folder / "cores-2") == ["n2", "n2"]
+    assert "3 ranks of 1 core on n2, where the batch job has only 2 cores, and srun" in launch(3, "n2", *srun)
+    assert "2 ranks on n2, where the batch job has only 1 slot, and mpirun starts no more" in launch(2, "n2")
+    assert "n1 is not one of the hosts of Slurm job" in launch(1, "n1")
+
+
+def test_launch_started_by_srun_says_what_it_is_to_be_started_by(site: Site) -> None:
+    asked = ["salloc", "--nodes=2", "--ntasks-per-node=1", "srun", sys.executable, "-m", "speechdp"]
+    words = [*asked, "launch", "--", "train", site.data, site.folder / "by-srun"]
+    ended = site.slurm.command(*in_folder(site.folder, *words))
+    assert ended.exit_code == 1
+    assert "srun has started speechdp launch 2 times, and each would start a whole job" in ended.stderr
+
+
 def test_srun_without_pmix_is_refused_on_every_rank(site: Site) -> None:
     run = site.folder / "unconnected"
     line = f"srun {sys.executable} -m speechdp train {site.data} {run} --layers 1 --cells 8"

@@ -6,12 +6,14 @@ import dataclasses
 import json
 from itertools import cycle, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from speechdp.checkpoint.state import checkpoint_steps
 from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
@@ -20,8 +22,12 @@ from speechdp.options.batch import BatchOptions, LoadingOptions
 from speechdp.options.model import ModelOptions
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice, parse_strategy
+from speechdp.parallel.replica import Replica
+from speechdp.parallel.strategy import Strategy
 from speechdp.process.ending import Paused
 from speechdp.report.runs.folders import read_run
+from speechdp.testing import Sgd
+from speechdp.timing.timeline import Timeline
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
@@ -127,6 +133,35 @@ def test_every_frame_is_trained_on_once_in_the_epochs_to_come(
     assert [b["frames"] - a["frames"] for a, b in pairwise(lines)] == [num_frames] * 2
     assert all(-5 < line["heldout_log_prob"] < 0 for line in lines), lines
     assert all(bool(tensor.isfinite().all()) for tensor in model_tensors(tmp_path).values())
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_a_single_worker_goes_on_from_the_centre(compression: str) -> None:
+    """The centre is the model; the worker's own parameters are not what was evaluated."""
+
+    def at_work(comm: Communicator) -> Strategy:
+        replica = Replica(torch.nn.Linear(3, 2), Sgd(learning_rate=0.1))
+        timeline = Timeline(None, rank=comm.rank, device=CPU)
+        strategy = parse_strategy(f"easgd:mode=sync,period=2,compression={compression}")
+        return strategy.attach(replica, comm, timeline)
+
+    def save(comm: Communicator) -> dict[str, Any]:
+        strategy = at_work(comm)
+        strategy.replica.parameters.values.add_(comm.rank + 1.0)
+        with strategy.evaluation_parameters():
+            shown = strategy.replica.parameters.values.clone()
+        state = {**strategy.state_dict(), "shown": shown, "own": strategy.replica.parameters.values.clone()}
+        strategy.close()
+        return state
+
+    state = run_threads(2, save)[0]
+    assert not torch.equal(state["own"], state["shown"])
+    alone = at_work(SerialCommunicator())
+    values = alone.replica.parameters.values
+    values.copy_(state["own"])  # as a checkpoint is loaded: the replica first
+    alone.load_state_dict(state)
+    assert torch.equal(values, state["shown"])
+    alone.close()
 
 
 def test_the_epoch_under_way_goes_on_at_the_same_share(dataset: Dataset, tmp_path: Path) -> None:

@@ -617,6 +617,37 @@ def test_a_state_from_before_an_option_is_taken() -> None:
     run_threads(2, check)
 
 
+def test_a_state_with_an_option_that_had_no_effect_is_taken() -> None:
+    """With powersgd nothing was exchanged during backward, whatever overlap said."""
+
+    def check(comm: Communicator) -> None:
+        strategy = "gradient_averaging:compression=powersgd"
+        run = wide_run(comm, strategy)
+        with run:
+            state = run.state_dict()
+        now = state["strategy_options"]
+        state["strategy_options"] = now.replace("overlap=false", "overlap=true")
+        assert state["strategy_options"] != now
+        wide_run(comm, strategy).load_state_dict(state)
+        with pytest.raises(
+            ConfigError, match=r"strategy gradient_averaging:rank=4, and this run has .*:rank=2"
+        ):
+            wide_run(comm, f"{strategy},rank=2").load_state_dict(state)
+        # Without powersgd it had one.
+        plain = wide_run(comm, "gradient_averaging")
+        state["strategy_options"] = now.replace("powersgd", "none")
+        with pytest.raises(ConfigError, match="strategy gradient_averaging:overlap=false, and"):
+            plain.load_state_dict(state)
+
+    run_threads(2, check)
+
+
+def wide_run(comm: Communicator, strategy: str) -> DataParallel:
+    """Return a run whose model has a matrix that travels as factors of rank 4."""
+    model = nn.Linear(64, 64)
+    return DataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), comm, strategy)
+
+
 def test_states_of_other_ranks_are_refused() -> None:
     def save(comm: Communicator) -> dict[str, Any]:
         script = Script(comm, "gradient_averaging", None)

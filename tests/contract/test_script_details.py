@@ -423,10 +423,15 @@ def test_an_overflow_that_a_scaler_leaves_out_does_not_end_the_run() -> None:
     assert bool(scaled(SerialCommunicator(), at=lambda number: number % 2 == 0).isfinite().all())
 
 
+def test_updates_between_which_others_are_taken_may_bring_the_scale_down_as_well() -> None:
+    with refused("have brought the scale of the GradScaler down to 0.00195312 at step 16", DivergedError):
+        scaled(SerialCommunicator(), at=lambda number: number % 3 != 2)
+
+
 def test_a_scale_at_which_nothing_is_a_number_does() -> None:
     with refused(
-        "the scale of the GradScaler has fallen to 0.00195312 at step 11, and gradients "
-        "are still not finite on rank 0: compute in bfloat16 or float32, lower the learning rate",
+        "updates with gradients that are not finite have brought the scale of the GradScaler down to "
+        "0.00195312 at step 11 on rank 0: compute in bfloat16 or float32, lower the learning rate",
         DivergedError,
     ):
         scaled(SerialCommunicator(), at=lambda number: number >= 0)

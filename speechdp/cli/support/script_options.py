@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import tyro
 
@@ -30,8 +30,29 @@ FEEDERS_ON_ONE_MACHINE = (
 )
 
 
+class _WithHosts(Protocol):
+    """Options that say where jobs run."""
+
+    @property
+    def hostfile(self) -> Path | None: ...
+
+    @property
+    def launch_args(self) -> str: ...
+
+
+class StartsJobs:
+    """What has the options `--hostfile` and `--launch-args`, and starts jobs."""
+
+    @property
+    def hosts(self: _WithHosts) -> JobHosts:
+        """Where jobs run.  Raises ConfigError: hosts that cannot be read."""
+        from speechdp.cli.support.starting import hosts_of_jobs  # noqa: PLC0415 - keeps --help fast
+
+        return hosts_of_jobs(self.hostfile, self.launch_args)
+
+
 @dataclass(frozen=True)
-class ScriptOptions:
+class ScriptOptions(StartsJobs):
     """Your training script, and where it runs."""
 
     script: Annotated[Path, tyro.conf.arg(metavar="FILE")]
@@ -78,11 +99,11 @@ class ScriptOptions:
     @property
     def hosts(self) -> JobHosts:
         """Where jobs run.  Raises ConfigError: hosts that cannot be read."""
-        from speechdp.cli.support.starting import JobHosts, hosts_of_jobs  # noqa: PLC0415
+        from speechdp.cli.support.starting import JobHosts  # noqa: PLC0415
 
         if self.backend == "threads" and self.hostfile is None:
             return JobHosts()  # one process, which needs no slots
-        return hosts_of_jobs(self.hostfile, self.launch_args)
+        return super().hosts
 
     def starter(self, command: str, most_ranks: int, threads_before: int | None = None) -> JobStarter:
         """Return what starts the script.

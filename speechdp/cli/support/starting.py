@@ -74,7 +74,7 @@ def make_starter(command: str, launch_args: str, hosts: JobHosts, threads: int) 
     """
     if announced() is not None:
         raise ConfigError(
-            f"{command} starts its own jobs: give the command without mpirun, horovodrun, launch"
+            f"{command} starts its own jobs: give the command without mpirun, horovodrun, srun, launch"
         )
     launch_options = split_words("--launch-args", launch_args)
     if hosts.path is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -294,32 +296,112 @@ def test_a_missing_node_file_is_named() -> None:
         find_allocation({"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a four"})
 
 
+_MANY = "where the batch job has only 1 slot, and mpirun starts no more; ask Slurm for more tasks"
+_OUTSIDE = "elsewhere is not one of the hosts of Slurm job 7 (n1, n2), and mpirun starts ranks on these only"
+_FEW_CORES = (
+    "3 ranks of 1 core on n1, where the batch job has only 2 cores, and srun starts no more; ask Slurm"
+)
+_SRUN = ("--launcher", "srun")
+
+
 @pytest.mark.parametrize(
-    ("lines", "options", "is_refused"),
+    ("lines", "options", "said"),
     [
-        ("n1 slots=2\nn2 slots=1\n", (), True),
-        ("N2 slots=2\n", (), True),
-        ("n1 slots=1\n", (), False),
-        ("n1 slots=2\n", ("-np", "1"), False),
-        ("elsewhere slots=2\n", (), False),  # perhaps another name of the host: mpirun knows
-        ("n1 slots=2\n", ("--mpi-args=--oversubscribe",), False),
+        ("n1 slots=2\nn2 slots=1\n", (), _MANY),
+        ("N2 slots=2\n", (), _MANY),
+        ("n1 slots=1\n", (), ""),
+        ("n1 slots=2\n", ("-np", "1"), ""),
+        ("n1 slots=1\nelsewhere slots=1\n", (), _OUTSIDE),
+        ("elsewhere slots=1\n", _SRUN, _OUTSIDE.replace("mpirun", "srun")),
+        ("n1 slots=1\nelsewhere slots=1\n", ("-np", "1"), ""),
+        ("n1.some.domain slots=1\n", (), ""),  # perhaps another name of the host: mpirun knows
+        ("10.0.0.1 slots=1\n", (), ""),
+        ("n1 slots=2\n", ("--mpi-args=--oversubscribe",), ""),
+        ("n1 slots=2\n", _SRUN, ""),  # which counts cores, not tasks
+        ("n1 slots=3\n", _SRUN, _FEW_CORES),
+        ("elsewhere slots=3\n", ("--launcher", "horovodrun", "--controller", "gloo"), ""),
     ],
 )
-def test_more_ranks_on_a_host_than_slurm_gave_the_job_are_refused(
+def test_hosts_that_slurm_has_not_given_the_job_are_refused(
     lines: str,
     options: tuple[str, ...],
-    is_refused: bool,
+    said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
-    for name, value in job.items():
+    for name, value in {**job, "SLURM_JOB_CPUS_PER_NODE": "2(x2)"}.items():
         monkeypatch.setenv(name, value)
-    words = ["launch", "--dry-run", "--hostfile", write(tmp_path, lines), *options, "--", "train", "D", "R"]
-    assert run(words) == int(is_refused)
-    said = "where the batch job has only 1 slot, and mpirun starts no more; ask Slurm for more tasks"
-    assert (said in capsys.readouterr().err) == is_refused
+    file = write(tmp_path, lines)
+    words = ["launch", "--dry-run", "--hostfile", file, *options, "--", "train", "D", "R"]
+    code, told = run(words), capsys.readouterr().err
+    assert (code, told.startswith(f"speechdp: {file}: ")) == ((1, True) if said else (0, False)), told
+    assert said in told
+
+
+def test_srun_starts_no_more_ranks_than_there_are_cores_for_all_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_CPUS_PER_NODE": "7"}
+    for name, value in {**job, "SLURM_CPUS_PER_TASK": "4"}.items():
+        monkeypatch.setenv(name, value)
+    hosts = ["--hostfile", write(tmp_path, "n1 slots=2\n")]
+    words = ["launch", "--dry-run", *hosts, "--launcher", "srun", "--", "train", "D", "R"]
+    assert run(words) == 1
+    assert "2 ranks of 4 cores on n1, where the batch job has only 7 cores" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_OVERCOMMIT", "1")
+    assert run(words) == 0
+
+
+def test_this_machine_may_have_a_name_of_its_own_in_its_job_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "launch",
+        "--dry-run",
+        "--hostfile",
+        write(tmp_path, "localhost slots=1\n"),
+        "--",
+        "train",
+        "D",
+        "R",
+    ]
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
+    monkeypatch.setattr(socket, "gethostname", lambda: "n1")
+    assert run(words) == 0
+    monkeypatch.setattr(socket, "gethostname", lambda: "login")  # of the shell of salloc
+    assert run(words) == 1
+    assert "localhost is not one of the hosts of Slurm job 7 (n1)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"},
+            "srun has started .* 4 times,.* shell of salloc",
+        ),
+        (
+            {"PMI_RANK": "0", "PMI_SIZE": "4", "SLURM_STEP_NUM_TASKS": "4"},
+            "srun has started .* without srun,",
+        ),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "mpirun has started .* with -np N"),
+        # The shell of srun --pty on one node.
+        (
+            {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PTY_PORT": "4"},
+            "give the number of ranks",
+        ),
+    ],
+)
+def test_launch_is_not_started_by_what_starts_ranks(
+    variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {**SLURM, "SLURM_JOB_NUM_NODES": "1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert run(["launch", "--dry-run", "--", "train", "D", "R"]) == 1
+    assert re.search(said, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("setting", ["OMPI_MCA_rmaps_base_oversubscribe", "OMPI_MCA_ras", "PRTE_MCA_ras"])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from speechdp.cli.launch import LaunchCommand, check_options
 from speechdp.errors import ConfigError
 from speechdp.launching.faults import Fault
 from speechdp.launching.hostfile import Host, Hostfile
@@ -121,6 +122,22 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=said):
             policy.check(4, target)
     RestartPolicy(1, min_ranks=4).check(4, train)
+
+
+@pytest.mark.parametrize("strategy", ["ad_psgd", "parameter_server", "parameter_server:mode=sync", "easgd"])
+def test_fewer_ranks_are_refused_for_a_strategy_that_needs_all_of_them(strategy: str) -> None:
+    command = ("train", "D", "R", "--strategy", strategy)
+    few = LaunchCommand(command, max_restarts=1, min_ranks=2)
+    with pytest.raises(ConfigError, match=f"--min-ranks 2: {strategy} cannot go on with fewer ranks"):
+        check_options(few, 4, None, is_script=False)
+    check_options(replace(few, min_ranks=4), 4, None, is_script=False)
+
+
+@pytest.mark.parametrize("strategy", ["easgd:mode=sync", "model_averaging:period=4", "dpsgd"])
+def test_fewer_ranks_are_allowed_where_a_run_goes_on_with_them(strategy: str) -> None:
+    command = ("train", "D", "R", "--strategy", strategy)
+    policy = check_options(LaunchCommand(command, max_restarts=1, min_ranks=2), 4, None, is_script=False)
+    assert policy.min_ranks == 2
 
 
 def test_the_same_run_goes_on(tmp_path: Path) -> None:

@@ -311,6 +311,38 @@ def test_the_same_start_of_a_job_or_launch_is_refused(tmp_path: Path) -> None:
         again.owner.acquire()
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "own"),
+    [
+        (
+            {"SLURM_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "0"},
+            {"SLURM_JOB_ID": "18", "SLURM_ARRAY_TASK_ID": "1"},
+            "-$SLURM_ARRAY_TASK_ID",
+        ),
+        (
+            {"PBS_JOBID": "3[1].server", "PBS_ARRAY_INDEX": "1"},
+            {"PBS_JOBID": "3[2].server", "PBS_ARRAY_INDEX": "2"},
+            "-$PBS_ARRAY_INDEX",
+        ),
+        ({"LSB_JOBID": "3", "LSB_JOBINDEX": "1"}, {"LSB_JOBID": "3", "LSB_JOBINDEX": "2"}, "-$LSB_JOBINDEX"),
+        ({"JOB_ID": "3", "SGE_TASK_ID": "1"}, {"JOB_ID": "3", "SGE_TASK_ID": "2"}, "-$SGE_TASK_ID"),
+        # The other is of no array: it ends.
+        ({"SLURM_JOB_ID": "17"}, {"SLURM_JOB_ID": "18", "SLURM_ARRAY_TASK_ID": "1"}, ""),
+        ({"JOB_ID": "3", "SGE_TASK_ID": "undefined"}, {"JOB_ID": "4", "SGE_TASK_ID": "undefined"}, ""),
+    ],
+)
+def test_tasks_of_an_array_are_told_to_have_a_folder_each(
+    tmp_path: Path, first: dict[str, str], second: dict[str, str], own: str
+) -> None:
+    run = tmp_path / "run"
+    with Host(run, job=find_batch_job(first)).owner, pytest.raises(ConfigError) as refused:
+        Host(run, job=find_batch_job(second)).owner.acquire()
+    said = f"each task of a job array needs a folder of its own, such as {run}{own} (docs/clusters.md)"
+    assert str(refused.value).endswith(
+        f"; {said if own else 'wait for its end, stop it, or choose another folder'}"
+    )
+
+
 def test_one_that_is_asked_to_stop_waits_no_longer(tmp_path: Path) -> None:
     Host(tmp_path, "n1").owner.acquire()
     newcomer = Host(tmp_path, "n2")
@@ -481,7 +513,13 @@ def test_batch_jobs_are_told_apart() -> None:
     assert lsf == SchedulerJob("lsf", "3", "4", 1) and str(lsf) == "lsf job 3[4]"
     sge = find_batch_job({"JOB_ID": "3", "SGE_TASK_ID": "undefined", "RESTARTED": "1"})
     assert sge == SchedulerJob("sge", "3", "", 1)
-    assert find_batch_job({"PBS_JOBID": "3[1].server"}) == SchedulerJob("pbs", "3[1].server")
+    assert find_batch_job({"PBS_JOBID": "3.server"}) == SchedulerJob("pbs", "3.server")
+    assert find_batch_job({"LSB_JOBID": "3", "LSB_JOBINDEX": "0"}) == SchedulerJob("lsf", "3")
+    # Of these each task has a number of its own; the first may be 0.
+    task = find_batch_job({"SLURM_JOB_ID": "18", "SLURM_ARRAY_TASK_ID": "0"})
+    assert task == SchedulerJob("slurm", "18", "0") and str(task) == "slurm job 18"
+    task = find_batch_job({"PBS_JOBID": "3[1].server", "PBS_ARRAY_INDEX": "1"})
+    assert task == SchedulerJob("pbs", "3[1].server", "1") and str(task) == "pbs job 3[1].server"
     assert lsf.is_later_start_of(replace(lsf, restarts=0)) and not lsf.is_later_start_of(lsf)
     assert not lsf.is_later_start_of(SchedulerJob("lsf", "3", "5")) and not lsf.is_later_start_of(sge)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import threading
 
@@ -41,6 +42,14 @@ SHORTAGES = {
         ),
         "out of GPU memory (CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has); ",
     ),
+    "a kernel": (
+        lambda: raise_it(RuntimeError("could not create a primitive")),
+        "out of memory, most likely (oneDNN could not create a primitive); ",
+    ),
+    "what a kernel works with": (
+        lambda: raise_it(RuntimeError("could not execute a primitive")),
+        "out of memory, most likely (oneDNN could not execute a primitive); ",
+    ),
     "a full GPU": (
         lambda: raise_it(RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")),
         "out of GPU memory (CUDA error: out of memory CUDA kernel errors might be); ",
@@ -75,7 +84,15 @@ def test_a_script_is_shown_its_line_too(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("no"), RuntimeError("shapes do not fit"), OSError(12, "memory")]
+    "error",
+    [
+        ValueError("no"),
+        RuntimeError("shapes do not fit"),
+        OSError(12, "memory"),
+        RuntimeError(
+            "could not create a primitive descriptor for a convolution forward propagation primitive"
+        ),
+    ],
 )
 def test_other_errors_are_none(error: Exception) -> None:
     assert shortage(error) is None
@@ -104,6 +121,28 @@ def test_no_more_threads_is_no_defect(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("speechdp: out of threads: ")
     assert line.endswith(f"; {remedy}")
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (
+            RuntimeError("could not create a primitive"),
+            "--batch-size, or raise the limit on memory (ulimit -v)",
+        ),
+        (MemoryError(), "--batch-size, or raise the limit on memory (ulimit -v)"),
+        (RuntimeError("can't start new thread"), "(ulimit -u or -v)"),  # there is no room for its stack
+        (RuntimeError("CUDA error: out of memory"), "--batch-size"),
+    ],
+)
+def test_a_limit_on_memory_is_named_where_there_is_one(
+    error: Exception, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with remedies.of_command({"batch_size"}):
+        assert "-v" not in str(shortage(error))
+        monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_AS: (2**30, 2**30)}[kind])
+        assert str(shortage(error)).endswith(end)
 
 
 def test_a_command_without_batches_says_it_in_one_line(
