@@ -10,7 +10,14 @@ from markupsafe import Markup
 from speechdp.experiments.compare.plan import FRAMES, TIME
 from speechdp.report.compare.groups import Group, Spread
 from speechdp.report.kit import formatting
-from speechdp.report.kit.columns import STEPS, FigureColumn, known_metrics, metric_column, throughput
+from speechdp.report.kit.columns import (
+    STEPS,
+    FigureColumn,
+    known_metrics,
+    metric_column,
+    resumed_note,
+    throughput,
+)
 from speechdp.report.kit.metric_names import Terms, terms_of
 from speechdp.report.kit.speeds import RACED_HIGH, RACED_LOW, RACED_SPEED, any_raced, ratio_text
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, Value, csv_text, with_figures
@@ -172,6 +179,9 @@ def make_tables(
                 )
                 rows.append((head, group))
         if rows:
+            finished = (run for _, group in rows for run in group.finished)
+            resumed = resumed_note((run.result, run.record.planned.title) for run in finished if run.result)
+            note = " ".join(filter(None, (note, resumed)))  # noqa: PLW2901
             tables.append(ShownTable(f"figures-{mode}", title, columns, rows, "strategy", note))
     return tables
 

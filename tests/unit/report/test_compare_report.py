@@ -10,12 +10,14 @@ import statistics
 from pathlib import Path
 
 import pytest
+from markupsafe import Markup
 
 from speechdp.cli.report import ReportCommand
 from speechdp.report.compare.choice import choose
 from speechdp.report.compare.groups import Group, common_target, make_groups, read_comparison
 from speechdp.report.compare.panels import make_canvas, make_panels, mean_curve
 from speechdp.report.compare.report import write_comparison as write_report
+from speechdp.report.compare.table import make_tables
 from speechdp.report.kit.canvas import dashes
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.kit.theme import PRINT
@@ -383,6 +385,20 @@ def test_a_run_that_lost_ranks_is_named(tmp_path: Path) -> None:
     cautions = choose(list(_groups(out).values())).cautions
     told = "4 ranks, b, seed 1: ranks 2, 3 were lost in training, so its speed, efficiency and shares of time"
     assert any(told in caution for caution in cautions)
+
+
+def test_the_speed_of_a_resumed_run_is_said_to_be_that_of_its_last_start(tmp_path: Path) -> None:
+    out = write_comparison(
+        tmp_path / "out", [MadeUpStrategy("a"), MadeUpStrategy("b")], (4,), (1,), ("frames",)
+    )
+    path = out / "frames-4x-b-seed1-12ep" / "timing.json"
+    timing = json.loads(path.read_text())
+    ranks = [{**rank, "first_step": 165} for rank in timing["ranks"]]
+    path.write_text(json.dumps({**timing, "ranks": ranks}))
+    groups = list(_groups(out).values())
+    (table,) = make_tables(groups, [], {group.label: Markup("") for group in groups})
+    told = "are those since the last start: equal frames, 4 ranks, b, seed 1 (from step 165)."
+    assert table.note.endswith(told)
 
 
 def test_a_strategy_one_of_whose_seeds_failed_is_not_preferred(tmp_path: Path) -> None:
