@@ -416,3 +416,20 @@ def test_a_strategy_one_of_whose_seeds_failed_is_not_preferred(tmp_path: Path) -
     assert any("goes before one of which some failed" in caution for caution in choice.cautions)
     write_record(out, [failed(entry, "no memory") if entry["seed"] == 2 else entry for entry in entries])
     assert choose(list(_groups(out).values())).chosen[2].strategy == "a"  # each has one
+
+
+def test_a_strategy_one_of_whose_seeds_failed_at_equal_time_is_not_preferred_there(tmp_path: Path) -> None:
+    """At equal frames it was lowered and marked, at equal time neither."""
+    strategies = [MadeUpStrategy("a", 9_000, -0.40), MadeUpStrategy("b", 8_000, -0.46)]
+    out = write_comparison(tmp_path / "out", strategies, (2,))
+    (told,) = (text for text in choose(list(_groups(out).values())).details if "In equal time" in text)
+    assert told.startswith("In equal time it is the most accurate, too")
+    entries = _entries(out)
+    of_a = [place for place, e in enumerate(entries) if (e["strategy"], e["mode"]) == ("a", "time")]
+    write_record(out, [failed(e, "the loss is nan") if n in of_a[1:] else e for n, e in enumerate(entries)])
+    choice = choose(list(_groups(out).values()))
+    assert choice.chosen[2].strategy == "a"  # at equal frames all its seeds came to their end
+    (told,) = (text for text in choice.details if "In equal time" in text)
+    assert told.startswith("In equal time b is the most accurate")
+    assert re.search(r", where it has \S+ by 1 of 3 seeds\.$", told)
+    assert any("goes before one of which some failed" in caution for caution in choice.cautions)
