@@ -15,7 +15,7 @@ from speechdp.experiments.tune.halving import Halving
 from speechdp.experiments.tune.jobs import TunedJobs
 from speechdp.experiments.tune.prediction import measure, predict
 from speechdp.experiments.tune.race import TunedRace
-from speechdp.experiments.tune.record import TARGET, TuneRecord, check_same_search
+from speechdp.experiments.tune.record import FILE_NAME, RACES, RUNS, TARGET, TuneRecord, check_same_search
 from speechdp.experiments.tune.runs import TunedRuns
 from speechdp.experiments.tune.search import SearchState, TuneRequest
 from speechdp.options.run import TrainOptions
@@ -48,6 +48,12 @@ class Tuner:
             if begun.completed:
                 choose_again(search, self._runs, begun.settings.get(TARGET))
                 return search.record
+        elif any((request.out / folder).is_dir() for folder in (RUNS, RACES)):
+            search.say(
+                f"{request.out}: {FILE_NAME} is gone, so the budget begins anew; the runs and the race there "
+                "count as this search's, which must have the options that they were begun with (--overwrite "
+                "begins without them)"
+            )
         search.keep()
         try:
             search.jobs.begin()

@@ -131,8 +131,8 @@ def test_a_measuring_run_that_was_cut_short_is_started_over(tmp_path: Path) -> N
     assert isinstance(found, Measurement) and found.besides is None and not ranks.started
     found = training_of(ranks).measure("mpi", knows_start=False)
     assert isinstance(found, Measurement) and found.besides is not None
-    (words,) = ranks.started
-    assert trained_in(words) == [f"mpi-{MEASURED_STRATEGIES[-1]}"]
+    (words,) = ranks.started  # all: they may be of another search, whose record was deleted
+    assert len(trained_in(words)) == len(MEASURED_STRATEGIES)
 
 
 def test_a_job_tells_what_it_has_trained_and_what_failed(
