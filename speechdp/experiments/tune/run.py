@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.jobs import JobStopped
+from speechdp.experiments.race.record import FOLDER as RACES
 from speechdp.experiments.tune.choice import choose_again, choose_soonest
 from speechdp.experiments.tune.halving import Halving
 from speechdp.experiments.tune.jobs import TunedJobs
 from speechdp.experiments.tune.prediction import measure, predict
 from speechdp.experiments.tune.race import TunedRace
-from speechdp.experiments.tune.record import FILE_NAME, RACES, RUNS, TARGET, TuneRecord, check_same_search
+from speechdp.experiments.tune.record import FILE_NAME, RUNS, TARGET, TuneRecord, check_same_search
 from speechdp.experiments.tune.runs import TunedRuns
 from speechdp.experiments.tune.search import SearchState, TuneRequest
 from speechdp.options.run import TrainOptions
