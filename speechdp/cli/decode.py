@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from speechdp.counting import agreeing, counted
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptions
 from speechdp.options.shown import heading, shown
@@ -145,11 +145,8 @@ class DecodeCommand:
             )
         if self.tune_on == self.split:
             print("the scales were chosen on this split: on new speech the error rate may be higher")
-        if result.unknown_words:
-            share = 100 * result.unknown_words / result.wer.words
-            unknown = counted(result.unknown_words, "word")
-            are_not = agreeing(result.unknown_words, "are not in the vocabulary")
-            print(f"{unknown} ({share:.1f} %) {are_not}: an error each")
+        if result.unknown_remark:
+            print(result.unknown_remark)
         if result.untranscribed:
             untold = counted(result.untranscribed, "utterance")
             print(f"{untold} without a transcript: recognised, and counted in no error rate")

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from speechdp.counting import agreeing, counted
 from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset
 from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.nbest import Candidate
@@ -90,6 +91,15 @@ class DecodingResult:
     def untranscribed(self) -> int:
         """Number of utterances without a transcript: recognised, and counted in no error rate."""
         return len(self.utterances) - self.wer.utterances
+
+    @property
+    def unknown_remark(self) -> str:
+        """What to tell of the reference words that cannot be recognised; "": there are none."""
+        if not self.unknown_words:
+            return ""
+        share = 100 * self.unknown_words / self.wer.words
+        are_not = agreeing(self.unknown_words, "are not in the vocabulary")
+        return f"{counted(self.unknown_words, 'word')} ({share:.1f} %) {are_not}: counted as errors"
 
 
 @dataclass(frozen=True)

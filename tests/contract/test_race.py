@@ -6,6 +6,7 @@ import dataclasses
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import RunError
+from speechdp.experiments.race import racer
 from speechdp.experiments.race import run as race_run
 from speechdp.experiments.race.plan import RaceOptions, RaceSetting
 from speechdp.experiments.race.racer import Racer
@@ -37,6 +39,7 @@ from speechdp.train import build, models
 from speechdp.train.build import build_trainer, open_loader
 from speechdp.train.progress import SilentReporter
 from speechdp.train.session import Session
+from speechdp.train.trainer import Trainer
 from tests.helpers.options import options_with
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
@@ -337,6 +340,44 @@ def test_a_rank_that_is_lost_in_a_turn_ends_the_race(
         raced(dataset, tmp_path, settings, monkeypatch)
     assert find_race(tmp_path, 2) is None
     assert find_failure(failure_path(tmp_path, 2)) is None  # it is no fault of the setting
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "delayed_averaging:period=2", "easgd:period=2"])
+def test_a_request_to_stop_ends_a_long_turn_early(
+    dataset: Dataset, tmp_path: Path, strategy: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was noticed between turns, of which one can last for longer than a launcher waits."""
+    steps, after = 200, 0
+    others = [text for text in ("gradient_averaging", "model_averaging:period=2") if text != strategy]
+    settings = [RaceSetting(text, StrategyChoice(text)) for text in (strategy, others[0])]
+    plan = RaceOptions(ROUNDS, steps).plan(2, 1, settings, {})
+    stops = [StopRequest(), StopRequest()]
+    turn, advance = race_run._Race._turn, Trainer.advance
+    monkeypatch.setattr(racer, "_LONG_TURN_S", 0.0)  # the first turn counts as long in any case
+    due: list[str] = []
+
+    def note(self: race_run._Race, of_round: int, name: str) -> object:
+        if self._session.comm.rank == 1 and (of_round, name) == (number, strategy):
+            due.append(name)
+        return turn(self, of_round, name)
+
+    def ask(self: Trainer, loader: Any) -> object:
+        nonlocal after
+        if due and self.parts.comm.rank == 1:
+            stops[1].received = "SIGTERM"
+            after += 1
+        return advance(self, loader)
+
+    monkeypatch.setattr(race_run._Race, "_turn", note)
+    monkeypatch.setattr(Trainer, "advance", ask)
+
+    def race(comm: Communicator) -> None:
+        hold_race(Session(dataset, comm, CPU, stop=stops[comm.rank]), OPTIONS, plan, tmp_path)
+
+    with pytest.raises(Stopped):
+        run_threads(2, race, 300.0)
+    assert 0 < after < steps / 2 and find_race(tmp_path, 2) is None
 
 
 @pytest.mark.parametrize("asynchronous", ["ad_psgd", "easgd:period=2"])

@@ -74,6 +74,7 @@ def test_all_runs_begin_from_the_same_weights_and_data(swept: tuple[Path, str]) 
 def test_it_ends_with_the_table_and_the_report(swept: tuple[Path, str]) -> None:
     out, stdout = swept
     assert "[4/4] model_averaging-4" in stdout
+    assert "[1/4] one-rank: rank 0 alone for " in stdout
     report = out / "report"
     (page,), (table,) = report.glob("*.html"), report.glob("*.csv")
     assert str(page) in stdout and str(table) in stdout

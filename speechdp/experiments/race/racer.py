@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from speechdp.experiments.race.plan import MOST_STEPS, turn_steps
 from speechdp.experiments.race.rations import AHEAD, RationedLoader, Rations
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.period import Period, PeriodUnit
+from speechdp.parallel.stop import StopAgreement
 from speechdp.timing.timeline import Span, Timeline
 from speechdp.train.build import build_trainer, epoch_planner, open_loader, training_ranks
 from speechdp.train.progress import SilentReporter
@@ -27,6 +29,9 @@ from speechdp.watchdog.progress_beats import Pulse
 #: Epochs are repeated until the race is over, however small the data are.
 _MANY_EPOCHS = 1_000_000
 _LAST = (MeetingKind.STOP, MeetingKind.END)
+#: Turns expected to take longer, s, end early where a signal comes: whoever sends it waits some 30 s.  In
+#: shorter ones, whose few steps are timed, nothing is exchanged for that.
+_LONG_TURN_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class Racer:
         if self._period is not None and self._period.unit is PeriodUnit.FRAMES:
             self._frames_a_step = float(epoch_planner(session, sources.training, resolved)(0).frames.mean())
         self.steps = self._turn_steps(None)
+        self._step_s = math.inf  # until its first turn, which does not count
         self._turns: _Together | _Apart
         rations = Rations()
         if traits.synchronous:
@@ -126,6 +132,7 @@ class Racer:
 
     def know_pace(self, step_s: float) -> None:
         """Let turns have whole periods, now that it is known how long a step takes, on all ranks alike."""
+        self._step_s = step_s
         if self._counts_seconds:
             self.steps = self._turn_steps(step_s)
 
@@ -140,13 +147,17 @@ class Racer:
     def run(self) -> int:
         """Take a turn's steps; return this rank's frames.  Ends once nothing is under way.  Collective.
 
+        A long turn ends early where a rank was asked to stop, and then was the last.
+
         Raises:
             RunError: the loss is not finite.
         """
         self._go_on()
         with self._random:
             self.trainer.parts.strategy.resume()
-            frames = self._turns.run(self.steps)
+            is_long = self.steps * self._step_s > _LONG_TURN_S
+            stop = StopAgreement(self._session.stop, self._session.comm) if is_long else None
+            frames = self._turns.run(self.steps, stop)
         if self._session.device.type == "cuda":
             torch.cuda.synchronize(self._session.device)
         self._stand_still()
@@ -186,22 +197,29 @@ class _Together:
         if isinstance(loader, RationedLoader):
             loader.allow(AHEAD)
             loader.settle()
+        self._is_stopped = False
 
     def ready(self, steps: int) -> None:
         if isinstance(self._loader, RationedLoader):
             self._loader.allow(steps)
 
-    def run(self, steps: int) -> int:
+    def run(self, steps: int, stop: StopAgreement | None) -> int:
         frames = 0
         for _ in range(steps):
             step = self._trainer.advance(self._loader)
             assert step is not None  # there are epochs enough
             frames += step.batch.num_frames
+            if stop is not None and stop.reached():
+                self._is_stopped = True
+                break
+        if stop is not None:
+            stop.drain()
         self._trainer.parts.strategy.pause()
         return frames
 
     def settle(self) -> None:
-        if isinstance(self._loader, RationedLoader):
+        # What is left of a turn that was stopped is not read.
+        if isinstance(self._loader, RationedLoader) and not self._is_stopped:
             self._loader.settle()
 
     def close(self) -> None:
@@ -223,9 +241,10 @@ class _Apart:
         # would be 0.7 % of 32.
         self._rations.allow()
 
-    def run(self, steps: int) -> int:
+    def run(self, steps: int, stop: StopAgreement | None) -> int:
         """Train up to the first meeting after the next multiple of `steps`, which is where rank 0 calls one.
 
+        It calls one as well where a rank was asked to stop, without `stop`.
         None is called while ranks come to the end of an epoch; then that is where they meet.
         """
         frames, until = 0, (self._trainer.counters.step // steps + 1) * steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -278,3 +278,16 @@ def find_race(out: Path, ranks: int) -> RaceRecord | None:
     """
     path = race_path(out, ranks)
     return read_race(path) if path.exists() else None
+
+
+def find_whole_race(path: Path, say: Callable[[str], None]) -> RaceRecord | None:
+    """Return the race recorded in a file; None: there is none, or it is damaged.
+
+    Args:
+        say: is told that it is damaged, and therefore held again.
+    """
+    try:
+        return read_race(path) if path.exists() else None
+    except RunError:
+        say(f"{path} cannot be read, so it is held again")
+        return None

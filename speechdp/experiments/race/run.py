@@ -22,9 +22,9 @@ from speechdp.experiments.race.record import (
     RaceRecord,
     Turn,
     failure_path,
+    find_whole_race,
     is_of,
     race_path,
-    read_race,
     write_failure,
     write_race,
 )
@@ -84,14 +84,12 @@ def hold_race(
 
 def _is_due(session: Session, plan: RacePlan, out: Path) -> bool:
     """Return on rank 0 whether the race is still to be held; elsewhere nothing that counts."""
-    path = race_path(out, plan.ranks)
-    if session.comm.rank > 0 or not path.exists():
+    if session.comm.rank > 0:
         return True
-    try:
-        return not is_of(read_race(path), plan)
-    except RunError:
-        session.reporter.notice(f"race: {path} cannot be read, so it is held again")
-        return True
+    held = find_whole_race(
+        race_path(out, plan.ranks), lambda words: session.reporter.notice(f"race: {words}")
+    )
+    return held is None or not is_of(held, plan)
 
 
 class _Race:

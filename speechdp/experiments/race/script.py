@@ -11,17 +11,16 @@ from pathlib import Path
 
 from speechdp.comm.startup.folder_owner import owner_of
 from speechdp.counting import counted
-from speechdp.errors import RunError
 from speechdp.experiments.race.plan import RacePlan, RaceSetting, order_of_rounds
 from speechdp.experiments.race.record import (
     FOLDER,
     RaceRecord,
     Turn,
     begun_path,
+    find_whole_race,
     forget_begun,
     is_of,
     race_path,
-    read_race,
     write_race,
 )
 from speechdp.ownership.overwrite import RUN, empty
@@ -126,11 +125,7 @@ class ScriptRace:
         return self._read_from(over, say), self._read_from(begun, say)
 
     def _read_from(self, path: Path, say: Callable[[str], None]) -> RaceRecord | None:
-        try:
-            race = read_race(path) if path.exists() else None
-        except RunError:
-            say(f"{self.place}: {path} cannot be read, so it is held again")
-            return None
+        race = find_whole_race(path, lambda words: say(f"{self.place}: {words}"))
         if race is None or not is_of(race, dataclasses.replace(self.plan, rounds=race.plan.rounds)):
             return None
         return race

@@ -116,7 +116,7 @@ def run_sweep(
         run_session = dataclasses.replace(session, reporter=reporter_for(place))
         with owned(run_session, out_dir / name, "sweep"):
             if name == ONE_RANK:
-                message = _train_one_rank(run_session, options, plan, out_dir / name)
+                message = _train_one_rank(run_session, options, plan, out_dir / name, place)
             else:
                 own = dataclasses.replace(options, strategy=runs[name])
                 message = _train_and_decode(run_session, own, plan.decode_split, out_dir / name)
@@ -200,14 +200,19 @@ def race_of(
     return race.plan(ranks, options.seed, settings, {"data": session.dataset.checksum, "options": shared})
 
 
-def _train_one_rank(session: Session, options: TrainOptions, plan: SweepPlan, run_dir: Path) -> str | None:
-    """Time rank 0 by itself while the others sleep in the exchange after it.
+def _train_one_rank(
+    session: Session, options: TrainOptions, plan: SweepPlan, run_dir: Path, place: str
+) -> str | None:
+    """Time rank 0 by itself while the others sleep in the exchange after it; return None, or why it failed.
 
-    Returns why it failed, or None.
+    Args:
+        place: begins the line that says so, as it does those of other runs.
     """
     stopped, message = False, None
     if session.comm.rank == 0:
-        session.reporter.notice(f"one rank alone for {plan.one_rank_steps} steps, to compare the speed with")
+        session.reporter.notice(
+            f"{place}: rank 0 alone for {plan.one_rank_steps} steps, to compare the speed with"
+        )
         facts = {**session.facts, "hosts": session.facts.get("hosts", [])[:1]}
         alone = dataclasses.replace(session, comm=SerialCommunicator(), facts=facts)
         # Resolved for all ranks, so that this one has the batch of one of them, not that of all together.

@@ -256,7 +256,8 @@ class TunedJobs(ABC):
         """Train some steps with each of MEASURED_STRATEGIES; return what they show, or what went wrong.
 
         Args:
-            knows_start: it is known what a job takes besides its steps; else one is run again to know it.
+            knows_start: it is known what a job takes besides its steps; else all are run again to know it,
+                and since what is there may be of another search, whose record was deleted.
         """
         folders = measured_dirs(self._out, backend)
         timed = {text for run_dir, text in folders.items() if is_timed(run_dir)}
@@ -266,7 +267,7 @@ class TunedJobs(ABC):
         due = {
             run_dir: StrategyChoice(text)
             for run_dir, text in folders.items()
-            if not is_timed(run_dir) or (not knows_start and text == MEASURED_STRATEGIES[-1])
+            if not (knows_start and is_timed(run_dir))
         }
         besides = self._train_some(due, backend, MEASURE_STEPS) if due else None
         if isinstance(besides, str):

@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.jobs import JobStopped
+from speechdp.experiments.race.record import FOLDER as RACES
 from speechdp.experiments.tune.choice import choose_again, choose_soonest
 from speechdp.experiments.tune.halving import Halving
 from speechdp.experiments.tune.jobs import TunedJobs
 from speechdp.experiments.tune.prediction import measure, predict
 from speechdp.experiments.tune.race import TunedRace
-from speechdp.experiments.tune.record import TARGET, TuneRecord, check_same_search
+from speechdp.experiments.tune.record import FILE_NAME, RUNS, TARGET, TuneRecord, check_same_search
 from speechdp.experiments.tune.runs import TunedRuns
 from speechdp.experiments.tune.search import SearchState, TuneRequest
 from speechdp.options.run import TrainOptions
@@ -48,6 +49,12 @@ class Tuner:
             if begun.completed:
                 choose_again(search, self._runs, begun.settings.get(TARGET))
                 return search.record
+        elif any((request.out / folder).is_dir() for folder in (RUNS, RACES)):
+            search.say(
+                f"{request.out}: {FILE_NAME} is gone, so the budget begins anew; the runs and the race there "
+                "count as this search's, which must have the options that they were begun with (--overwrite "
+                "begins without them)"
+            )
         search.keep()
         try:
             search.jobs.begin()

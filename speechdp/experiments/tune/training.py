@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
-from speechdp.errors import RunError, SpeechDPError
+from speechdp.errors import SpeechDPError
 from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.compare.own_training import NOTHING_LEFT, CompareRequest, OwnTraining
 from speechdp.experiments.compare.plan import SEQUENTIAL
@@ -27,9 +27,10 @@ from speechdp.experiments.race.record import (
     RaceRecord,
     failure_path,
     find_failure,
-    find_race,
+    find_whole_race,
     forget_failure,
     is_of,
+    race_path,
 )
 from speechdp.experiments.tune.jobs import (
     MEASURED,
@@ -106,7 +107,7 @@ class TunedTraining(OwnTraining, TunedJobs):
             given: as in `race_of`.
         """
         out = self._out
-        before = self._race_before(options, given)
+        before = self._race_before(options, given, lambda words: self._say(f"race: {words}"))
         if before is not None:
             return before
         settings = [one for one, why in given.items() if not why]
@@ -125,7 +126,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         noted = failure_path(out, self._ranks)
         forget_failure(noted)
         message = self._start("race", options, words, log_of(out / "race"))
-        race = _race_in(out, self._ranks)
+        race = find_whole_race(race_path(out, self._ranks), _nobody)
         if race is not None and is_of(race, self._race_plan(length, options, given)):
             return race
         failure = find_failure(noted)
@@ -133,9 +134,15 @@ class TunedTraining(OwnTraining, TunedJobs):
             return failure
         return message or NOTHING_LEFT
 
-    def _race_before(self, options: TrainOptions, given: Mapping[Setting, str]) -> RaceRecord | None:
-        """Return the race of settings that was held, with another budget perhaps; None: there is none."""
-        before = _race_in(self._out, self._ranks)
+    def _race_before(
+        self, options: TrainOptions, given: Mapping[Setting, str], say: Callable[[str], None] | None = None
+    ) -> RaceRecord | None:
+        """Return the race of settings that was held, with another budget perhaps; None: there is none.
+
+        Args:
+            say: is told of one that is damaged; None: nobody is.
+        """
+        before = find_whole_race(race_path(self._out, self._ranks), say or _nobody)
         if before is None:
             return None
         length = RaceOptions(before.plan.rounds, before.plan.least_steps)
@@ -345,9 +352,5 @@ def settings_in(text: str) -> dict[Setting, str]:
     return {Setting(StrategyChoice(strategy), size): why for strategy, size, why in json.loads(text)}
 
 
-def _race_in(out: Path, ranks: int) -> RaceRecord | None:
-    """Return the race that was held; None: there is none, or it is damaged and to be held again."""
-    try:
-        return find_race(out, ranks)
-    except RunError:
-        return None
+def _nobody(_: str) -> None:
+    """Hear nothing of a damaged race: it is told as the race begins, and no earlier."""

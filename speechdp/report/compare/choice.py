@@ -60,8 +60,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
     for ranks in sorted({group.ranks for group in groups if group.ranks > 1}):
         rows = [group for group in groups if group.ranks == ranks and group.mode == FRAMES]
         rows = [group for group in rows if group.frames_per_s is not None and group.score is not None]
-        # One whose other seeds came to nothing is not known to keep the accuracy.
-        rows = [group for group in rows if not (group.unjudged or group.failures)] or rows
+        rows = _with_all_seeds(rows)
         if rows:
             best = max(eligible_rows(rows), key=_score)
             accurate = accurate_enough(rows, best, tolerance(best))
@@ -104,6 +103,14 @@ def _one_rank(groups: Sequence[Group]) -> Group | None:
     """Return the runs on one rank, which the others are measured by."""
     found = (group for group in groups if group.ranks == 1 and group.mode == FRAMES)
     return next((group for group in found if _speed(group) and group.score is not None), None)
+
+
+def _with_all_seeds(rows: Sequence[Group]) -> list[Group]:
+    """Return the rows no seed of which came to nothing, all where there are none.
+
+    Of the others it is not known that they keep the accuracy: the seeds that are left may be the lucky ones.
+    """
+    return [group for group in rows if not (group.unjudged or group.failures)] or list(rows)
 
 
 def _suffices(one_rank: Group, fastest: Sequence[Group], rows: Sequence[Group], best: Group) -> bool:
@@ -183,12 +190,13 @@ def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Gro
 
 def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[str]:
     """Say which strategy is the most accurate after as much time, where that was tried."""
-    rows = [g for g in groups if g.ranks == ranks and g.mode == TIME and g.score is not None]
-    if len(rows) < 2:
+    tried = [g for g in groups if g.ranks == ranks and g.mode == TIME and g.score is not None]
+    if len(tried) < 2:
         return []
-    best = max(rows, key=lambda group: group.score or 0.0)
+    rows = _with_all_seeds(tried)
+    best = max(rows, key=_score)
     terms = group_terms([best])
-    own = next((group for group in rows if group.strategy == chosen.strategy), None)
+    own = next((group for group in tried if group.strategy == chosen.strategy), None)
     enough = (best.score or 0.0) - tolerance(best)
     if own is None:
         return [f"In equal time {best.label} {terms.is_best}: {_accuracy(best)}."]
@@ -203,6 +211,8 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
     if best is own:
         return [f"In equal time it {terms.is_best}, too: {_accuracy(best)}."]
     beside = f", where it has {terms.number(own.score)}"
+    if own.scores is not None and not any(group is own for group in rows):
+        beside += f" by {len(own.scores.values)} of {len(own.runs)} seeds"
     return [f"In equal time {best.label} {terms.is_best}: {_accuracy(best)}{beside}."]
 
 
@@ -233,7 +243,7 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
                 notes.append(f"{_title(run)}: {run.result.damage}.")
         for run in group.failures:
             notes.append(f"Failed: {run.record.planned.title}: {run.record.message}")
-    if any(group.failures and group.figures and group.ranks > 1 and group.mode == FRAMES for group in groups):
+    if any(group.failures and group.figures and group.ranks > 1 for group in groups):
         notes.append(
             "A strategy all of whose seeds have come to their end goes before one of which some failed."
         )

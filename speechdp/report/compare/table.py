@@ -18,6 +18,7 @@ from speechdp.report.kit.columns import (
     FigureColumn,
     known_metrics,
     metric_column,
+    resumed_note,
     throughput,
 )
 from speechdp.report.kit.metric_names import Terms, terms_of
@@ -184,6 +185,9 @@ def make_tables(
                 )
                 rows.append((head, group))
         if rows:
+            finished = (run for _, group in rows for run in group.finished)
+            resumed = resumed_note((run.result, run.record.planned.title) for run in finished if run.result)
+            note = " ".join(filter(None, (note, resumed)))  # noqa: PLW2901
             tables.append(ShownTable(f"figures-{mode}", title, columns, rows, "strategy", note))
     return tables
 

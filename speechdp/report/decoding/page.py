@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Group
 
-from speechdp.counting import agreeing, counted
+from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.layout import printable
 from speechdp.decode.results import DecodingResult, judged
@@ -96,12 +96,8 @@ def _answer(result: DecodingResult) -> Answer:
         "[ ]: 95 % bootstrap intervals over utterances.",
     ]
     cautions = []
-    if result.unknown_words:
-        share = formatting.percent(result.unknown_words / wer.words, 1)
-        cautions.append(
-            f"{counted(result.unknown_words, 'word')} ({share} %) "
-            f"{agreeing(result.unknown_words, 'are not in the vocabulary')}: counted as errors."
-        )
+    if result.unknown_remark:
+        cautions.append(f"{result.unknown_remark}.")
     if result.settings.get("tuning", {}).get("split") == result.split:
         cautions.append("The scales were chosen on this split: on new speech the error rate may be higher.")
     if result.failed:

@@ -11,6 +11,7 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import Terms, metric_text
 from speechdp.report.kit.tables import Column
 from speechdp.report.runs.derived import RunFigures
+from speechdp.report.runs.results import RunResult
 from speechdp.tasks.metrics import Metric
 
 FigureColumn = Column[RunFigures]
@@ -57,6 +58,22 @@ def throughput(terms: Terms) -> FigureColumn:
         f"{terms.kind.counted} of all ranks over the longest rank's step time, warm-up left out.",
         lambda row: row.frames_per_s, formatting.count,
     )  # fmt: skip
+
+
+def resumed_note(runs: Iterable[tuple[RunResult, str]]) -> str:
+    """Say which runs' times are of their last start alone, a sentence below a table; "": none's.
+
+    Args:
+        runs: with what each is called.
+    """
+    named = [
+        f"{label} (from step {formatting.count(run.timed_from)})"
+        for run, label in runs
+        if run.timed_from is not None
+    ]
+    if not named:
+        return ""
+    return f"Resumed, so that speed and shares of time are those since the last start: {', '.join(named)}."
 
 
 def known_metrics(metrics: Sequence[Metric], rows: Iterable[RunFigures]) -> tuple[Metric, ...]:

@@ -446,6 +446,17 @@ class RunResult:
         )
 
     @property
+    def timed_from(self) -> int | None:
+        """The first step that its times count, where it was resumed: those before are in none of them.
+
+        None: it was begun with what is timed, or that was not recorded.
+        """
+        if self.timing is None:
+            return None
+        first = max((rank.first_step or 0 for rank in self.timing.ranks), default=0)
+        return first if first > self.timing.warmup_steps + 1 else None
+
+    @property
     def order(self) -> str:
         """How utterances were put in order, e.g. `pooled`; empty where it is not known."""
         return words(self.setting("options", "batch", "order"))

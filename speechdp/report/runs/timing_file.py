@@ -23,6 +23,8 @@ from speechdp.report.runs.results import (
 from speechdp.timing.gpu import CLOCK_LIMITS
 
 DEFAULT_WARMUP_STEPS = 4
+#: What stands between steps.
+_EVENTS = ("eval", "checkpoint")
 
 
 def read_timing(run_dir: Path, problems: list[str]) -> RunTiming | None:
@@ -251,7 +253,8 @@ class _Sums:
 
     def __init__(self) -> None:
         self.num_damaged = 0
-        self._event_s = {"eval": 0.0, "checkpoint": 0.0}
+        #: Evaluations and checkpoints: the step that was done before, name, seconds.
+        self._events: list[tuple[float, str, float]] = []
         #: Columns with a row each line that is of a step, and each of its spans.
         self._step, self._frames, self._wall_s = array("d"), array("d"), array("d")
         self._span_line, self._span_name, self._span_s = array("q"), array("q"), array("d")
@@ -263,11 +266,14 @@ class _Sums:
             self.num_damaged += 1
             return
         event = words(record.get("event"))
-        if event in self._event_s:
-            self._event_s[event] += number(record, "wall") or 0.0
+        if event in _EVENTS:
+            self._events.append((self._step[-1] if self._step else 0, event, number(record, "wall") or 0.0))
         step = number(record, "step")
         if step is None or not isinstance(record["step"], int):
             return
+        if self._step and step <= self._step[-1]:
+            # Begun again from a checkpoint: what was done after it does not count, as its steps do not.
+            self._events = [one for one in self._events if one[0] < step]
         for name, seconds in _span_pieces(record):
             self._span_line.append(len(self._step))
             self._span_name.append(self._names.setdefault(name, len(self._names)))
@@ -294,13 +300,18 @@ class _Sums:
             frames=sum(int(self._frames[line]) for line in kept),
             wall_s=math.fsum(self._wall_s[line] for line in kept),
             spans_s=spans_s,
-            eval_s=self._event_s["eval"],
-            checkpoint_s=self._event_s["checkpoint"],
+            eval_s=self._event_s("eval", begin),
+            checkpoint_s=self._event_s("checkpoint", begin),
             # Where steps before are left out, these are not all that the run has made.
             first_step=int(self._step[kept[0]]) if begin and kept else None,
             last_step=int(self._step[kept[-1]]) if begin and kept else None,
         )
         return timing, len(ordered) > DEFAULT_WARMUP_STEPS
+
+    def _event_s(self, name: str, begin: int) -> float:
+        """Return the seconds of the events of a kind that came after a step after `begin`; 0: all of them."""
+        counted_from = begin + 1 if begin else 0
+        return math.fsum(s for step, event, s in self._events if event == name and step >= counted_from)
 
 
 def _span_pieces(step: dict[str, Any]) -> list[tuple[str, float]]:

@@ -13,7 +13,7 @@ from speechdp.experiments.race.shown import ShownRaces, read_races
 from speechdp.report.kit import formatting, theme
 from speechdp.report.kit.canvas import make_canvas
 from speechdp.report.kit.choice import metric_meanings, over_lowest
-from speechdp.report.kit.columns import FigureColumn
+from speechdp.report.kit.columns import FigureColumn, resumed_note
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.outside import outside_sentences
 from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, swatch, write_files
@@ -93,7 +93,7 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
     html, csv, png = write_files(
         out_dir / "report",
         "report",
-        _page(sweep, rows, answer, tables, panels, until=until, race_notes=races.notes(compared)),
+        _page(sweep, rows, answer, tables, panels, race_notes=races.notes(compared)),
         csv_of_runs(rows, target, more),
         {"report": lambda path: write_png(path, _lines(panels), make_canvas(rows, theme.PRINT))},
     )
@@ -132,7 +132,6 @@ def _page(
     tables: dict[str, ShownTable[RunFigures]],
     panels: dict[str, list[Panel]],
     *,
-    until: str | None,
     race_notes: Sequence[str],
 ) -> str:
     rule = rule_for(rows) if answer.chosen and len(rows) > 1 else ""
@@ -141,7 +140,6 @@ def _page(
         sweep.path.resolve().name,
         answer,
         " ".join(filter(None, (rule, metric_meanings(sweep.runs)))),
-        target=until,
         race_notes=race_notes,
         **{name: tables.get(name) for name in ("figures", "speech", "data_path")},
         **{
@@ -188,7 +186,9 @@ def _make_tables(
               ) -> ShownTable[RunFigures]:  # fmt: skip
         return ShownTable(id_, title, columns, [(head(row, len(of)), row) for row in of], **others)
 
-    note = "" if until is None else f"time to target: until {until} on held-out data"
+    to_target = "" if until is None else f"Time to target: until {until} on held-out data."
+    resumed = resumed_note((row.run, labels[row.run.name]) for row in rows)
+    note = " ".join(filter(None, (to_target, resumed)))
     wide = _WIDE + (_RACED if any(row.raced is not None for row in rows) else 0)
     tables = {"figures": table("figures", "", main_columns(rows), rows, note=note, wide_columns=wide)}
     if spoken := [row for row in rows if row.run.spoken is not None]:

@@ -174,7 +174,9 @@ def find_answer(search: Search) -> Answer:
         headline = f"{_none_reaches(record, target)}; {best.name} comes closest."
     else:
         reaches = "reaches" if record.seen_s is None else "is expected to reach"
-        headline = f"{best.name} {reaches} {target} soonest: {_range_text(end)}."
+        compared = any(one.times_s for one in record.tried if one is not best)
+        how = "soonest" if compared else "and is the only one left to do so"
+        headline = f"{best.name} {reaches} {target} {how}: {_range_text(end)}."
     details = [
         *_expected_text(record),
         f"It trains at {formatting.count(best.frames_per_s)} {terms.amount}/s with back-end {record.backend}"

@@ -1160,6 +1160,30 @@ def test_what_was_refused_is_not_said_to_be_ruled_out_by_its_speed(tmp_path: Pat
     assert alone.headline == f"{GRADIENTS}: no other setting was to be tried." and not alone.cautions
 
 
+def test_the_only_one_left_is_not_said_to_be_the_soonest(tmp_path: Path) -> None:
+    """One that nothing was compared with reached the target soonest."""
+    record = search(tmp_path / "both", Jobs(tmp_path / "both"))
+    assert " soonest: " in find_answer(Search(record, {})).headline
+    jobs = Jobs(tmp_path / "one", fails=(SHORT, GRADIENTS))
+    record = search(tmp_path / "one", jobs)
+    assert record.chosen == LONG and record.of(LONG).times_s and not record.of(SHORT).times_s
+    headline = find_answer(Search(record, {})).headline
+    assert "soonest" not in headline and " and is the only one left to do so: " in headline
+
+
+def test_that_the_budget_begins_anew_without_a_record_is_said(tmp_path: Path) -> None:
+    told: list[str] = []
+    search(tmp_path, Jobs(tmp_path), say=told.append)
+    search(tmp_path, Jobs(tmp_path), say=told.append)
+    assert not any("begins anew" in line for line in told)
+    (tmp_path / "tune.json").unlink()
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    record = search(tmp_path, Jobs(tmp_path), say=told.append)
+    (line,) = (line for line in told if "begins anew" in line)
+    assert line.startswith(f"{tmp_path}: tune.json is gone, so the budget begins anew; the runs and")
+    assert record.completed
+
+
 def test_one_seed_has_no_range(tmp_path: Path) -> None:
     record = search(tmp_path, Jobs(tmp_path), seeds=(1,))
     of_one = Search(record, {})

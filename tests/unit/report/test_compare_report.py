@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from markupsafe import Markup
 
 from speechdp.cli.report import ReportCommand
 from speechdp.report.compare.choice import choose, rule_for
 from speechdp.report.compare.groups import Group, common_target, make_groups, read_comparison
 from speechdp.report.compare.panels import make_canvas, make_panels, mean_curve
 from speechdp.report.compare.report import write_comparison as write_report
+from speechdp.report.compare.table import make_tables
 from speechdp.report.kit.canvas import dashes
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.kit.theme import PRINT
@@ -453,6 +455,20 @@ def test_a_run_that_lost_ranks_is_named(tmp_path: Path) -> None:
     assert any(told in caution for caution in cautions)
 
 
+def test_the_speed_of_a_resumed_run_is_said_to_be_that_of_its_last_start(tmp_path: Path) -> None:
+    out = write_comparison(
+        tmp_path / "out", [MadeUpStrategy("a"), MadeUpStrategy("b")], (4,), (1,), ("frames",)
+    )
+    path = out / "frames-4x-b-seed1-12ep" / "timing.json"
+    timing = json.loads(path.read_text())
+    ranks = [{**rank, "first_step": 165} for rank in timing["ranks"]]
+    path.write_text(json.dumps({**timing, "ranks": ranks}))
+    groups = list(_groups(out).values())
+    (table,) = make_tables(groups, [], {group.label: Markup("") for group in groups})
+    told = "are those since the last start: equal frames, 4 ranks, b, seed 1 (from step 165)."
+    assert table.note.endswith(told)
+
+
 def test_a_strategy_one_of_whose_seeds_failed_is_not_preferred(tmp_path: Path) -> None:
     """One that diverged with two of three seeds was the best, by the third."""
     strategies = [MadeUpStrategy("a", 9_000), MadeUpStrategy("b", 8_000)]
@@ -468,3 +484,20 @@ def test_a_strategy_one_of_whose_seeds_failed_is_not_preferred(tmp_path: Path) -
     assert any("goes before one of which some failed" in caution for caution in choice.cautions)
     write_record(out, [failed(entry, "no memory") if entry["seed"] == 2 else entry for entry in entries])
     assert choose(list(_groups(out).values())).chosen[2].strategy == "a"  # each has one
+
+
+def test_a_strategy_one_of_whose_seeds_failed_at_equal_time_is_not_preferred_there(tmp_path: Path) -> None:
+    """At equal frames it was lowered and marked, at equal time neither."""
+    strategies = [MadeUpStrategy("a", 9_000, -0.40), MadeUpStrategy("b", 8_000, -0.46)]
+    out = write_comparison(tmp_path / "out", strategies, (2,))
+    (told,) = (text for text in choose(list(_groups(out).values())).details if "In equal time" in text)
+    assert told.startswith("In equal time it is the most accurate, too")
+    entries = _entries(out)
+    of_a = [place for place, e in enumerate(entries) if (e["strategy"], e["mode"]) == ("a", "time")]
+    write_record(out, [failed(e, "the loss is nan") if n in of_a[1:] else e for n, e in enumerate(entries)])
+    choice = choose(list(_groups(out).values()))
+    assert choice.chosen[2].strategy == "a"  # at equal frames all its seeds came to their end
+    (told,) = (text for text in choice.details if "In equal time" in text)
+    assert told.startswith("In equal time b is the most accurate")
+    assert re.search(r", where it has \S+ by 1 of 3 seeds\.$", told)
+    assert any("goes before one of which some failed" in caution for caution in choice.cautions)

@@ -133,6 +133,7 @@ def test_unknown_words_are_a_caution(tmp_path: Path) -> None:
     result = decoding_of(UTTERANCES, run, unknown_words=2)
     report = write_decoding_page(result, data_of(UTTERANCES, tmp_path / "data", audio=False), run)
     assert "2 words (20.0 %) are not in the vocabulary: counted as errors." in report.answer
+    assert f"{result.unknown_remark}." in report.answer  # as the terminal has it
 
 
 @pytest.mark.parametrize(
@@ -146,7 +147,7 @@ def test_words_that_cannot_be_recognised_are_counted(
     result = decoding_of(UTTERANCES, run_dir, unknown_words=number)
     data = data_of(UTTERANCES, tmp_path / "data", audio=False)
     DecodeCommand(run_dir, data.path)._show(result, data)
-    assert f"{said} vocabulary: an error each\n" in capsys.readouterr().out
+    assert f"{said} vocabulary: counted as errors\n" in capsys.readouterr().out
 
 
 def test_a_page_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

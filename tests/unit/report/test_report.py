@@ -236,6 +236,26 @@ def test_ranks_that_were_lost_are_told_of(tmp_path: Path) -> None:
     assert any(sentence.endswith(told) for sentence in write_report(out).answer)
 
 
+def test_the_speed_of_a_resumed_run_is_said_to_be_that_of_its_last_start(tmp_path: Path) -> None:
+    """The documents said so, the table did not."""
+    out = write_sweep(tmp_path / "sweep", [MadeUpRun("p4", period="4"), MadeUpRun("p16", period="16")])
+    path = out / "p4" / "timing.json"
+    timing = json.loads(path.read_text())
+
+    def note(first_step: int) -> str:
+        ranks = [{**rank, "first_step": first_step} for rank in timing["ranks"]]
+        path.write_text(json.dumps({**timing, "ranks": ranks}))
+        written = write_report(out)
+        page = " ".join(written.html.read_text(encoding="utf-8").split())
+        (figures,) = (table for table in written.table.renderables if table.id == "figures")
+        assert figures.note in page
+        return str(figures.note)
+
+    assert "Resumed" not in note(5)  # of a run in one go: behind the warm-up
+    told = "Resumed, so that speed and shares of time are those since the last start: "
+    assert note(1205).endswith(f"{told}period 4 (from step 1,205).")
+
+
 def test_names_that_are_no_utf_8_and_backslashes_are_shown(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"swe\xffep\\1")
     run = MadeUpRun(os.fsdecode(b"r\xff\\g<9>"), "", settings={"strategy_name": ""}, period=None)

@@ -398,3 +398,33 @@ def test_timelines_of_another_number_of_ranks_are_not_summed_with_those_of_the_l
         (run / "starts.jsonl").write_text("".join(lines[:2]) + json.dumps({"step": last[0], "size": last[1]}))
         timing = read_run(run).timing
         assert timing is not None and [rank.steps for rank in timing.ranks] == [26, 26, 18, 18]
+
+
+def test_evaluations_and_checkpoints_are_summed_over_the_steps_that_are(tmp_path: Path) -> None:
+    """They were summed over all starts, repeated ones too, while the steps were those that count."""
+    run = write_run(MadeUpRun("a", size=1, completed=False), tmp_path)
+    (run / "timing.json").unlink()
+    (run / "timeline").mkdir(exist_ok=True)
+
+    def lines(*steps: int) -> list[dict[str, Any]]:
+        return [{"step": n, "frames": 10, "wall": 1.0, "spans": []} for n in steps]
+
+    def events(eval_s: float) -> list[dict[str, Any]]:
+        return [{"event": "eval", "wall": eval_s}, {"event": "checkpoint", "wall": eval_s / 2}]
+
+    # Evaluated after steps 10 and 20, begun again after 10, and once more evaluated after 20 and 30.
+    whole = [*lines(*range(1, 11)), *events(1.0), *lines(*range(11, 22)), *events(2.0)]
+    whole += [*lines(*range(11, 21)), *events(4.0), *lines(*range(21, 31)), *events(8.0)]
+    text = "".join(json.dumps(line) + "\n" for line in whole)
+    (run / "timeline" / "rank-0000.jsonl").write_text(text, encoding="utf-8")
+
+    def sums() -> tuple[int, float, float]:
+        timing = read_run(run).timing
+        assert timing is not None
+        (rank,) = timing.ranks
+        return rank.steps, rank.eval_s, rank.checkpoint_s
+
+    assert sums() == (26, 1.0 + 4.0 + 8.0, 0.5 + 2.0 + 4.0)
+    starts = [{"step": step, "size": size} for step, size in ((0, 2), (10, 2), (20, 1))]
+    (run / "starts.jsonl").write_text("".join(json.dumps(s) + "\n" for s in starts), encoding="utf-8")
+    assert sums() == (6, 8.0, 4.0)
