@@ -124,6 +124,8 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference 
     total = int(one.words.sum())
     if total == 0 or not one.is_beside(other):
         return None
+    if one is other:  # which no chance sets apart from itself
+        return Difference(0.0, 0.0, 0.0, len(one.errors) > 1)
     more: NDArray[np.float64] = one.errors.mean(axis=0) - other.errors.mean(axis=0)
     random = np.random.default_rng(1)
     draws = drawn_rates(more, one.words, _NUM_RESAMPLES, random)

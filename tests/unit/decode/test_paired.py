@@ -73,6 +73,8 @@ def test_what_is_hard_for_both_cancels_out() -> None:
     one, other = models([10] * 30, [number + 1 for number in errors]), models([10] * 30, errors)
     assert rate_difference(one, other) == pytest.approx((0.1, 0.1, 0.1, False))
     assert rate_difference(other, one) == pytest.approx((-0.1, -0.1, -0.1, False))
+    seeds = models([10] * 2, [0, 1], [3, 4])
+    assert rate_difference(seeds, seeds) == (0, 0, 0, True)
     assert rate_difference(one, one) == pytest.approx((0, 0, 0, False))
 
 
