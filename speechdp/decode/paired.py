@@ -107,7 +107,7 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference 
     that what is hard for all of them cancels out.  With several seeds it also has their chance: to each
     draw of utterances one from Student's t distribution is added, as wide as the seeds' common standard
     deviation leaves the difference of the means open (that of the two-sample t-test).  With a single model on
-    both sides the chance of training is left out.
+    both sides the chance of training is left out.  Models less themselves are 0, without any chance.
 
     Source: Bisani & Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation", ICASSP
     2004, section 4.  Its draws are the matched pairs of Gillick & Cox, ICASSP 1989.
@@ -128,7 +128,7 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference 
     random = np.random.default_rng(1)
     draws = drawn_rates(more, one.words, _NUM_RESAMPLES, random)
     freedom = len(one.errors) + len(other.errors) - 2
-    if freedom > 0:
+    if freedom > 0 and one is not other:
         squares = sum(float(((side.rates - side.rates.mean()) ** 2).sum()) for side in (one, other))
         scale = math.sqrt(squares / freedom * (1 / len(one.errors) + 1 / len(other.errors)))
         draws = draws + scale * random.standard_t(freedom, size=len(draws))

@@ -86,6 +86,8 @@ def test_seeds_widen_the_interval() -> None:
     # The t-test's: 0.1 +- 2.776 * sqrt((0.1^2 + 0^2) / 2) * sqrt(2 / 3), of 4 degrees of freedom.
     assert (unsure.low, unsure.high) == pytest.approx((0.1 - 0.1603, 0.1 + 0.1603), abs=0.015)
     assert not unsure.is_sure
+    spread = models(words, *apart)
+    assert rate_difference(spread, spread) == (0, 0, 0, True)
 
 
 def test_other_utterances_are_not_compared() -> None:
