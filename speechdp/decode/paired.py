@@ -17,6 +17,7 @@ Counts = NDArray[np.int64]
 INTERVAL = (2.5, 97.5)
 _NUM_RESAMPLES = 2000
 _DRAWN_AT_ONCE = 2**20  # numbers: 8 MiB, however many utterances there are
+_MOST = 2**31  # no utterance has as many words or errors
 
 
 class Difference(NamedTuple):
@@ -65,9 +66,10 @@ class UtteranceErrors:
             insertions, deletions, substitutions, words = map(int, numbers)
             names.append(name)
             counts.append((insertions, deletions, substitutions, words))
-        table = np.array(counts, dtype=np.int64).reshape(-1, 4)
-        if (table < 0).any() or len(set(names)) < len(names):
+        is_count = all(0 <= number < _MOST for row in counts for number in row)
+        if not is_count or len(set(names)) < len(names):
             raise ValueError("no counts of different utterances")
+        table = np.array(counts, dtype=np.int64).reshape(-1, 4)
         return cls(tuple(names), table[:, 3], table[None, :, :3].sum(axis=2))
 
     @classmethod

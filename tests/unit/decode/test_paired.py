@@ -34,7 +34,10 @@ def test_what_is_written_is_read() -> None:
     assert UtteranceErrors.parse("").names == ()
 
 
-@pytest.mark.parametrize("text", ["a 1 2 3\n", "a 1 2 x 4\n", "a 1 -2 3 4\n", "a 0 0 0 1\na 0 0 0 1\n", "\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["a 1 2 3\n", "a 1 2 x 4\n", "a 1 -2 3 4\n", "a 0 0 0 1\na 0 0 0 1\n", "\n", f"a 0 0 0 {10**20}\n"],
+)
 def test_what_is_no_count_of_errors_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         UtteranceErrors.parse(text)
