@@ -61,9 +61,13 @@ def lowest_word_errors(rows: Sequence[Accuracy]) -> WordErrors | None:
 
 
 def over_lowest(row: Accuracy, rows: Sequence[Accuracy]) -> Difference | None:
-    """Return a row's word error rate less the lowest of several rows; None where it is not known."""
+    """Return a row's word error rate less the lowest of several rows; None where it is not known.
+
+    Neither is it where no other row has a rate.
+    """
     lowest = lowest_word_errors(rows)
-    if lowest is None or row.word_errors is None or len(rows) < 2:
+    num_decoded = sum(one.word_errors is not None for one in rows)
+    if lowest is None or row.word_errors is None or num_decoded < 2:
         return None
     return row.word_errors.over(lowest)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -342,6 +343,19 @@ def test_word_error_rates_that_may_be_chance_leave_the_choice_to_speed(tmp_path:
     choice = choose(groups)
     assert choice.chosen[2].strategy == "a"
     assert "Word error rates on 2 ranks: none is surely above the lowest, that of b." in choice.details
+
+
+def test_a_rate_is_not_compared_with_itself_alone_nor_with_one_of_no_words(tmp_path: Path) -> None:
+    out = _compared_by_utterance(tmp_path / "out", more=0.3)
+    for path in out.glob("*-b-*/wer-test.json"):
+        nothing_said = {"words": 0, "wer": math.inf, "wer_low": math.inf, "wer_high": math.inf}
+        path.write_text(json.dumps(json.loads(path.read_text()) | nothing_said))
+    a, b = _groups(out).values()
+    assert a.word_errors is not None and b.word_errors is None
+    assert a.wer_over_lowest is None and b.wer_over_lowest is None
+    assert b.finished[0].result is not None
+    (problem,) = b.finished[0].result.problems
+    assert problem.startswith("wer-test.json: its transcripts have no words, so that there is no word error")
 
 
 def test_the_lowest_is_named_where_one_of_its_seeds_was_decoded(tmp_path: Path) -> None:
