@@ -392,7 +392,7 @@ def test_errors_of_other_decodings_are_told_and_left_aside(tmp_path: Path) -> No
     ]
     # As before errors were kept by utterance: the intervals decide.
     assert choose(groups).chosen[2].strategy == "a"
-    assert "where errors are not known by utterance" in rule_for(groups)
+    assert " or, between single models and where errors are not known by utterance, 95 %" in rule_for(groups)
 
 
 def test_word_errors_of_different_splits_are_not_compared(tmp_path: Path) -> None:
