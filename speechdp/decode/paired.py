@@ -17,6 +17,7 @@ Counts = NDArray[np.int64]
 INTERVAL = (2.5, 97.5)
 _NUM_RESAMPLES = 2000
 _DRAWN_AT_ONCE = 2**20  # numbers: 8 MiB, however many utterances there are
+_MOST = 2**31  # no utterance has as many words or errors
 
 
 class Difference(NamedTuple):
@@ -65,9 +66,10 @@ class UtteranceErrors:
             insertions, deletions, substitutions, words = map(int, numbers)
             names.append(name)
             counts.append((insertions, deletions, substitutions, words))
-        table = np.array(counts, dtype=np.int64).reshape(-1, 4)
-        if (table < 0).any() or len(set(names)) < len(names):
+        is_count = all(0 <= number < _MOST for row in counts for number in row)
+        if not is_count or len(set(names)) < len(names):
             raise ValueError("no counts of different utterances")
+        table = np.array(counts, dtype=np.int64).reshape(-1, 4)
         return cls(tuple(names), table[:, 3], table[None, :, :3].sum(axis=2))
 
     @classmethod
@@ -107,7 +109,7 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference 
     that what is hard for all of them cancels out.  With several seeds it also has their chance: to each
     draw of utterances one from Student's t distribution is added, as wide as the seeds' common standard
     deviation leaves the difference of the means open (that of the two-sample t-test).  With a single model on
-    both sides the chance of training is left out.
+    both sides the chance of training is left out.  Models less themselves are 0, without any chance.
 
     Source: Bisani & Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation", ICASSP
     2004, section 4.  Its draws are the matched pairs of Gillick & Cox, ICASSP 1989.
@@ -130,7 +132,7 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference 
     random = np.random.default_rng(1)
     draws = drawn_rates(more, one.words, _NUM_RESAMPLES, random)
     freedom = len(one.errors) + len(other.errors) - 2
-    if freedom > 0:
+    if freedom > 0 and one is not other:
         squares = sum(float(((side.rates - side.rates.mean()) ** 2).sum()) for side in (one, other))
         scale = math.sqrt(squares / freedom * (1 / len(one.errors) + 1 / len(other.errors)))
         draws = draws + scale * random.standard_t(freedom, size=len(draws))

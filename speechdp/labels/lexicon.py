@@ -301,7 +301,8 @@ def grapheme_lexicon(words: Iterable[str]) -> Lexicon:
     """Spell each word as its letters: a letter with its combining marks is a phone, in lower case.
 
     Digits are the same in all scripts, and letters that are drawn otherwise for the look are those that they
-    stand for (ligatures, full width): each would be a phone of its own, with hardly any speech to learn from.
+    stand for (ligatures, full and half width): each would be a phone of its own, with hardly any speech to
+    learn from.
     Signs that are neither letters nor digits, such as apostrophes, are silent; words of these alone are left
     out, and so are marks such as `<noise>`.
 
@@ -322,7 +323,8 @@ def has_plain_letters(word: str) -> bool:
 
 def _plain_letters(word: str) -> str:
     """Return a word in lower case, its digits 0 to 9 and its letters those that they stand for."""
-    return "".join(map(_plain_letter, lower_case(word)))
+    # Composed again: signs of voicing of half width stand behind their letter.
+    return unicodedata.normalize("NFC", "".join(map(_plain_letter, lower_case(word))))
 
 
 def _plain_letter(character: str) -> str:
@@ -330,8 +332,8 @@ def _plain_letter(character: str) -> str:
         return str(unicodedata.decimal(character))
     plain = unicodedata.normalize("NFKC", character)
     # Thai and Lao vowels would fall apart into a mark, which made the letter before another phone.
-    has_mark = any(unicodedata.category(part).startswith("M") for part in plain)
-    return character if has_mark else lower_case(plain)
+    falls_apart = len(plain) > 1 and any(unicodedata.category(part).startswith("M") for part in plain)
+    return character if falls_apart else lower_case(plain)
 
 
 def _graphemes(word: str) -> Pronunciation:

@@ -341,7 +341,8 @@ class FolderOwner:
 
     def _refusal(self, sight: _Sight) -> FolderInUseError:
         mine, other = self._claimant.job, None if sight.claimant is None else sight.claimant.job
-        if mine is not None and mine.task_variable and other is not None and other.task:
+        # The same task of another job is the array submitted once more, which has the same folders.
+        if mine and mine.task_variable and other and other.task not in ("", mine.task):
             own = f"{self.folder}-${mine.task_variable}"
             return FolderInUseError(
                 f"{self.folder}: is in use by {_describe(sight)}; "

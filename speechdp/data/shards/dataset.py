@@ -267,15 +267,18 @@ class Dataset:
 def _refuse_special_files(directory: Path) -> None:
     """Refuse what is no file in place of one: opening a pipe waits for ever, deaf to signals too.
 
+    Where there is no data.json, such as in /tmp, others' pipes and sockets are none of our business.
+
     Raises:
         ShardError: names the first.
     """
     try:
         with os.scandir(directory) as entries:
-            names = [e.name for e in entries if not e.is_file() and not e.is_dir() and Path(e).exists()]
+            found = {e.name: e.is_file() or e.is_dir() or not Path(e).exists() for e in entries}
     except OSError:
         return  # reading data.json says why
-    if names:
+    names = [name for name, is_usual in found.items() if not is_usual]
+    if names and MANIFEST_NAME in found:
         raise ShardError(
             f"{directory / min(names)}: is a pipe, socket or device, which data directories do not hold; "
             "remove it, and copy the file again if it stands for one"

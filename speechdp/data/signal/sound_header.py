@@ -55,7 +55,8 @@ def _sphere(file: BinaryIO) -> tuple[int, int] | None:
     size = int(begin[1])
     file.seek(0)
     header = file.read(size).partition(b"\nend_head")[0]
-    values = dict(re.findall(rb"^(\w+) -i (\d+)", header, re.MULTILINE))
+    # libsndfile writes a number as a text: "sample_n_bytes -s1 1" of u-law.
+    values = dict(re.findall(rb"^(\w+) -(?:i|s\d+) (\d+)\s*$", header, re.MULTILINE))
     if b"sample_count" not in values or b"sample_n_bytes" not in values:
         return None
     frames, sample = int(values[b"sample_count"]), int(values[b"sample_n_bytes"])

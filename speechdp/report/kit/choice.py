@@ -61,9 +61,13 @@ def lowest_word_errors(rows: Sequence[Accuracy]) -> WordErrors | None:
 
 
 def over_lowest(row: Accuracy, rows: Sequence[Accuracy]) -> Difference | None:
-    """Return a row's word error rate less the lowest of several rows; None where it is not known."""
+    """Return a row's word error rate less the lowest of several rows; None where it is not known.
+
+    Neither is it where no other row has a rate.
+    """
     lowest = lowest_word_errors(rows)
-    if lowest is None or row.word_errors is None or len(rows) < 2:
+    num_decoded = sum(one.word_errors is not None for one in rows)
+    if lowest is None or row.word_errors is None or num_decoded < 2:
         return None
     return row.word_errors.over(lowest)
 
@@ -80,27 +84,34 @@ def word_errors_rule(rows: Sequence[Accuracy]) -> str:
         return paired
     overlaps = "95 % interval of the word error rate overlaps that of the lowest one"
     if any(is_paired):
-        return f"{paired} or, with one seed or where errors are not known by utterance, {overlaps}"
+        return f"{paired} or, between single models and where errors are not known by utterance, {overlaps}"
     return overlaps
 
 
 def told_apart(rows: Sequence[Row], label: Callable[[Row], str], where: str = "") -> list[str]:
-    """Say which word error rates are surely above the lowest, a sentence; none where less than two are known.
+    """Say which word error rates are surely above the lowest, a sentence; none where that is known of none.
+
+    It is known of a rate where both are by utterance, and at least one of them of several seeds.
 
     Args:
         label: names a row.
         where: what the rows have in common, ` on 2 ranks`.
     """
     lowest = lowest_word_errors(rows)
-    found = [(row, over_lowest(row, rows)) for row in rows]
+    best = ", ".join(label(row) for row in rows if row.word_errors is lowest)
+    others = [row for row in rows if row.word_errors is not None and row.word_errors is not lowest]
+    found = [(row, over_lowest(row, rows)) for row in others]
     known = [(row, by) for row, by in found if by is not None and by.has_seeds]
-    if lowest is None or len(known) < 2:
+    if not known:
         return []
-    best = ", ".join(label(row) for row, _ in known if row.word_errors is lowest)
     above = [f"{label(row)} ({formatting.difference(by)} points)" for row, by in known if by.is_sure]
-    if not above:
-        return [f"Word error rates{where}: none is surely above the lowest, that of {best}."]
-    return [f"Word error rates{where}: surely above the lowest, that of {best}: {', '.join(above)}."]
+    if above:
+        said = f"surely above the lowest, that of {best}: {', '.join(above)}"
+    else:
+        said = f"none is surely above the lowest, that of {best}"
+    open_ = [label(row) for row in others if not any(row is one for one, _ in known)]
+    left = f"; not known by utterance and seeds: {', '.join(open_)}" if open_ else ""
+    return [f"Word error rates{where}: {said}{left}."]
 
 
 def lacks_scores(runs: Sequence[RunResult], terms: Terms, which: str = "finished run") -> str:

@@ -323,7 +323,13 @@ def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
         return None
     wer = number(record, "wer")
     if wer is None:
-        problems.append(f"{path.name}: no word error rate in it; decode the run again")
+        if number(record, "words") == 0:  # where words were recognised, the rate is infinite
+            said = (
+                "its transcripts have no words, so that there is no word error rate; decode another --split"
+            )
+        else:
+            said = "no word error rate in it; decode the run again"
+        problems.append(f"{path.name}: {said}")
         return None
     counts = {key: number(record, key) for key in ("words", "insertions", "deletions", "substitutions")}
     whole = {key: None if value is None else int(value) for key, value in counts.items()}

@@ -34,7 +34,10 @@ def test_what_is_written_is_read() -> None:
     assert UtteranceErrors.parse("").names == ()
 
 
-@pytest.mark.parametrize("text", ["a 1 2 3\n", "a 1 2 x 4\n", "a 1 -2 3 4\n", "a 0 0 0 1\na 0 0 0 1\n", "\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["a 1 2 3\n", "a 1 2 x 4\n", "a 1 -2 3 4\n", "a 0 0 0 1\na 0 0 0 1\n", "\n", f"a 0 0 0 {10**20}\n"],
+)
 def test_what_is_no_count_of_errors_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         UtteranceErrors.parse(text)
@@ -88,6 +91,8 @@ def test_seeds_widen_the_interval() -> None:
     # The t-test's: 0.1 +- 2.776 * sqrt((0.1^2 + 0^2) / 2) * sqrt(2 / 3), of 4 degrees of freedom.
     assert (unsure.low, unsure.high) == pytest.approx((0.1 - 0.1603, 0.1 + 0.1603), abs=0.015)
     assert not unsure.is_sure
+    spread = models(words, *apart)
+    assert rate_difference(spread, spread) == (0, 0, 0, True)
 
 
 def test_other_utterances_are_not_compared() -> None:

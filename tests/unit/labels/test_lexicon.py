@@ -251,6 +251,7 @@ def test_digits_and_letters_of_all_shapes_are_spelled_alike() -> None:
         ("\ufef5", "\u0644 \u0622"),  # lam with alef, as it is drawn
         ("\u0e19\u0e49\u0e33", "\u0e19\u0e49 \u0e33"),  # Thai: not the letter before with a mark
         ("\ud55c\uad6d", "\ud55c \uad6d"),
+        ("\uff76\uff9e\uff77", "\u30ac \u30ad"),  # Katakana of half width, the first voiced
     ):
         assert grapheme_lexicon([word]).pronunciations[word] == (tuple(letters.split()),)
         assert has_plain_letters(word) == (word in ("35", "3,5", "\u0e19\u0e49\u0e33", "\ud55c\uad6d"))

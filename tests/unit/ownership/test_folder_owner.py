@@ -326,6 +326,12 @@ def test_the_same_start_of_a_job_or_launch_is_refused(tmp_path: Path) -> None:
         ),
         ({"LSB_JOBID": "3", "LSB_JOBINDEX": "1"}, {"LSB_JOBID": "3", "LSB_JOBINDEX": "2"}, "-$LSB_JOBINDEX"),
         ({"JOB_ID": "3", "SGE_TASK_ID": "1"}, {"JOB_ID": "3", "SGE_TASK_ID": "2"}, "-$SGE_TASK_ID"),
+        # The array once more: each of its tasks has a folder, and another suffix would begin a new run.
+        (
+            {"SLURM_JOB_ID": "17", "SLURM_ARRAY_TASK_ID": "1"},
+            {"SLURM_JOB_ID": "28", "SLURM_ARRAY_TASK_ID": "1"},
+            "",
+        ),
         # The other is of no array: it ends.
         ({"SLURM_JOB_ID": "17"}, {"SLURM_JOB_ID": "18", "SLURM_ARRAY_TASK_ID": "1"}, ""),
         ({"JOB_ID": "3", "SGE_TASK_ID": "undefined"}, {"JOB_ID": "4", "SGE_TASK_ID": "undefined"}, ""),

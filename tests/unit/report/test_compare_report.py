@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from speechdp.report.compare.panels import make_canvas, make_panels, mean_curve
 from speechdp.report.compare.report import write_comparison as write_report
 from speechdp.report.compare.table import make_tables
 from speechdp.report.kit.canvas import dashes
+from speechdp.report.kit.choice import told_apart
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.kit.theme import PRINT
 from speechdp.report.runs.derived import mean_age
@@ -322,7 +325,8 @@ def test_word_error_rates_are_told_apart_by_their_difference_on_the_same_utteran
     lines = {line["strategy"]: line for line in csv.DictReader(report.csv.read_text().splitlines())}
     assert float(lines["a"]["wer_over_lowest"]) == pytest.approx(0.03)
     assert 0 < float(lines["a"]["wer_over_lowest_low"]) < 0.03 < float(lines["a"]["wer_over_lowest_high"])
-    assert float(lines["b"]["wer_over_lowest"]) == 0
+    # The lowest less itself is no chance.
+    assert [float(lines["b"][f"wer_over_lowest{end}"]) for end in ("", "_low", "_high")] == [0, 0, 0]
     assert "WER over lowest" in report.html.read_text()
 
 
@@ -341,6 +345,38 @@ def test_word_error_rates_that_may_be_chance_leave_the_choice_to_speed(tmp_path:
     assert "Word error rates on 2 ranks: none is surely above the lowest, that of b." in choice.details
 
 
+def test_a_rate_is_not_compared_with_itself_alone_nor_with_one_of_no_words(tmp_path: Path) -> None:
+    out = _compared_by_utterance(tmp_path / "out", more=0.3)
+    for path in out.glob("*-b-*/wer-test.json"):
+        nothing_said = {"words": 0, "wer": math.inf, "wer_low": math.inf, "wer_high": math.inf}
+        path.write_text(json.dumps(json.loads(path.read_text()) | nothing_said))
+    a, b = _groups(out).values()
+    assert a.word_errors is not None and b.word_errors is None
+    assert a.wer_over_lowest is None and b.wer_over_lowest is None
+    assert b.finished[0].result is not None
+    (problem,) = b.finished[0].result.problems
+    assert problem.startswith("wer-test.json: its transcripts have no words, so that there is no word error")
+
+
+def test_the_lowest_is_named_where_one_of_its_seeds_was_decoded(tmp_path: Path) -> None:
+    out = _compared_by_utterance(tmp_path / "out", more=0.3)
+    for path in out.glob("*-b-*/wer-test.json"):
+        if "seed1" not in path.parent.name:
+            path.unlink()
+    (sentence,) = (text for text in choose(list(_groups(out).values())).details if "Word error" in text)
+    assert sentence.startswith("Word error rates on 2 ranks: surely above the lowest, that of b: a (3.0 [")
+
+
+def test_rates_that_nothing_is_known_of_are_not_said_to_be_as_low(tmp_path: Path) -> None:
+    a, b = _groups(_compared_by_utterance(tmp_path / "out", more=0.01)).values()
+    assert a.word_errors is not None
+    old = replace(a, strategy="old", word_errors=replace(a.word_errors, wer=0.5, low=0.4, utterances=None))
+    assert told_apart([a, b, old], lambda group: group.strategy) == [
+        "Word error rates: none is surely above the lowest, that of b; not known by utterance and seeds: old."
+    ]
+    assert told_apart([b, old], lambda group: group.strategy) == []
+
+
 def test_errors_of_other_decodings_are_told_and_left_aside(tmp_path: Path) -> None:
     out = _compared_by_utterance(tmp_path / "out", more=0.3)
     paths = sorted(out.glob("*-a-*/hypotheses/test.errors"))
@@ -356,7 +392,7 @@ def test_errors_of_other_decodings_are_told_and_left_aside(tmp_path: Path) -> No
     ]
     # As before errors were kept by utterance: the intervals decide.
     assert choose(groups).chosen[2].strategy == "a"
-    assert "where errors are not known by utterance" in rule_for(groups)
+    assert " or, between single models and where errors are not known by utterance, 95 %" in rule_for(groups)
 
 
 def test_word_errors_of_different_splits_are_not_compared(tmp_path: Path) -> None:

@@ -326,9 +326,19 @@ def test_what_is_missing_just_after_it_was_written_was_taken_away(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["data.json", "train-00000.h5", "classes.txt"])
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    (tmp_path / "data.json").touch()
+    (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
     with pytest.raises(ShardError, match=rf"{name}: is a pipe, socket or device, .*; remove it, and copy"):
         Dataset.open(tmp_path)
+
+
+def test_nobody_is_told_to_remove_a_pipe_elsewhere(tmp_path: Path) -> None:
+    """A wrong folder, such as /tmp, has pipes and sockets of other programs."""
+    os.mkfifo(tmp_path / "socket-of-others")
+    with pytest.raises(ShardError) as refused:
+        Dataset.open(tmp_path)
+    assert "data.json" in str(refused.value) and "pipe" not in str(refused.value)
 
 
 def test_a_run_is_no_data_directory(tmp_path: Path) -> None:
