@@ -132,7 +132,7 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference 
     random = np.random.default_rng(1)
     draws = drawn_rates(more, one.words, _NUM_RESAMPLES, random)
     freedom = len(one.errors) + len(other.errors) - 2
-    if freedom > 0 and one is not other:
+    if freedom > 0:
         squares = sum(float(((side.rates - side.rates.mean()) ** 2).sum()) for side in (one, other))
         scale = math.sqrt(squares / freedom * (1 / len(one.errors) + 1 / len(other.errors)))
         draws = draws + scale * random.standard_t(freedom, size=len(draws))
