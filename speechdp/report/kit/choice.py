@@ -61,11 +61,16 @@ def lowest_word_errors(rows: Sequence[Accuracy]) -> WordErrors | None:
 
 
 def over_lowest(row: Accuracy, rows: Sequence[Accuracy]) -> Difference | None:
-    """Return a row's word error rate less the lowest of several rows; None where it is not known."""
+    """Return a row's word error rate less the lowest of several rows; None where it is not known.
+
+    That of the lowest itself is 0 without any chance: its seeds are the same on both sides.
+    """
     lowest = lowest_word_errors(rows)
     if lowest is None or row.word_errors is None or len(rows) < 2:
         return None
-    return row.word_errors.over(lowest)
+    found = row.word_errors.over(lowest)
+    is_lowest = row.word_errors is lowest
+    return found._replace(low=0.0, high=0.0) if found is not None and is_lowest else found
 
 
 def word_errors_rule(rows: Sequence[Accuracy]) -> str:
