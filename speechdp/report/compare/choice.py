@@ -177,11 +177,11 @@ def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Gro
             text += f" ({times} times one rank{unsure} {reaches})"
     text += f", {_accuracy(fastest)}"
     of_decoded = " of those decoded" if any(_score(group) > _score(best) for group in rows) else ""
+    name = f"{terms.best} {terms.short_name}{of_decoded}"
     if best is not fastest:
-        name = f"{terms.best} {terms.short_name}{of_decoded}"
         text += f"; the {name} is that of {best.label}: {_accuracy(best)} {_pace(best, 'at')}"
     elif len(rows) > 1:
-        text += f", the {terms.best}{of_decoded} on {fastest.ranks} ranks"
+        text += f", the {name} on {fastest.ranks} ranks"
     sentences = [f"{text}."]
     if one_rank is not None and _is_slower_than_one_rank(fastest, one_rank):
         sentences.append(f"On {fastest.ranks} ranks {fastest.label} is slower than one rank alone.")

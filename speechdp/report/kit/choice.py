@@ -85,7 +85,7 @@ def word_errors_rule(rows: Sequence[Accuracy]) -> str:
         return paired
     overlaps = "95 % interval of the word error rate overlaps that of the lowest one"
     if any(is_paired):
-        return f"{paired} or, with one seed or where errors are not known by utterance, {overlaps}"
+        return f"{paired} or, of two single models or where errors are not known by utterance, {overlaps}"
     return overlaps
 
 

@@ -329,6 +329,26 @@ def test_word_error_rates_are_told_apart_by_their_difference_on_the_same_utteran
     assert "WER over lowest" in report.html.read_text()
 
 
+def test_what_the_chosen_is_best_in_is_said(tmp_path: Path) -> None:
+    """Its word error rate need not be the lowest."""
+    strategies = [MadeUpStrategy("a", 9_000, -0.3), MadeUpStrategy("b", 8_000, -0.31)]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
+    sentence = choose(list(_groups(out).values())).details[0]
+    assert sentence.startswith("2 ranks: a with ")
+    assert sentence.endswith(", the best log-probability on 2 ranks.")
+
+
+def test_one_seed_is_told_apart_from_several(tmp_path: Path) -> None:
+    """The seeds of one side say what chance does to both: only of two single models that is not known."""
+    out = _compared_by_utterance(tmp_path / "out", more=0.3)
+    for path in out.glob("*-a-seed[23]*/wer-test.json"):
+        path.unlink()
+    groups = list(_groups(out).values())
+    rule = "or, of two single models or where errors are not known by utterance, 95 % interval"
+    assert rule in rule_for(groups)
+    assert any(text.startswith("Word error rates on 2 ranks:") for text in choose(groups).details)
+
+
 def test_how_many_more_words_are_wrong_than_on_one_rank_is_said(tmp_path: Path) -> None:
     out = _compared_by_utterance(tmp_path / "out", more=0.3, ranks=(1, 2), names="a")
     text = choose(list(_groups(out).values())).headline
