@@ -32,6 +32,7 @@ from speechdp.report.kit.choice import (
 )
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
 from speechdp.report.kit.speeds import any_raced, choose_fastest, is_surely_slower, ratio_text, speed_phrase
+from speechdp.report.runs.folders import METRICS_MISSING
 from speechdp.simulation.gain_sentence import gain_sentence
 
 
@@ -228,11 +229,8 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
         )
     for group in groups:
         for run in group.unjudged:
-            metric = group_terms([group]).metric.name
-            notes.append(
-                f"{_title(run)}: its last {metric} is no number; a strategy all of whose seeds have one goes "
-                "before it."
-            )
+            lacks = _lacks_score(run, group_terms([group]).metric.name)
+            notes.append(f"{_title(run)}: {lacks}; a strategy all of whose seeds have one goes before it.")
         for run in group.finished:
             if run.result is not None and len(run.result.sizes) > 1:
                 sizes = " and then ".join(map(str, run.result.sizes))
@@ -289,6 +287,16 @@ def _decoding(rows: Sequence[Group]) -> list[str]:
     if alike:
         notes.append(undecoded_caution(list(alike.values()), [labels[key] for key in alike]))
     return notes
+
+
+def _lacks_score(run: ComparedRun, metric: str) -> str:
+    """Say why a finished run has no score, and what to do where its metrics were deleted."""
+    if run.result is None or run.result.evaluations:
+        return f"its last {metric} is no number"
+    if METRICS_MISSING not in run.result.problems:
+        return f"it has no {metric}"
+    remedy = f"delete {run.result.path} and repeat the command to train it again"
+    return f"it has no {metric} ({METRICS_MISSING}; {remedy})"
 
 
 def _title(run: ComparedRun) -> str:

@@ -338,6 +338,15 @@ def test_what_the_chosen_is_best_in_is_said(tmp_path: Path) -> None:
     assert sentence.endswith(", the best log-probability on 2 ranks.")
 
 
+def test_a_run_whose_metrics_are_gone_is_not_said_to_end_without_a_number(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a"), MadeUpStrategy("b")]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
+    (run,) = out.glob("*-a-seed1-*")
+    (run / "metrics.jsonl").unlink()
+    (note,) = (text for text in choose(list(_groups(out).values())).cautions if "a strategy all of" in text)
+    assert f"it has no held-out log-probability (metrics.jsonl: missing; delete {run} and repeat" in note
+
+
 def test_one_seed_is_told_apart_from_several(tmp_path: Path) -> None:
     """The seeds of one side say what chance does to both: only of two single models that is not known."""
     out = _compared_by_utterance(tmp_path / "out", more=0.3)
