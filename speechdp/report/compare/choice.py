@@ -31,7 +31,14 @@ from speechdp.report.kit.choice import (
     word_errors_rule,
 )
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
-from speechdp.report.kit.speeds import any_raced, choose_fastest, is_surely_slower, ratio_text, speed_phrase
+from speechdp.report.kit.speeds import (
+    any_raced,
+    choose_fastest,
+    faster_than,
+    is_surely_slower,
+    ratio_text,
+    speed_phrase,
+)
 from speechdp.report.runs.folders import METRICS_MISSING
 from speechdp.simulation.gain_sentence import gain_sentence
 
@@ -75,6 +82,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
             details += _not_told_apart(fastest, alike)
             details += _gain(fastest, rows)
             details += _at_equal_time(ranks, fastest, groups)
+            details += _faster_but_worse(fastest, rows, accurate, best)
     raced = any_raced(groups)
     machine = _machine(groups, raced=raced)
     cautions = tuple(filter(None, (machine if raced else "", *of_races, *_cautions(groups))))
@@ -139,6 +147,28 @@ def _is_like_one_rank(group: Group) -> bool:
     if speed is None or alone is None or speed.interval is None:
         return False
     return not speed.is_apart_from(alone)
+
+
+def _faster_but_worse(
+    chosen: Group, rows: Sequence[Group], accurate: Sequence[Group], best: Group
+) -> list[str]:
+    """Say why a strategy that is faster than the chosen one was not chosen.
+
+    Args:
+        rows: all that were tried on as many ranks.
+        accurate: those that are accurate enough.
+    """
+    faster = faster_than(chosen, rows, _speed)
+    if faster is None or any(group is faster for group in accurate):
+        return []
+    terms = group_terms([faster])
+    name = f"{formatting.capital(faster.label)} is faster on {faster.ranks} ranks, {_pace(faster)}"
+    if _score(faster) < _score(best) - tolerance(best):
+        good = f"low in {terms.short_name}" if terms.falls else "accurate"
+        return [f"{name}, but not {good} enough: {terms.gap(_score(faster), _score(best))}."]
+    if faster.word_errors is None:
+        return [f"{name}, but not decoded."]
+    return [f"{name}, but has too many word errors: {_accuracy(faster)}."]
 
 
 def _not_told_apart(chosen: Group, alike: Sequence[Group]) -> list[str]:

@@ -315,6 +315,10 @@ def test_word_error_rates_are_told_apart_by_their_difference_on_the_same_utteran
     assert first.low is not None and second.high is not None and first.low < second.high  # they overlap
     choice = choose(list(groups.values()))
     assert choice.chosen[2].strategy == "b"
+    assert any(
+        text.startswith("a is faster on 2 ranks, with ") and ", but has too many word errors: " in text
+        for text in choice.details
+    )
     sentence = "Word error rates on 2 ranks: surely above the lowest, that of b: a (3.0 ["
     assert any(text.startswith(sentence) for text in choice.details)
     assert "not surely above the lowest one" in rule_for(list(groups.values()))
@@ -345,6 +349,15 @@ def test_a_run_whose_metrics_are_gone_is_not_said_to_end_without_a_number(tmp_pa
     (run / "metrics.jsonl").unlink()
     (note,) = (text for text in choose(list(_groups(out).values())).cautions if "a strategy all of" in text)
     assert f"it has no held-out log-probability (metrics.jsonl: missing; delete {run} and repeat" in note
+
+
+def test_why_a_faster_strategy_is_not_chosen_is_said(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a", 9_000, -0.5), MadeUpStrategy("b", 8_000, -0.3)]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
+    choice = choose(list(_groups(out).values()))
+    assert choice.chosen[2].strategy == "b"
+    (said,) = (text for text in choice.details if text.startswith("a is faster on 2 ranks, with "))
+    assert ", but not accurate enough: 0." in said and said.endswith(" nats/frame below the best.")
 
 
 def test_one_seed_is_told_apart_from_several(tmp_path: Path) -> None:
