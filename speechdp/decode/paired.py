@@ -16,6 +16,7 @@ Counts = NDArray[np.int64]
 #: Percentiles that bound a 95 % interval.
 INTERVAL = (2.5, 97.5)
 _NUM_RESAMPLES = 2000
+_TIMES_T = 20
 _DRAWN_AT_ONCE = 2**20  # numbers: 8 MiB, however many utterances there are
 _MOST = 2**31  # no utterance has as many words or errors
 
@@ -106,10 +107,10 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference 
     """Return the mean word error rate of some models less that of others, on the same utterances.
 
     The interval is a percentile bootstrap over utterances, of which each is drawn for all models at once, so
-    that what is hard for all of them cancels out.  With several seeds it also has their chance: to each
-    draw of utterances one from Student's t distribution is added, as wide as the seeds' common standard
-    deviation leaves the difference of the means open (that of the two-sample t-test).  With a single model on
-    both sides the chance of training is left out.  Models less themselves are 0, without any chance.
+    that what is hard for all of them cancels out.  With several seeds it also has their chance: to draws of
+    utterances one from Student's t distribution is added, as wide as the seeds' common standard deviation
+    leaves the difference of the means open (that of the two-sample t-test).  With a single model on both sides
+    the chance of training is left out.  Models less themselves are 0, without any chance.
 
     Source: Bisani & Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation", ICASSP
     2004, section 4.  Its draws are the matched pairs of Gillick & Cox, ICASSP 1989.
@@ -135,7 +136,9 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference 
     if freedom > 0:
         squares = sum(float(((side.rates - side.rates.mean()) ** 2).sum()) for side in (one, other))
         scale = math.sqrt(squares / freedom * (1 / len(one.errors) + 1 / len(other.errors)))
-        draws = draws + scale * random.standard_t(freedom, size=len(draws))
+        # The ends of t with few degrees of freedom need more draws than utterances do.
+        draws = np.repeat(draws, _TIMES_T)
+        draws += scale * random.standard_t(freedom, size=len(draws))
     low, high = np.percentile(draws, INTERVAL)
     return Difference(float(more.sum() / total), float(low), float(high), freedom > 0)
 

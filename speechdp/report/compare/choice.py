@@ -31,7 +31,15 @@ from speechdp.report.kit.choice import (
     word_errors_rule,
 )
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
-from speechdp.report.kit.speeds import any_raced, choose_fastest, is_surely_slower, ratio_text, speed_phrase
+from speechdp.report.kit.speeds import (
+    any_raced,
+    choose_fastest,
+    faster_than,
+    is_surely_slower,
+    ratio_text,
+    speed_phrase,
+)
+from speechdp.report.runs.folders import METRICS_MISSING
 from speechdp.simulation.gain_sentence import gain_sentence
 
 
@@ -74,6 +82,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
             details += _not_told_apart(fastest, alike)
             details += _gain(fastest, rows)
             details += _at_equal_time(ranks, fastest, groups)
+            details += _faster_but_worse(fastest, rows, accurate, best)
     raced = any_raced(groups)
     machine = _machine(groups, raced=raced)
     cautions = tuple(filter(None, (machine if raced else "", *of_races, *_cautions(groups))))
@@ -140,6 +149,28 @@ def _is_like_one_rank(group: Group) -> bool:
     return not speed.is_apart_from(alone)
 
 
+def _faster_but_worse(
+    chosen: Group, rows: Sequence[Group], accurate: Sequence[Group], best: Group
+) -> list[str]:
+    """Say why a strategy that is faster than the chosen one was not chosen.
+
+    Args:
+        rows: all that were tried on as many ranks.
+        accurate: those that are accurate enough.
+    """
+    faster = faster_than(chosen, rows, _speed)
+    if faster is None or any(group is faster for group in accurate):
+        return []
+    terms = group_terms([faster])
+    name = f"{formatting.capital(faster.label)} is faster on {faster.ranks} ranks, {_pace(faster)}"
+    if _score(faster) < _score(best) - tolerance(best):
+        good = f"low in {terms.short_name}" if terms.falls else "accurate"
+        return [f"{name}, but not {good} enough: {terms.gap(_score(faster), _score(best))}."]
+    if faster.word_errors is None:
+        return [f"{name}, but not decoded."]
+    return [f"{name}, but has too many word errors: {_accuracy(faster)}."]
+
+
 def _not_told_apart(chosen: Group, alike: Sequence[Group]) -> list[str]:
     """Say which strategies may be as fast as the chosen one."""
     if not alike:
@@ -177,11 +208,11 @@ def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Gro
             text += f" ({times} times one rank{unsure} {reaches})"
     text += f", {_accuracy(fastest)}"
     of_decoded = " of those decoded" if any(_score(group) > _score(best) for group in rows) else ""
+    name = f"{terms.best} {terms.short_name}{of_decoded}"
     if best is not fastest:
-        name = f"{terms.best} {terms.short_name}{of_decoded}"
         text += f"; the {name} is that of {best.label}: {_accuracy(best)} {_pace(best, 'at')}"
     elif len(rows) > 1:
-        text += f", the {terms.best}{of_decoded} on {fastest.ranks} ranks"
+        text += f", the {name} on {fastest.ranks} ranks"
     sentences = [f"{text}."]
     if one_rank is not None and _is_slower_than_one_rank(fastest, one_rank):
         sentences.append(f"On {fastest.ranks} ranks {fastest.label} is slower than one rank alone.")
@@ -228,11 +259,8 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
         )
     for group in groups:
         for run in group.unjudged:
-            metric = group_terms([group]).metric.name
-            notes.append(
-                f"{_title(run)}: its last {metric} is no number; a strategy all of whose seeds have one goes "
-                "before it."
-            )
+            lacks = _lacks_score(run, group_terms([group]).metric.name)
+            notes.append(f"{_title(run)}: {lacks}; a strategy all of whose seeds have one goes before it.")
         for run in group.finished:
             if run.result is not None and len(run.result.sizes) > 1:
                 sizes = " and then ".join(map(str, run.result.sizes))
@@ -289,6 +317,16 @@ def _decoding(rows: Sequence[Group]) -> list[str]:
     if alike:
         notes.append(undecoded_caution(list(alike.values()), [labels[key] for key in alike]))
     return notes
+
+
+def _lacks_score(run: ComparedRun, metric: str) -> str:
+    """Say why a finished run has no score, and what to do where its metrics were deleted."""
+    if run.result is None or run.result.evaluations:
+        return f"its last {metric} is no number"
+    if METRICS_MISSING not in run.result.problems:
+        return f"it has no {metric}"
+    remedy = f"delete {run.result.path} and repeat the command to train it again"
+    return f"it has no {metric} ({METRICS_MISSING}; {remedy})"
 
 
 def _title(run: ComparedRun) -> str:

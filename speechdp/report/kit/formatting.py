@@ -84,12 +84,15 @@ def word_errors(value: WordErrors | None) -> str:
 
 
 def difference(value: Difference | None) -> str:
-    """Write what a rate is above another, in percent of the whole: `0.8 [−0.3, 1.9]`."""
-    return (
-        MISSING
-        if value is None
-        else error_rate(Estimate(value.mean, value.low, value.high)).replace("-", MINUS)
-    )
+    """Write what a rate is above another, in percentage points: `0.8 [−0.3, 1.9]`.
+
+    Without an interval where there is no chance in it: `0.0` of the lowest itself.
+    """
+    if value is None:
+        return MISSING
+    is_certain = value.low == value.high
+    ends = (None, None) if is_certain else (value.low, value.high)
+    return error_rate(Estimate(value.mean, *ends)).replace("-", MINUS)
 
 
 def error_rate(value: Estimate | None) -> str:

@@ -35,7 +35,7 @@ from speechdp.report.runs.timing_file import read_timing
 from speechdp.tasks.metrics import Metric, TaskRecord, task_record
 
 #: What is said of a run that was never evaluated.
-_NO_METRICS = "metrics.jsonl: missing"
+METRICS_MISSING = "metrics.jsonl: missing"
 #: Where older runs recorded what has a key of its own now, and what to multiply that by.
 _OLDER_KEYS = {"l1_error": ("heldout_log_prob", -1.0), "attention_maximum": ("heldout_frame_accuracy", 1.0)}
 
@@ -150,7 +150,9 @@ def _without_accuracy(run: RunResult) -> RunResult:
     # A sweep's one-rank run ends after some steps: its speed is of interest, its accuracy means nothing.
     if not (run.is_baseline and run.kind is TRAINER):
         return run
-    return replace(run, evaluations=(), problems=tuple(text for text in run.problems if text != _NO_METRICS))
+    return replace(
+        run, evaluations=(), problems=tuple(text for text in run.problems if text != METRICS_MISSING)
+    )
 
 
 def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinished: bool = True) -> RunResult:
@@ -226,7 +228,7 @@ def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     try:
         lines = read_lines(path)
     except FileNotFoundError:
-        problems.append(_NO_METRICS)
+        problems.append(METRICS_MISSING)
         return []
     except OSError as error:
         problems.append(f"{path.name}: cannot be read ({error.strerror})")

@@ -318,6 +318,10 @@ def test_word_error_rates_are_told_apart_by_their_difference_on_the_same_utteran
     assert first.low is not None and second.high is not None and first.low < second.high  # they overlap
     choice = choose(list(groups.values()))
     assert choice.chosen[2].strategy == "b"
+    assert any(
+        text.startswith("a is faster on 2 ranks, with ") and ", but has too many word errors: " in text
+        for text in choice.details
+    )
     sentence = "Word error rates on 2 ranks: surely above the lowest, that of b: a (3.0 ["
     assert any(text.startswith(sentence) for text in choice.details)
     assert "not surely above the lowest one" in rule_for(list(groups.values()))
@@ -327,7 +331,46 @@ def test_word_error_rates_are_told_apart_by_their_difference_on_the_same_utteran
     assert 0 < float(lines["a"]["wer_over_lowest_low"]) < 0.03 < float(lines["a"]["wer_over_lowest_high"])
     # The lowest less itself is no chance.
     assert [float(lines["b"][f"wer_over_lowest{end}"]) for end in ("", "_low", "_high")] == [0, 0, 0]
+    assert ">0.0</td>" in report.html.read_text()
     assert "WER over lowest" in report.html.read_text()
+
+
+def test_what_the_chosen_is_best_in_is_said(tmp_path: Path) -> None:
+    """Its word error rate need not be the lowest."""
+    strategies = [MadeUpStrategy("a", 9_000, -0.3), MadeUpStrategy("b", 8_000, -0.31)]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
+    sentence = choose(list(_groups(out).values())).details[0]
+    assert sentence.startswith("2 ranks: a with ")
+    assert sentence.endswith(", the best log-probability on 2 ranks.")
+
+
+def test_a_run_whose_metrics_are_gone_is_not_said_to_end_without_a_number(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a"), MadeUpStrategy("b")]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
+    (run,) = out.glob("*-a-seed1-*")
+    (run / "metrics.jsonl").unlink()
+    (note,) = (text for text in choose(list(_groups(out).values())).cautions if "a strategy all of" in text)
+    assert f"it has no held-out log-probability (metrics.jsonl: missing; delete {run} and repeat" in note
+
+
+def test_why_a_faster_strategy_is_not_chosen_is_said(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a", 9_000, -0.5), MadeUpStrategy("b", 8_000, -0.3)]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
+    choice = choose(list(_groups(out).values()))
+    assert choice.chosen[2].strategy == "b"
+    (said,) = (text for text in choice.details if text.startswith("a is faster on 2 ranks, with "))
+    assert ", but not accurate enough: 0." in said and said.endswith(" nats/frame below the best.")
+
+
+def test_one_seed_is_told_apart_from_several(tmp_path: Path) -> None:
+    """The seeds of one side say what chance does to both: only of two single models that is not known."""
+    out = _compared_by_utterance(tmp_path / "out", more=0.3)
+    for path in out.glob("*-a-seed[23]*/wer-test.json"):
+        path.unlink()
+    groups = list(_groups(out).values())
+    rule = "or, between single models and where errors are not known by utterance, 95 % interval"
+    assert rule in rule_for(groups)
+    assert any(text.startswith("Word error rates on 2 ranks:") for text in choose(groups).details)
 
 
 def test_how_many_more_words_are_wrong_than_on_one_rank_is_said(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_the_best_is_the_best_on_as_many_ranks(compared: Path) -> None:
     metrics = alone / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 300, "time_s": 3.0, "valid_loss": 0.1}\n')
     answer = write_comparison(compared, metric="valid_loss:max").answer
-    assert answer[1].endswith("valid_loss 0.5, the best on 2 ranks.")
+    assert answer[1].endswith("valid_loss 0.5, the best valid_loss on 2 ranks.")
 
 
 def test_which_metric_and_which_way_is_better_can_be_said(compared: Path) -> None:

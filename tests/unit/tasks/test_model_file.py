@@ -65,6 +65,9 @@ def test_a_run_without_a_model_is_not_finished(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(RunError, match=r"is not a finished run, finish it with train --resume"):
         load_model(tmp_path, CPU)
+    (tmp_path / "completed.json").write_text("{}")
+    with pytest.raises(RunError, match=r"though the run is complete; .* delete .*completed\.json and repeat"):
+        load_model(tmp_path, CPU)
 
 
 def test_a_model_that_may_not_be_read_is_not_called_missing(
