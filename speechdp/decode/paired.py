@@ -109,8 +109,8 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference 
     The interval is a percentile bootstrap over utterances, of which each is drawn for all models at once, so
     that what is hard for all of them cancels out.  With several seeds it also has their chance: to draws of
     utterances one from Student's t distribution is added, as wide as the seeds' common standard deviation
-    leaves the difference of the means open (that of the two-sample t-test).  With a single model on both sides
-    the chance of training is left out.  Models less themselves are 0, without any chance.
+    leaves the difference of the means open (that of the two-sample t-test).  With a single model on both
+    sides the chance of training is left out.  Models less themselves are 0, without any chance.
 
     Source: Bisani & Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation", ICASSP
     2004, section 4.  Its draws are the matched pairs of Gillick & Cox, ICASSP 1989.
