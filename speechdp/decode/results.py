@@ -201,11 +201,14 @@ def wer_path(run_dir: Path, name: str) -> Path:
 
 
 def has_word_errors(run_dir: Path, split: str) -> bool:
-    """Tell whether a split is decoded; a damaged record is none."""
+    """Tell whether a split of the run's own data is decoded; a damaged record is none.
+
+    Neither is one whose errors by utterance are gone.  Those of older decodings never were there.
+    """
     try:
-        return isinstance(
-            parse_json(wer_path(run_dir, split).read_text(encoding="utf-8"))["wer"], int | float
-        )
+        record = parse_json(wer_path(run_dir, split).read_text(encoding="utf-8"))
+        has_all = "errors" not in record or errors_path(run_dir / "hypotheses" / f"{split}.txt").is_file()
+        return has_all and isinstance(record["wer"], int | float)
     except (OSError, ValueError, LookupError, TypeError):
         return False
 

@@ -207,3 +207,11 @@ def test_a_damaged_record_of_word_errors_is_none(tmp_path: Path, damage: str) ->
     assert has_word_errors(tmp_path, "test")
     wer_path(tmp_path, "test").write_text(damage)
     assert not has_word_errors(tmp_path, "test")
+
+
+def test_a_decoding_whose_errors_by_utterance_are_gone_is_made_again(tmp_path: Path) -> None:
+    wer_path(tmp_path, "test").write_text('{"wer": 0.25, "errors": "hypotheses/test.errors"}')
+    assert not has_word_errors(tmp_path, "test")
+    (tmp_path / "hypotheses").mkdir()
+    (tmp_path / "hypotheses/test.errors").touch()
+    assert has_word_errors(tmp_path, "test")
