@@ -70,8 +70,23 @@ def end_by_exception() -> None:
 
 def _raise(signum: int, _frame: FrameType | None) -> NoReturn:
     for other in _SIGNALS:
-        signal.signal(other, signal.SIG_IGN)
+        give_up_handler(other, signal.SIG_IGN)
     raise Ended(signum)
+
+
+def give_up_handler(signum: signal.Signals, disposition: signal.Handlers) -> None:
+    """Leave a signal to the system from now on: SIG_IGN or SIG_DFL.  In the main thread alone.
+
+    signal.signal prints a traceback ("ignored due to race condition") where the signal comes meanwhile.
+    """
+    signal.signal(signum, _do_nothing)  # with one that has come, and that Python has not yet handled
+    set_disposition = ctypes.CDLL(None).signal
+    set_disposition.argtypes, set_disposition.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    set_disposition(signum, int(disposition))
+
+
+def _do_nothing(_signum: int, _frame: FrameType | None) -> None:
+    pass
 
 
 def _is_observed() -> bool:

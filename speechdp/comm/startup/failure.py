@@ -20,7 +20,7 @@ from speechdp import exit_codes, remedies
 from speechdp.comm import environment
 from speechdp.errors import CommunicationError, SpeechDPError
 from speechdp.files import cannot_be_used
-from speechdp.process.ending import Ended, describe_end
+from speechdp.process.ending import Ended, describe_end, give_up_handler
 from speechdp.process.shortage import shortage
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _end(comm: Communicator | None, error: BaseException) -> int:
         return report.exit_code
     if threading.current_thread() is threading.main_thread():
         # The abort of another rank begins with SIGTERM; a handler that saves would only prolong it.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        give_up_handler(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(report.delay_s)
     _print(report.text)
     if comm is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,15 @@ def test_mpi_is_ended() -> None:
         "sys.modules['speechdp.comm.mpi.library'] = library\n"
     )
     assert ended(fake, 0) == (0, "finalised\n")
+
+
+@pytest.mark.parametrize(("disposition", "exit_code"), [("SIG_IGN", 0), ("SIG_DFL", -signal.SIGUSR2)])
+def test_a_signal_that_is_left_to_the_system_is_its_alone(disposition: str, exit_code: int) -> None:
+    program = (
+        "import os, signal\n"
+        "from speechdp.process.ending import give_up_handler\n"
+        "signal.signal(signal.SIGUSR2, lambda *_: print('heard', flush=True))\n"
+        f"give_up_handler(signal.SIGUSR2, signal.{disposition})\n"
+        "os.kill(os.getpid(), signal.SIGUSR2)\n"
+    )
+    assert ended(program, 0) == (exit_code, "")
