@@ -28,9 +28,9 @@ _MAGIC, _VERSION = 2125659606, 2
 _HEADER = struct.Struct("<i i6s i8s i i Q q q q")
 #: Properties of a header that only says that all states are in the file and may be changed.
 _PROPERTIES = 3
-#: A state: cost of ending there, number of arcs.  They follow it.
-_STATE = struct.Struct("<f q")
-_ARC = np.dtype([("ilabel", "<i4"), ("olabel", "<i4"), ("cost", "<f4"), ("target", "<i4")])
+#: A state is three numbers of 4 bytes: the cost of ending there, and how many arcs follow it (of 8 bytes,
+#: the upper half of which is 0); an arc is four: input label, output label, cost, target.
+_STATE_WORDS, _ARC_WORDS = 3, 4
 
 #: Sources, input labels, output labels, costs and targets of arcs.
 Arcs: TypeAlias = tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike, ArrayLike]
@@ -79,21 +79,20 @@ class FstArrays:
                 raise RuntimeError("kaldifst could not write an FST to memory")
             content = file.read()
         *_, start, num_states, _ = _HEADER.unpack_from(content)
-        final, counts = np.empty(num_states, np.float32), np.empty(num_states, np.int64)
-        parts, at = [], _HEADER.size
-        view = memoryview(content)
+        numbers = np.frombuffer(content[_HEADER.size :], np.int32)
+        del content  # of a large grammar, gigabytes
+        at, states = 0, np.empty(num_states, np.int64)
+        view = numbers.data
         for state in range(num_states):
-            final[state], count = _STATE.unpack_from(content, at)
-            at += _STATE.size
-            counts[state] = count
-            if count:
-                parts.append(view[at : at + count * _ARC.itemsize])
-                at += count * _ARC.itemsize
-        arcs = np.frombuffer(b"".join(parts), _ARC)
-        del content, view, parts  # of a large grammar, gigabytes
+            states[state] = at
+            at += _STATE_WORDS + _ARC_WORDS * view[at + 1]
+        final, counts = numbers[states].view(np.float32), numbers[states + 1]
+        is_arc = np.ones(len(numbers), dtype=bool)
+        for place in range(_STATE_WORDS):
+            is_arc[states + place] = False
+        ilabel, olabel, cost, target = numbers[is_arc].reshape(-1, _ARC_WORDS).T.copy()
         source = np.repeat(np.arange(num_states, dtype=np.int32), counts)
-        columns = (arcs[name].copy() for name in ("ilabel", "olabel", "cost", "target"))
-        return cls(start, final, source, *columns)
+        return cls(start, final, source, ilabel, olabel, cost.view(np.float32), target)
 
     @classmethod
     def joined(cls, start: int, final: ArrayLike, parts: Iterable[Arcs]) -> FstArrays:
@@ -111,29 +110,32 @@ class FstArrays:
         columns = (column.astype(kind) for column, kind in zip(whole, types, strict=True))
         return cls(start, np.asarray(final, np.float32), *columns)
 
-    def where(self, keep: NDArray[np.bool_]) -> FstArrays:
-        """Return it with the arcs that `keep`, (A,), is true of."""
+    def where(self, keep: NDArray[np.bool_] | NDArray[np.intp]) -> FstArrays:
+        """Return it with the arcs that `keep`, (A,), is true of, or those that it lists, in its order."""
         names = ("source", "ilabel", "olabel", "cost", "target")
         return replace(self, **{name: getattr(self, name)[keep] for name in names})
+
+    def by_source(self) -> FstArrays:
+        """Return it with its arcs in the order of the states that they leave."""
+        return self.where(np.argsort(self.source, kind="stable"))
 
     def fst(self) -> Any:
         """Return a StdVectorFst; arcs of a state keep their order."""
         order = np.argsort(self.source, kind="stable")
-        arcs = np.empty(len(order), _ARC)
-        for name in ("ilabel", "olabel", "cost", "target"):
-            arcs[name] = getattr(self, name)[order]
-        content, num_states = arcs.view(np.uint8).data, len(self.final)
-        ends = (_ARC.itemsize * np.bincount(self.source, minlength=num_states).cumsum()).tolist()
+        num_states, num_arcs = len(self.final), len(order)
+        counts = np.bincount(self.source, minlength=num_states)
+        content = np.empty(_STATE_WORDS * num_states + _ARC_WORDS * num_arcs, np.int32)
+        at = _STATE_WORDS * np.arange(num_states) + _ARC_WORDS * (counts.cumsum() - counts)
+        content[at] = self.final.view(np.int32)
+        content[at + 1], content[at + 2] = counts, 0
+        at = _STATE_WORDS * (self.source[order] + np.int64(1)) + _ARC_WORDS * np.arange(num_arcs)
+        for place, column in enumerate((self.ilabel, self.olabel, self.cost.view(np.int32), self.target)):
+            content[at + place] = column[order]
         names = (6, b"vector", 8, b"standard")
-        parts: list[bytes | memoryview] = [
-            _HEADER.pack(_MAGIC, *names, _VERSION, 0, _PROPERTIES, self.start, num_states, len(arcs))
-        ]
-        begin = 0
-        for final, end in zip(self.final.tolist(), ends, strict=True):
-            parts += (_STATE.pack(final, (end - begin) // _ARC.itemsize), content[begin:end])
-            begin = end
+        header = _HEADER.pack(_MAGIC, *names, _VERSION, 0, _PROPERTIES, self.start, num_states, num_arcs)
         with os.fdopen(os.memfd_create("fst"), "wb") as file:
-            file.writelines(parts)
+            file.write(header)
+            file.write(content.data)
             file.flush()
             read = kaldifst.StdVectorFst.read(f"/proc/self/fd/{file.fileno()}")
         if read is None:

@@ -4,37 +4,33 @@ HL reads one label a frame, `class + 1` (0 is epsilon), and writes words; G acce
 Costs are -log probabilities, so the decoder's best path is the most probable one.  Where states depend on
 context, the lexicon alone (L) is composed with G, and the result is turned into states (phone_context.py).
 
-Graphs of n-grams are determinised and minimised (determinise.py), so that words share what they begin with.
-Those of the other grammars are not: Viterbi search is as right on a non-deterministic graph, and loops,
-single words and transcripts are small.  With context, loops are: each of their words follows each phone.
+In the graphs that are decoded with, words share what they begin and end with (lexicon_tree.py); those that
+are not too large are determinised and minimised as well (determinise.py).  The graph of one transcript, to
+align with, is only composed: Viterbi search is as right on a non-deterministic graph.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import kaldifst
 import numpy as np
 from numpy.typing import ArrayLike
 
-from speechdp.decode.graphs.determinise import (
-    determinise_within,
-    determinised,
-    disambiguation_symbols,
-    with_self_loops,
-)
-from speechdp.decode.graphs.fst_arrays import EPSILON
+from speechdp.decode.graphs.determinise import determinised, with_self_loops
+from speechdp.decode.graphs.fst_arrays import EPSILON, FstArrays
+from speechdp.decode.graphs.lexicon_tree import Spellings, spell_out
 from speechdp.decode.graphs.ngram_grammar import ngram_acceptor
 from speechdp.decode.graphs.phone_context import in_context
 from speechdp.decode.language_model import GrammarFst, LanguageModel
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import STATES_PER_PHONE, StateInventory, phones_of, states_of
-from speechdp.labels.lexicon import SILENCE, Lexicon, Pronunciation, digit_words
+from speechdp.labels.lexicon import SILENCE, Lexicon, digit_words
 from speechdp.labels.state_tying import StateTying
 from speechdp.labels.transcript_hmm import BLANK, num_ctc_classes
 
@@ -71,7 +67,7 @@ class DecodingGraph:
     Attributes:
         fst: kaldifst.StdVectorFst; input labels are class + 1, output labels index `words` + 1.
         words: the words by output label - 1.
-        is_determinised: whether words share what they begin with.
+        is_determinised: whether it was determinised and minimised.
         insertion_log_prob: what `set_insertion` has added to each word's log-probability.
     """
 
@@ -79,7 +75,7 @@ class DecodingGraph:
     words: tuple[str, ...]
     is_determinised: bool = False
     insertion_log_prob: float = field(default=0.0, init=False)
-    _word_arcs: WordArcs | None = field(default=None, init=False, repr=False)
+    _without_insertion: FstArrays | None = field(default=None, init=False, repr=False)
 
     def set_insertion(self, log_prob: float) -> None:
         """Add this, and no earlier score any more, to each word's log-probability; negative: fewer words.
@@ -88,9 +84,12 @@ class DecodingGraph:
         """
         if log_prob == self.insertion_log_prob:
             return
-        if self._word_arcs is None:
-            self._word_arcs = WordArcs(self.fst)
-        self._word_arcs.set_insertion(log_prob)
+        if self._without_insertion is None:
+            self._without_insertion = FstArrays.of(self.fst)
+        arrays = self._without_insertion
+        self.fst = None  # before there is another: it may have gigabytes
+        score = np.where(arrays.olabel != EPSILON, np.float32(log_prob), np.float32(0))
+        self.fst = replace(arrays, cost=arrays.cost - score).fst()
         self.insertion_log_prob = log_prob
 
     @property
@@ -98,41 +97,10 @@ class DecodingGraph:
         """Number of states."""
         return int(self.fst.num_states)
 
-    @property
+    @cached_property
     def num_arcs(self) -> int:
-        """Number of arcs."""
-        return sum(self.fst.num_arcs(state) for state in range(self.fst.num_states))
-
-
-class WordArcs:
-    """The arcs of all states where words are written, with the costs that they were built with.
-
-    Args:
-        fst: a graph without insertion scores; `set_insertion` changes it.
-    """
-
-    def __init__(self, fst: Any) -> None:
-        self._fst = fst
-        self._states: list[tuple[int, int]] = []  # each with its number of arcs
-        arcs: list[tuple[int, int, int]] = []
-        costs: list[float] = []
-        for state in range(fst.num_states):
-            found = list(kaldifst.ArcIterator(fst, state))
-            if any(arc.olabel != EPSILON for arc in found):
-                self._states.append((state, len(found)))
-                arcs.extend((arc.ilabel, arc.olabel, arc.nextstate) for arc in found)
-                costs.extend(arc.weight.value for arc in found)
-        self._arcs = np.array(arcs, dtype=np.int32).reshape(-1, 3)
-        self._costs = np.array(costs, dtype=np.float32)
-
-    def set_insertion(self, log_prob: float) -> None:
-        """Let the arcs of the graph that write words cost `log_prob` less than they were built with."""
-        costs = self._costs - np.where(self._arcs[:, 1] != EPSILON, np.float32(log_prob), np.float32(0))
-        arcs = zip(self._arcs.tolist(), costs.tolist(), strict=True)
-        for state, num_arcs in self._states:
-            self._fst.delete_arcs(state, num_arcs)
-            for (label, word, target), cost in itertools.islice(arcs, num_arcs):
-                self._fst.add_arc(state, kaldifst.StdArc(label, word, cost, target))
+        """Number of arcs, which are counted state by state."""
+        return sum(map(self.fst.num_arcs, range(self.num_states)))
 
 
 class LexiconTransducer:
@@ -184,32 +152,53 @@ class LexiconTransducer:
         self.lexicon = lexicon
         self.words = lexicon.words
         self.word_ids: Mapping[str, int] = {word: i for i, word in enumerate(self.words, start=1)}
-        self._backoff = len(self.words) + 1  # the word that stands for backing off
-        self._is_too_large = False  # to be determinised with the words of a language model
-        self.fst = self._build({})
+
+    @cached_property
+    def _spellings(self) -> Spellings:
+        """The pronunciations as units: states, or where those depend on context phones."""
+        given = [
+            (self.word_ids[word], self._spelling(variant), -log_prob)
+            for word, variants in self.lexicon.pronunciations.items()
+            for variant, log_prob in zip(variants, self.lexicon.log_probs(word), strict=True)
+        ]
+        words, units, costs = zip(*given, strict=True)
+        return Spellings(words, units, costs, self._units([SILENCE])[0])
 
     def compose(self, grammar: Any) -> DecodingGraph:
         """Compose with an acceptor over `word_ids`: HL o G, without states that lead nowhere.
 
-        Epsilon arcs stay: removing them would join every word's end with every word's beginning.
+        Each word of each of its arcs is a chain of its own.  Epsilon arcs stay: removing them would join
+        every word's end with every word's beginning.
         """
         kaldifst.arcsort(grammar, sort_type="ilabel")
-        fst = kaldifst.compose(self.fst, grammar, connect=True)
-        if self._tying is not None:
-            fst = with_self_loops(in_context(fst, self._tying, self._leave_cost), self._stay_cost.tolist())
+        fst = kaldifst.compose(self._lexicon_fst, grammar, connect=True)
+        if self._tying is not None and fst.num_states:
+            arrays = in_context(FstArrays.of(fst), self._tying, self._leave_cost)
+            fst = with_self_loops(arrays, self._stay_cost.tolist()).fst()
         kaldifst.arcsort(fst, sort_type="ilabel")
         return DecodingGraph(fst, self.words)
 
-    def compose_vocabulary(self, grammar: Any) -> DecodingGraph:
-        """Compose with a grammar of many words; with context, determinise_within, as with n-grams."""
-        found = None if self._tying is None else self._compose_determinised(grammar)
-        return self.compose(grammar) if found is None else found
+    def compose_shared(self, grammar: Any) -> DecodingGraph:
+        """Compose with an acceptor over `word_ids` so that words share what they begin and end with.
+
+        Unless it would be very large, the graph is also determinised: min(det(HL o G)), with self-loops.
+
+        Args:
+            grammar: reads words, or epsilon to back off; it is left without states that lead nowhere.
+        """
+        kaldifst.connect(grammar)
+        if not grammar.num_states:
+            return DecodingGraph(grammar, self.words, is_determinised=True)
+        pause, costs = self._units([SILENCE]), (float(self._pause_cost), float(self._no_pause_cost))
+        spelt = spell_out(FstArrays.of(grammar), self._spellings, pause, *costs)
+        arrays = self._in_classes(spelt)
+        smaller = determinised(arrays, self._num_classes, _MAX_DETERMINISED_STATES)
+        fst = with_self_loops(arrays if smaller is None else smaller, self._stay_cost.tolist()).fst()
+        kaldifst.arcsort(fst, sort_type="ilabel")
+        return DecodingGraph(fst, self.words, is_determinised=smaller is not None)
 
     def compose_language_model(self, model: LanguageModel, scale: float) -> DecodingGraph:
-        """Compose with a language model; with n-grams, determinise: min(det(HL o G)), with self-loops.
-
-        A graph of n-grams that would be very large is not determinised, nor is that of a G.fst, which may
-        have no symbol on its back-off arcs.
+        """Compose with a language model, so that words share what they begin and end with.
 
         Raises:
             ConfigError: the model accepts no sequence of words of the lexicon.
@@ -220,70 +209,36 @@ class LexiconTransducer:
                 "no word of the language model is in the lexicon; prepare the data with one that fits"
             )
         if isinstance(model, GrammarFst):
-            return self.compose(model.acceptor(ids, scale=scale))
+            return self.compose_shared(model.acceptor(ids, scale=scale))
+        return self.compose_shared(ngram_acceptor(model, ids, scale=scale))
 
-        def acceptor(backoff_label: int) -> Any:
-            return ngram_acceptor(model, ids, scale=scale, backoff_label=backoff_label)
-
-        if self._is_too_large:  # with other weights it is no smaller
-            return self.compose(acceptor(EPSILON))
-        found = self._compose_determinised(acceptor(self._backoff))
-        if found is None:
-            self._is_too_large = True
-            return self.compose(acceptor(EPSILON))
-        return found
-
-    def _compose_determinised(self, grammar: Any) -> DecodingGraph | None:
-        """Return min(det(HL o G)) with self-loops; None where it would be too large.
-
-        Args:
-            grammar: has `self._backoff` on arcs that read no word.
-        """
-        kaldifst.arcsort(grammar, sort_type="ilabel")
-        symbols = disambiguation_symbols(self.lexicon.pronunciations)
-        fst = kaldifst.compose(self._build(symbols, self._backoff), grammar, connect=True)
+    def _in_classes(self, graph: FstArrays) -> FstArrays:
+        """Return what `spell_out` gave, reading classes: without self-loops, the cost of leaving a state
+        being in the arc that enters it."""
         if self._tying is not None:
-            if not determinise_within(fst, _MAX_DETERMINISED_STATES):
-                return None
-            fst = in_context(fst, self._tying, self._leave_cost)
-        fst = determinised(fst, self._num_classes, _MAX_DETERMINISED_STATES)
-        if fst is None:
-            return None
-        looped = with_self_loops(fst, self._stay_cost.tolist())
-        kaldifst.arcsort(looped, sort_type="ilabel")
-        return DecodingGraph(looped, self.words, is_determinised=True)
+            return in_context(graph, self._tying, self._leave_cost)
+        reads = graph.ilabel > EPSILON
+        graph.cost[reads] += self._leave_cost[graph.ilabel[reads] - 1]
+        return graph
 
     def min_frames(self, words: Iterable[str]) -> int:
         """Return the fewest frames that can hold `words`: one a state of each shortest pronunciation."""
         variants = (self.lexicon.pronunciations[word] for word in words)
         return sum(STATES_PER_PHONE * min(map(len, v)) for v in variants)
 
-    def _build(self, symbols: Mapping[tuple[str, Pronunciation], int], backoff: int | None = None) -> Any:
-        """Build the transducer, its arcs sorted by the words they write; with context, it reads phones.
-
-        Args:
-            symbols: disambiguation symbols of pronunciations, from 1.
-            backoff: the word that stands for backing off: to be determinised, then, which means without
-                self-loops, the cost of leaving a state being in the arc that enters it; None: to be searched.
-        """
+    @cached_property
+    def _lexicon_fst(self) -> Any:
+        """The transducer, its arcs sorted by the words they write; with context, it reads phones."""
         fst = kaldifst.StdVectorFst()
         boundary, hub = fst.add_state(), fst.add_state()
         fst.start = boundary
         fst.set_final(hub, 0.0)
-        chain = partial(self._chain, loops=backoff is None and self._tying is None)
         _add_arc(fst, boundary, (EPSILON, EPSILON, self._no_pause_cost, hub))
         if np.isfinite(self._pause_cost):
-            states = self._units([SILENCE])
-            chain(fst, (boundary, hub), states, (EPSILON, EPSILON, self._pause_cost))
-        first_symbol = (self._num_classes if self._tying is None else self._tying.num_phones) + 1
+            self._chain(fst, (boundary, hub), self._units([SILENCE]), (EPSILON, self._pause_cost))
         for word, variants in self.lexicon.pronunciations.items():
             for variant, log_prob in zip(variants, self.lexicon.log_probs(word), strict=True):
-                symbol = symbols.get((word, variant))
-                end = EPSILON if symbol is None else first_symbol + symbol
-                states = self._units(variant)
-                chain(fst, (hub, boundary), states, (self.word_ids[word], end, -log_prob))
-        if backoff is not None:
-            _add_arc(fst, hub, (first_symbol, backoff, 0.0, hub))
+                self._chain(fst, (hub, boundary), self._units(variant), (self.word_ids[word], -log_prob))
         kaldifst.arcsort(fst, sort_type="olabel")
         return fst
 
@@ -292,14 +247,12 @@ class LexiconTransducer:
         units = states_of if self._tying is None else phones_of
         return units(phones, self._inventory)
 
+    def _spelling(self, phones: Sequence[str]) -> list[int]:
+        """Return what `spell_out` spells a pronunciation by."""
+        return self._units(phones)
+
     def _chain(
-        self,
-        fst: Any,
-        ends: tuple[int, int],
-        classes: Sequence[int],
-        labels: tuple[int, int, float],
-        *,
-        loops: bool,
+        self, fst: Any, ends: tuple[int, int], units: Sequence[int], word_cost: tuple[int, float]
     ) -> None:
         """Add a left-to-right HMM between two states, or with context a chain of phones, at no cost.
 
@@ -308,23 +261,20 @@ class LexiconTransducer:
         Args:
             fst: to add to.
             ends: the states before and after it.
-            classes: of its states.
-            labels: the word, what the last arc reads, the cost.
-            loops: whether states loop; without, entering one costs what leaving it does.
+            units: its states, or phones.
+            word_cost: the word, and the cost of its pronunciation.
         """
         source, target = ends
-        word, end, cost = labels
-        for c in classes:
+        word, cost = word_cost
+        for unit in units:
             state = fst.add_state()
-            if loops:
-                _add_arc(fst, source, (c + 1, word, cost, state))
-                _add_arc(fst, state, (c + 1, EPSILON, self._stay_cost[c], state))
-                cost = self._leave_cost[c]
-            else:
-                _add_arc(fst, source, (c + 1, word, cost + self._entry_cost[c], state))
-                cost = 0.0
+            _add_arc(fst, source, (unit + 1, word, cost, state))
+            cost = 0.0
+            if self._tying is None:
+                _add_arc(fst, state, (unit + 1, EPSILON, self._stay_cost[unit], state))
+                cost = self._leave_cost[unit]
             source, word = state, EPSILON
-        _add_arc(fst, source, (end, EPSILON, cost, target))
+        _add_arc(fst, source, (EPSILON, EPSILON, cost, target))
 
 
 class CtcTransducer(LexiconTransducer):
@@ -353,34 +303,49 @@ class CtcTransducer(LexiconTransducer):
     def _units(self, phones: Sequence[str]) -> list[int]:
         return phones_of(phones, self._inventory)  # silence's number is the blank's
 
+    def _spelling(self, phones: Sequence[str]) -> list[int]:
+        """Return the phones' numbers, plus C where another phone comes before, 2 C where the same does."""
+        units = self._units(phones)
+        follows = [1 + (unit == before) for before, unit in itertools.pairwise(units)]
+        return [unit + self._num_classes * kind for kind, unit in zip([0, *follows], units, strict=True)]
+
+    def _in_classes(self, graph: FstArrays) -> FstArrays:
+        """Add blanks between the phones of words; only by one goes a phone on to the same phone."""
+        reads = graph.ilabel > EPSILON
+        kind, unit = np.divmod(graph.ilabel - 1, self._num_classes)
+        later = reads & (kind > 0)
+        before, blank = np.unique(graph.source[later], return_inverse=True)
+        blanks = len(graph.final) + np.arange(len(before))
+        label = np.where(reads, unit + 1, graph.ilabel)
+        written, cost, target = graph.olabel, graph.cost, graph.target
+        direct = ~(later & (kind == 2))
+        straight = (graph.source[direct], label[direct], written[direct], cost[direct], target[direct])
+        into_blanks = (before, BLANK + 1, EPSILON, 0.0, blanks)
+        behind_blanks = (blanks[blank], label[later], written[later], cost[later], target[later])
+        final = np.append(graph.final, np.full(len(before), np.inf))
+        return FstArrays.joined(graph.start, final, (straight, into_blanks, behind_blanks))
+
     def _chain(
-        self,
-        fst: Any,
-        ends: tuple[int, int],
-        classes: Sequence[int],
-        labels: tuple[int, int, float],
-        *,
-        loops: bool,
+        self, fst: Any, ends: tuple[int, int], units: Sequence[int], word_cost: tuple[int, float]
     ) -> None:
         """Add a phone after the other between two states, and blanks beside the arcs from one to the next."""
-        (source, target), (word, end, cost) = ends, labels
-        for place, c in enumerate(classes):
-            state = _add_lasting(fst, c, loops=loops)
-            if place == 0 or classes[place - 1] != c:
-                _add_arc(fst, source, (c + 1, word, cost, state))
+        (source, target), (word, cost) = ends, word_cost
+        for place, unit in enumerate(units):
+            state = _add_lasting(fst, unit)
+            if place == 0 or units[place - 1] != unit:
+                _add_arc(fst, source, (unit + 1, word, cost, state))
             if place > 0:
-                blank = _add_lasting(fst, BLANK, loops=loops)
+                blank = _add_lasting(fst, BLANK)
                 _add_arc(fst, source, (BLANK + 1, EPSILON, 0.0, blank))
-                _add_arc(fst, blank, (c + 1, EPSILON, 0.0, state))
+                _add_arc(fst, blank, (unit + 1, EPSILON, 0.0, state))
             source, word, cost = state, EPSILON, 0.0
-        _add_arc(fst, source, (end, EPSILON, cost, target))
+        _add_arc(fst, source, (EPSILON, EPSILON, cost, target))
 
 
-def _add_lasting(fst: Any, number: int, *, loops: bool) -> int:
-    """Add a state that a class enters, and that the class may stay in."""
+def _add_lasting(fst: Any, number: int) -> int:
+    """Add a state that a class enters, and that it may stay in."""
     state = int(fst.add_state())
-    if loops:
-        _add_arc(fst, state, (number + 1, EPSILON, 0.0, state))
+    _add_arc(fst, state, (number + 1, EPSILON, 0.0, state))
     return state
 
 
@@ -492,14 +457,14 @@ def _without_insertion(
                 "the grammar transcript-set needs a transcript whose words are all in the lexicon: there is "
                 "none; choose another --grammar"
             )
-        return transducer.compose_vocabulary(transcript_set(known))
+        return transducer.compose_shared(transcript_set(known))
     assert grammar is not Grammar.GRAPH
     vocabulary = [ids[word] for word in loop_vocabulary(transducer.lexicon, grammar)]
     if not vocabulary:
         raise ConfigError(f"the grammar {grammar.value} needs words that the lexicon does not have")
     if grammar is Grammar.WORD:
-        return transducer.compose_vocabulary(single_word(vocabulary))
-    return transducer.compose_vocabulary(word_loop(vocabulary))
+        return transducer.compose_shared(single_word(vocabulary))
+    return transducer.compose_shared(word_loop(vocabulary))
 
 
 def loop_vocabulary(lexicon: Lexicon, grammar: Grammar) -> list[str]:

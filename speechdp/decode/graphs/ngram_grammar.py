@@ -8,6 +8,7 @@ from typing import Any
 
 import kaldifst
 
+from speechdp.decode.graphs.fst_arrays import EPSILON
 from speechdp.errors import ConfigError
 from speechdp.language.ngram import END, START, Ngram, NgramModel
 
@@ -21,7 +22,6 @@ def ngram_acceptor(
     word_ids: Mapping[str, int],
     *,
     scale: float = 1.0,
-    backoff_label: int = 0,
 ) -> Any:
     """Accept sequences of words with the costs of an n-gram model.
 
@@ -32,8 +32,6 @@ def ngram_acceptor(
         model: the n-grams.
         word_ids: label of each word.
         scale: factor on the model's costs.
-        backoff_label: what back-off arcs read: 0 (epsilon), or a label of their own, which makes the
-            acceptor deterministic.
 
     Raises:
         ConfigError: the model has no </s>, so that no sentence could end.
@@ -57,7 +55,7 @@ def ngram_acceptor(
     for context in contexts[1:]:  # the first is that of unigrams
         cost = -scale * _LN_10 * model.log10_backoffs.get(context, 0.0)
         target = states[_longest_known(context[1:], states)]
-        fst.add_arc(states[context], kaldifst.StdArc(backoff_label, 0, cost, target))
+        fst.add_arc(states[context], kaldifst.StdArc(EPSILON, EPSILON, cost, target))
     return fst
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import kaldifst
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -28,12 +27,12 @@ _NONE = -1
 _Int64Array = NDArray[np.int64]
 
 
-def in_context(graph: Any, tying: StateTying, leave_cost: DoubleArray) -> Any:
+def in_context(graph: FstArrays, tying: StateTying, leave_cost: DoubleArray) -> FstArrays:
     """Return the graph that reads classes where `graph` reads phones, without self-loops.
 
     Args:
-        graph: input labels are the phone's number + 1 (1 is silence), EPSILON, or symbols above these, which
-            become symbols above the classes.
+        graph: input labels are the phone's number + 1 (1 is silence), EPSILON, or negative, which stay; with
+            both contexts there is a new negative one.
         tying: of its phones.
         leave_cost: of each class, (C,); each arc that enters a state has the cost of leaving it.
 
@@ -41,28 +40,29 @@ def in_context(graph: Any, tying: StateTying, leave_cost: DoubleArray) -> Any:
 
         looped = with_self_loops(in_context(graph, tying, leave_cost), stay_cost)
     """
-    if graph.num_states == 0:
-        return kaldifst.StdVectorFst()
-    return _Expansion(FstArrays.of(graph), tying, leave_cost).run()
+    return _Expansion(graph, tying, leave_cost).run()
 
 
 class _Expansion:
     """Places are numbers meanwhile: (state of the old graph, phone that waits or _NONE, phone before)."""
 
     def __init__(self, graph: FstArrays, tying: StateTying, leave_cost: DoubleArray) -> None:
-        self._graph, self._tying, self._leave_cost = graph, tying, leave_cost
-        self._first_arc = np.searchsorted(graph.source, np.arange(len(graph.final) + 1))
+        self._graph, self._tying, self._leave_cost = graph.by_source(), tying, leave_cost
+        self._first_arc = np.searchsorted(self._graph.source, np.arange(len(graph.final) + 1))
         phones = tying.num_phones
         before = np.arange(phones) if tying.looks_right else np.asarray(tying.same_left[0])
         waiting = np.asarray(tying.same_left) if tying.looks_right else np.empty((0, phones), int)
         #: The phone before, of those with the same effect, by what waits (_NONE is the first row).
         self._left = np.vstack([before, waiting])
+        #: What is read with the first phone, which waits: else back-off before and behind it would read alike,
+        #: and the graph could not be determinised (Kaldi's #-1).
+        self._first_phone = int(graph.ilabel.min(initial=EPSILON)) - 1
         # Of all waves: arcs as they are, sequences of states; (left, phone, right) of these, (M, 3).
         self._arcs: list[Arcs] = []
         self._chains: list[Arcs] = []
         self._contexts: list[_Int64Array] = []
 
-    def run(self) -> Any:
+    def run(self) -> FstArrays:
         wave = known = self._place(np.array([self._graph.start]), np.array([EDGE]), np.array([_NONE]))
         while len(wave):
             reached = np.unique(self._follow(wave))
@@ -93,9 +93,8 @@ class _Expansion:
         source = np.repeat(wave, num_arcs)
         _, left, waits = self._parts(source)
         phone, target = graph.ilabel[arc].astype(np.int64) - 1, graph.target[arc]
-        reads = (phone >= 0) & (phone < tying.num_phones)
-        label = np.where(phone < 0, EPSILON, phone - tying.num_phones + tying.num_classes + 1)
-        label[reads] = EPSILON  # it waits now, or its states are a chain
+        reads = phone >= 0
+        label = np.where(reads, self._first_phone, phone + 1)
         if tying.looks_right:
             goes = reads & (waits != _NONE)
             context = np.stack([left, waits, phone], 1)
@@ -112,7 +111,7 @@ class _Expansion:
         self._contexts.append(context[goes])
         return reached
 
-    def _join(self, places: _Int64Array) -> Any:
+    def _join(self, places: _Int64Array) -> FstArrays:
         """Return the new graph, whose first states are the places, ascending."""
         graph = self._graph
         state, left, waits = self._parts(places)
@@ -127,17 +126,22 @@ class _Expansion:
         chains = FstArrays.joined(0, [], [*numbered, (np.flatnonzero(late), EPSILON, EPSILON, 0.0, ends)])
         contexts = np.concatenate(self._contexts)
         classes = self._tying.table[contexts[:, 0], contexts[:, 1], contexts[:, 2]]  # (M, S)
-        num_within = classes.shape[1] - 1
-        within = len(places) + len(ends) + np.arange(len(classes) * num_within).reshape(-1, num_within)
-        states = np.column_stack([chains.source, within, chains.target])
         arcs = [self._numbered(places, *part) for part in self._arcs]
-        for k, of_state in enumerate(classes.T):
-            word, cost = (chains.olabel, chains.cost) if k == 0 else (EPSILON, np.float32(0))
-            enter = cost + self._leave_cost[of_state]
-            arcs.append((states[:, k], of_state + 1, word, enter, states[:, k + 1]))
+        # From the last state of phones to the second: those that lead to the same place are one.
+        num_states, target = len(places) + len(ends), chains.target.astype(np.int64)
+        for of_state in classes.T[:0:-1]:
+            code, each = np.unique(target * self._tying.num_classes + of_state, return_inverse=True)
+            states = num_states + np.arange(len(code))
+            target_of, class_of = np.divmod(code, self._tying.num_classes)
+            arcs.append((states, class_of + 1, EPSILON, self._leave_cost[class_of], target_of))
+            num_states, target = num_states + len(code), states[each]
+        first = classes[:, 0]
+        enter = chains.cost + self._leave_cost[first]
+        arcs.append((chains.source, first + 1, chains.olabel, enter, target))
         start = self._place(np.array([graph.start]), np.array([EDGE]), np.array([_NONE]))
-        whole = np.concatenate([final, end_cost, np.full(within.size, np.inf, np.float32)])
-        return FstArrays.joined(int(np.searchsorted(places, start)[0]), whole, arcs).fst()
+        whole = np.full(num_states, np.inf, np.float32)
+        whole[: len(final) + len(ends)] = np.append(final, end_cost)
+        return FstArrays.joined(int(np.searchsorted(places, start)[0]), whole, arcs)
 
     @staticmethod
     def _numbered(

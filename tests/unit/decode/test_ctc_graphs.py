@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from speechdp.decode.align import Aligner
+from speechdp.decode.graphs import graph as graph_module
 from speechdp.decode.graphs.graph import CtcTransducer, Grammar, build_graph, transcript
+from speechdp.decode.graphs.ngram_grammar import ngram_acceptor
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.decode.word_times import WordSpan, ctc_word_spans
 from speechdp.labels.hmm import FloatArray, StateInventory
@@ -86,16 +88,18 @@ def test_a_phone_twice_needs_a_blank_between_its_two() -> None:
     assert hl.min_frames(["been"]) == 3
 
 
+@pytest.mark.parametrize("max_states", [10, 1_000_000])
 @pytest.mark.parametrize("order", [1, 2, 3])
-def test_determinised_graphs_have_the_same_best_paths(order: int) -> None:
+def test_graphs_whose_words_share_have_the_same_best_paths(
+    order: int, max_states: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_module, "_MAX_DETERMINISED_STATES", max_states)
     texts = [text.split() for text in ("two to see", "to see tool", "two two tool been", "see", "been to")]
     model = estimate(texts, order, LEXICON.words)
     hl = CtcTransducer(LEXICON, INVENTORY)
     graph = build_graph(hl, Grammar.NGRAM, language_model=model, lm_scale=1.3)
-    assert graph.is_determinised
-    hl._is_too_large = True  # as where it would have too many states
-    simple = build_graph(hl, Grammar.NGRAM, language_model=model, lm_scale=1.3)
-    assert not simple.is_determinised
+    assert graph.is_determinised == (max_states > 10)
+    simple = hl.compose(ngram_acceptor(model, hl.word_ids, scale=1.3))
     for seed in range(10):
         log_probs = scores(15, seed)
         assert best_cost(graph.fst, log_probs) == pytest.approx(best_cost(simple.fst, log_probs), abs=0.01)

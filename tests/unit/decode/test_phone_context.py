@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from speechdp.decode.align import Aligner
+from speechdp.decode.graphs import graph as graph_module
 from speechdp.decode.graphs.graph import DecodingGraph, Grammar, LexiconTransducer, build_graph, transcript
+from speechdp.decode.graphs.ngram_grammar import ngram_acceptor
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import FloatArray, StateInventory, states_of
 from speechdp.labels.lexicon import Lexicon
 from speechdp.labels.state_tying import Context, StateTying
 from speechdp.language.kneser_ney import estimate
+from speechdp.language.ngram import END, START, NgramModel
 from tests.helpers.tyings import random_tying, separate_tying
 from tests.helpers.viterbi import best_cost
 
@@ -85,17 +88,21 @@ def test_paths_of_a_transcript_are_those_of_its_phones_with_their_neighbours(
         assert visited in [states_of(phones, INVENTORY) for phones, _ in spoken(words)]
 
 
+@pytest.mark.parametrize("max_states", [10, 1_000_000])
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("grammar", [Grammar.WORD_LOOP, Grammar.WORD, Grammar.TRANSCRIPT_SET, Grammar.NGRAM])
-def test_determinised_graphs_have_the_same_best_paths(context: Context, grammar: Grammar) -> None:
+def test_graphs_whose_words_share_have_the_same_best_paths(
+    context: Context, grammar: Grammar, max_states: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_module, "_MAX_DETERMINISED_STATES", max_states)
     tying = random_tying(INVENTORY, context, seed=3)
     hl, simple = transducer(tying), transducer(tying)
     texts = [text.split() for text in ("two to see", "to see hm a", "a a two tool", "see", "to tool hm see")]
     model = estimate(texts, 2, LEXICON.words)
     graph = build_graph(hl, grammar, texts, -0.7, model, 1.3)
-    simple._compose_determinised = lambda grammar: None  # type: ignore[method-assign]
+    simple.compose_shared = simple.compose  # type: ignore[method-assign]
     expected_graph = build_graph(simple, grammar, texts, -0.7, model, 1.3)
-    assert graph.is_determinised and not expected_graph.is_determinised
+    assert graph.is_determinised == (max_states > 10) and not expected_graph.is_determinised
     for seed in range(8):
         frames = scores(tying, 20 + seed, seed)
         found, expected = (Searcher(each, EXACT).search(frames) for each in (graph, expected_graph))
@@ -141,3 +148,20 @@ def test_a_model_of_other_classes_is_refused() -> None:
     tying = separate_tying(INVENTORY, "left")
     with pytest.raises(ConfigError, match="48"):
         LexiconTransducer(LEXICON, INVENTORY, np.full(12, 0.5), tying=tying)
+
+
+def test_backing_off_before_and_behind_the_first_phone_is_told_apart() -> None:
+    """ "a bc" backs off behind "a", whose phone still waits then, and "abc" before it: all else is the same."""
+    lexicon = Lexicon({"a": (("A",),), "bc": (("B", "C"),), "abc": (("A", "B", "C"),)})
+    inventory = StateInventory(lexicon.phones)
+    tying = random_tying(inventory, "both", seed=1)
+    hl = LexiconTransducer(lexicon, inventory, np.full(tying.num_classes, 0.5), PAUSE, tying)
+    model = NgramModel(
+        {("a",): -1.0, ("bc",): -1.0, ("abc",): -2.0, (END,): -1.0, (START, "a"): -0.5}, {("a",): -0.25}
+    )
+    graph = build_graph(hl, Grammar.NGRAM, language_model=model)
+    simple = hl.compose(ngram_acceptor(model, hl.word_ids))
+    assert graph.is_determinised
+    for seed in range(5):
+        frames = scores(tying, 15, seed)
+        assert best_cost(graph.fst, frames) == pytest.approx(best_cost(simple.fst, frames), abs=0.05)
