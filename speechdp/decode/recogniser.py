@@ -250,14 +250,19 @@ class Recogniser:
     def _graph_with(self, lm_scale: float) -> DecodingGraph:
         """Return a graph that is there, or build it; as many are kept as memory bears."""
         if lm_scale not in self._graphs:
+            if self._num_kept_arcs > _MOST_KEPT_ARCS:  # one of gigabytes, maybe: no two at a time
+                del self.graph, self.searcher
+                self._forget_graphs()
             graph = self._build(lm_scale)
-            num_arcs = graph.num_arcs  # counted state by state
-            if self._num_kept_arcs + num_arcs > _MOST_KEPT_ARCS:
-                self._graphs.clear()
-                self._num_kept_arcs = 0
+            if self._num_kept_arcs + graph.num_arcs > _MOST_KEPT_ARCS:
+                self._forget_graphs()
             self._graphs[lm_scale] = graph
-            self._num_kept_arcs += num_arcs
+            self._num_kept_arcs += graph.num_arcs
         return self._graphs[lm_scale]
+
+    def _forget_graphs(self) -> None:
+        self._graphs.clear()
+        self._num_kept_arcs = 0
 
     def use(self, options: DecodingOptions) -> None:
         """Search with other scales, insertion scores or lengths of lists from now on; other options stay.

@@ -17,6 +17,7 @@ from typing import Any
 
 import kaldifst
 import numpy as np
+from numpy.typing import NDArray
 
 from speechdp.decode.graphs.fst_arrays import EPSILON, FstArrays
 
@@ -60,6 +61,13 @@ def determinised(graph: FstArrays, num_classes: int, max_states: int) -> FstArra
     fst = shared.fst()
     kaldifst.minimize_encoded(fst)
     return FstArrays.of(fst)
+
+
+def with_entry_costs(graph: FstArrays, leave_cost: NDArray[np.float64]) -> FstArrays:
+    """Add the cost of leaving each class's state, (C,), to the arcs that enter it: that read class + 1."""
+    reads = graph.ilabel > EPSILON
+    graph.cost[reads] += leave_cost[graph.ilabel[reads] - 1]
+    return graph
 
 
 def with_self_loops(arcs: FstArrays, stay_cost: Sequence[float]) -> FstArrays:

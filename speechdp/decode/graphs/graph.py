@@ -22,7 +22,7 @@ import kaldifst
 import numpy as np
 from numpy.typing import ArrayLike
 
-from speechdp.decode.graphs.determinise import determinised, with_self_loops
+from speechdp.decode.graphs.determinise import determinised, with_entry_costs, with_self_loops
 from speechdp.decode.graphs.fst_arrays import EPSILON, FstArrays
 from speechdp.decode.graphs.lexicon_tree import Spellings, spell_out
 from speechdp.decode.graphs.ngram_grammar import ngram_acceptor
@@ -217,9 +217,7 @@ class LexiconTransducer:
         being in the arc that enters it."""
         if self._tying is not None:
             return in_context(graph, self._tying, self._leave_cost)
-        reads = graph.ilabel > EPSILON
-        graph.cost[reads] += self._leave_cost[graph.ilabel[reads] - 1]
-        return graph
+        return with_entry_costs(graph, self._leave_cost)
 
     def min_frames(self, words: Iterable[str]) -> int:
         """Return the fewest frames that can hold `words`: one a state of each shortest pronunciation."""

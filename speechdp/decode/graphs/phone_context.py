@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from speechdp.decode.graphs.chains import Chains, Sequences, distinct, shared
+from speechdp.decode.graphs.determinise import with_entry_costs
 from speechdp.decode.graphs.fst_arrays import EPSILON, Arcs, FstArrays
 from speechdp.labels.gaussian_mixtures import DoubleArray
 from speechdp.labels.state_tying import EDGE, StateTying
@@ -54,8 +56,8 @@ class _Expansion:
         waiting = np.asarray(tying.same_left) if tying.looks_right else np.empty((0, phones), int)
         #: The phone before, of those with the same effect, by what waits (_NONE is the first row).
         self._left = np.vstack([before, waiting])
-        #: What is read with the first phone, which waits: else back-off before and behind it would read alike,
-        #: and the graph could not be determinised (Kaldi's #-1).
+        #: What is read with the first phone, which waits (Kaldi's #-1): else back-off before and behind it
+        #: would read alike, and the graph could not be determinised.
         self._first_phone = int(graph.ilabel.min(initial=EPSILON)) - 1
         # Of all waves: arcs as they are, sequences of states; (left, phone, right) of these, (M, 3).
         self._arcs: list[Arcs] = []
@@ -65,7 +67,7 @@ class _Expansion:
     def run(self) -> FstArrays:
         wave = known = self._place(np.array([self._graph.start]), np.array([EDGE]), np.array([_NONE]))
         while len(wave):
-            reached = np.unique(self._follow(wave))
+            reached = distinct(self._follow(wave))
             wave = reached[~_are_in(known, reached)]
             known = np.sort(np.append(known, wave), kind="stable")
         return self._join(known)
@@ -127,21 +129,18 @@ class _Expansion:
         contexts = np.concatenate(self._contexts)
         classes = self._tying.table[contexts[:, 0], contexts[:, 1], contexts[:, 2]]  # (M, S)
         arcs = [self._numbered(places, *part) for part in self._arcs]
-        # From the last state of phones to the second: those that lead to the same place are one.
-        num_states, target = len(places) + len(ends), chains.target.astype(np.int64)
-        for of_state in classes.T[:0:-1]:
-            code, each = np.unique(target * self._tying.num_classes + of_state, return_inverse=True)
-            states = num_states + np.arange(len(code))
-            target_of, class_of = np.divmod(code, self._tying.num_classes)
-            arcs.append((states, class_of + 1, EPSILON, self._leave_cost[class_of], target_of))
-            num_states, target = num_states + len(code), states[each]
-        first = classes[:, 0]
-        enter = chains.cost + self._leave_cost[first]
-        arcs.append((chains.source, first + 1, chains.olabel, enter, target))
+        # Right neighbours often make no difference: many chains of a place begin with the same classes.
+        shape = (self._tying.num_classes,) * classes.shape[1]
+        codes, each = np.unique(np.ravel_multi_index(tuple(classes.T), shape), return_inverse=True)
+        sequences = Sequences(np.stack(np.unravel_index(codes, shape), 1) + 1)
+        source, target = chains.source.astype(np.int64), chains.target.astype(np.int64)
+        whole = Chains(source, each, chains.olabel, chains.cost, target).in_order()
+        added, num_states = shared(whole, sequences, len(places) + len(ends))
         start = self._place(np.array([graph.start]), np.array([EDGE]), np.array([_NONE]))
-        whole = np.full(num_states, np.inf, np.float32)
-        whole[: len(final) + len(ends)] = np.append(final, end_cost)
-        return FstArrays.joined(int(np.searchsorted(places, start)[0]), whole, arcs)
+        costs = np.full(num_states, np.inf, np.float32)
+        costs[: len(places) + len(ends)] = np.append(final, end_cost)
+        joined = FstArrays.joined(int(np.searchsorted(places, start)[0]), costs, arcs + added)
+        return with_entry_costs(joined, self._leave_cost)
 
     @staticmethod
     def _numbered(

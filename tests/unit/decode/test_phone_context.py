@@ -151,7 +151,7 @@ def test_a_model_of_other_classes_is_refused() -> None:
 
 
 def test_backing_off_before_and_behind_the_first_phone_is_told_apart() -> None:
-    """ "a bc" backs off behind "a", whose phone still waits then, and "abc" before it: all else is the same."""
+    """ "a bc" backs off behind "a", whose phone still waits then, and "abc" before it."""
     lexicon = Lexicon({"a": (("A",),), "bc": (("B", "C"),), "abc": (("A", "B", "C"),)})
     inventory = StateInventory(lexicon.phones)
     tying = random_tying(inventory, "both", seed=1)

@@ -1,0 +1,241 @@
+"""Many chains of an FST at once, which share what they begin and end with.
+
+A chain leads from one state to another, reads a sequence of labels and writes a word: the pronunciation of
+a word between two states of a grammar, or the HMM states of a phone between two of its neighbours.  Chains
+that leave the same state are a tree: they share what they begin with.  Where a chain goes on alone, it
+writes its word, and what is left of it is shared with all that read the same from there on and lead to the
+same state.  A branch costs what the cheapest of its chains does, so that search knows of a cost as early
+as it can.
+
+That is what determinisation and minimisation would make of the chains (Mohri, Pereira & Riley, "Weighted
+finite-state transducers in speech recognition", Computer Speech & Language 16, 2002); the chains themselves,
+which may be tens of gigabytes, are never made.
+
+Legend: M chains, P sequences, U the most labels that one has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from speechdp.decode.graphs.fst_arrays import EPSILON, Arcs
+
+Int64Array = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+
+class Sequences:
+    """Sequences of labels, sorted, and their endings.
+
+    Args:
+        labels: each sequence has one or more, each at least 1.
+
+    Attributes:
+        order: which of those given each one is, (P,).
+        labels: (P, U), 0 behind the end.
+        length: (P,).
+        ending: number of what is left of a sequence when so many labels are left, (P, U + 1).
+        ending_label: the first label of each ending.
+        ending_rest: the ending behind that label; ending 0 has no labels.
+    """
+
+    def __init__(self, labels: Sequence[Sequence[int]] | Int64Array) -> None:
+        length = np.fromiter(map(len, labels), np.int64, len(labels))
+        padded = np.zeros((len(length), length.max(initial=0)), dtype=np.int64)
+        flat = np.fromiter(itertools.chain.from_iterable(labels), np.int64, length.sum())
+        padded[np.arange(padded.shape[1]) < length[:, None]] = flat
+        self.order = np.lexsort(padded.T[::-1]) if padded.size else np.arange(len(length))
+        self.length, self.labels = length[self.order], padded[self.order]
+        self._find_endings()
+
+    def _find_endings(self) -> None:
+        num, most = self.labels.shape
+        width = int(self.labels.max(initial=0)) + 1
+        self.ending = np.zeros((num, most + 1), dtype=np.int64)
+        labels, rests, known = [np.array([0])], [np.array([0])], 1
+        for left in range(1, most + 1):
+            has = np.flatnonzero(self.length >= left)
+            label = self.labels[has, self.length[has] - left]
+            codes, ending = np.unique(self.ending[has, left - 1] * width + label, return_inverse=True)
+            self.ending[has, left] = known + ending
+            rest, first = np.divmod(codes, width)
+            labels.append(first)
+            rests.append(rest)
+            known += len(codes)
+        self.ending_label, self.ending_rest = np.concatenate(labels), np.concatenate(rests)
+
+
+def distinct(values: Int64Array) -> Int64Array:
+    """Return the values that occur, ascending: of millions in a tenth of np.unique's time, which hashes."""
+    values = np.sort(values)
+    is_new = np.ones(len(values), dtype=bool)
+    is_new[1:] = values[1:] != values[:-1]
+    return values[is_new]
+
+
+@dataclass
+class Chains:
+    """Chains that are to be added to an FST.
+
+    Attributes:
+        source: state that each leaves, (M,).
+        sequence: what it reads: number of a sequence, (M,).
+        word, cost: what it writes and costs, (M,).
+        target: state that it leads to, (M,).
+    """
+
+    source: Int64Array
+    sequence: Int64Array
+    word: NDArray[np.integer]
+    cost: NDArray[np.floating]
+    target: Int64Array
+
+    def in_order(self) -> Chains:
+        """Return them by the state that they leave, then by what they read."""
+        order = np.lexsort((self.sequence, self.source))
+        ends = self.source[order], self.target[order]
+        return Chains(ends[0], self.sequence[order], self.word[order], self.cost[order], ends[1])
+
+
+def shared(
+    chains: Chains, sequences: Sequences, num_states: int, *, apart: ArrayLike = False, symbol: int = EPSILON
+) -> tuple[list[Arcs], int]:
+    """Return arcs for chains, with as few states as sharing beginnings and endings allows.
+
+    Where a chain ends and others go on, or several of one state read the same, an arc that reads no label of
+    the sequence writes the word.
+
+    Args:
+        chains: by the state that they leave, then by what they read.
+        sequences: that they read.
+        num_states: of the FST so far; new states are numbered from there.
+        apart: sequences that always end with such an arc, (P,).
+        symbol: what such an arc reads, of chains that read the same one less for each; EPSILON: all of them.
+
+    Returns:
+        The arcs, and the number of states with the new ones.
+
+    Example:
+        >>> one = Chains(*(np.array([value]) for value in (0, 0, 9, 0.5, 1)))
+        >>> arcs, num_states = shared(one, Sequences([[5, 6]]), 2)
+        >>> print(str(FstArrays.joined(0, [np.inf, 0.0, np.inf], arcs).fst()).strip())
+        0 2 5 9 0.5
+        1
+        2 1 6 0
+    """
+    return _Sharing(chains, sequences, num_states).run(np.asarray(apart), symbol)
+
+
+class _Sharing:
+    def __init__(self, chains: Chains, sequences: Sequences, num_states: int) -> None:
+        self._chains, self._sequences = chains, sequences
+        self._num_states = num_states
+        self._arcs: list[Arcs] = []
+
+    def run(self, apart: BoolArray, symbol: int) -> tuple[list[Arcs], int]:
+        chains, sequences = self._chains, self._sequences
+        which, length = chains.sequence, sequences.length[chains.sequence]
+        with_previous = self._common_with_previous()
+        with_next = np.append(with_previous[1:], 0)[: len(which)]
+        depth = np.maximum(with_previous, with_next)
+        if apart.any():
+            depth = np.where(apart[which], length, depth)
+        node, paid = self._add_branches(with_previous, depth)
+        cost = chains.cost - paid
+        alone = np.flatnonzero(depth < length)
+        ending = sequences.ending[which[alone], length[alone] - depth[alone] - 1]
+        behind = self._add_endings(chains.target[alone], ending)
+        label = sequences.labels[which[alone], depth[alone]]
+        self._add(node[alone], label, chains.word[alone], cost[alone], behind)
+        others = np.flatnonzero(depth == length)
+        reads = symbol if symbol == EPSILON else symbol - self._number_alike(with_previous, length)[others]
+        self._add(node[others], reads, chains.word[others], cost[others], chains.target[others])
+        return self._arcs, self._num_states
+
+    def _add(
+        self, source: Int64Array, label: ArrayLike, word: ArrayLike, cost: ArrayLike, target: Int64Array
+    ) -> None:
+        self._arcs.append((source, label, word, cost, target))
+
+    def _new_states(self, number: int) -> Int64Array:
+        """Return new states, (number,)."""
+        self._num_states += number
+        return np.arange(self._num_states - number, self._num_states)
+
+    def _common_with_previous(self) -> Int64Array:
+        """Return how many labels a chain begins with as the one before it from the same state does, (M,)."""
+        labels, which, source = self._sequences.labels, self._chains.sequence, self._chains.source
+        common = np.zeros(len(which), dtype=np.int64)
+        alike = np.flatnonzero(source[1:] == source[:-1]) + 1
+        for depth in range(labels.shape[1]):
+            label = labels[which[alike], depth]
+            alike = alike[(label > 0) & (label == labels[which[alike - 1], depth])]
+            common[alike] += 1
+        return common
+
+    def _add_branches(
+        self, with_previous: Int64Array, depth: Int64Array
+    ) -> tuple[Int64Array, NDArray[np.floating]]:
+        """Add what chains share with others of the same state, label by label.
+
+        Returns:
+            The state that each is at when it no longer shares, (M,), and what has been paid there, (M,).
+        """
+        chains = self._chains
+        node, paid = chains.source.copy(), np.zeros_like(chains.cost)
+        on = np.arange(len(node))
+        for at in range(1, int(depth.max(initial=0)) + 1):
+            on = on[depth[on] >= at]
+            begins = np.flatnonzero(with_previous[on] < at)
+            begun = on[begins]
+            state = self._new_states(len(begun))
+            cheapest = np.minimum.reduceat(chains.cost[on], begins)
+            label = self._sequences.labels[chains.sequence[begun], at - 1]
+            self._add(node[begun], label, EPSILON, cheapest - paid[begun], state)
+            sizes = np.diff(np.append(begins, len(on)))
+            node[on], paid[on] = np.repeat(state, sizes), np.repeat(cheapest, sizes)
+        return node, paid
+
+    def _add_endings(self, target: Int64Array, ending: Int64Array) -> Int64Array:
+        """Add states for endings in front of states.
+
+        Args:
+            target: state that each leads to, (M,).
+            ending: number of each, (M,).
+
+        Returns:
+            The state that each begins with, (M,): the target itself for the ending without labels.
+        """
+        sequences = self._sequences
+        number = len(sequences.ending_label)
+        waves = [np.empty(0, np.int64)]
+        wave = distinct(target * number + ending)
+        while len(wave := wave[wave % number > 0]):
+            waves.append(wave)
+            to, left = np.divmod(wave, number)
+            wave = distinct(to * number + sequences.ending_rest[left])
+        known = distinct(np.concatenate(waves))
+        states = self._new_states(len(known))
+
+        def state_of(to: Int64Array, left: Int64Array) -> Int64Array:
+            found, within = to.copy(), np.flatnonzero(left)
+            found[within] = states[np.searchsorted(known, to[within] * number + left[within])]
+            return found
+
+        to, left = np.divmod(known, number)
+        behind = state_of(to, sequences.ending_rest[left])
+        self._add(states, sequences.ending_label[left], EPSILON, 0.0, behind)
+        return state_of(target, ending)
+
+    @staticmethod
+    def _number_alike(with_previous: Int64Array, length: Int64Array) -> Int64Array:
+        """Number the chains of a state that read the same: 0 for the first, (M,)."""
+        first = np.ones(len(length), dtype=bool)
+        first[1:] = (with_previous[1:] < length[1:]) | (length[1:] != length[:-1])
+        index = np.arange(len(length))
+        return index - np.maximum.accumulate(np.where(first, index, 0))
