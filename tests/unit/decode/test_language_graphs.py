@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import kaldifst
 import numpy as np
@@ -202,6 +203,24 @@ def test_grammars_of_kaldi_are_used_with_our_words(tmp_path: Path) -> None:
     save_language_model(grammar.respelled(lambda word: None if word == "other" else word), tmp_path / "copy")
     again = language_model_in(tmp_path / "copy")
     assert isinstance(again, GrammarFst) and again.words == {"to", "see"}
+
+
+def test_a_grammar_that_cannot_be_determinised_is_searched_as_it_is() -> None:
+    """From its first state it goes on to two others unheard, where "to" and "two" sound alike."""
+    hl = transducer()
+    words = [hl.word_ids[word] for word in ("to", "two", "see")]
+
+    def grammar() -> Any:
+        text = f"0 1 0 0\n0 2 0 0\n1 3 {words[0]} {words[0]} 0.5\n2 3 {words[1]} {words[1]}\n"
+        return kaldifst.compile(f"{text}3 4 {words[2]} {words[2]}\n4", acceptor=False)
+
+    graph = hl.compose_shared(grammar())
+    assert not graph.is_determinised
+    for seed in range(8):
+        frames = scores(14, seed)
+        found, expected = (Searcher(each, EXACT).search(frames) for each in (graph, hl.compose(grammar())))
+        assert found is not None and expected is not None
+        assert found.cost == pytest.approx(expected.cost, abs=1e-4) and found.words == expected.words
 
 
 def test_ngrams_are_read_back(tmp_path: Path) -> None:
