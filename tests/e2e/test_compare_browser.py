@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 
 from speechdp.report.compare.report import write_comparison as write_report
+from speechdp.report.runs.results import ONE_RANK
 from tests.helpers.comparisons import MadeUpStrategy, realistic_strategies, write_comparison
+from tests.helpers.races import made_up_race, write_made_up_race
+from tests.helpers.runs import add_newer_figures, add_utterance_errors
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium import webdriver
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
 
 from tests.helpers.browser import (
+    assert_comes_to,
     assert_fits_the_window,
     assert_follows_a_dark_setting,
     assert_loads_alone,
@@ -75,9 +80,59 @@ def test_nothing_overflows(browser: webdriver.Chrome, page: Path, width: int) ->
     assert_plot_texts_are_legible(browser)
 
 
-def test_a_realistic_table_fits_a_laptop(browser: webdriver.Chrome, tmp_path: Path) -> None:
-    page = write_report(write_comparison(tmp_path / "out", realistic_strategies())).html
-    assert_table_needs_no_scrolling(browser, page)
+@pytest.fixture(scope="module")
+def full_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with every column that a comparison of acoustic models has."""
+    strategies = realistic_strategies()
+    out = write_comparison(tmp_path_factory.mktemp("full") / "out", strategies)
+    for number, errors in enumerate(sorted(out.glob("*/wer-test.json"))):
+        add_newer_figures(errors.parent)
+        add_utterance_errors(errors.parent, [(place + number) % 5 for place in range(100)])
+    for ranks in (2, 4):
+        speeds = {ONE_RANK: 0.8, **{each.text: 1 + 0.1 * n for n, each in enumerate(strategies)}}
+        texts = {each.text: each.text for each in strategies}
+        write_made_up_race(out, made_up_race(speeds, ranks=ranks, strategies=texts))
+    return write_report(out).html
+
+
+def test_a_realistic_table_fits_a_laptop(browser: webdriver.Chrome, full_page: Path) -> None:
+    assert_table_needs_no_scrolling(browser, full_page)
+    headings = browser.find_element(By.CSS_SELECTOR, "#figures-frames thead").text
+    assert all(word in headings for word in ("raced", "no silence", "lowest", "replicas"))
+
+
+def test_names_stay_in_sight_while_a_narrow_table_is_scrolled(
+    browser: webdriver.Chrome, full_page: Path
+) -> None:
+    open_page(browser, full_page, 420)
+    left, name = script(
+        browser,
+        "const table = document.querySelector('.table'); table.scrollLeft = 200;"
+        "return [table, table.querySelector('tbody th')].map((e) => e.getBoundingClientRect().left)",
+    )
+    assert script(browser, "return document.querySelector('.table').scrollLeft") == 200
+    assert abs(name - left) < 3
+
+
+def test_what_the_columns_mean_can_be_read_without_a_mouse(
+    browser: webdriver.Chrome, full_page: Path
+) -> None:
+    open_page(browser, full_page, 420)
+    summary = browser.find_element(By.CSS_SELECTOR, ".meanings summary")
+    summary.send_keys(Keys.ENTER)
+    meanings = browser.find_element(By.CSS_SELECTOR, ".meanings dl")
+    assert_comes_to(browser, meanings.is_displayed)
+    assert "replicas apart" in meanings.text
+
+
+def test_an_option_is_broken_nowhere(browser: webdriver.Chrome, tmp_path: Path) -> None:
+    page = write_report(write_comparison(tmp_path / "out", realistic_strategies(), (1, 2), (1,))).html
+    for width in range(360, 440, 8):
+        open_page(browser, page, width)
+        lines = script(
+            browser, "return [...document.querySelectorAll('.whole')].map((e) => e.getClientRects().length)"
+        )
+        assert lines and set(lines) == {1}
 
 
 def test_each_table_is_sorted_by_its_own_headings(browser: webdriver.Chrome, page: Path) -> None:
@@ -100,3 +155,8 @@ def test_it_follows_a_dark_setting(browser: webdriver.Chrome, page: Path) -> Non
 def test_it_can_be_printed(browser: webdriver.Chrome, page: Path) -> None:
     with printed(browser, page):
         assert browser.find_element(By.CSS_SELECTOR, "#figures-frames").is_displayed()
+        # No heading at the foot of a sheet.
+        breaks = script(
+            browser, "return [...document.querySelectorAll('h2')].map((e) => getComputedStyle(e).breakAfter)"
+        )
+        assert set(breaks) == {"avoid"}

@@ -94,7 +94,8 @@ def test_the_recogniser_is_compared_over_strategies_unedited(tmp_path: Path) -> 
     assert all(0 < float(row["heldout_loss_mean"]) < 3 and float(row["items_per_s_mean"]) > 0 for row in rows)
     assert (
         "heldout_loss" in ended.stdout
-        and "seems the best choice, by one seed and a race of 1 round" in " ".join(ended.stdout.split())
+        and "seems the best choice, judging by one seed and a race of 1 round"
+        in " ".join(ended.stdout.split())
     )
 
 

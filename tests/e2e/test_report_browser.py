@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from speechdp.report.sweep.report import write_report
-from tests.helpers.runs import MadeUpRun, add_newer_figures, realistic_sweep, write_sweep
+from tests.helpers.races import made_up_race, write_made_up_race
+from tests.helpers.runs import (
+    MadeUpRun,
+    add_newer_figures,
+    add_utterance_errors,
+    realistic_sweep,
+    write_sweep,
+)
 from tests.helpers.usage_files import GB, add_memory, write_samples
 
 pytest.importorskip("selenium", reason="selenium is not installed")
@@ -94,9 +101,15 @@ def test_nothing_overflows_to_the_side(browser: webdriver.Chrome, page: Path, wi
 def test_the_realistic_table_fits_a_laptop(browser: webdriver.Chrome, tmp_path: Path) -> None:
     runs = realistic_sweep()
     sweep = write_sweep(tmp_path / "sweep", runs)
-    for run in runs:
+    for number, run in enumerate(runs):
         add_newer_figures(sweep / run.name)
+        if run.wer is not None:
+            add_utterance_errors(sweep / run.name, [(place + number) % 5 for place in range(100)])
+    speeds = {run.name: 1 + 0.05 * number for number, run in enumerate(runs)}
+    write_made_up_race(sweep, made_up_race({**speeds, "gradient_averaging": 1.0}))
     assert_table_needs_no_scrolling(browser, write_report(sweep).html)
+    headings = browser.find_element(By.CSS_SELECTOR, "#figures thead").text
+    assert all(word in headings for word in ("raced", "no silence", "lowest", "SER"))
 
 
 def test_the_data_path_is_shown_whole_on_a_laptop(browser: webdriver.Chrome, tmp_path: Path) -> None:

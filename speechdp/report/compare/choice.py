@@ -224,13 +224,13 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
     tried = [g for g in groups if g.ranks == ranks and g.mode == TIME and g.score is not None]
     if len(tried) < 2:
         return []
-    rows = _with_all_seeds(tried)
+    rows, where = _with_all_seeds(tried), f"In equal time on {ranks} ranks"
     best = max(rows, key=_score)
     terms = group_terms([best])
     own = next((group for group in tried if group.strategy == chosen.strategy), None)
     enough = (best.score or 0.0) - tolerance(best)
     if own is None:
-        return [f"In equal time {best.label} {terms.is_best}: {_accuracy(best)}."]
+        return [f"{where} {best.label} {terms.is_best}: {_accuracy(best)}."]
     near = [group for group in rows if group.score is not None and group.score >= enough]
     if len(near) > 1 and any(group is own for group in near):
         good = f"as small a {terms.short_name} as" if terms.falls else "as accurate as"
@@ -238,13 +238,13 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
             f"{group.label} ({terms.number(group.score)})" for group in near if group is not own
         )
         verb = "has" if terms.falls else "is"
-        return [f"In equal time it {verb} {good} {others}: {_accuracy(own)}."]
+        return [f"{where} {chosen.label} {verb} {good} {others}: {_accuracy(own)}."]
     if best is own:
-        return [f"In equal time it {terms.is_best}, too: {_accuracy(best)}."]
-    beside = f", where it has {terms.number(own.score)}"
+        return [f"{where} {best.label} {terms.is_best}, too: {_accuracy(best)}."]
+    beside = f", where {chosen.label} has {terms.number(own.score)}"
     if own.scores is not None and not any(group is own for group in rows):
         beside += f" by {len(own.scores.values)} of {len(own.runs)} seeds"
-    return [f"In equal time {best.label} {terms.is_best}: {_accuracy(best)}{beside}."]
+    return [f"{where} {best.label} {terms.is_best}: {_accuracy(best)}{beside}."]
 
 
 def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
@@ -359,14 +359,9 @@ def _pace(group: Group, preposition: str = "with") -> str:
     if group.raced is None:
         rate = formatting.count(group.frames_per_s.mean if group.frames_per_s else None)
         return f"{preposition} {rate} {group_terms([group]).amount}/s"
-    if group.raced.baseline == group.strategy:
-        return "as the baseline of the race"
-    speed = speed_phrase(group.raced, group.strategy, _baseline_label(group))
+    baseline = formatting.strategy_label(group.raced.baseline, group.ranks)
+    speed = speed_phrase(group.raced, group.label, baseline)
     return f"{preposition} {speed} in the race"
-
-
-def _baseline_label(group: Group) -> str:
-    return "" if group.raced is None else formatting.strategy_label(group.raced.baseline, group.ranks)
 
 
 def _score(group: Group) -> float:

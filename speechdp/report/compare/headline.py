@@ -25,7 +25,7 @@ class _Evidence:
     """Why a choice is no more than likely.
 
     Attributes:
-        lack: what it rests on, as it follows a verb: `by one seed and a race of 2 rounds`; "": on enough.
+        lack: what it rests on: `judging by one seed and a race of 2 rounds`; "": on enough.
         remedy: options with which the same command finds out; "": none, or the same command goes on to it.
     """
 
@@ -213,7 +213,8 @@ def _evidence(compared: Mapping[int, Group], groups: Sequence[Group]) -> _Eviden
     if short or (without and not waiting):
         is_script = "epochs" not in group_terms(groups).kind.measures
         remedies.append(f"--race {LEAST_ROUNDS if is_script else ROUNDS}")
-    return _Evidence(" and ".join(lacks), " ".join(remedies))
+    lack = " and ".join(lacks)
+    return _Evidence(f"judging {lack}" if lack.startswith("by ") else lack, " ".join(remedies))
 
 
 def fewest_seeds(groups: Sequence[Group]) -> int:

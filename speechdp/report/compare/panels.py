@@ -26,6 +26,9 @@ from speechdp.report.kit.theme import Theme
 OLDEST_BAR = 12
 SIZE = (4.4, 3.3)
 Points = list[tuple[float, float]]
+#: Room between a point and the edge of its picture, and how far below that edge a point is still shown:
+#: shares of the height.
+_EDGE, _NEAR = 0.06, 0.25
 
 
 def make_canvas(groups: Sequence[Group], theme: Theme) -> Canvas:
@@ -111,10 +114,11 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
         )  # fmt: skip
         canvas.tip(dot, _tip(group))
     speed = "times the baseline, by the race" if raced else f"{terms.amount}/s"
-    ax.set_xlabel(speed, color=canvas.theme.muted)
+    ax.set_xlabel(speed)
     ax.margins(x=0.12, y=0.14)
     _limit(ax, [[(0.0, y)] for g in shown if g.scores for y in g.scores.values])
     _draw_reference(ax, groups, canvas)
+    _reach_for_what_is_near(ax, [group.scores.mean for group in shown if group.scores])
     _mark_what_lies_below(ax, shown, canvas, raced=raced)
     ax.xaxis.set_major_locator(MaxNLocator(5))
     even_numbers(ax.xaxis, fewest=2 if raced else 0)
@@ -161,7 +165,7 @@ def draw_staleness(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas
     if max(len(group.ages) for group in shown) > oldest + 1:
         names[-1] += "+"
     ax.set_xticks(range(oldest + 1), names)
-    ax.set_xlabel("updates made elsewhere meanwhile", color=canvas.theme.muted)
+    ax.set_xlabel("updates made elsewhere meanwhile")
     ax.set_xlim(-0.6, oldest + 0.6)
     return True
 
@@ -194,7 +198,7 @@ def draw_learning(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas,
         return False
     own = [curve for group in shown if group.ranks == ranks for curve in curves[id(group)]]
     longest = max(curve[-1][0] for curve in own)
-    terms, title = group_terms(groups), f"{formatting.rank_count(ranks)}: over"
+    terms, title = group_terms(groups), f"{formatting.rank_count(ranks)}: learning over"
     scale = learning_axes(ax, title, longest, terms, canvas, over_time=over_time)
     # The same heights on the plots of all numbers of ranks.
     _limit(ax, [curve for group in groups for curve in curves[id(group)]])
@@ -264,12 +268,20 @@ def _draw_reference(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
     if reference is None or reference.score is None:
         return
     low, high = ax.get_ylim()
-    room = 0.06 * (high - low)
+    room = _EDGE * (high - low)
     ax.set_ylim(min(low, reference.score - room), max(high, reference.score + room))
     line = ax.axhline(
         reference.score, color=canvas.theme.baseline, linewidth=1.4, linestyle=(0, (5, 2.5)), zorder=0
     )
     canvas.tip(line, _tip(reference))
+
+
+def _reach_for_what_is_near(ax: Axes, scores: Sequence[float]) -> None:
+    """Show what lies a little below the picture, too: hardly any height would be gained by cutting it off."""
+    low, high = ax.get_ylim()
+    near = [score for score in scores if low - _NEAR * (high - low) <= score < low]
+    if near:
+        ax.set_ylim(min(near) - _EDGE * (high - low), high)
 
 
 def _mark_what_lies_below(ax: Axes, groups: Sequence[Group], canvas: Canvas, *, raced: bool) -> None:

@@ -36,6 +36,7 @@ _MODES = {
     ),
 }
 _WHOLE_RUNS = {FRAMES: ("All runs", "Every run is the whole script.")}
+_LOWEST_NOTE = "WER over lowest: above the lowest on as many ranks [95 % interval of the difference]."
 SPREAD_NOTE = "Mean over seeds ± sample standard deviation; one seed has none."
 
 _TRAFFIC = FigureColumn(
@@ -118,9 +119,17 @@ def written(measure: FigureColumn, group: Group) -> str:
         return formatting.MISSING
     text = measure.number(spread.mean)
     if spread.deviation is not None:
-        text += f" ± {measure.number(spread.deviation)}"
+        text += f" ± {_as_exact(measure.number(spread.deviation), text)}"
     finished = len(group.finished)
     return text if len(spread.values) == finished else f"{text} ({len(spread.values)} of {finished})"
+
+
+def _as_exact(deviation: str, mean: str) -> str:
+    """Return a deviation with no more digits behind the point than its mean: `0.30` beside `5.92`."""
+    digits = len(mean.partition(".")[2])
+    if 0 < digits < len(deviation.partition(".")[2]):
+        return f"{float(deviation.replace(',', '')):,.{digits}f}"
+    return deviation
 
 
 def _over_seeds(measure: FigureColumn) -> Column[Group]:
@@ -187,7 +196,8 @@ def make_tables(
         if rows:
             finished = (run for _, group in rows for run in group.finished)
             resumed = resumed_note((run.result, run.record.planned.title) for run in finished if run.result)
-            note = " ".join(filter(None, (note, resumed)))  # noqa: PLW2901
+            lowest = _LOWEST_NOTE if OVER_LOWEST in columns else ""
+            note = " ".join(filter(None, (note, resumed, lowest)))  # noqa: PLW2901
             tables.append(ShownTable(f"figures-{mode}", title, columns, rows, "strategy", note))
     return tables
 

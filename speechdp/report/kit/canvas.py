@@ -84,6 +84,8 @@ def style_axes(ax: Axes, title: str, axis: str, theme: Theme) -> None:
     ax.grid(axis="y", color=theme.grid, linewidth=0.8)
     ax.set_axisbelow(True)
     ax.tick_params(length=0, colors=theme.muted, labelcolor=theme.muted)
+    for across in (ax.xaxis, ax.yaxis):
+        across.label.set_color(theme.muted)
     even_numbers(ax.yaxis)
 
 

@@ -82,6 +82,6 @@ def learning_axes(
     scale, unit = time_unit(longest) if over_time else frames_unit(longest)
     style_axes(ax, f"{title} {'time' if over_time else terms.amount}", terms.axis, canvas.theme)
     what = "training time" if over_time else f"{terms.amount} trained on, all ranks"
-    ax.set_xlabel(f"{what} ({unit})", color=canvas.theme.muted)
+    ax.set_xlabel(f"{what} ({unit})")
     ax.set_xlim(0, longest / scale * 1.02)
     return scale

@@ -90,7 +90,7 @@ def render_page(template: str, title: str, answer: Answer, rule: str = "", **val
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(breakable=_breakable, unbroken=_unbroken)
+    environment.filters.update(breakable=_breakable, figure=_figure, options=_options, sentence=_sentence)
     return environment.get_template(f"{template}.html.j2").render(
         title=printable(title),
         kind=template,
@@ -176,6 +176,22 @@ def _breakable(name: str) -> Markup:
     return Markup(re.sub(r"([_-])", r"\1<wbr>", str(escape(name))))
 
 
-def _unbroken(sentence: str) -> str:
-    """Keep numbers and their units on one line."""
-    return re.sub(r"(?<=\d) (?=(%|ms|MB|ranks?|times)\b|%)", "\u00a0", sentence)
+#: Where a narrow cell may break a figure: before its interval, deviation or remark, and between figures.
+_BREAK = re.compile(r"[ \u00a0](?=[\[(±])|(?<=;)[ \u00a0]")
+
+
+def _figure(text: str) -> str:
+    """Return a cell's figure that a narrow table may break before its interval, and nowhere else."""
+    return " ".join(part.replace(" ", "\u00a0") for part in _BREAK.split(text))
+
+
+def _sentence(text: str) -> Markup:
+    """Return a sentence, escaped, with numbers and their units, and names of options, each on one line."""
+    together = re.sub(r"(?<=\d) (?=(%|ms|MB|ranks?|times)\b|%)", "\u00a0", text)
+    return _options(together)
+
+
+def _options(text: str) -> Markup:
+    """Return a text, escaped, that is broken inside no option's name; copied, it is what it was."""
+    whole = r'<span class="whole">\g<0></span>'
+    return Markup(re.sub(r"(?<!\S)\(?--[a-z][a-z-]*", whole, str(escape(text))))

@@ -63,7 +63,7 @@ def draw_periods(
     ax.set_xlim(0, max(_last_step(curve.run) for curve in shown) * 1.02)
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,.0f}"))
-    ax.set_xlabel("steps of training", color=canvas.theme.muted)
+    ax.set_xlabel("steps of training")
     if named and len(lines) > 1:
         ax.legend(
             list(lines.values()), list(lines), frameon=False, fontsize="small", labelcolor=canvas.theme.ink

@@ -158,8 +158,8 @@ def draw_courses(
         (line,) = ax.plot(course.t_s / scale, values, color=colour, linewidth=1.3, label=label, zorder=3)
         extreme = f"most {np.nanmax(values):.0f}" if of == "%" else f"least {np.nanmin(values):.0f}"
         canvas.tip(line, f"{label}: mean {np.nanmean(values):.0f} {of}, {extreme} {of}")
-    ax.set_ylabel(axis, color=theme.muted)
-    ax.set_xlabel(f"time ({unit})", color=theme.muted)
+    ax.set_ylabel(axis)
+    ax.set_xlabel(f"time ({unit})")
     ax.set_ylim(0, max(105.0, ax.get_ylim()[1]))  # of clocks, too: their part of the whole is what counts
     latest = max(float(course.t_s[-1]) for _, course, _, _ in lines) / scale
     ax.set_xlim(min(0.0, *(float(course.t_s[0]) / scale for _, course, _, _ in lines)), 1.01 * latest)
@@ -217,7 +217,7 @@ def draw_memory(
     balance = memory_balance(bar.most_bytes for bar in bars)
     between_ranks = len(bars) > 1 and all(bar.least_bytes is None for bar in bars)
     note = f"; most / least rank {formatting.times(balance)}" if between_ranks else ""
-    ax.set_xlabel(f"{what}{note}", color=theme.muted)
+    ax.set_xlabel(f"{what}{note}")
     return True
 
 

@@ -180,8 +180,8 @@ def _others(weak: Scaling | None) -> str:
     if good and len(good) < len(judged):
         text = f"These scale: {', '.join(good)}. "
     if bad:
-        either = " either" if judged[0][0] < SCALES else ""
-        text += f"These do not{either}: {', '.join(bad)}."
+        others = "Others" if judged[0][0] < SCALES else "Functions"
+        text += f"{others} that do not scale: {', '.join(bad)}."
     return text.strip()
 
 

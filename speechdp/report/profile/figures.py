@@ -13,6 +13,8 @@ from speechdp.report.profile.usage import draw_memory_over_time, draw_usage, usa
 from speechdp.report.profile.words import SCALING_TITLES, loader_title
 
 SMALL_WIDTH = 5.6
+#: What the pictures repeat, as a reader of the page can find it.
+_POSTER = "the IBM/NTU poster (docs/profile.md)"
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def make_pictures(profile: Profile) -> list[ProfilePicture]:
 
 def _utilisation(profile: Profile) -> ProfilePicture:
     caption = (
-        "Utilisation over time with and without a blocking trainloader, after figure 2 of the poster. How "
+        f"Utilisation over time with and without a blocking trainloader, after figure 2 of {_POSTER}. How "
         "long ranks waited for batches was measured apart: it stands in the table."
     )
     letters = "abc"
@@ -67,7 +69,7 @@ def _utilisation(profile: Profile) -> ProfilePicture:
 
 
 def _first_steps(profile: Profile) -> ProfilePicture:
-    caption = "Time of each function in the first steps, after figure 3 of the poster."
+    caption = f"Time of each function in the first steps, after figure 3 of {_POSTER}."
     job, warmup = main_job(profile), profile.settings.warmup_steps
     if job is None:
         return ProfilePicture("first_steps", caption, ())
@@ -80,7 +82,7 @@ def _first_steps(profile: Profile) -> ProfilePicture:
 
 def _functions(profile: Profile) -> ProfilePicture:
     caption = (
-        "Time of each function over numbers of ranks, after figure 4 of the poster: median step after the "
+        f"Time of each function over numbers of ranks, after figure 4 of {_POSTER}: median step after the "
         "warm-up; light is forward, strong is backward; % is the efficiency; a stroke marks full scaling."
     )
     scalings = [make_scaling(profile, kind) for kind in (WEAK, STRONG)]
@@ -90,7 +92,7 @@ def _functions(profile: Profile) -> ProfilePicture:
 
 def _single(profile: Profile) -> ProfilePicture:
     caption = (
-        "Time of a single module, the others turned off, over numbers of ranks, after figure 5 of the poster."
+        f"Time of a single module, the others turned off, over numbers of ranks, after figure 5 of {_POSTER}."
     )
     scalings = [s for kind in MODULES if (s := make_scaling(profile, kind)) is not None]
     if not scalings:
@@ -106,7 +108,7 @@ def _scaling_panel(scalings: list[Scaling], name: str, title: str) -> Panel:
 
 
 def _memory(profile: Profile) -> ProfilePicture:
-    caption = "Memory of every rank: peak and course. The poster saw the first GPU use more than the others."
+    caption = f"Memory of every rank: peak and course. On {_POSTER} the first GPU used more than the others."
     job = main_job(profile)
     found: list[Panel] = []
     if job is not None and job.memory is not None:

@@ -120,7 +120,7 @@ def draw_first_steps(ax: Axes, job: ProfileJob, warmup_steps: int, canvas: Canva
             ends.append((points[-1][1], name))
     _mark_warmup(ax, numbers, warmup_steps, canvas)
     ax.set_xticks(numbers)
-    ax.set_xlabel("step", color=canvas.theme.muted)
+    ax.set_xlabel("step")
     ax.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
     ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
@@ -191,7 +191,7 @@ def draw_memory_of_ranks(ax: Axes, job: ProfileJob, canvas: Canvas) -> bool:
     ax.set_yticks(range(len(memory.ranks)), [f"rank {rank.rank}" for rank in memory.ranks])
     ax.set_ylim(len(memory.ranks) - 0.4, -0.6)
     ax.set_xlim(0, 1.16 * max(_known_or_peak(memory)) / 1e6)
-    ax.set_xlabel(f"largest / smallest peak {memory.balance:.2f}", color=canvas.theme.muted)
+    ax.set_xlabel(f"largest / smallest peak {memory.balance:.2f}")
     _lines_upright(ax, canvas)
     keys = [Patch(color=colour, alpha=shade, label=name, linewidth=0) for name, shade in _MEMORY_PARTS]
     legend_below(ax, canvas, keys)

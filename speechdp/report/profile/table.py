@@ -18,6 +18,7 @@ from speechdp.experiments.profile.record import STRONG, WEAK, Profile, ProfileJo
 from speechdp.report.kit import formatting
 from speechdp.report.kit.formatting import milliseconds, number, rank_count
 from speechdp.report.kit.tables import Column, RowHead, ShownTable
+from speechdp.report.profile.answer import JUDGED_SHARE
 from speechdp.report.profile.usage import mean_utilisation
 from speechdp.report.profile.words import SCALING_TITLES, loader_title
 
@@ -81,9 +82,10 @@ def _ms_column(ranks: int) -> Column[Figures]:
 
 
 def _percent_column(key: str, title: str, meaning: str, low: float = 0.0, digits: int = 0) -> Column[Figures]:
+    """Return a column of shares; those below `low` catch the eye, of functions that are judged."""
     return Column(
         key, title, "%", meaning, lambda row: row.get(key), lambda share: formatting.percent(share, digits),
-        is_notable=lambda row: (row.get(key) or 1.0) < low,
+        is_notable=lambda row: (row.get(key) or 1.0) < low and row.get("share", 0.0) >= JUDGED_SHARE,
     )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def _draw_rank(ax: Axes, rank: int, samples: Samples, values: Array, canvas: Can
 
 
 def _finish(ax: Axes, num_ranks: int, canvas: Canvas) -> None:
-    ax.set_xlabel("time (s)", color=canvas.theme.muted)
+    ax.set_xlabel("time (s)")
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:,g}"))
     ax.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
     if num_ranks <= MAX_LINES:

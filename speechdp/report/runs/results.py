@@ -321,7 +321,7 @@ TRAINER = RunKind(
 )
 SCRIPT = RunKind(
     "items",
-    "What `step(weight=)` counts (frames, tokens, examples; else steps)",
+    "What `step(weight=)` counts (tokens, examples or the like; else steps)",
     "data",
     "logged a metric by run.log()",
     frozenset({"steps"}),

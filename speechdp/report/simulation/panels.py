@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.canvas import Canvas, dashes, even_numbers, named_canvas, style_axes
@@ -112,6 +113,9 @@ def draw_hours(ax: Axes, families: Sequence[Family], target: TargetAmount, canva
         ax.set_yscale("log")
     else:  # a logarithmic axis would have hardly a number on it
         ax.set_ylim(bottom=0)
+        ax.yaxis.set_major_locator(
+            MaxNLocator(6, steps=[1, 2, 5, 10])
+        )  # no 0.00125, which is written rounded
     ax.yaxis.set_major_formatter(lambda y, _: hours_text(y))
     ax.minorticks_off()
     return drawn

@@ -54,7 +54,7 @@ def draw_shares(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> bool:
     ax.set_yticks(ticks, names)
     ax.set_ylim(y - 0.9, -0.6)
     ax.set_xlim(0, 100)
-    ax.set_xlabel("% of step time", color=canvas.theme.muted)
+    ax.set_xlabel("% of step time")
     ax.grid(visible=False)
     ax.spines["bottom"].set_visible(False)
     return True

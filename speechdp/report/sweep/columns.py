@@ -74,7 +74,7 @@ def _before_metrics(terms: Terms) -> tuple[FigureColumn, ...]:
             cell=lambda row: times_text(row.speedup, row.speedup_interval).replace(" ", "\u00a0"),
         ),
         Column(
-            "efficiency", "efficiency", "%", "Speed-up over the number of ranks.",
+            "efficiency", "effi\u00adciency", "%", "Speed-up over the number of ranks.",
             lambda row: row.efficiency, formatting.percent,
         ),
         Column(

@@ -109,7 +109,7 @@ def draw_by_period(ax: Axes, rows: Sequence[RunFigures], measure: PlotMeasure, c
     ax.set_xticks([x for x, _, _ in placed], [tick for _, tick, _ in placed])
     # Periods in frames or seconds have their unit at each of them.
     label = "averaging period (steps)" if _are_in_steps(rows) else "averaging period"
-    ax.set_xlabel(label if joined else "", color=canvas.theme.muted)
+    ax.set_xlabel(label if joined else "")
     if measure.terms is not None:
         measure.terms.finish_axis(ax)
     return True

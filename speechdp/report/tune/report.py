@@ -38,7 +38,7 @@ from speechdp.report.runs.steadiness import notable_load
 from speechdp.timing.load import OutsideLoad
 
 FOLDER = "tune"
-_SIZE = (7.6, 4.2)
+_SIZE = (5.6, 3.6)
 _SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
 #: Columns of a terminal that holds a setting on one line.
 _WIDE = 120
@@ -169,7 +169,7 @@ def find_answer(search: Search) -> Answer:
         return Answer(headline, (), tuple(cautions))
     end = Finish(best.times_s, best.scores)
     assert record.target is not None
-    target = terms.with_unit(record.target)
+    target = _target_text(terms, record.target)
     if end.mean_s == float("inf"):
         headline = f"{_none_reaches(record, target)}; {best.name} comes closest."
     else:
@@ -180,14 +180,14 @@ def find_answer(search: Search) -> Answer:
     details = [
         *_expected_text(record),
         f"It trains at {formatting.count(best.frames_per_s)} {terms.amount}/s with back-end {record.backend}"
-        + ("." if best.ratio is None else f", {_ratio_text(best)} the speed of gradient averaging."),
+        + ("." if best.ratio is None else f", {_ratio_text(best)} times the speed of gradient averaging."),
     ]
     for one in record.tried:
         if one.name != record.chosen and one.times_s:
-            details.append(f"{one.name}: {_range_text(Finish(one.times_s, one.scores))}.")
+            details.append(_other(one, in_future=record.seen_s is not None))
     if record.untold:
         names = ", ".join(record.untold)
-        cautions.insert(0, f"{names} cannot be told from it by so few seeds and so short a race.")
+        cautions.insert(0, f"{names} cannot be told from {best.name} by so few seeds and so short a race.")
     if len(best.times_s) < 2:
         cautions.insert(0, "There was one seed: which differences are chance is not known.")
     cautions += [*_one_batch_only(record), *_doubts(search)]
@@ -216,6 +216,20 @@ def _alone(search: Search, best: SettingRecord) -> Answer:
     else:
         speed = f"It trains at {formatting.count(best.frames_per_s)} {amount}/s."
     return Answer(headline, (speed,), (*cautions, *_doubts(search)))
+
+
+def _target_text(terms: Terms, target: float) -> str:
+    """Write the target with the name of what it is of: `the held-out log-probability −0.407 nats/frame`."""
+    text = terms.with_unit(target)
+    return f"the {terms.metric.name} {text}" if terms.axis == terms.metric.unit else text
+
+
+def _other(one: SettingRecord, *, in_future: bool) -> str:
+    """Say when another of the last settings reaches the target."""
+    end = Finish(one.times_s, one.scores)
+    if end.mean_s == float("inf"):
+        return f"{one.name}: {_range_text(end)}."
+    return f"{one.name} {'is expected to reach' if in_future else 'reaches'} it after {_range_text(end)}."
 
 
 def _none_reaches(record: TuneRecord, target: str) -> str:
@@ -437,7 +451,7 @@ def _draw(ax: Axes, search: Search, canvas: Canvas) -> bool:
                 linestyle=(0, dashes(name, canvas) or (1, 0)),
             )  # fmt: skip
             drawn = True
-    ax.set_xlabel("training time, s")
+    ax.set_xlabel("training time (s)")
     return drawn
 
 

@@ -1160,6 +1160,16 @@ def test_what_was_refused_is_not_said_to_be_ruled_out_by_its_speed(tmp_path: Pat
     assert alone.headline == f"{GRADIENTS}: no other setting was to be tried." and not alone.cautions
 
 
+def test_what_is_compared_with_what_is_said(tmp_path: Path) -> None:
+    record = replace(search(tmp_path, Jobs(tmp_path)), untold=(LONG,))
+    answer = find_answer(Search(record, {}))
+    assert record.chosen == SHORT and record.of(LONG).times_s
+    assert re.match(f"{SHORT} .*reach.* the held-out log-probability .*nats/frame soonest: ", answer.headline)
+    assert any("] times the speed of gradient averaging." in text for text in answer.details)
+    assert any(re.match(f"{LONG} .*reach.* it after .* s of training ", text) for text in answer.details)
+    assert f"{LONG} cannot be told from {SHORT} by so few seeds and so short a race." in answer.cautions
+
+
 def test_the_only_one_left_is_not_said_to_be_the_soonest(tmp_path: Path) -> None:
     """One that nothing was compared with reached the target soonest."""
     record = search(tmp_path / "both", Jobs(tmp_path / "both"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import math
 import re
@@ -20,9 +21,10 @@ from speechdp.report.compare.choice import choose, rule_for
 from speechdp.report.compare.groups import Group, common_target, make_groups, read_comparison
 from speechdp.report.compare.panels import make_canvas, make_panels, mean_curve
 from speechdp.report.compare.report import write_comparison as write_report
-from speechdp.report.compare.table import make_tables
+from speechdp.report.compare.table import make_tables, written
 from speechdp.report.kit.canvas import dashes
 from speechdp.report.kit.choice import told_apart
+from speechdp.report.kit.columns import OVER_LOWEST, FigureColumn
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.kit.theme import PRINT
 from speechdp.report.runs.derived import mean_age
@@ -106,7 +108,7 @@ def test_the_fastest_within_the_noise_is_chosen(realistic: tuple[Path, WrittenRe
     )
     assert "2 ranks: bmuf (period=16) with" in answer[1] and "times one rank, which reaches" in answer[1]
     # By less than what counts as a difference.
-    assert "In equal time it is as accurate as gradient averaging" in answer[2]
+    assert "In equal time on 2 ranks bmuf (period=16) is as accurate as gradient averaging" in answer[2]
     assert not any("rests on" in sentence for sentence in answer)
 
 
@@ -132,8 +134,8 @@ def test_a_strategy_that_alone_has_finished_is_no_choice(tmp_path: Path) -> None
     )
     (out / "frames-4x-b-seed1-12ep" / "completed.json").unlink()
     assert choose(list(_groups(out).values())).headline == (
-        "a seems the best choice, by one seed and without a race: on 2 ranks it was the fastest strategy "
-        "that keeps the accuracy. Only a on 4 ranks has finished. To know, repeat the command with "
+        "a seems the best choice, judging by one seed and without a race: on 2 ranks it was the fastest "
+        "strategy that keeps the accuracy. Only a on 4 ranks has finished. To know, repeat the command with "
         "--seeds 1,2,3."
     )
     (out / "frames-2x-b-seed1-12ep" / "completed.json").unlink()
@@ -153,7 +155,7 @@ def test_different_choices_are_named_by_ranks(tmp_path: Path) -> None:
     path.write_text(json.dumps(timing))
     choice = choose(list(_groups(out).values()))
     assert choice.headline.startswith(
-        "It seems to depend on the number of ranks, by one seed and without a race."
+        "It seems to depend on the number of ranks, judging by one seed and without a race."
     )
     assert "a on 2; b on 4 ranks" in choice.headline
     assert "This rests on one seed" in choice.cautions[0] and "A claim needs 3" in choice.cautions[0]
@@ -164,8 +166,8 @@ def test_one_rank_is_as_fast_on_some_numbers_of_ranks_alone(tmp_path: Path) -> N
     out = write_comparison(tmp_path / "out", strategies, (1, 2, 4), (1,), ("frames",))
     choice = choose(list(_groups(out).values()))
     assert choice.headline == (
-        "a seems the best choice, by one seed and without a race: on 4 ranks it was the fastest strategy "
-        "that is as accurate as any there. On 4 ranks it ends 0.051 nats/frame below one rank (WER "
+        "a seems the best choice, judging by one seed and without a race: on 4 ranks it was the fastest "
+        "strategy that is as accurate as any there. On 4 ranks it ends 0.051 nats/frame below one rank (WER "
         "2.2\u00a0% against 1.8\u00a0%), more than the rule allows. 2 ranks seem to gain nothing: one "
         "rank alone keeps "
         "the accuracy, too, and was as fast. To know, repeat the command with --seeds 1,2,3 --race 24."
@@ -310,6 +312,20 @@ def _compared_by_utterance(out: Path, more: float, ranks: Sequence[int] = (2,), 
     return out
 
 
+def test_a_deviation_has_no_more_digits_than_its_mean(tmp_path: Path) -> None:
+    """Not 5.92 ± 0.302."""
+    out = write_comparison(tmp_path / "out", realistic_strategies()[:1], (2,), modes=("frames",))
+    (group,) = _groups(out).values()
+    for values, shown in (
+        ((5.618, 5.92, 6.222), "5.92 ± 0.30"),
+        ((0.0, 4.0, 8.0), "4 ± 4"),
+        ((0.3, 0.4, 0.8), "0.5 ± 0.3"),
+    ):
+        given = itertools.cycle(values)
+        measure = FigureColumn("x", "x", "", "", lambda _, of=given: next(of), lambda value: f"{value:.3g}")
+        assert written(measure, group) == shown
+
+
 def test_word_error_rates_are_told_apart_by_their_difference_on_the_same_utterances(tmp_path: Path) -> None:
     out = _compared_by_utterance(tmp_path / "out", more=0.3)
     groups = _groups(out)
@@ -332,7 +348,10 @@ def test_word_error_rates_are_told_apart_by_their_difference_on_the_same_utteran
     # The lowest less itself is no chance.
     assert [float(lines["b"][f"wer_over_lowest{end}"]) for end in ("", "_low", "_high")] == [0, 0, 0]
     assert ">0.0</td>" in report.html.read_text()
-    assert "WER over lowest" in report.html.read_text()
+    page = report.html.read_text()
+    assert "WER over lowest: above the lowest on as many ranks [95 % interval of the difference]." in page
+    # Who cannot point at a heading reads it.
+    assert f"<dt>WER over lowest, points</dt><dd>{OVER_LOWEST.meaning}</dd>" in page
 
 
 def test_what_the_chosen_is_best_in_is_said(tmp_path: Path) -> None:
@@ -570,13 +589,13 @@ def test_a_strategy_one_of_whose_seeds_failed_at_equal_time_is_not_preferred_the
     strategies = [MadeUpStrategy("a", 9_000, -0.40), MadeUpStrategy("b", 8_000, -0.46)]
     out = write_comparison(tmp_path / "out", strategies, (2,))
     (told,) = (text for text in choose(list(_groups(out).values())).details if "In equal time" in text)
-    assert told.startswith("In equal time it is the most accurate, too")
+    assert told.startswith("In equal time on 2 ranks a is the most accurate, too")
     entries = _entries(out)
     of_a = [place for place, e in enumerate(entries) if (e["strategy"], e["mode"]) == ("a", "time")]
     write_record(out, [failed(e, "the loss is nan") if n in of_a[1:] else e for n, e in enumerate(entries)])
     choice = choose(list(_groups(out).values()))
     assert choice.chosen[2].strategy == "a"  # at equal frames all its seeds came to their end
     (told,) = (text for text in choice.details if "In equal time" in text)
-    assert told.startswith("In equal time b is the most accurate")
-    assert re.search(r", where it has \S+ by 1 of 3 seeds\.$", told)
+    assert told.startswith("In equal time on 2 ranks b is the most accurate")
+    assert re.search(r", where a has \S+ by 1 of 3 seeds\.$", told)
     assert any("goes before one of which some failed" in caution for caution in choice.cautions)

@@ -97,6 +97,7 @@ def test_audio_is_embedded_as_far_as_there_is_room(tmp_path: Path, monkeypatch: 
     page = written(tmp_path, audio=True).html.read_text()
     sources = [address for address in PageReader(page).references if address.startswith("data:audio")]
     assert len(sources) == 2 and "room for the audio of 2 of them" in page
+    assert page.count('aria-label="recording of ') == 2
     samples, rate = soundfile.read(io.BytesIO(base64.b64decode(sources[0].partition(",")[2])), dtype="int16")
     assert rate == RATE and 2 * len(samples) == one
     with data_of(UTTERANCES, tmp_path / "again", audio=True).open_shard("test", 1) as shard:

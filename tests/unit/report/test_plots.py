@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from speechdp.report.compare.groups import make_groups, read_comparison
 from speechdp.report.compare.panels import draw_learning as draw_compared
+from speechdp.report.compare.panels import draw_speed
 from speechdp.report.compare.panels import make_canvas as compare_canvas
 from speechdp.report.kit.canvas import even_numbers
 from speechdp.report.kit.theme import PRINT
@@ -41,6 +42,18 @@ def test_curves_of_the_same_values_and_single_points_are_seen(tmp_path: Path) ->
     below, above, point = ax.lines
     assert not below.is_dashed() and above.is_dashed() and above.get_zorder() >= below.get_zorder()
     assert point.get_marker() == "o" and point.get_markersize() > below.get_markersize() > 0
+
+
+def test_what_lies_just_below_the_picture_is_not_cut_off(tmp_path: Path) -> None:
+    """The line of one rank far above gives the picture a height in which the lower strategy has room, too."""
+    ends = {"a": -1.2, "b": -1.2, "c": -1.21, "d": -1.25}
+    strategies = [MadeUpStrategy(name, log_prob=end) for name, end in ends.items()]
+    out = write_comparison(tmp_path / "out", strategies, (1, 2), (1,), ("frames",))
+    groups = make_groups(read_comparison(out), None)
+    ax = Figure().add_subplot()
+    assert draw_speed(ax, groups, 2, compare_canvas(groups, PRINT))
+    lowest = min(group.score for group in groups if group.score is not None)
+    assert ax.get_ylim()[0] < lowest and not [line for line in ax.lines if line.get_marker() == "v"]
 
 
 def test_ticks_of_an_axis_are_written_alike_and_differ() -> None:

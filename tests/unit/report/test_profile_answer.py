@@ -114,7 +114,17 @@ def test_the_headline_counts_milliseconds_not_ratios(tmp_path: Path) -> None:
     functions = {"encoder": (0.1, 0.2), "decoder": (0.01, 0.01)}
     answer = answer_of(small_profile(tmp_path, functions=functions, growth={"encoder": 0.2, "decoder": 1.0}))
     assert answer.headline.startswith("Encoder loses most: on 2 ranks it takes 59")
-    assert "Exchange" not in answer.headline and answer.details[0] == "These do not either: decoder 50 %."
+    assert (
+        "Exchange" not in answer.headline and answer.details[0] == "Others that do not scale: decoder 50 %."
+    )
+
+
+def test_what_is_too_small_to_be_judged_does_not_catch_the_eye(tmp_path: Path) -> None:
+    functions = {"encoder": (0.1, 0.2), "loss": (0.001, 0.001)}
+    profile = read_profile(small_profile(tmp_path, functions=functions, growth={"encoder": 0.5, "loss": 1.0}))
+    (table, *_) = make_tables(profile, all_scalings(profile), None)
+    notable = {head.name: any(cell.is_notable for cell in cells) for head, cells in table.cells()}
+    assert notable["encoder"] and not notable["loss"]
 
 
 def test_an_exchange_that_costs_more_is_said(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_captions_name_the_posters_figures(realistic: tuple[Path, WrittenReport]
     figures = {"utilisation": 2, "first_steps": 3, "functions": 4, "single": 5}
     page = realistic[1].html.read_text()
     for name, number in figures.items():
-        assert f"figure {number} of the poster" in captions[name]
+        assert f"figure {number} of the IBM/NTU poster (docs/profile.md)" in captions[name]
         assert captions[name] in page
     assert "gaps" not in captions["utilisation"]  # what is not computing need not be waiting
 

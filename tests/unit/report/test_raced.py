@@ -378,7 +378,7 @@ def test_a_choice_of_those_that_raced_says_so(tmp_path: Path) -> None:
     write_made_up_race(out, race)
     report = write_comparison_report(out)
     assert report.answer[0].startswith(
-        "Bmuf (period=16) seems the best choice, by one seed: on 2 ranks it was"
+        "Bmuf (period=16) seems the best choice, judging by one seed: on 2 ranks it was"
     )
     assert ", of those that raced. " in report.answer[0]
     (caution,) = [sentence for sentence in report.answer if "took no part" in sentence]
@@ -410,8 +410,8 @@ def test_a_headline_is_no_stronger_than_what_it_rests_on(tmp_path: Path) -> None
     report = compared(tmp_path, {2: speeds}, score=-0.5, ranks=(1, 2), rounds=2)
     headline, first = (sentence.replace("\u00a0", " ") for sentence in report.answer[:2])
     assert headline.startswith(
-        "Bmuf (period=16) seems the best choice, by one seed and a race of 2 rounds: on 2 ranks it was the "
-        "fastest strategy that is as accurate as any there. On 2 ranks it ends 0.1"
+        "Bmuf (period=16) seems the best choice, judging by one seed and a race of 2 rounds: on 2 ranks it "
+        "was the fastest strategy that is as accurate as any there. On 2 ranks it ends 0.1"
     )
     assert " nats/frame below one rank (WER " in headline and ", more than the rule allows." in headline
     assert headline.endswith("To know, repeat the command with --seeds 1,2,3 --race 24.")
@@ -419,6 +419,14 @@ def test_a_headline_is_no_stronger_than_what_it_rests_on(tmp_path: Path) -> None
     assert "times the speed of gradient averaging in the race (1.8" in first and "frames/s" not in first
     row = next(line for line in on_terminal(report.table, 220).splitlines() if line.startswith("  one rank"))
     assert re.search(r" 0\.(59|60|61) ", row)  # it raced, too
+
+
+def test_a_chosen_baseline_is_what_others_are_compared_with(tmp_path: Path) -> None:
+    speeds = {"one-rank": 0.6, "gradient_averaging": 1.0, "bmuf:period=16": 0.9}
+    report = compared(tmp_path, {2: speeds}, ranks=(1, 2))
+    assert report.answer[1].startswith(
+        "2 ranks: gradient averaging with the speed that others are compared with in the race (1.6"
+    )
 
 
 def test_one_rank_that_races_as_fast_is_enough(tmp_path: Path) -> None:

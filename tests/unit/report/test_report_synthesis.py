@@ -235,7 +235,7 @@ def test_what_was_measured_of_synthetic_speech_is_a_table(tmp_path: Path) -> Non
         "test (50)", "4.42 [4.24, 4.57]", "88.7", "98", "2.29", "1.0 [0.0, 2.0]", "-", "118.0 [77.1, 175.8]",
     ]  # fmt: skip
     page = report.html.read_text()
-    assert '<table id="speech"' in page and "118.0 [77.1, 175.8]" in page
+    assert '<table id="speech"' in page and "118.0 [77.1,\u00a0175.8]" in page
     assert (_csv(report)["a"]["speech_wer_synthetic"], _csv(report)["a"]["speech_wer_copy"]) == ("1.18", "")
 
 

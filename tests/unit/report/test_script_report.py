@@ -80,7 +80,7 @@ def test_a_comparison_shows_the_scripts_own_metric(
     assert speechdp(["report", str(compared)]) == 0
     printed = capsys.readouterr().out
     assert "valid_loss" in printed and "0.203" in printed and "items/s" in printed and "All runs" in printed
-    assert "Bmuf (period=16) seems the best choice, by one seed and without a race" in " ".join(
+    assert "Bmuf (period=16) seems the best choice, judging by one seed and without a race" in " ".join(
         printed.split()
     )
     assert "the smallest valid_loss is that of gradient averaging: valid_loss 0.2 at 1,000 items/s" in printed
@@ -111,9 +111,9 @@ def test_one_rank_that_is_faster_and_as_good_is_advised(compared: Path) -> None:
     _with_speed(alone, 1600 / 900)  # faster than bmuf, which is near enough to the best
     report = write_comparison(compared)
     assert report.answer[0] == (
-        "This training seems not worth spreading, by one seed and without a race: one rank alone keeps the "
-        "valid_loss low, and no strategy on 2 ranks that does so was faster. To know, repeat the command "
-        "with --seeds 1,2,3 --race 6."
+        "This training seems not worth spreading, judging by one seed and without a race: one rank alone "
+        "keeps the valid_loss low, and no strategy on 2 ranks that does so was faster. To know, repeat the "
+        "command with --seeds 1,2,3 --race 6."
     )
     assert report.answer[1].startswith("2 ranks: bmuf (period=16) with 1,500 items/s (0.94 times one rank,")
     page = report.html.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import re
 from pathlib import Path
@@ -290,6 +291,17 @@ def test_hours_beside_an_axis_differ() -> None:
     assert [hours_text(hours) for hours in ticks] == [
         *("0", "0.00050", "0.0010", "0.0015", "0.0020", "0.050", "0.100", "1.50", "20.0", "1,200")
     ]
+
+
+@pytest.mark.parametrize("frames", ["1000", "1600", "2500", "4000", "6300"])
+def test_ticks_of_hours_are_as_far_apart_as_they_say(run: Path, frames: str) -> None:
+    """Not 0.0010, 0.0013, 0.0015."""
+    assert speechdp(["simulate", str(run), *GIVEN, "--periods", "1", "--target-frames", frames]) == 0
+    page = (run / "simulation" / "simulation.html").read_text(encoding="utf-8")
+    plot = page[page.index('id="plot-hours"') :].split("</figure>")[0]
+    ticks = sorted(float(text) for text in re.findall(r">([0-9.]+)</text>", plot) if float(text) < 2)
+    steps = [b - a for a, b in itertools.pairwise(ticks)]
+    assert len(steps) > 1 and steps == pytest.approx([steps[0]] * len(steps), rel=1e-6)
 
 
 def test_one_number_of_ranks_has_bars_instead_of_lone_dots(

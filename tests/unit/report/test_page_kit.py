@@ -1,0 +1,110 @@
+"""What all pages share: colours that can be told apart, and where sentences and figures may be broken."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from matplotlib.axes import Axes
+
+from speechdp.report.kit.answer import Answer
+from speechdp.report.kit.canvas import Canvas, named_canvas, style_axes
+from speechdp.report.kit.pages import render_page
+from speechdp.report.kit.svg import Panel, panel_svgs
+from speechdp.report.kit.tables import Column, RowHead, ShownTable
+from speechdp.report.kit.theme import PAGE, RUN_COLOURS, RUN_COLOURS_DARK
+
+Colours = npt.NDArray[np.float64]
+
+#: Linear RGB as it is seen (Machado, Oliveira & Fernandes 2009, severity 1).
+SIGHTS = {
+    "all cones": np.eye(3),
+    "no red cones": np.array(
+        [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]]
+    ),
+    "no green cones": np.array(
+        [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]]
+    ),
+}
+#: Linear RGB (sRGB's primaries) to XYZ.
+TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def linear(colours: Sequence[str]) -> Colours:
+    """Return (N, 3) linear RGB of `#rrggbb`."""
+    values = np.array([[int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)] for colour in colours])
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: Colours) -> Colours:
+    """Return (N, 3) CIELAB of linear RGB, to the white of D65."""
+    ratios = np.clip(rgb @ TO_XYZ.T, 0, None) / np.array([0.9505, 1.0, 1.089])
+    f = np.where(ratios > 0.008856, np.cbrt(ratios), 7.787 * ratios + 16 / 116)
+    return np.stack([116 * f[:, 1] - 16, 500 * (f[:, 0] - f[:, 1]), 200 * (f[:, 1] - f[:, 2])], axis=1)
+
+
+@pytest.mark.parametrize("sight", SIGHTS)
+@pytest.mark.parametrize("colours", [RUN_COLOURS, RUN_COLOURS_DARK], ids=["light", "dark"])
+def test_colours_of_runs_are_told_apart_with_any_sight(colours: Sequence[str], sight: str) -> None:
+    seen = lab(np.clip(linear(colours) @ SIGHTS[sight].T, 0, 1))
+    for one, other in itertools.combinations(range(len(colours)), 2):
+        assert np.linalg.norm(seen[one] - seen[other]) >= 16, (colours[one], colours[other])
+
+
+@pytest.mark.parametrize(("colours", "surface"), [(RUN_COLOURS, "#ffffff"), (RUN_COLOURS_DARK, "#1a2128")])
+def test_names_in_the_colours_of_runs_are_legible(colours: Sequence[str], surface: str) -> None:
+    """WCAG 2's contrast of text."""
+    lights = linear([surface, *colours]) @ TO_XYZ[1] + 0.05
+    ratios = np.maximum(lights[0], lights[1:]) / np.minimum(lights[0], lights[1:])
+    assert ratios.min() >= 4.5
+
+
+def test_every_text_of_a_plot_follows_the_page() -> None:
+    """Black is not seen on a dark page."""
+
+    def draw(ax: Axes, canvas: Canvas) -> bool:
+        style_axes(ax, "title", "unit", canvas.theme)
+        ax.plot([0, 1], [0, 1])
+        ax.set_xlabel("across")
+        ax.set_ylabel("up")
+        return True
+
+    ((_, svg),) = panel_svgs([Panel("one", "", (4, 3), draw)], lambda: named_canvas(["a"], PAGE))
+    texts = re.findall(r"<text style=\"([^\"]*)\"[^>]*>([^<]+)", svg)
+    assert {"across", "up", "title (unit)"} <= {text for _, text in texts}
+    assert [text for style, text in texts if "fill: var(--" not in style] == []
+
+
+def page_of(sentence: str, text: str) -> str:
+    column = Column[str]("figure", "figure", "", "What it is.", len, cell=lambda row: row)
+    shown = ShownTable("figures", "Figures", (column,), [(RowHead("a"), text)])
+    return render_page(
+        "simulation", "page", Answer(sentence), lines=[], legend=[], over_ranks=True, with_ranges=False,
+        amount="frames", overview=shown, table=shown, settings=[], runs=[],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("1.05\u00a0[0.98,\u00a01.12]", "1.05 [0.98,\u00a01.12]"),
+        ("84,077 ± 1,248 (1 of 2)", "84,077 ±\u00a01,248 (1\u00a0of\u00a02)"),
+        (
+            "0.8\u00a0[0.7,\u00a00.9]\u00a0on\u00a02; 0.9 on 4",
+            "0.8 [0.7,\u00a00.9]\u00a0on\u00a02; 0.9\u00a0on\u00a04",
+        ),
+        ("1 min 5 s", "1\u00a0min\u00a05\u00a0s"),
+    ],
+)
+def test_a_narrow_cell_breaks_its_figure_before_the_interval_only(text: str, shown: str) -> None:
+    assert f">{shown}</td>" in page_of("a", text)
+
+
+def test_options_are_not_broken_and_sentences_are_escaped() -> None:
+    page = page_of("Repeat it with --seeds 1,2 (--race 24), not <b> or a--b.", "1")
+    whole = '<span class="whole">{}</span>'.format
+    assert f"Repeat it with {whole('--seeds')} 1,2 {whole('(--race')} 24), not &lt;b&gt; or a--b." in page
