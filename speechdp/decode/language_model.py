@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import kaldifst
 import numpy as np
 
 from speechdp.data.shards.dataset import ARPA_NAME, GRAMMAR_NAME, LM_RECORD_NAME, WORDS_NAME
@@ -18,7 +19,7 @@ from speechdp.errors import ConfigError
 from speechdp.files import atomic_path, write_text_atomically
 from speechdp.labels.lexicon import Lexicon
 from speechdp.language.arpa import read_arpa, write_arpa
-from speechdp.language.ngram import END, UNKNOWN_NAMES, NgramModel
+from speechdp.language.ngram import END, START, UNKNOWN_NAMES, NgramModel
 
 _EPSILON_NAME = "<eps>"
 
@@ -57,13 +58,18 @@ class GrammarFst:
         return replace(arrays, ilabel=ids, olabel=ids).where(ids >= 0).fst()
 
     def respelled(self, spelling: Callable[[str], str | None]) -> GrammarFst:
-        """Return it with words spelt otherwise; arcs with words of no spelling are left out."""
+        """Return it with words spelt otherwise; arcs with words of no spelling are left out.
+
+        So is what no sentence goes through then: `words` are those that can be recognised.
+        """
         spelt = {
             label: name if name == BACKOFF_SYMBOL else spelling(name) for label, name in self.names.items()
         }
         names = {label: name for label, name in spelt.items() if name is not None}
         arrays = FstArrays.of(self.fst)
-        return GrammarFst(arrays.where(np.isin(arrays.ilabel, [EPSILON, *names])).fst(), names)
+        fst = arrays.where(np.isin(arrays.ilabel, [EPSILON, *names])).fst()
+        kaldifst.connect(fst)
+        return GrammarFst(fst, names)
 
     @cached_property
     def _labels(self) -> list[int]:
@@ -74,6 +80,9 @@ class GrammarFst:
     @classmethod
     def load(cls, path: Path) -> GrammarFst:
         """Read an OpenFst file and the words.txt beside it.
+
+        The ends of sentences, which arpa2fst writes as words without --disambig-symbol, become epsilon:
+        nobody says them.
 
         Raises:
             ConfigError: one of them is missing or damaged, or they do not belong together.
@@ -86,7 +95,13 @@ class GrammarFst:
                 f"{path}: label {missing[0]} is not in {WORDS_NAME} beside it; give the words.txt that "
                 "it was made with"
             )
-        return grammar
+        ends = [label for label, name in names.items() if name in (START, END)]
+        arrays = FstArrays.of(fst)
+        is_end = np.isin(arrays.ilabel, ends)
+        if not is_end.any():
+            return grammar
+        silent = np.where(is_end, EPSILON, arrays.ilabel)
+        return cls(replace(arrays, ilabel=silent, olabel=silent).fst(), names)
 
     def save(self, folder: Path) -> None:
         """Write G.fst and words.txt into a folder, each atomically.  Raises OSError."""
@@ -155,7 +170,7 @@ def respelled_model(given: LanguageModel, lexicon: Lexicon) -> RespelledModel | 
     Words of the lexicon that it lacks share the probability of its <unk>.
 
     Returns:
-        The model; None: it has no word of the lexicon.
+        The model; None: it has no word of the lexicon, or as a G.fst no sentence of such words.
     """
     words = given.words.difference(UNKNOWN_NAMES)
     recognised = set(lexicon.recognised_words)

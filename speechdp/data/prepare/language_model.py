@@ -97,7 +97,8 @@ def prepare_language_model(
         return None
     prepared = _taken_over(given, options.lm, lexicon, texts)
     if prepared is None:
-        raise ConfigError(f"{options.lm}: none of its words is in the lexicon; give one that fits it")
+        what = "sentences has only words of" if isinstance(given, GrammarFst) else "words is in"
+        raise ConfigError(f"{options.lm}: none of its {what} the lexicon; give one that fits it")
     return prepared
 
 
@@ -112,7 +113,7 @@ def take_over_language_model(path: Path, lexicon: Lexicon, texts: Texts) -> Prep
         texts: those of all splits but train are measured.
 
     Returns:
-        The model; None: it has no word of the lexicon.
+        The model; None: it has no word of the lexicon, or as a G.fst no sentence of such words.
 
     Raises:
         ConfigError: it cannot be read, or does not say how probable the end of a sentence is.

@@ -16,6 +16,7 @@ from speechdp.decode.language_model import (
     GrammarFst,
     language_model_in,
     read_language_model,
+    respelled_model,
     save_language_model,
 )
 from speechdp.decode.search import Searcher, SearchOptions
@@ -221,6 +222,28 @@ def test_a_grammar_that_cannot_be_determinised_is_searched_as_it_is() -> None:
         found, expected = (Searcher(each, EXACT).search(frames) for each in (graph, hl.compose(grammar())))
         assert found is not None and expected is not None
         assert found.cost == pytest.approx(expected.cost, abs=1e-4) and found.words == expected.words
+
+
+def test_ends_of_sentences_in_a_grammar_are_not_spoken(tmp_path: Path) -> None:
+    """arpa2fst without --disambig-symbol writes them as words; with them no sentence was recognised."""
+    arcs = ("0 1 4 4 0.1", "1 2 1 1 1.0", "2 3 2 2 0.5", "3 4 5 5 0.25", "4")
+    kaldifst.compile("\n".join(arcs), acceptor=False).write(str(tmp_path / "G.fst"))
+    (tmp_path / "words.txt").write_text("<eps> 0\nto 1\nsee 2\n<s> 4\n</s> 5\n")
+    grammar = read_language_model(tmp_path / "G.fst")
+    assert isinstance(grammar, GrammarFst) and grammar.words == {"to", "see"}
+    found = respelled_model(grammar, transducer().lexicon)
+    assert found is not None and found.left_out == 0
+    path = Searcher(build_graph(transducer(), Grammar.NGRAM, language_model=found.model), EXACT).search(
+        scores(20, 0)
+    )
+    assert path is not None and path.words == ("to", "see")
+
+
+def test_words_of_a_grammar_that_no_sentence_has_cannot_be_recognised(tmp_path: Path) -> None:
+    grammar = read_language_model(write_grammar(tmp_path))
+    rest = grammar.respelled(lambda word: None if word == "see" else word)
+    assert rest.words == {"other"}
+    assert not grammar.respelled(lambda word: word if word == "to" else None).words
 
 
 def test_ngrams_are_read_back(tmp_path: Path) -> None:

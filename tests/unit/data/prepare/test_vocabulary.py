@@ -392,6 +392,16 @@ def test_users_grammar_is_taken_over(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "test: 50.0 % of 2 words unknown (OOV)" in out and "perplexity" not in out
 
 
+def test_a_grammar_without_a_sentence_of_the_lexicon_is_refused(tmp_path: Path) -> None:
+    """It was taken over, and nothing was recognised with it."""
+    (tmp_path / "lexicon.txt").write_text("TO A\nONE C\n")
+    (tmp_path / "lm").mkdir()
+    options = LanguageModelOptions(lm=write_grammar(tmp_path / "lm"))  # "to see"
+    source = corpus(tmp_path / "in", "to one", "one", "to")
+    with pytest.raises(ConfigError, match=r"G\.fst: none of its sentences has only words of the lexicon"):
+        make(source, tmp_path / "data", options, lexicon=tmp_path / "lexicon.txt")
+
+
 def test_language_models_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
     source = corpus(tmp_path / "in", "one two", "two", "one")
     (tmp_path / "cut.arpa.gz").write_bytes(gzip.compress(b"\\data\\\nngram 1=2\n\\1-grams:\n-1 one\n"))
