@@ -21,13 +21,11 @@ from numpy.typing import NDArray
 
 from speechdp.decode.graphs.fst_arrays import EPSILON, FstArrays
 
-#: As kaldifst says it: so many states were made, or so many loops gone through; one sequence of labels writes
-#: several of words, which a G.fst made elsewhere may have whose states back off to more than one other.
-_CANNOT_BE = ("Determinization aborted since", "FST was not functional")
+_TOO_LARGE = "Determinization aborted since"  # passed so many states, or looped so often: as kaldifst says it
 
 
 def determinise_within(fst: Any, max_states: int) -> bool:
-    """Determinise an FST and remove its epsilons, if that is possible with so many states.
+    """Determinise an FST and remove its epsilons, unless it would get more than so many states.
 
     Returns:
         Whether it was done; if not, what is left of the FST is of no use.
@@ -35,7 +33,7 @@ def determinise_within(fst: Any, max_states: int) -> bool:
     try:
         kaldifst.determinize_star(fst, max_states=max_states)
     except RuntimeError as error:
-        if not any(reason in str(error) for reason in _CANNOT_BE):
+        if _TOO_LARGE not in str(error):
             raise
         return False
     return True
@@ -50,7 +48,7 @@ def determinised(graph: FstArrays, num_classes: int, max_states: int) -> FstArra
         max_states: a graph of more states is not determinised, and more are not made.
 
     Returns:
-        The result, or None where it has or would get more states, or cannot be determinised.
+        The result, or None where it has or would get more states.
     """
     if len(graph.final) > max_states:
         return None

@@ -14,7 +14,8 @@ import numpy as np
 from speechdp.decode.graphs.chains import Chains, Int64Array, Sequences, shared
 from speechdp.decode.graphs.fst_arrays import EPSILON, Arcs, FstArrays
 
-#: What back-off arcs read, until they read nothing; words that sound alike read lower numbers.
+#: What back-off arcs read, until they read nothing: where a state has several, one less for each.  Words that
+#: sound alike read lower numbers than the first.
 BACKOFF = -1
 
 
@@ -57,8 +58,8 @@ def spell_out(
 
     Returns:
         An FST that reads unit + 1 and writes words.  State g comes before the pause, G + g behind it.  No two
-        arcs of a state read the same, if that holds of the grammar: arcs that read no unit have negative
-        labels (BACKOFF and lower), but those that leave out a pause.
+        arcs of a state read the same: arcs that read no unit have negative labels (BACKOFF and lower), but
+        those that leave out a pause.
 
     Example:
         >>> fst = kaldifst.compile("0 1 1 1 0.5\\n1")
@@ -79,9 +80,9 @@ def spell_out(
         pauses = Chains(boundary, silence, silence + EPSILON, costs, behind)
         added, num_states = shared(pauses, Sequences([[unit + 1 for unit in pause]]), num_states)
         arcs += added
-    backs_off = np.flatnonzero(grammar.ilabel == EPSILON)
-    source, target = grammar.source[backs_off], grammar.target[backs_off]
-    arcs.append((behind[source], BACKOFF, EPSILON, grammar.cost[backs_off], behind[target]))
+    away = grammar.where(grammar.ilabel == EPSILON).by_source()
+    number = np.arange(len(away.source)) - np.searchsorted(away.source, away.source)
+    arcs.append((behind[away.source], BACKOFF - number, EPSILON, away.cost, behind[away.target]))
     added, num_states = shared(
         _pronounced(grammar, spellings, behind),
         spellings.sequences,

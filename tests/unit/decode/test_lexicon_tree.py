@@ -24,14 +24,14 @@ def spellings() -> Spellings:
 
 
 def random_grammar(seed: int, num_states: int = 4) -> FstArrays:
-    """Return a grammar in which each state reads each word at most once, and backs off to a lower state."""
+    """Return a grammar whose states may read a word twice, and back off to one or two lower states."""
     rng = np.random.default_rng(seed)
     arcs = []
     for state in range(num_states):
-        for word in rng.choice(np.arange(1, 7), rng.integers(1, 6), replace=False):
+        for word in rng.choice(np.arange(1, 7), rng.integers(1, 7)):
             arcs.append((state, word, rng.integers(8) / 4, rng.integers(num_states)))
-        if state:
-            arcs.append((state, EPSILON, rng.integers(1, 8) / 4, state - 1))
+        for lower in rng.choice(state, min(state, int(rng.integers(1, 3))), replace=False) if state else ():
+            arcs.append((state, EPSILON, rng.integers(1, 8) / 4, lower))
     source, word, cost, target = map(np.array, zip(*arcs, strict=True))
     final = np.where(rng.random(num_states) < 0.5, 1.5, np.inf)
     final[0] = 0.5
@@ -108,6 +108,8 @@ def test_no_two_arcs_of_a_state_read_the_same(seed: int) -> None:
         for label, word, cost, target in arcs:
             assert (label == EPSILON) == (target == state + len(grammar.final) and cost == NO_PAUSE_COST)
             assert word == EPSILON or label != BACKOFF
+            is_behind_pause = len(grammar.final) <= state < 2 * len(grammar.final)
+            assert is_behind_pause or label != BACKOFF
 
 
 def test_words_share_beginnings_and_endings() -> None:
