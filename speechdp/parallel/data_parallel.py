@@ -31,7 +31,7 @@ from speechdp.parallel.script_checks import (
     check_strategy,
     of_same_model,
 )
-from speechdp.parallel.script_folder import FOLDER, ScriptFolder, write_tensors
+from speechdp.parallel.script_folder import FOLDER, OWN_STATE, ScriptFolder, write_tensors
 from speechdp.parallel.stop import Pause, StopWatch
 from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.parallel.training_step import DivergenceWatch, TrainingStep, given_for_loss
@@ -598,7 +598,8 @@ class DataParallel:
             RunError: training has begun.
         """
         self._check_new("load_state_dict")
-        self._load(state, "load_state_dict: the state", "or leave the state out")
+        otherwise = f"or {OWN_STATE}" if self._folder.is_told else "or leave the state out"
+        self._load(state, "load_state_dict: the state", otherwise)
 
     def _load(self, state: dict[str, Any], what: str, otherwise: str) -> None:
         """Take over the state of model and optimizer; keep the strategy's until it is attached.

@@ -59,7 +59,20 @@ def check_strategy(strategy: Strategy, comm: Communicator, num_steps: int) -> No
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse trainable parameters that one flat vector cannot hold.  Raises ConfigError."""
+    """Refuse what exchanges by itself, and trainable parameters that one flat vector cannot hold.
+
+    Raises:
+        ConfigError: it is refused.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            # Its hooks average gradients at each backward pass, whatever the strategy exchanges.
+            which = f"the model's {name}" if name else "the model"
+            raise ConfigError(
+                f"{which} is a DistributedDataParallel of torch, which exchanges "
+                "gradients by itself; give the module without it, and leave init_process_group out as well: "
+                "run_ranks and speechdp.DataParallel take their place"
+            )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise ConfigError(
@@ -138,7 +151,7 @@ def check_loadable(
     if (state["rank"], state["size"]) != (comm.rank, comm.size):
         raise ConfigError(
             f"{what} is of rank {state['rank']} of {state['size']}, this is rank {comm.rank} of "
-            f"{comm.size}; load on each rank what it saved itself, on as many ranks"
+            f"{comm.size}; load on each rank what it saved itself, on as many ranks, {otherwise}"
         )
     now = describe(strategy)
     saved, here = _told_apart(_in_full(state.get("strategy_options", now)), now)

@@ -42,6 +42,11 @@ from speechdp.timing.gpu import gpu_facts
 
 #: Names the folder in place of the script.
 FOLDER = FOLDER_VARIABLE
+#: What to do with a state in a file of the script's, where an experiment runs the script several times.
+OWN_STATE = (
+    "keep states in run.folder: each run of compare, sweep and tune has one of its own, any other file is "
+    "shared by all"
+)
 #: Checkpoints kept: one may be found damaged, or be of a step after which all went wrong.
 _KEPT = 2
 
@@ -117,7 +122,7 @@ class ScriptFolder:
         """
         if self._record is not None and self._owner is None:
             folder = self._record.path
-            if os.environ.get(FOLDER) and folder.resolve() in _begun_here:
+            if self.is_told and folder.resolve() in _begun_here:
                 raise ConfigError(
                     f"{folder}: {FOLDER} names the folder of one run, and this script trains with a second "
                     "DataParallel; make that a script of its own"
@@ -136,7 +141,12 @@ class ScriptFolder:
 
     def _why_not_go_on(self, state_of: str) -> str | None:
         """Return on rank 0 why a run cannot go on here from another's state, or None."""
-        if self._record is None or not self._record.is_begun:
+        if self._record is None:
+            return None
+        if not self._record.is_begun:
+            # Runs of an experiment that share a file of the script's would go on from one another, unseen.
+            if self.is_told and state_of:
+                return f"{self._record.path}: the state that was loaded is that of another run; {OWN_STATE}"
             return None
         here = self._record.id()
         if here in {"", state_of}:  # earlier versions wrote none
@@ -146,13 +156,18 @@ class ScriptFolder:
             "folder, or remove it"
         )
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the environment names the folder, as it does in runs of an experiment."""
+        return bool(os.environ.get(FOLDER))
+
     def _why_not_begin(self) -> str | None:
         """Return on rank 0 why a run cannot begin here, or None."""
         if self._record is None:
             return None
         folder = self._record.path
-        is_told, is_own = bool(os.environ.get(FOLDER)), folder.resolve() in _begun_here
-        other = f"name another in {FOLDER}" if is_told else "choose another folder"
+        is_own = folder.resolve() in _begun_here
+        other = f"name another in {FOLDER}" if self.is_told else "choose another folder"
         whole = self._whole_checkpoints()
         if whole:
             return (

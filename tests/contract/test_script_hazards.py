@@ -265,6 +265,19 @@ def test_parameters_in_half_precision_are_refused(dtype: torch.dtype) -> None:
     DataParallel(whole, torch.optim.SGD(whole.parameters(), 0.1), SerialCommunicator())
 
 
+def test_a_model_that_exchanges_by_itself_is_refused(tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+        for model, which in ((wrapped, "the model"), (nn.Sequential(wrapped), "the model's 0")):
+            with refused(f"{which} is a DistributedDataParallel of torch, which exchanges", ConfigError):
+                DataParallel(model, sgd(model), SerialCommunicator())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_complex_parameters_are_refused_before_training() -> None:
     """Some back-ends' sums would refuse them too, but with some strategies only after the last step."""
     model = nn.Linear(2, 2, dtype=torch.complex64)
