@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import io
 import os
@@ -104,11 +105,13 @@ class ScriptFolder:
             if state_of is None and self._record.is_begun:
                 warn(f"{self.path}: the run in it has left no checkpoint, and begins again")
                 self._record.clear()
+            versions = [_script_version()]
             if self._record.is_begun:
+                versions = list(dict.fromkeys([*self._record.script_versions(), *versions]))
                 self._record.forget_end()
-                self._record.renew(facts)
+                self._record.renew({**facts, "script_versions": versions})
             else:
-                self._record.begin({"id": uuid.uuid4().hex, **facts})
+                self._record.begin({"id": uuid.uuid4().hex, **facts, "script_versions": versions})
             _begun_here.add(self.path.resolve())
         self.run_id = self._comm.broadcast_object("" if self._record is None else self._record.id())
         return self.path / "timeline" / f"rank-{self._comm.rank:04d}.jsonl"
@@ -446,6 +449,14 @@ def _job_facts(comm: Communicator, device: torch.device, hosts: list[str], gpus:
         "command": [Path(sys.executable).name, *sys.argv],
         "directory": str(Path.cwd()),
     }
+
+
+def _script_version() -> str:
+    """Return a checksum of the script that runs; "": it is no file, as where Python reads standard input."""
+    try:
+        return hashlib.sha256(Path(sys.argv[0]).read_bytes()).hexdigest()[:12]
+    except OSError:
+        return ""
 
 
 def _launch() -> str:

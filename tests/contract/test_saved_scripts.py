@@ -549,6 +549,20 @@ def test_runs_of_an_experiment_do_not_go_on_from_one_anothers_states(
     run_threads(2, go_on)  # by itself a script may go on where it likes
 
 
+def test_versions_of_the_script_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report tells whether what it compares was made by one."""
+    program, folder = tmp_path / "train.py", tmp_path / "run"
+    monkeypatch.setattr("sys.argv", [str(program)])
+    for text in ("one", "one", "two"):
+        program.write_text(text)
+        script = Script(SerialCommunicator(), "bmuf", folder)
+        with script.run:
+            script.step()
+            script.save()
+    versions = RunDirectory(folder).script_versions()
+    assert len(versions) == 2 and all(versions)
+
+
 def test_another_model_than_the_checkpoints_is_refused_in_a_line(tmp_path: Path) -> None:
     runs: list[DataParallel] = []
 

@@ -140,6 +140,16 @@ class Group:
         return tuple(run for run in self.runs if run.is_finished)
 
     @property
+    def results(self) -> list[RunResult]:
+        """What the folders of the finished runs hold."""
+        return [run.result for run in self.finished if run.result is not None]
+
+    @property
+    def num_judged(self) -> int:
+        """Number of the finished runs that have a score, or of all of them where none has."""
+        return len(self.scores.values) if self.scores else len(self.finished)
+
+    @property
     def score(self) -> float | None:
         """Mean final held-out score."""
         return None if self.scores is None else self.scores.mean
