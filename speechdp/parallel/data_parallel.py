@@ -29,6 +29,7 @@ from speechdp.parallel.script_checks import (
     check_same_call,
     check_saved_together,
     check_strategy,
+    note_left_out,
     of_same_model,
 )
 from speechdp.parallel.script_folder import FOLDER, OWN_STATE, ScriptFolder, write_tensors
@@ -108,6 +109,8 @@ class DataParallel:
             check_strategy(self.strategy, comm, num_steps)
             check_model(model)
             check_same(model, optimizer, comm)
+            if comm.rank == 0:
+                note_left_out(model, optimizer)
         traits = self.strategy.traits
         #: Periods in frames must end on all ranks at the same step.
         self._counts_frames = traits.synchronous and traits.counts_frames

@@ -278,6 +278,17 @@ def test_a_model_that_exchanges_by_itself_is_refused(tmp_path: Path) -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_what_no_group_has_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with a second optimizer, which finds no gradients between the steps."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].bias.requires_grad_(False)
+    DataParallel(model, sgd(model), SerialCommunicator())
+    assert "stay as they are" not in capsys.readouterr().err
+    DataParallel(model, sgd(model[0]), SerialCommunicator())
+    told = "the optimizer does not have 1.weight, 1.bias, 2.weight and 1 more, which stay as they are"
+    assert told in capsys.readouterr().err
+
+
 def test_complex_parameters_are_refused_before_training() -> None:
     """Some back-ends' sums would refuse them too, but with some strategies only after the last step."""
     model = nn.Linear(2, 2, dtype=torch.complex64)
