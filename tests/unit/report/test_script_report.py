@@ -306,6 +306,16 @@ def test_seeds_that_a_script_does_not_take_are_one(tmp_path: Path) -> None:
     assert "exactly the same" not in whole
 
 
+def test_a_script_whose_runs_have_all_failed_as_they_began_is_none_of_ours(tmp_path: Path) -> None:
+    record = RunRecord(StrategyChoice("bmuf"), 2, 1, "frames", None)
+    failed = replace(record, folder=record.planned.folder, state="failed", message="no module")
+    write_record(tmp_path, CompareRecord({"script": "train.py"}, (failed,), completed=False))
+    report = write_comparison(tmp_path)
+    assert "Failed: 2 ranks, bmuf, seed 1: no module" in report.answer
+    for text in (" ".join(report.answer), words_of(report.html)):
+        assert [word for word in (*OURS, "equal frames") if word in text] == []
+
+
 def _give_version(folder: Path, *versions: str) -> None:
     record = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**record, "script_versions": versions}))
