@@ -699,6 +699,8 @@ class DataParallel:
             raise RunError(f"{what} is called after training has begun; call it before `with run`")
 
     def _check_training(self, what: str) -> None:
+        if self._is_cut and self._phase is _Phase.ENDED:
+            raise Paused  # again: a loop that catches all errors of a step has caught the first
         if self._phase is not _Phase.TRAINING:
             when = "before" if self._phase is _Phase.NEW else "after"
             raise RunError(f"run.{what} is called {when} `with run`; call it inside that block")
