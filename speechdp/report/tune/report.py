@@ -179,7 +179,7 @@ def find_answer(search: Search) -> Answer:
     if end.mean_s == float("inf"):
         headline = f"{_none_reaches(record, target)}; {best.name} comes closest."
     else:
-        reaches = "reaches" if record.seen_s is None else "is expected to reach"
+        reaches = "is expected to reach" if _is_ahead(best, record) else "reaches"
         compared = any(one.times_s for one in record.tried if one is not best)
         how = "soonest" if compared else "and is the only one left to do so"
         headline = f"{best.name} {reaches} {target} {how}: {_range_text(end)}."
@@ -536,9 +536,15 @@ def _range_text(end: Finish) -> str:
     return f"{text} [{formatting.number(low)} to {formatting.number(high)} s]"
 
 
+def _is_ahead(one: SettingRecord, record: TuneRecord) -> bool:
+    """Tell whether nobody has seen a setting reach the target with all seeds."""
+    seen_s = record.seen_s
+    return seen_s is not None and any(time is None or time > seen_s for time in one.times_s)
+
+
 def _expected_text(record: TuneRecord) -> tuple[str, ...]:
     """Say what nobody has seen."""
-    if record.seen_s is None:
+    if record.seen_s is None or not any(_is_ahead(one, record) for one in record.tried):
         return ()
     return (
         f"They were trained for {formatting.seconds(record.seen_s)}; what comes after that is expected, from "

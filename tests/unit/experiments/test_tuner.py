@@ -1204,6 +1204,20 @@ def test_long_times_are_written_out(tmp_path: Path) -> None:
     assert "6,790 [1,234, 12,345]" in cells[SHORT]
 
 
+def test_a_target_that_was_seen_to_be_reached_is_not_called_expected(tmp_path: Path) -> None:
+    """Curves were continued, and the target is within what was trained."""
+    record = replace(search(tmp_path, Jobs(tmp_path)), seen_s=5.6)
+    for name, times in ((SHORT, (0.3, 0.8)), (LONG, (0.9, 1.5))):
+        record = record.with_setting(name, times_s=times)
+    answer = find_answer(Search(record, {}))
+    assert f"{SHORT} reaches " in answer.headline and not any("expected" in line for line in answer.details)
+    one_later = find_answer(Search(record.with_setting(LONG, times_s=(0.9, 6.0)), {}))
+    assert f"{SHORT} reaches " in one_later.headline
+    assert any("They were trained for 5.6 s; what comes after" in line for line in one_later.details)
+    later = find_answer(Search(record.with_setting(SHORT, times_s=(0.3, 6.0)), {}))
+    assert f"{SHORT} is expected to reach " in later.headline
+
+
 def test_what_a_scripts_race_and_runs_do_not_show_is_told(tmp_path: Path) -> None:
     """A race of one turn each, a script without a seed, and a metric of unknown direction that grew."""
     record = replace(search(tmp_path, Jobs(tmp_path)), settings={"script": "train.py", "ranks": 2})
