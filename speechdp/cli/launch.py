@@ -332,7 +332,12 @@ def _judge(end: JobEnd, restarts: Restarts) -> Verdict:
     if not restarts.is_script:
         return result
     folder = os.environ.get(FOLDER_VARIABLE)
-    goes_on = how_a_script_goes_on(end, result.exit_code, Path(folder) if folder else None)
+    goes_on = how_a_script_goes_on(
+        end,
+        result.exit_code,
+        Path(folder) if folder else None,
+        may_begin_anew=os.environ.get(RESUME_VARIABLE) == "1",
+    )
     return replace(result, advice=result.advice + goes_on)
 
 

@@ -20,11 +20,11 @@ from speechdp.launching.supervise import JobEnd
 _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
 #: Names a script's folder in place of the script: the only one that is known here.
 FOLDER_VARIABLE = "SPEECHDP_FOLDER"
-#: How a script goes on that has not been asked to save: nobody but it knows whether it has.
-SCRIPT_CONTINUES = (
-    "the same command continues if the script saves and loads checkpoints (docs/api.md), and else begins "
-    "anew once its folder is removed"
+_CONTINUES = (
+    "the same command continues if the script saves and loads checkpoints (docs/api.md), and else begins anew"
 )
+#: How a script goes on that has not been asked to save: nobody but it knows whether it has.
+SCRIPT_CONTINUES = f"{_CONTINUES} once its folder is removed"
 _MPIRUN_LOST_HOST = 205
 #: Faults after which the ranks have not begun: what was said of them says what to do.
 _NOT_STARTED = ("not reached", "no program", "no folder")
@@ -104,13 +104,16 @@ def has_tried_all(target: Target) -> bool:
     return bool(failed) and all(done)
 
 
-def how_a_script_goes_on(end: JobEnd, exit_code: int, folder: Path | None) -> str:
+def how_a_script_goes_on(
+    end: JobEnd, exit_code: int, folder: Path | None, *, may_begin_anew: bool = False
+) -> str:
     """Return what follows the reason that a user's script was stopped or has failed, a clause or "".
 
     Args:
         end: of the job.
         exit_code: of the launch.
         folder: that FOLDER_VARIABLE names; None: the script's own, which is not known here.
+        may_begin_anew: it begins again in its folder as it is, as runs of an experiment do.
     """
     is_stopped = end.stop_signal is not None and exit_code in (exit_codes.STOPPED, 128 + end.stop_signal)
     if not is_stopped and not _has_broken_off(end, exit_code):
@@ -121,7 +124,7 @@ def how_a_script_goes_on(end: JobEnd, exit_code: int, folder: Path | None) -> st
         known = f"; no checkpoint in {folder} yet"
     if exit_code == exit_codes.STOPPED:
         return f"{known}; the script has saved: the same command continues"
-    return f"{known}; {SCRIPT_CONTINUES}"
+    return f"{known}; {_CONTINUES if may_begin_anew else SCRIPT_CONTINUES}"
 
 
 def _has_broken_off(end: JobEnd, exit_code: int) -> bool:

@@ -29,9 +29,10 @@ from speechdp.parallel.script_checks import (
     check_same_call,
     check_saved_together,
     check_strategy,
+    note_left_out,
     of_same_model,
 )
-from speechdp.parallel.script_folder import FOLDER, ScriptFolder, write_tensors
+from speechdp.parallel.script_folder import FOLDER, OWN_STATE, ScriptFolder, write_tensors
 from speechdp.parallel.stop import Pause, StopWatch
 from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.parallel.training_step import DivergenceWatch, TrainingStep, given_for_loss
@@ -108,6 +109,8 @@ class DataParallel:
             check_strategy(self.strategy, comm, num_steps)
             check_model(model)
             check_same(model, optimizer, comm)
+            if comm.rank == 0:
+                note_left_out(model, optimizer)
         traits = self.strategy.traits
         #: Periods in frames must end on all ranks at the same step.
         self._counts_frames = traits.synchronous and traits.counts_frames
@@ -598,7 +601,8 @@ class DataParallel:
             RunError: training has begun.
         """
         self._check_new("load_state_dict")
-        self._load(state, "load_state_dict: the state", "or leave the state out")
+        otherwise = f"or {OWN_STATE}" if self._folder.is_told else "or leave the state out"
+        self._load(state, "load_state_dict: the state", otherwise)
 
     def _load(self, state: dict[str, Any], what: str, otherwise: str) -> None:
         """Take over the state of model and optimizer; keep the strategy's until it is attached.
@@ -695,6 +699,8 @@ class DataParallel:
             raise RunError(f"{what} is called after training has begun; call it before `with run`")
 
     def _check_training(self, what: str) -> None:
+        if self._is_cut and self._phase is _Phase.ENDED:
+            raise Paused  # again: a loop that catches all errors of a step has caught the first
         if self._phase is not _Phase.TRAINING:
             when = "before" if self._phase is _Phase.NEW else "after"
             raise RunError(f"run.{what} is called {when} `with run`; call it inside that block")

@@ -131,6 +131,11 @@ class RunDirectory:
         """Return what tells a script's run from others; "": earlier versions wrote none."""
         return str(self._head().get("id") or "")
 
+    def script_versions(self) -> list[str]:
+        """Return checksums of the script at each start that changed it; none: earlier versions wrote none."""
+        found = self._head().get("script_versions")
+        return [str(one) for one in found] if isinstance(found, list) else []
+
     def records_option(self, name: str) -> bool:
         """Return whether run.json says what an option of training was; that of an earlier version may not.
 

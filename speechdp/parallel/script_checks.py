@@ -22,6 +22,7 @@ from speechdp.errors import ConfigError, RunError, one_line
 from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.strategy import Strategy
 from speechdp.parallel.untrained import untrained
+from speechdp.process.notices import warn
 
 _LOWER_PRECISION = "for lower precision keep float32 parameters and compute under torch.autocast"
 #: Options of a strategy that were saved beside another one, had no effect there, and are refused today.
@@ -59,7 +60,20 @@ def check_strategy(strategy: Strategy, comm: Communicator, num_steps: int) -> No
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse trainable parameters that one flat vector cannot hold.  Raises ConfigError."""
+    """Refuse what exchanges by itself, and trainable parameters that one flat vector cannot hold.
+
+    Raises:
+        ConfigError: it is refused.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            # Its hooks average gradients at each backward pass, whatever the strategy exchanges.
+            which = f"the model's {name}" if name else "the model"
+            raise ConfigError(
+                f"{which} is a DistributedDataParallel of torch, which exchanges "
+                "gradients by itself; give the module without it, and leave init_process_group out as well: "
+                "run_ranks and speechdp.DataParallel take their place"
+            )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise ConfigError(
@@ -84,6 +98,19 @@ def check_model(model: nn.Module) -> None:
         raise ConfigError(
             f"the model's trainable parameters are {kinds[0]}, a type in which sums over ranks and the "
             f"weights of steps overflow or are rounded; {_LOWER_PRECISION}"
+        )
+
+
+def note_left_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Warn of trainable parameters that the optimizer does not have: a second one finds no gradients."""
+    listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in listed]
+    if names:
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+        warn(
+            f"DataParallel: the optimizer does not have {shown}, which stay as they are, whatever another "
+            "optimizer does; where they are to be trained, put them into a group of this one "
+            "(add_param_group)"
         )
 
 
@@ -138,7 +165,7 @@ def check_loadable(
     if (state["rank"], state["size"]) != (comm.rank, comm.size):
         raise ConfigError(
             f"{what} is of rank {state['rank']} of {state['size']}, this is rank {comm.rank} of "
-            f"{comm.size}; load on each rank what it saved itself, on as many ranks"
+            f"{comm.size}; load on each rank what it saved itself, on as many ranks, {otherwise}"
         )
     now = describe(strategy)
     saved, here = _told_apart(_in_full(state.get("strategy_options", now)), now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import io
 import os
@@ -42,6 +43,11 @@ from speechdp.timing.gpu import gpu_facts
 
 #: Names the folder in place of the script.
 FOLDER = FOLDER_VARIABLE
+#: What to do with a state in a file of the script's, where an experiment runs the script several times.
+OWN_STATE = (
+    "keep states in run.folder: each run of compare, sweep and tune has one of its own, any other file is "
+    "shared by all"
+)
 #: Checkpoints kept: one may be found damaged, or be of a step after which all went wrong.
 _KEPT = 2
 
@@ -99,11 +105,13 @@ class ScriptFolder:
             if state_of is None and self._record.is_begun:
                 warn(f"{self.path}: the run in it has left no checkpoint, and begins again")
                 self._record.clear()
+            versions = [_script_version()]
             if self._record.is_begun:
+                versions = list(dict.fromkeys([*self._record.script_versions(), *versions]))
                 self._record.forget_end()
-                self._record.renew(facts)
+                self._record.renew({**facts, "script_versions": versions})
             else:
-                self._record.begin({"id": uuid.uuid4().hex, **facts})
+                self._record.begin({"id": uuid.uuid4().hex, **facts, "script_versions": versions})
             _begun_here.add(self.path.resolve())
         self.run_id = self._comm.broadcast_object("" if self._record is None else self._record.id())
         return self.path / "timeline" / f"rank-{self._comm.rank:04d}.jsonl"
@@ -117,7 +125,7 @@ class ScriptFolder:
         """
         if self._record is not None and self._owner is None:
             folder = self._record.path
-            if os.environ.get(FOLDER) and folder.resolve() in _begun_here:
+            if self.is_told and folder.resolve() in _begun_here:
                 raise ConfigError(
                     f"{folder}: {FOLDER} names the folder of one run, and this script trains with a second "
                     "DataParallel; make that a script of its own"
@@ -136,7 +144,12 @@ class ScriptFolder:
 
     def _why_not_go_on(self, state_of: str) -> str | None:
         """Return on rank 0 why a run cannot go on here from another's state, or None."""
-        if self._record is None or not self._record.is_begun:
+        if self._record is None:
+            return None
+        if not self._record.is_begun:
+            # Runs of an experiment that share a file of the script's would go on from one another, unseen.
+            if self.is_told and state_of:
+                return f"{self._record.path}: the state that was loaded is that of another run; {OWN_STATE}"
             return None
         here = self._record.id()
         if here in {"", state_of}:  # earlier versions wrote none
@@ -146,13 +159,18 @@ class ScriptFolder:
             "folder, or remove it"
         )
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the environment names the folder, as it does in runs of an experiment."""
+        return bool(os.environ.get(FOLDER))
+
     def _why_not_begin(self) -> str | None:
         """Return on rank 0 why a run cannot begin here, or None."""
         if self._record is None:
             return None
         folder = self._record.path
-        is_told, is_own = bool(os.environ.get(FOLDER)), folder.resolve() in _begun_here
-        other = f"name another in {FOLDER}" if is_told else "choose another folder"
+        is_own = folder.resolve() in _begun_here
+        other = f"name another in {FOLDER}" if self.is_told else "choose another folder"
         whole = self._whole_checkpoints()
         if whole:
             return (
@@ -431,6 +449,14 @@ def _job_facts(comm: Communicator, device: torch.device, hosts: list[str], gpus:
         "command": [Path(sys.executable).name, *sys.argv],
         "directory": str(Path.cwd()),
     }
+
+
+def _script_version() -> str:
+    """Return a checksum of the script that runs; "": it is no file, as where Python reads standard input."""
+    try:
+        return hashlib.sha256(Path(sys.argv[0]).read_bytes()).hexdigest()[:12]
+    except OSError:
+        return ""
 
 
 def _launch() -> str:

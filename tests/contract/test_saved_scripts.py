@@ -515,6 +515,54 @@ def test_a_state_goes_on_in_the_folder_of_its_run_only(tmp_path: Path) -> None:
     assert before == ((tmp_path / "b" / "metrics.jsonl").exists(), names(tmp_path / "b"))
 
 
+def test_runs_of_an_experiment_do_not_go_on_from_one_anothers_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script that keeps its state beside itself, as the runs of a comparison find it."""
+
+    def save(comm: Communicator) -> dict[str, Any]:
+        script = Script(comm, "bmuf:period=2", tmp_path / "first")
+        with script.run:
+            return script.run.state_dict()
+
+    monkeypatch.setenv(script_folder.FOLDER, str(tmp_path / "first"))
+    states = run_threads(2, save)
+    monkeypatch.setattr(script_folder, "_begun_here", set[Path]())  # each run is a process of its own
+
+    def go_on(comm: Communicator, strategy: str = "bmuf:period=2") -> None:
+        script = Script(comm, strategy, None)
+        script.run.load_state_dict(states[comm.rank])
+        with script.run:
+            pass
+
+    run_threads(2, go_on)  # a run that was stopped goes on in its own folder
+    monkeypatch.setenv(script_folder.FOLDER, str(tmp_path / "second"))
+    words = "second: the state that was loaded is that of another run; keep states in run.folder"
+    refused(words, ConfigError, go_on)
+    assert not (tmp_path / "second" / "run.json").exists()
+    refused(
+        "this run has gradient_averaging; give the strategy of before, or keep states in run.folder",
+        ConfigError,
+        lambda comm: go_on(comm, "gradient_averaging"),
+    )
+    monkeypatch.delenv(script_folder.FOLDER)
+    run_threads(2, go_on)  # by itself a script may go on where it likes
+
+
+def test_versions_of_the_script_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report tells whether what it compares was made by one."""
+    program, folder = tmp_path / "train.py", tmp_path / "run"
+    monkeypatch.setattr("sys.argv", [str(program)])
+    for text in ("one", "one", "two"):
+        program.write_text(text)
+        script = Script(SerialCommunicator(), "bmuf", folder)
+        with script.run:
+            script.step()
+            script.save()
+    versions = RunDirectory(folder).script_versions()
+    assert len(versions) == 2 and all(versions)
+
+
 def test_another_model_than_the_checkpoints_is_refused_in_a_line(tmp_path: Path) -> None:
     runs: list[DataParallel] = []
 

@@ -44,6 +44,29 @@ def test_training_ends_with_the_step_and_is_timed_up_to_it(
     assert not (tmp_path / "run" / "owner.json").exists()
 
 
+def test_a_loop_that_catches_all_errors_of_steps_is_left_at_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As scripts do that pass over batches that are damaged."""
+    monkeypatch.setenv(PAUSE, "cut:5")
+    monkeypatch.setenv("SPEECHDP_FOLDER", str(tmp_path / "run"))
+
+    def train(comm: Communicator) -> None:
+        script, caught = Script(comm, "model_averaging:period=2"), list[Exception]()
+        with pytest.raises(Paused), script.run as run:
+            for number in range(8):
+                try:
+                    script.step(make_batch(comm.rank, number))
+                except Exception as error:
+                    caught.append(error)
+            with run.evaluating():
+                raise AssertionError("it goes on")
+        assert [type(error) for error in caught] == [Paused] * 4 and run.steps == 5
+
+    run_threads(2, train)
+    assert json.loads((tmp_path / "run" / "timing.json").read_text())["ranks"][1]["steps"] == 1
+
+
 def test_a_loop_without_a_with_block_is_cut_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As other libraries' trainers call it: nobody leaves the run after the exception."""
     monkeypatch.setenv(PAUSE, "cut:5")

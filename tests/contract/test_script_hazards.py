@@ -265,6 +265,30 @@ def test_parameters_in_half_precision_are_refused(dtype: torch.dtype) -> None:
     DataParallel(whole, torch.optim.SGD(whole.parameters(), 0.1), SerialCommunicator())
 
 
+def test_a_model_that_exchanges_by_itself_is_refused(tmp_path: Path) -> None:
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+        for model, which in ((wrapped, "the model"), (nn.Sequential(wrapped), "the model's 0")):
+            with refused(f"{which} is a DistributedDataParallel of torch, which exchanges", ConfigError):
+                DataParallel(model, sgd(model), SerialCommunicator())
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_what_no_group_has_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """As with a second optimizer, which finds no gradients between the steps."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    model[0].bias.requires_grad_(False)
+    DataParallel(model, sgd(model), SerialCommunicator())
+    assert "stay as they are" not in capsys.readouterr().err
+    DataParallel(model, sgd(model[0]), SerialCommunicator())
+    told = "the optimizer does not have 1.weight, 1.bias, 2.weight and 1 more, which stay as they are"
+    assert told in capsys.readouterr().err
+
+
 def test_complex_parameters_are_refused_before_training() -> None:
     """Some back-ends' sums would refuse them too, but with some strategies only after the last step."""
     model = nn.Linear(2, 2, dtype=torch.complex64)

@@ -195,7 +195,8 @@ def test_a_script_is_paused_and_continued_and_the_command_that_is_shown_trains_i
     tried = {one["name"]: one for one in record["tried"]}
     assert record["completed"] is True and set(tried) == {"gradient_averaging", "bmuf:period=4", "ad_psgd"}
     assert len(tried[record["chosen"]]["times_s"]) == 2
-    assert record["command"].startswith(f"SPEECHDP_STRATEGY={record['chosen']} SPEECHDP_BACKEND=threads:2")
+    told = f"SPEECHDP_STRATEGY={record['chosen']} SPEECHDP_FOLDER=NEW_RUN SPEECHDP_BACKEND=threads:2"
+    assert record["command"].startswith(told)
     for one in (out / "measure").glob("*/timing.json"):
         assert not one.with_name("completed.json").exists(), "a measuring run was trained to its end"
     before = (out / "tune.json").read_bytes()

@@ -31,6 +31,7 @@ from speechdp.parallel.data_parallel import STRATEGY
 from speechdp.parallel.ranks import BACKEND
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.run_files import RunDirectory
+from speechdp.parallel.script_folder import FOLDER
 from speechdp.parallel.stop import Pause
 from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS
 
@@ -172,7 +173,7 @@ class TunedScript(TunedJobs):
         """See TunedJobs."""
         script = replace(self._script, backend=backend)
         told = script.environment(setting.strategy, self._ranks, self._seeds[0], Path(NEW_RUN))
-        shown = [f"{name}={shlex.quote(told[name])}" for name in (STRATEGY, BACKEND, SEED)]
+        shown = [f"{name}={shlex.quote(told[name])}" for name in (STRATEGY, FOLDER, BACKEND, SEED)]
         launch = ["speechdp", "launch", *self._starter.launch_options]
         launch += ["-np", str(script.processes(self._ranks)), "--", "python", *script.words(self._seeds[0])]
         return " ".join([*shown, shlex.join(launch)])

@@ -31,6 +31,7 @@ from speechdp.report.kit.choice import (
     word_errors_rule,
 )
 from speechdp.report.kit.same_machine import ALL_BUT_SPEEDS, SPEEDS, machine_warning
+from speechdp.report.kit.scripts import several_versions, without_seed, wrong_way
 from speechdp.report.kit.speeds import (
     any_raced,
     choose_fastest,
@@ -257,6 +258,10 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
             f"This rests on {seeds_text(fewest)}: differences may be chance. A claim needs "
             f"{CLAIM_SEEDS}{more}."
         )
+    notes.append(without_seed(group.results for group in groups))
+    notes.append(wrong_way([run for group in groups for run in group.results]))
+    titled = [(run.result, run.record.planned.title) for group in groups for run in group.finished]
+    notes.append(several_versions([(result, title) for result, title in titled if result is not None]))
     for group in groups:
         for run in group.unjudged:
             lacks = _lacks_score(run, group_terms([group]).metric.name)

@@ -21,6 +21,7 @@ from speechdp.report.runs.derived import RunFigures, best_score, run_figures, su
 from speechdp.report.runs.folders import common_metric, read_run
 from speechdp.report.runs.raced import RacedSpeed
 from speechdp.report.runs.results import ONE_RANK, RunResult, WordErrors
+from speechdp.report.runs.script_metric import script_task
 
 #: Share of the runs at equal frames that reach the target, where none is given: a strategy that fails
 #: altogether must not make the target one that all others reach at once.
@@ -140,6 +141,16 @@ class Group:
         return tuple(run for run in self.runs if run.is_finished)
 
     @property
+    def results(self) -> list[RunResult]:
+        """What the folders of the finished runs hold."""
+        return [run.result for run in self.finished if run.result is not None]
+
+    @property
+    def num_judged(self) -> int:
+        """Number of the finished runs that have a score, or of all of them where none has."""
+        return len(self.scores.values) if self.scores else len(self.finished)
+
+    @property
     def score(self) -> float | None:
         """Mean final held-out score."""
         return None if self.scores is None else self.scores.mean
@@ -172,11 +183,19 @@ def read_comparison(out: Path, metric: str = "") -> Comparison:
         # Of unfinished runs no figures are shown.
         ComparedRun(
             run,
-            None if run.folder is None else read_run(out / run.folder, metric, split, times_unfinished=False),
+            None if run.folder is None else _read_compared(out / run.folder, record.settings, metric, split),
         )
         for run in record.runs
     ]
     return Comparison(out, record.settings, tuple(runs), read_races(out), record.failed_races)
+
+
+def _read_compared(folder: Path, settings: Mapping[str, Any], metric: str, split: str) -> RunResult:
+    """Read a run; that of a script which has failed before its run began is one of a script as well."""
+    result = read_run(folder, metric, split, times_unfinished=False)
+    if "script" in settings and not result.settings:
+        return replace(result, script_task=script_task(metric))
+    return result
 
 
 def common_target(runs: Sequence[ComparedRun]) -> float | None:

@@ -12,8 +12,13 @@ from speechdp.experiments.race.plan import ROUNDS
 from speechdp.report.compare.groups import Group
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
-from speechdp.report.kit.choice import accurate_enough, are_decoded_alike, lacks_scores
+from speechdp.report.kit.choice import (
+    accurate_enough,
+    are_decoded_alike,
+    lacks_scores,
+)
 from speechdp.report.kit.metric_names import Terms
+from speechdp.report.kit.scripts import distinct_trainings
 from speechdp.report.runs.raced import LEAST_ROUNDS
 
 #: Seeds that a claim needs.
@@ -218,8 +223,11 @@ def _evidence(compared: Mapping[int, Group], groups: Sequence[Group]) -> _Eviden
 
 
 def fewest_seeds(groups: Sequence[Group]) -> int:
-    """Return how many seeds the fewest runs of any strategy have that can be judged; 0: none has finished."""
-    judged = [len(group.scores.values) if group.scores else len(group.finished) for group in groups]
+    """Return how many seeds the fewest runs of any strategy have that can be judged; 0: none has finished.
+
+    Seeds that made no difference to a script are one.
+    """
+    judged = [min(group.num_judged, distinct_trainings(group.results)) for group in groups]
     return min(filter(None, judged), default=0)
 
 

@@ -139,4 +139,4 @@ def metric_text(metric: Metric, value: float | None) -> str:
 def terms_of(runs: Iterable[RunResult]) -> Terms:
     """Return the terms of the runs' task; where they have several, of the first that tells its own."""
     runs = list(runs)
-    return Terms(task_of(runs), next((run.kind for run in runs if run.settings), TRAINER))
+    return Terms(task_of(runs), next((run.kind for run in runs if run.settings or run.script_task), TRAINER))

@@ -190,7 +190,7 @@ def losses(timing: RunTiming, baseline: RunTiming | None) -> Losses | None:
 
 def task_of(runs: Iterable[RunResult]) -> TaskRecord:
     """Return what the runs' task declares: of the first run that has not lost its settings."""
-    return next((run.task for run in runs if run.settings), task_record({}))
+    return next((run.task for run in runs if run.settings or run.script_task), task_record({}))
 
 
 def comparable_runs(runs: Sequence[RunResult]) -> Alike:

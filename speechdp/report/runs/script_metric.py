@@ -23,7 +23,13 @@ _DIRECTIONS = {"min": False, "max": True}
 
 @dataclass(frozen=True)
 class LoggedMetric(Metric):
-    """A value of metrics.jsonl, under the name and in the unit in which the script logs it."""
+    """A value of metrics.jsonl, under the name and in the unit in which the script logs it.
+
+    Attributes:
+        is_guessed: neither the user nor its name has told which way is better.
+    """
+
+    is_guessed: bool = False
 
     @property
     def recorded_as(self) -> str:
@@ -47,17 +53,23 @@ def parse_metric(text: str) -> LoggedMetric:
     name, colon, direction = text.partition(":")
     if not name or (colon and direction not in _DIRECTIONS):
         raise ConfigError(f"--metric {text!r}: write NAME, NAME:min (less is better) or NAME:max")
-    more = _DIRECTIONS[direction] if colon else _more_is_better(name)
-    meaning = f"As the script logged it last; {'more' if more else 'less'} is better."
-    return LoggedMetric(name, name, name, "", meaning, higher_is_better=more, tolerance_is_relative=True)
+    told = _DIRECTIONS[direction] if colon else _more_is_better(name)
+    meaning = f"As the script logged it last; {'more' if told else 'less'} is better."
+    return LoggedMetric(
+        name, name, name, "", meaning,
+        higher_is_better=bool(told), tolerance_is_relative=True, is_guessed=told is None,
+    )  # fmt: skip
 
 
-def _more_is_better(name: str) -> bool:
+def _more_is_better(name: str) -> bool | None:
+    """Tell by a metric's name whether more is better; None: it does not say."""
     spread = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("log_prob", "logprob")
     words = set(re.findall(r"[a-z0-9]+", spread))
     words |= {word.rstrip("0123456789") for word in words}  # acc5
     words |= {word.lstrip("0123456789") for word in words}  # 5acc
-    return bool(words & _MORE_IS_BETTER) and not words & _LESS_IS_BETTER
+    if words & _LESS_IS_BETTER:
+        return False
+    return True if words & _MORE_IS_BETTER else None
 
 
 def has_logged(record: dict[str, Any], name: str) -> bool:

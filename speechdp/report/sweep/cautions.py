@@ -6,8 +6,14 @@ from collections.abc import Sequence
 
 from speechdp.counting import counted
 from speechdp.report.kit import formatting
-from speechdp.report.kit.choice import judged_otherwise, several_tasks, undecoded_caution, unlike_caution
+from speechdp.report.kit.choice import (
+    judged_otherwise,
+    several_tasks,
+    undecoded_caution,
+    unlike_caution,
+)
 from speechdp.report.kit.metric_names import terms_of
+from speechdp.report.kit.scripts import several_versions, wrong_way
 from speechdp.report.runs.derived import RunFigures
 from speechdp.tasks.metrics import LITTLE
 
@@ -31,7 +37,8 @@ def find_cautions(
     notes += [_improving(comparable, labels), _past_best(comparable, labels)]
     notes.append(_one_training_each(comparable))
     runs = [row.run for row in rows]
-    notes[:0] = [several_tasks(runs), judged_otherwise(runs, labels)]
+    notes[:0] = [several_tasks(runs), judged_otherwise(runs, labels), wrong_way(runs)]
+    notes.append(several_versions([(row.run, labels[row.run.name]) for row in comparable]))
     if comparable and terms_of(row.run for row in rows).task.decodes:
         named = [labels[row.run.name] for row in comparable]
         notes.append(unlike_caution(comparable, named) or undecoded_caution(comparable, named))

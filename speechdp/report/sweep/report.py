@@ -227,6 +227,7 @@ def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
         "metrics",
         "decodes",
         "script",
+        "script_versions",
         "launch",
         *SETTINGS,
     }

@@ -28,6 +28,7 @@ from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.metric_names import Terms, terms_of
 from speechdp.report.kit.outside import load_text
 from speechdp.report.kit.pages import WrittenReport, legend_marks, render_page, setting_facts, write_files
+from speechdp.report.kit.scripts import several_versions, without_seed, wrong_way
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
 from speechdp.report.kit.tables import Column, RowHead, ShownTable, csv_text, with_figures
 from speechdp.report.runs.folders import read_run
@@ -64,9 +65,14 @@ class Search:
     loads: Mapping[str, OutsideLoad] = field(default_factory=dict)
 
     @property
+    def all_runs(self) -> list[RunResult]:
+        """Those of all settings."""
+        return [run for found in self.runs.values() for run in found]
+
+    @property
     def terms(self) -> Terms:
         """The words for what settings are judged by; of a script also where no run tells them yet."""
-        runs = [run for found in self.runs.values() for run in found]
+        runs = self.all_runs
         if not runs and "script" in self.record.settings:
             return Terms(script_task(words(self.record.settings.get("metric"))), SCRIPT)
         return terms_of(runs)
@@ -106,7 +112,7 @@ def write_search(out: Path) -> WrittenReport:
     record = search.record
     answer, panel = find_answer(search), curves_panel(search)
     marks = legend_marks(named_canvas(list(search.runs), theme.PAGE))
-    table, measured = make_table(search, marks), backends_table(record)
+    table, measured = make_table(search, marks), backends_table(search)
     drawn = panel_svgs([panel], lambda: named_canvas(list(search.runs), theme.PAGE))
     page = render_page(
         "tune",
@@ -173,7 +179,7 @@ def find_answer(search: Search) -> Answer:
     if end.mean_s == float("inf"):
         headline = f"{_none_reaches(record, target)}; {best.name} comes closest."
     else:
-        reaches = "reaches" if record.seen_s is None else "is expected to reach"
+        reaches = "is expected to reach" if _is_ahead(best, record) else "reaches"
         compared = any(one.times_s for one in record.tried if one is not best)
         how = "soonest" if compared else "and is the only one left to do so"
         headline = f"{best.name} {reaches} {target} {how}: {_range_text(end)}."
@@ -190,13 +196,28 @@ def find_answer(search: Search) -> Answer:
         cautions.insert(0, f"{names} cannot be told from {best.name} by so few seeds and so short a race.")
     if len(best.times_s) < 2:
         cautions.insert(0, "There was one seed: which differences are chance is not known.")
-    cautions += [*_one_batch_only(record), *_doubts(search)]
+    cautions += [*_of_runs(search), *_one_batch_only(record), *_doubts(search)]
     ruled_out = sum(bool(one.out_in) for one in record.tried)
     details.append(
         f"{counted(len(record.tried), 'setting')} were tried, {ruled_out} of them ruled out before the end, "
         f"in {formatting.seconds(record.spent_s)}."
     )
     return Answer(headline, tuple(details), tuple(cautions))
+
+
+def _of_runs(search: Search) -> list[str]:
+    """Say what is to be known of the runs of a script, and of a race that was too short."""
+    raced = {one.name: one.name for one in search.record.tried if one.ratio is not None}
+    labelled = [(run, run.name) for run in search.all_runs]
+    of_script = (
+        without_seed(search.runs.values()),
+        wrong_way(search.all_runs, " in another folder"),
+        several_versions(labelled),
+    )
+    return [
+        *search.races.cautions(dict.fromkeys(search.races.races, raced)),
+        *filter(None, of_script),
+    ]
 
 
 def _alone(search: Search, best: SettingRecord) -> Answer:
@@ -322,22 +343,23 @@ def make_table(search: Search, marks: Mapping[str, object]) -> ShownTable[Settin
     )
 
 
-def backends_table(record: TuneRecord) -> ShownTable[BackendRecord]:
+def backends_table(search: Search) -> ShownTable[BackendRecord]:
     """Return the table of the back-ends: what an exchange takes with each, as it was measured."""
+    record = search.record
     rows = [
         (RowHead(one.name, is_pale=bool(one.why), is_chosen=one.name == record.backend), one)
         for one in record.backends
     ]
-    columns = with_figures(_backend_columns(record), record.backends)
+    columns = with_figures(_backend_columns(record, search.terms.amount), record.backends)
     note = _measured_text(record)
     return ShownTable("backends", "Back-ends", columns, rows, first="back-end", note=note, wide_columns=_WIDE)
 
 
-def _backend_columns(record: TuneRecord) -> tuple[Column[BackendRecord], ...]:
+def _backend_columns(record: TuneRecord, amount: str) -> tuple[Column[BackendRecord], ...]:
     measured = _measured_exchanges(record)
     largest = max((nbytes for _, nbytes, _ in measured), default=0.0)
     return (
-        Column("predicted", "predicted", "frames/s", "Geometric mean over the settings.",
+        Column("predicted", "predicted", f"{amount}/s", "Geometric mean over the settings.",
                lambda one: one.speed, formatting.count),
         Column("latency", "latency", "µs", "Of a message, fitted to the exchanges [90 %].",
                lambda one: None if one.link is None else one.link.latency_s, cell=_latency_text),
@@ -528,9 +550,15 @@ def _range_text(end: Finish) -> str:
     return f"{text} [{formatting.number(low)} to {formatting.number(high)} s]"
 
 
+def _is_ahead(one: SettingRecord, record: TuneRecord) -> bool:
+    """Tell whether nobody has seen a setting reach the target with all seeds."""
+    seen_s = record.seen_s
+    return seen_s is not None and any(time is None or time > seen_s for time in one.times_s)
+
+
 def _expected_text(record: TuneRecord) -> tuple[str, ...]:
     """Say what nobody has seen."""
-    if record.seen_s is None:
+    if record.seen_s is None or not any(_is_ahead(one, record) for one in record.tried):
         return ()
     return (
         f"They were trained for {formatting.seconds(record.seen_s)}; what comes after that is expected, from "

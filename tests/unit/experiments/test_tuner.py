@@ -18,6 +18,7 @@ from speechdp.experiments.compare.record import read_record
 from speechdp.experiments.jobs import JobStopped
 from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
 from speechdp.experiments.race.record import RaceRecord, Turn
+from speechdp.experiments.race.shown import ShownRaces
 from speechdp.experiments.tune import search as tune_search
 from speechdp.experiments.tune.jobs import Measurement, RacedSettings, Scored, Stretch, Trained, up_to
 from speechdp.experiments.tune.plan import Besides, ExpectedTimes, Setting
@@ -36,11 +37,13 @@ from speechdp.launching.faults import Fault
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.kit import formatting
 from speechdp.report.runs.folders import read_run
+from speechdp.report.runs.results import Evaluation, RunResult
 from speechdp.report.runs.script_metric import script_task
 from speechdp.report.tune.report import Search, backends_table, find_answer, make_table, shown_settings
 from speechdp.simulation.predict import Interval
 from speechdp.tasks.metrics import LOG_PROB, TaskRecord
 from speechdp.timing.load import OutsideLoad
+from tests.helpers.races import made_up_race
 
 GRADIENTS, SHORT, LONG = "gradient_averaging", "model_averaging:period=4", "model_averaging:period=16"
 DPSGD = "dpsgd"
@@ -931,7 +934,7 @@ def test_what_exchanges_take_is_in_the_record_and_on_the_page(tmp_path: Path) ->
     record = search(tmp_path, Measuring(tmp_path, factors=factors), backends=("mpi", "torch"))
     assert record.backends[0].link == link and record.backends[0].exchanges == exchanges
     assert read_tune(tmp_path) == record
-    table = backends_table(record)
+    table = backends_table(Search(record, {}))
     cells = {head.name: [cell.text for cell in of] for head, of in table.cells()}
     titles = [f"{column.title}, {column.unit}" for column in table.columns]
     assert titles[1:3] == ["latency, µs", "bandwidth, Gbit/s"]
@@ -1209,6 +1212,42 @@ def test_long_times_are_written_out(tmp_path: Path) -> None:
     assert find_answer(found).headline.endswith(": 1 h 53 min of training [1,234 to 12,345 s].")
     cells = {head.name: [cell.text for cell in of] for head, of in make_table(found, {}).cells()}
     assert "6,790 [1,234, 12,345]" in cells[SHORT]
+
+
+def test_a_target_that_was_seen_to_be_reached_is_not_called_expected(tmp_path: Path) -> None:
+    """Curves were continued, and the target is within what was trained."""
+    record = replace(search(tmp_path, Jobs(tmp_path)), seen_s=5.6)
+    for name, times in ((SHORT, (0.3, 0.8)), (LONG, (0.9, 1.5))):
+        record = record.with_setting(name, times_s=times)
+    answer = find_answer(Search(record, {}))
+    assert f"{SHORT} reaches " in answer.headline and not any("expected" in line for line in answer.details)
+    one_later = find_answer(Search(record.with_setting(LONG, times_s=(0.9, 6.0)), {}))
+    assert f"{SHORT} reaches " in one_later.headline
+    assert any("They were trained for 5.6 s; what comes after" in line for line in one_later.details)
+    later = find_answer(Search(record.with_setting(SHORT, times_s=(0.3, 6.0)), {}))
+    assert f"{SHORT} is expected to reach " in later.headline
+
+
+def test_what_a_scripts_race_and_runs_do_not_show_is_told(tmp_path: Path) -> None:
+    """A race of one turn each, a script without a seed, and a metric of unknown direction that grew."""
+    record = replace(search(tmp_path, Jobs(tmp_path)), settings={"script": "train.py", "ranks": 2})
+    metric, runs = script_task("quality"), {}
+    for name in (SHORT, LONG):
+        curve = tuple(Evaluation(10 * n, None, None, float(n), -0.1 * n, None) for n in (1, 2))
+        run = RunResult(
+            "a", tmp_path, {"script": "train.py"}, curve, None, None, False, True, (), script_task=metric
+        )
+        runs[name] = (run, replace(run, name="b"))
+    few, enough = (
+        ShownRaces({2: made_up_race({GRADIENTS: 1.0, SHORT: 1.5, LONG: 2.0}, rounds=rounds)})
+        for rounds in (1, 6)
+    )
+    told = " ".join(find_answer(Search(record, runs, few)).cautions)
+    assert "The race on 2 ranks had 1 round, too few for intervals (6 are needed)" in told
+    assert "Runs with different seeds logged exactly the same, so they count as one" in told
+    assert "if more is better, give --metric quality:max in another folder." in told
+    assert "too few" not in " ".join(find_answer(Search(record, {}, enough)).cautions)
+    assert backends_table(Search(record, runs)).columns[0].unit == "items/s"
 
 
 def test_what_was_set_is_shown_model_and_batch_first(tmp_path: Path) -> None:

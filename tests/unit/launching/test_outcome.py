@@ -230,6 +230,9 @@ def test_a_script_that_lost_a_rank_is_told_how_it_goes_on(tmp_path: Path) -> Non
     last.mkdir(parents=True)
     assert how_a_script_goes_on(killed, 137, tmp_path) == f"; last checkpoint: {last}{itself}"
     assert how_a_script_goes_on(JobEnd(124, None), 124, None) == itself
+    # A run of an experiment begins anew in its folder as it is.
+    anew = how_a_script_goes_on(killed, 137, None, may_begin_anew=True)
+    assert anew.endswith("begins anew") and itself.startswith(anew)
     # What is wrong has to be mended first; nothing has failed.
     unreached = JobEnd(255, None, (Fault("not reached", None, "n2"),))
     for end in (unreached, JobEnd(73, None), JobEnd(75, None), JobEnd(0, None)):

@@ -271,3 +271,90 @@ def test_less_is_better_unless_the_name_or_the_user_says_otherwise(text: str, is
 def test_a_metric_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="write NAME"):
         parse_metric(text)
+
+
+def _logged(folder: Path, **curve: Sequence[float]) -> None:
+    """Give a run other values; the steps are those of `script_run`."""
+    ((name, values),) = curve.items()
+    lines = [{"step": 100 * n, "time_s": float(n), name: value} for n, value in enumerate(values, start=1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _compared_with_seeds(out: Path, curves: Sequence[Sequence[float]], name: str = "valid_loss") -> str:
+    """Return the answer of a comparison of two strategies, one curve a seed, as it is printed."""
+    records = []
+    for strategy, speed in (("gradient_averaging", 1000.0), ("bmuf:period=16", 1500.0)):
+        for seed, curve in enumerate(curves, start=1):
+            record = RunRecord(StrategyChoice(strategy), 2, seed, "frames", None)
+            folder = script_run(out, record.planned.folder, speed, curve, 2)
+            _logged(out / folder, **{name: curve})
+            records.append(replace(record, folder=folder, state="complete"))
+    write_record(out, CompareRecord({"script": "train.py"}, tuple(records), completed=True))
+    return " ".join(write_comparison(out).answer)
+
+
+def test_seeds_that_a_script_does_not_take_are_one(tmp_path: Path) -> None:
+    told = _compared_with_seeds(tmp_path / "same", [(0.9, 0.25)] * 3)
+    assert "seems the best choice, by one seed and without a race" in told
+    assert "This rests on one seed: differences may be chance. A claim needs 3." in told
+    assert "Runs with different seeds logged exactly the same, so they count as one: the script" in told
+    assert "from SPEECHDP_SEED, or from {seed} in its arguments." in told
+    other = _compared_with_seeds(tmp_path / "other", [(0.9, 0.25), (0.9, 0.26), (0.9, 0.24)])
+    assert "one seed" not in other and "exactly the same" not in other
+    # As right as can be with every seed is no sign of that.
+    whole = _compared_with_seeds(tmp_path / "whole", [(0.0, 1.0)] * 3, "accuracy")
+    assert "exactly the same" not in whole
+
+
+def test_a_script_whose_runs_have_all_failed_as_they_began_is_none_of_ours(tmp_path: Path) -> None:
+    record = RunRecord(StrategyChoice("bmuf"), 2, 1, "frames", None)
+    failed = replace(record, folder=record.planned.folder, state="failed", message="no module")
+    write_record(tmp_path, CompareRecord({"script": "train.py"}, (failed,), completed=False))
+    report = write_comparison(tmp_path)
+    assert "Failed: 2 ranks, bmuf, seed 1: no module" in report.answer
+    for text in (" ".join(report.answer), words_of(report.html)):
+        assert [word for word in (*OURS, "equal frames") if word in text] == []
+
+
+def _give_version(folder: Path, *versions: str) -> None:
+    record = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**record, "script_versions": versions}))
+
+
+def test_runs_of_a_script_that_was_changed_meanwhile_are_named(compared: Path) -> None:
+    def told() -> tuple[str, ...]:
+        return (" ".join(write_comparison(compared).answer), " ".join(write_report(compared).answer))
+
+    folders = sorted(path.parent for path in compared.glob("*x-*/run.json"))
+    for folder in folders:
+        _give_version(folder, "a")
+    assert not any("was changed" in text for text in told())
+    _give_version(next(compared.glob("*-easgd-*")), "b")
+    for text in told():
+        assert "train.py was changed between runs, or while one was interrupted, so they may not be" in text
+        assert re.search(r"rest were made: (2 ranks, |2x-)easgd(, |-)seed1?( 1)?\. Begin", text)
+    # What was gone on with is of both.
+    for folder in folders:
+        _give_version(folder, "b")
+    _give_version(next(compared.glob("*-bmuf-*")), "a", "b")
+    named = r"rest were made: (2 ranks, |2x-)bmuf[^,]*(, seed 1)?\. Begin"
+    assert all(re.search(named, text) for text in told())
+
+
+@pytest.mark.parametrize(
+    ("name", "curve", "is_told"),
+    [("quality", (0.2, 0.4), True), ("quality", (0.4, 0.2), False), ("valid_loss", (0.2, 0.4), False),
+     ("accuracy", (0.4, 0.2), False)],
+)  # fmt: skip
+def test_a_direction_that_was_guessed_and_not_gone_is_doubted(
+    name: str, curve: Sequence[float], is_told: bool, tmp_path: Path
+) -> None:
+    words = (
+        "quality grew in every run, and is taken to be better the smaller it is, as its name does not tell: "
+        "if more is better, give --metric quality:max."
+    )
+    told = _compared_with_seeds(tmp_path, [curve], name)
+    assert (words in told) is is_told and ("grew in every run" in told) is is_told
+    if is_told:
+        assert "grew" not in " ".join(write_comparison(tmp_path, metric=f"{name}:max").answer)
+        assert words in " ".join(write_report(tmp_path).answer)
