@@ -179,10 +179,9 @@ def find_answer(search: Search) -> Answer:
     if end.mean_s == float("inf"):
         headline = f"{_none_reaches(record, target)}; {best.name} comes closest."
     else:
-        reaches = "is expected to reach" if _is_ahead(best, record) else "reaches"
         compared = any(one.times_s for one in record.tried if one is not best)
         how = "soonest" if compared else "and is the only one left to do so"
-        headline = f"{best.name} {reaches} {target} {how}: {_range_text(end)}."
+        headline = f"{best.name} {_reaches(best, record)} {target} {how}: {_range_text(end)}."
     details = [
         *_expected_text(record),
         f"It trains at {formatting.count(best.frames_per_s)} {terms.amount}/s with back-end {record.backend}"
@@ -190,7 +189,7 @@ def find_answer(search: Search) -> Answer:
     ]
     for one in record.tried:
         if one.name != record.chosen and one.times_s:
-            details.append(_other(one, in_future=record.seen_s is not None))
+            details.append(_other(one, record))
     if record.untold:
         names = ", ".join(record.untold)
         cautions.insert(0, f"{names} cannot be told from {best.name} by so few seeds and so short a race.")
@@ -245,12 +244,12 @@ def _target_text(terms: Terms, target: float) -> str:
     return f"the {terms.metric.name} {text}" if terms.axis == terms.metric.unit else text
 
 
-def _other(one: SettingRecord, *, in_future: bool) -> str:
+def _other(one: SettingRecord, record: TuneRecord) -> str:
     """Say when another of the last settings reaches the target."""
     end = Finish(one.times_s, one.scores)
     if end.mean_s == float("inf"):
         return f"{one.name}: {_range_text(end)}."
-    return f"{one.name} {'is expected to reach' if in_future else 'reaches'} it after {_range_text(end)}."
+    return f"{one.name} {_reaches(one, record)} it after {_range_text(end)}."
 
 
 def _none_reaches(record: TuneRecord, target: str) -> str:
@@ -548,6 +547,11 @@ def _range_text(end: Finish) -> str:
         return text  # one seed has no range
     low, high = end.range_s
     return f"{text} [{formatting.number(low)} to {formatting.number(high)} s]"
+
+
+def _reaches(one: SettingRecord, record: TuneRecord) -> str:
+    """Return the verb for what a setting does with the target."""
+    return "is expected to reach" if _is_ahead(one, record) else "reaches"
 
 
 def _is_ahead(one: SettingRecord, record: TuneRecord) -> bool:

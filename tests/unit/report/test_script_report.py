@@ -295,7 +295,7 @@ def _compared_with_seeds(out: Path, curves: Sequence[Sequence[float]], name: str
 
 def test_seeds_that_a_script_does_not_take_are_one(tmp_path: Path) -> None:
     told = _compared_with_seeds(tmp_path / "same", [(0.9, 0.25)] * 3)
-    assert "seems the best choice, by one seed and without a race" in told
+    assert "seems the best choice, judging by one seed and without a race" in told
     assert "This rests on one seed: differences may be chance. A claim needs 3." in told
     assert "Runs with different seeds logged exactly the same, so they count as one: the script" in told
     assert "from SPEECHDP_SEED, or from {seed} in its arguments." in told
