@@ -251,7 +251,7 @@ class Recogniser:
         """Return a graph that is there, or build it; as many are kept as memory bears."""
         if lm_scale not in self._graphs:
             if self._num_kept_arcs > _MOST_KEPT_ARCS:  # one of gigabytes, maybe: no two at a time
-                del self.graph, self.searcher
+                del self.graph, self.searcher  # `use` sets them again
                 self._forget_graphs()
             graph = self._build(lm_scale)
             if self._num_kept_arcs + graph.num_arcs > _MOST_KEPT_ARCS:

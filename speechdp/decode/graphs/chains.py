@@ -39,7 +39,7 @@ class Sequences:
         order: which of those given each one is, (P,).
         labels: (P, U), 0 behind the end.
         length: (P,).
-        ending: number of what is left of a sequence when so many labels are left, (P, U + 1).
+        ending: [p, n] is the number of what the last n labels of sequence p are, (P, U + 1).
         ending_label: the first label of each ending.
         ending_rest: the ending behind that label; ending 0 has no labels.
     """
@@ -71,7 +71,7 @@ class Sequences:
 
 
 def distinct(values: Int64Array) -> Int64Array:
-    """Return the values that occur, ascending: of millions in a tenth of np.unique's time, which hashes."""
+    """Return the values that occur, ascending.  It sorts: np.unique of numpy 2.3 hashes, which is slower."""
     values = np.sort(values)
     is_new = np.ones(len(values), dtype=bool)
     is_new[1:] = values[1:] != values[:-1]
@@ -114,8 +114,9 @@ def shared(
         chains: by the state that they leave, then by what they read.
         sequences: that they read.
         num_states: of the FST so far; new states are numbered from there.
-        apart: sequences that always end with such an arc, (P,).
-        symbol: what such an arc reads, of chains that read the same one less for each; EPSILON: all of them.
+        apart: sequences that always end with such an arc, which reads what no other sequence's does, (P,).
+        symbol: what these arcs read, negative: the k-th of chains that read the same `symbol - k`, those told
+            apart less than all others; EPSILON: all read EPSILON.
 
     Returns:
         The arcs, and the number of states with the new ones.
@@ -153,7 +154,13 @@ class _Sharing:
         label = sequences.labels[which[alone], depth[alone]]
         self._add(node[alone], label, chains.word[alone], cost[alone], behind)
         others = np.flatnonzero(depth == length)
-        reads = symbol if symbol == EPSILON else symbol - self._number_alike(with_previous, length)[others]
+        reads: ArrayLike = symbol
+        if symbol != EPSILON:
+            reads = symbol - self._number_alike(with_previous, length)
+            if apart.any():
+                alike, lowest = symbol - reads, reads.min(initial=symbol)
+                reads = np.where(apart[which], lowest - 1 - which - len(apart) * alike, reads)
+            reads = reads[others]
         self._add(node[others], reads, chains.word[others], cost[others], chains.target[others])
         return self._arcs, self._num_states
 

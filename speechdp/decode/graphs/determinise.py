@@ -21,11 +21,13 @@ from numpy.typing import NDArray
 
 from speechdp.decode.graphs.fst_arrays import EPSILON, FstArrays
 
-_TOO_LARGE = "Determinization aborted since"  # passed so many states, or looped so often: as kaldifst says it
+#: As kaldifst says it: so many states were made, or so many loops gone through; or the same labels write
+#: different words.
+_NOT_DONE = ("Determinization aborted since", "not determinizable")
 
 
 def determinise_within(fst: Any, max_states: int) -> bool:
-    """Determinise an FST and remove its epsilons, unless it would get more than so many states.
+    """Determinise an FST and remove its epsilons, if that can be done with so many states.
 
     Returns:
         Whether it was done; if not, what is left of the FST is of no use.
@@ -33,7 +35,7 @@ def determinise_within(fst: Any, max_states: int) -> bool:
     try:
         kaldifst.determinize_star(fst, max_states=max_states)
     except RuntimeError as error:
-        if _TOO_LARGE not in str(error):
+        if not any(reason in str(error) for reason in _NOT_DONE):
             raise
         return False
     return True
@@ -48,7 +50,7 @@ def determinised(graph: FstArrays, num_classes: int, max_states: int) -> FstArra
         max_states: a graph of more states is not determinised, and more are not made.
 
     Returns:
-        The result, or None where it has or would get more states.
+        The result, or None where it has or would get more states, or cannot be determinised.
     """
     if len(graph.final) > max_states:
         return None
@@ -64,7 +66,7 @@ def determinised(graph: FstArrays, num_classes: int, max_states: int) -> FstArra
 
 
 def with_entry_costs(graph: FstArrays, leave_cost: NDArray[np.float64]) -> FstArrays:
-    """Add the cost of leaving each class's state, (C,), to the arcs that enter it: that read class + 1."""
+    """Add, in place, the cost of leaving each class's state, (C,), to the arcs that read class + 1."""
     reads = graph.ilabel > EPSILON
     graph.cost[reads] += leave_cost[graph.ilabel[reads] - 1]
     return graph
@@ -85,6 +87,7 @@ def with_self_loops(arcs: FstArrays, stay_cost: Sequence[float]) -> FstArrays:
         return arcs
     # The pairs of a state and a label that enters it, each once: (target, label); nothing enters the start.
     width, reads = len(stay_cost) + 1, np.maximum(arcs.ilabel, EPSILON)
+    assert reads.max(initial=EPSILON) < width
     codes = np.append(arcs.target.astype(np.int64) * width + reads, arcs.start * width + EPSILON)
     pairs, pair_of = np.unique(codes, return_inverse=True)
     target, label = pairs // width, pairs % width

@@ -1,4 +1,4 @@
-"""Decoding graphs: a lexicon-and-HMM transducer (HL) composed with a grammar (G) by kaldifst.
+"""Decoding graphs: a grammar (G) whose words are spelt out by a lexicon and HMMs (HL).
 
 HL reads one label a frame, `class + 1` (0 is epsilon), and writes words; G accepts word sequences.
 Costs are -log probabilities, so the decoder's best path is the most probable one.  Where states depend on
@@ -143,7 +143,6 @@ class LexiconTransducer:
         self._inventory, self._tying = inventory, tying
         self._stay_cost = -np.log(stay)
         self._leave_cost = -np.log1p(-stay)
-        self._entry_cost = self._leave_cost if tying is None else np.zeros(tying.num_phones)
         self._no_pause_cost = -np.log1p(-silence_probability)
         self._pause_cost = -np.log(silence_probability) if silence_probability > 0 else np.inf
         self._take(lexicon)
@@ -157,12 +156,11 @@ class LexiconTransducer:
     def _spellings(self) -> Spellings:
         """The pronunciations as units: states, or where those depend on context phones."""
         given = [
-            (self.word_ids[word], self._spelling(variant), -log_prob)
+            (self.word_ids[word], self._spelling(variant), -log_prob, SILENCE in variant)
             for word, variants in self.lexicon.pronunciations.items()
             for variant, log_prob in zip(variants, self.lexicon.log_probs(word), strict=True)
         ]
-        words, units, costs = zip(*given, strict=True)
-        return Spellings(words, units, costs, self._units([SILENCE])[0])
+        return Spellings(*zip(*given, strict=True))
 
     def compose(self, grammar: Any) -> DecodingGraph:
         """Compose with an acceptor over `word_ids`: HL o G, without states that lead nowhere.
@@ -208,9 +206,15 @@ class LexiconTransducer:
             raise ConfigError(
                 "no word of the language model is in the lexicon; prepare the data with one that fits"
             )
-        if isinstance(model, GrammarFst):
-            return self.compose_shared(model.acceptor(ids, scale=scale))
-        return self.compose_shared(ngram_acceptor(model, ids, scale=scale))
+        if not isinstance(model, GrammarFst):
+            return self.compose_shared(ngram_acceptor(model, ids, scale=scale))
+        graph = self.compose_shared(model.acceptor(ids, scale=scale))
+        if not graph.num_states:
+            raise ConfigError(
+                "no sentence of the language model has only words of the lexicon; prepare the data with one "
+                "that fits"
+            )
+        return graph
 
     def _in_classes(self, graph: FstArrays) -> FstArrays:
         """Return what `spell_out` gave, reading classes: without self-loops, the cost of leaving a state

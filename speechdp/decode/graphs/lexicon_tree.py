@@ -26,22 +26,25 @@ class Spellings:
         words: label of each pronunciation's word, (P,); a word may have several.
         units: of each pronunciation, one or more, each at least 0.
         costs: of each pronunciation, (P,).
-        pause: the first unit of silence.
+        have_silence: whether there is silence in each pronunciation, (P,): it could be taken for other words
+            and a pause, and is told apart by a symbol of its own behind its last unit.
 
     Attributes:
         sequences: unit + 1 of each pronunciation.
-        word, cost: of each of the sequences, (P,).
-        begins_with_pause: whether it could be taken for a pause and another word, (P,); such words are
-            written behind their last unit, and so told apart.
+        word, cost, has_silence: of each of the sequences, (P,).
     """
 
     def __init__(
-        self, words: Sequence[int], units: Sequence[Sequence[int]], costs: Sequence[float], pause: int
+        self,
+        words: Sequence[int],
+        units: Sequence[Sequence[int]],
+        costs: Sequence[float],
+        have_silence: Sequence[bool],
     ) -> None:
         self.sequences = Sequences([[unit + 1 for unit in each] for each in units])
         self.word = np.asarray(words, dtype=np.int64)[self.sequences.order]
         self.cost = np.asarray(costs, dtype=np.float64)[self.sequences.order]
-        self.begins_with_pause = (self.sequences.labels[:, :1] == pause + 1).any(1)
+        self.has_silence = np.asarray(have_silence, dtype=bool)[self.sequences.order]
 
 
 def spell_out(
@@ -63,7 +66,7 @@ def spell_out(
 
     Example:
         >>> fst = kaldifst.compile("0 1 1 1 0.5\\n1")
-        >>> one = spell_out(FstArrays.of(fst), Spellings([1], [[6, 7]], [0.0], 0), [0], np.inf, 0.0)
+        >>> one = spell_out(FstArrays.of(fst), Spellings([1], [[6, 7]], [0.0], [False]), [0], np.inf, 0.0)
         >>> print(str(one.fst()).strip())
         0 2 0 0
         1 3 0 0
@@ -71,13 +74,14 @@ def spell_out(
         3
         4 1 8 0
     """
-    boundary = np.arange(len(grammar.final))
-    behind = len(boundary) + boundary
-    arcs: list[Arcs] = [(boundary, EPSILON, EPSILON, no_pause_cost, behind)]
-    num_states = 2 * len(boundary)
+    num_states = 2 * len(grammar.final)
+    behind = len(grammar.final) + np.arange(len(grammar.final))
+    # Of the other states, those that are only backed off to, nothing leads to the boundary.
+    boundary = np.unique(np.append(grammar.target[grammar.ilabel != EPSILON], grammar.start)).astype(np.int64)
+    arcs: list[Arcs] = [(boundary, EPSILON, EPSILON, no_pause_cost, behind[boundary])]
     if np.isfinite(pause_cost):
         costs, silence = np.full(len(boundary), pause_cost), np.zeros_like(boundary)
-        pauses = Chains(boundary, silence, silence + EPSILON, costs, behind)
+        pauses = Chains(boundary, silence, silence + EPSILON, costs, behind[boundary])
         added, num_states = shared(pauses, Sequences([[unit + 1 for unit in pause]]), num_states)
         arcs += added
     away = grammar.where(grammar.ilabel == EPSILON).by_source()
@@ -87,7 +91,7 @@ def spell_out(
         _pronounced(grammar, spellings, behind),
         spellings.sequences,
         num_states,
-        apart=spellings.begins_with_pause,
+        apart=spellings.has_silence,
         symbol=BACKOFF - 1,
     )
     final = np.full(num_states, np.inf, np.float32)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from speechdp.decode.graphs.chains import Chains, Sequences, distinct, shared
+from speechdp.decode.graphs.chains import Chains, Int64Array, Sequences, distinct, shared
 from speechdp.decode.graphs.determinise import with_entry_costs
 from speechdp.decode.graphs.fst_arrays import EPSILON, Arcs, FstArrays
 from speechdp.labels.gaussian_mixtures import DoubleArray
@@ -25,8 +25,6 @@ from speechdp.labels.state_tying import EDGE, StateTying
 
 #: Stands for the phone that waits where none does.
 _NONE = -1
-
-_Int64Array = NDArray[np.int64]
 
 
 def in_context(graph: FstArrays, tying: StateTying, leave_cost: DoubleArray) -> FstArrays:
@@ -62,7 +60,7 @@ class _Expansion:
         # Of all waves: arcs as they are, sequences of states; (left, phone, right) of these, (M, 3).
         self._arcs: list[Arcs] = []
         self._chains: list[Arcs] = []
-        self._contexts: list[_Int64Array] = []
+        self._contexts: list[Int64Array] = []
 
     def run(self) -> FstArrays:
         wave = known = self._place(np.array([self._graph.start]), np.array([EDGE]), np.array([_NONE]))
@@ -72,20 +70,20 @@ class _Expansion:
             known = np.sort(np.append(known, wave), kind="stable")
         return self._join(known)
 
-    def _place(self, state: NDArray[Any], left: NDArray[Any], waits: NDArray[Any]) -> _Int64Array:
+    def _place(self, state: NDArray[Any], left: NDArray[Any], waits: NDArray[Any]) -> Int64Array:
         """Return the numbers of places, (N,)."""
         phones = self._tying.num_phones
         code = state.astype(np.int64) * (phones + 1) + waits + 1
-        placed: _Int64Array = code * phones + self._left[waits + 1, left]
+        placed: Int64Array = code * phones + self._left[waits + 1, left]
         return placed
 
-    def _parts(self, place: _Int64Array) -> tuple[_Int64Array, _Int64Array, _Int64Array]:
+    def _parts(self, place: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Return states, phones before, and phones that wait, (N,) each."""
         phones = self._tying.num_phones
         state, waits = np.divmod(place // phones, phones + 1)
         return state, place % phones, waits - 1
 
-    def _follow(self, wave: _Int64Array) -> _Int64Array:
+    def _follow(self, wave: Int64Array) -> Int64Array:
         """Add the arcs that leave places; return the places that they lead to, (M,)."""
         graph, tying = self._graph, self._tying
         state = self._parts(wave)[0]
@@ -113,7 +111,7 @@ class _Expansion:
         self._contexts.append(context[goes])
         return reached
 
-    def _join(self, places: _Int64Array) -> FstArrays:
+    def _join(self, places: Int64Array) -> FstArrays:
         """Return the new graph, whose first states are the places, ascending."""
         graph = self._graph
         state, left, waits = self._parts(places)
@@ -144,7 +142,7 @@ class _Expansion:
 
     @staticmethod
     def _numbered(
-        places: _Int64Array,
+        places: Int64Array,
         source: ArrayLike,
         label: ArrayLike,
         word: ArrayLike,
@@ -155,7 +153,7 @@ class _Expansion:
         return np.searchsorted(places, source), label, word, cost, np.searchsorted(places, end)
 
 
-def _are_in(known: _Int64Array, wanted: _Int64Array) -> NDArray[np.bool_]:
+def _are_in(known: Int64Array, wanted: Int64Array) -> NDArray[np.bool_]:
     """Return which values are among others, both ascending."""
     at = np.searchsorted(known, wanted).clip(max=len(known) - 1)
     return np.asarray(known[at] == wanted)

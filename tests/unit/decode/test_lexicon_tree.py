@@ -20,7 +20,7 @@ COSTS = [0.5, 0.0, 1.0, 0.25, 2.0, 0.0, 0.75]
 
 def spellings() -> Spellings:
     words, units = zip(*SPELT, strict=True)
-    return Spellings(words, units, COSTS, PAUSE)
+    return Spellings(words, units, COSTS, [False] * len(SPELT))
 
 
 def random_grammar(seed: int, num_states: int = 4) -> FstArrays:
@@ -115,7 +115,7 @@ def test_no_two_arcs_of_a_state_read_the_same(seed: int) -> None:
 def test_words_share_beginnings_and_endings() -> None:
     grammar = FstArrays.joined(0, [0.0], [(np.zeros(4, int), [1, 2, 3, 4], [1, 2, 3, 4], [3, 1, 4, 2], 0)])
     units = [[1, 2, 5, 6], [1, 2, 6, 6], [3, 5, 6], [4, 5, 6]]
-    fst = spell_out(grammar, Spellings([1, 2, 3, 4], units, [0.0] * 4, PAUSE), [PAUSE], np.inf, 0.0)
+    fst = spell_out(grammar, Spellings([1, 2, 3, 4], units, [0.0] * 4, [False] * 4), [PAUSE], np.inf, 0.0)
     # The boundary and behind it; 1 and 1 2; the endings 5 6 and 6: each once.
     assert len(fst.final) == 2 + 2 + 2
     arcs = arcs_of(fst)
@@ -127,10 +127,10 @@ def test_words_share_beginnings_and_endings() -> None:
     assert sorted(arc[:3] for arc in deeper) == [(1 + 5, 1, 2.0), (1 + 6, 2, 0.0)]
 
 
-def test_a_word_that_begins_with_a_pause_is_written_behind_its_end() -> None:
+def test_a_word_with_silence_is_written_behind_its_end() -> None:
     """Else a pause and another word would read the same units and write another word."""
     grammar = FstArrays.joined(0, [0.0], [(np.zeros(2, int), [1, 2], [1, 2], 0.0, 0)])
-    spelt = Spellings([1, 2], [[PAUSE, 3, 1], [3, 1]], [0.0, 0.0], PAUSE)
+    spelt = Spellings([1, 2], [[PAUSE, 3, 1], [3, 1]], [0.0, 0.0], [True, False])
     fst = spell_out(grammar, spelt, [PAUSE], PAUSE_COST, NO_PAUSE_COST)
     writes = {word: label for arcs in arcs_of(fst).values() for label, word, *_ in arcs if word}
     assert writes[1] < BACKOFF and writes[2] == 1 + 3
@@ -140,4 +140,4 @@ def test_words_without_a_pronunciation_are_left_out() -> None:
     grammar = FstArrays.joined(0, [0.0], [(np.zeros(2, int), [1, 7], [1, 7], 0.0, 0)])
     fst = spell_out(grammar, spellings(), [PAUSE], np.inf, 0.0)
     assert set(fst.olabel.tolist()) == {EPSILON, 1}
-    assert len(spell_out(grammar, Spellings([], [], [], PAUSE), [PAUSE], np.inf, 0.0).ilabel) == 1
+    assert len(spell_out(grammar, Spellings([], [], [], []), [PAUSE], np.inf, 0.0).ilabel) == 1

@@ -10,13 +10,22 @@ import pytest
 
 from speechdp.decode.align import Aligner
 from speechdp.decode.graphs import graph as graph_module
-from speechdp.decode.graphs.graph import DecodingGraph, Grammar, LexiconTransducer, build_graph, transcript
+from speechdp.decode.graphs.graph import (
+    CtcTransducer,
+    DecodingGraph,
+    Grammar,
+    LexiconTransducer,
+    build_graph,
+    transcript,
+    word_loop,
+)
 from speechdp.decode.graphs.ngram_grammar import ngram_acceptor
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import FloatArray, StateInventory, states_of
 from speechdp.labels.lexicon import Lexicon
 from speechdp.labels.state_tying import Context, StateTying
+from speechdp.labels.transcript_hmm import num_ctc_classes
 from speechdp.language.kneser_ney import estimate
 from speechdp.language.ngram import END, START, NgramModel
 from tests.helpers.tyings import random_tying, separate_tying
@@ -164,4 +173,38 @@ def test_backing_off_before_and_behind_the_first_phone_is_told_apart() -> None:
     assert graph.is_determinised
     for seed in range(5):
         frames = scores(tying, 15, seed)
+        assert best_cost(graph.fst, frames) == pytest.approx(best_cost(simple.fst, frames), abs=0.05)
+
+
+#: Words that sound like others with pauses: (words, texts of a language model).
+LIKE_PAUSES = [
+    ({"c": (("C",),), "ca": (("C", "A"),), "hm": (("SIL", "C"),)}, ["c ca hm", "hm c"]),
+    ({"w": (("A", "B"),), "v": (("A", "SIL", "B"),)}, ["w v", "v w w"]),
+    ({"a": (("A", "SIL"),), "b": (("B",),), "w": (("A", "B"),)}, ["a b w", "w a b"]),
+    ({"um": (("SIL",),), "uhm": (("SIL", "SIL", "C"),), "hm": (("SIL", "C"),)}, ["um hm uhm", "hm uhm"]),
+]
+
+
+@pytest.mark.parametrize("kind", ["states", "left", "both", "ctc"])
+@pytest.mark.parametrize("grammar", [Grammar.WORD_LOOP, Grammar.NGRAM])
+@pytest.mark.parametrize(("words", "texts"), LIKE_PAUSES)
+def test_words_that_sound_like_others_with_pauses_are_told_apart(
+    kind: str, grammar: Grammar, words: dict[str, tuple[tuple[str, ...], ...]], texts: list[str]
+) -> None:
+    lexicon = Lexicon(words)
+    inventory = StateInventory(lexicon.phones)
+    if kind == "ctc":
+        hl: LexiconTransducer = CtcTransducer(lexicon, inventory)
+        num_classes = num_ctc_classes(inventory.num_classes)
+    else:
+        tying = None if kind == "states" else random_tying(inventory, kind, seed=2)  # type: ignore[arg-type]
+        num_classes = inventory.num_classes if tying is None else tying.num_classes
+        hl = LexiconTransducer(lexicon, inventory, np.full(num_classes, 0.5), PAUSE, tying)
+    model = estimate([text.split() for text in texts], 2, lexicon.words)
+    graph = build_graph(hl, grammar, language_model=model)
+    assert graph.is_determinised
+    acceptor = ngram_acceptor(model, hl.word_ids) if grammar is Grammar.NGRAM else None
+    simple = hl.compose(word_loop(list(hl.word_ids.values())) if acceptor is None else acceptor)
+    for seed in range(4):
+        frames = np.random.default_rng(seed).normal(0, 4, (16, num_classes)).astype(np.float32)
         assert best_cost(graph.fst, frames) == pytest.approx(best_cost(simple.fst, frames), abs=0.05)
