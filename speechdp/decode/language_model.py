@@ -95,12 +95,11 @@ class GrammarFst:
                 f"{path}: label {missing[0]} is not in {WORDS_NAME} beside it; give the words.txt that "
                 "it was made with"
             )
-        ends = [label for label, name in names.items() if name in (START, END)]
-        arrays = FstArrays.of(fst)
-        is_end = np.isin(arrays.ilabel, ends)
-        if not is_end.any():
+        ends = [label for label in grammar._labels if names.get(label) in (START, END)]
+        if not ends:
             return grammar
-        silent = np.where(is_end, EPSILON, arrays.ilabel)
+        arrays = FstArrays.of(fst)
+        silent = np.where(np.isin(arrays.ilabel, ends), EPSILON, arrays.ilabel)
         return cls(replace(arrays, ilabel=silent, olabel=silent).fst(), names)
 
     def save(self, folder: Path) -> None:

@@ -98,8 +98,8 @@ class Chains:
     def in_order(self) -> Chains:
         """Return them by the state that they leave, then by what they read."""
         order = np.lexsort((self.sequence, self.source))
-        ends = self.source[order], self.target[order]
-        return Chains(ends[0], self.sequence[order], self.word[order], self.cost[order], ends[1])
+        source, sequence, target = (each[order] for each in (self.source, self.sequence, self.target))
+        return Chains(source, sequence, self.word[order], self.cost[order], target)
 
 
 def shared(
@@ -111,7 +111,7 @@ def shared(
     the sequence writes the word.
 
     Args:
-        chains: by the state that they leave, then by what they read.
+        chains: in any order.
         sequences: that they read.
         num_states: of the FST so far; new states are numbered from there.
         apart: sequences that always end with such an arc, which reads what no other sequence's does, (P,).
@@ -129,7 +129,8 @@ def shared(
         1
         2 1 6 0
     """
-    return _Sharing(chains, sequences, num_states).run(np.asarray(apart), symbol)
+    all_apart = np.broadcast_to(np.asarray(apart, dtype=bool), sequences.length.shape)
+    return _Sharing(chains.in_order(), sequences, num_states).run(all_apart, symbol)
 
 
 class _Sharing:
@@ -143,9 +144,7 @@ class _Sharing:
         which, length = chains.sequence, sequences.length[chains.sequence]
         with_previous = self._common_with_previous()
         with_next = np.append(with_previous[1:], 0)[: len(which)]
-        depth = np.maximum(with_previous, with_next)
-        if apart.any():
-            depth = np.where(apart[which], length, depth)
+        depth = np.where(apart[which], length, np.maximum(with_previous, with_next))
         node, paid = self._add_branches(with_previous, depth)
         cost = chains.cost - paid
         alone = np.flatnonzero(depth < length)
@@ -154,13 +153,11 @@ class _Sharing:
         label = sequences.labels[which[alone], depth[alone]]
         self._add(node[alone], label, chains.word[alone], cost[alone], behind)
         others = np.flatnonzero(depth == length)
-        reads: ArrayLike = symbol
+        reads: ArrayLike = EPSILON
         if symbol != EPSILON:
-            reads = symbol - self._number_alike(with_previous, length)
-            if apart.any():
-                alike, lowest = symbol - reads, reads.min(initial=symbol)
-                reads = np.where(apart[which], lowest - 1 - which - len(apart) * alike, reads)
-            reads = reads[others]
+            alike = self._number_alike(with_previous, length)
+            own = symbol - alike.max(initial=0) - 1 - which - len(apart) * alike
+            reads = np.where(apart[which], own, symbol - alike)[others]
         self._add(node[others], reads, chains.word[others], cost[others], chains.target[others])
         return self._arcs, self._num_states
 

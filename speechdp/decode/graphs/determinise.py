@@ -3,8 +3,8 @@
     min(det(graph)) without self-loops, disambiguation symbols removed, then self-loops
 
 Arcs that read no class carry disambiguation symbols meanwhile (lexicon_tree.py): those that back off, and
-those behind pronunciations that are equal to another or begin it.  Without them determinisation would not
-end.
+those behind pronunciations that are equal to another, begin it or contain silence.  Without them
+determinisation would not end.
 Source: Mohri, Pereira & Riley, "Speech recognition with weighted finite-state transducers", Springer
 Handbook on Speech Processing, 2008; the order of steps is Kaldi's mkgraph.sh.
 """

@@ -77,10 +77,8 @@ class FstArrays:
         with os.fdopen(os.memfd_create("fst"), "rb") as file:
             if not fst.write(f"/proc/self/fd/{file.fileno()}"):
                 raise RuntimeError("kaldifst could not write an FST to memory")
-            content = file.read()
-        *_, start, num_states, _ = _HEADER.unpack_from(content)
-        numbers = np.frombuffer(content[_HEADER.size :], np.int32)
-        del content  # of a large grammar, gigabytes
+            *_, start, num_states, _ = _HEADER.unpack(file.read(_HEADER.size))
+            numbers = np.frombuffer(file.read(), np.int32)  # of a large grammar, gigabytes
         at, states = 0, np.empty(num_states, np.int64)
         view = numbers.data
         for state in range(num_states):

@@ -110,4 +110,4 @@ def _pronounced(grammar: FstArrays, spellings: Spellings, behind: Int64Array) ->
     which = by_word[np.arange(len(arc)) + np.repeat(first - (number.cumsum() - number), number)]
     cost = grammar.cost[arc] + spellings.cost[which]
     target = grammar.target[arc].astype(np.int64)
-    return Chains(behind[grammar.source[arc]], which, spellings.word[which], cost, target).in_order()
+    return Chains(behind[grammar.source[arc]], which, spellings.word[which], cost, target)

@@ -130,9 +130,9 @@ class _Expansion:
         # Right neighbours often make no difference: many chains of a place begin with the same classes.
         shape = (self._tying.num_classes,) * classes.shape[1]
         codes, each = np.unique(np.ravel_multi_index(tuple(classes.T), shape), return_inverse=True)
-        sequences = Sequences(np.stack(np.unravel_index(codes, shape), 1) + 1)
+        sequences = Sequences(np.stack(np.unravel_index(codes, shape), 1) + 1)  # in the order of the codes
         source, target = chains.source.astype(np.int64), chains.target.astype(np.int64)
-        whole = Chains(source, each, chains.olabel, chains.cost, target).in_order()
+        whole = Chains(source, each, chains.olabel, chains.cost, target)
         added, num_states = shared(whole, sequences, len(places) + len(ends))
         start = self._place(np.array([graph.start]), np.array([EDGE]), np.array([_NONE]))
         costs = np.full(num_states, np.inf, np.float32)

@@ -12,11 +12,7 @@ from speechdp.experiments.race.plan import ROUNDS
 from speechdp.report.compare.groups import Group
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
-from speechdp.report.kit.choice import (
-    accurate_enough,
-    are_decoded_alike,
-    lacks_scores,
-)
+from speechdp.report.kit.choice import accurate_enough, are_decoded_alike, lacks_scores
 from speechdp.report.kit.metric_names import Terms
 from speechdp.report.kit.scripts import distinct_trainings
 from speechdp.report.runs.raced import LEAST_ROUNDS

@@ -113,9 +113,8 @@ def draw_hours(ax: Axes, families: Sequence[Family], target: TargetAmount, canva
         ax.set_yscale("log")
     else:  # a logarithmic axis would have hardly a number on it
         ax.set_ylim(bottom=0)
-        ax.yaxis.set_major_locator(
-            MaxNLocator(6, steps=[1, 2, 5, 10])
-        )  # no 0.00125, which is written rounded
+        ticks = MaxNLocator(6, steps=[1, 2, 5, 10])  # no 0.00125, which is written rounded
+        ax.yaxis.set_major_locator(ticks)
     ax.yaxis.set_major_formatter(lambda y, _: hours_text(y))
     ax.minorticks_off()
     return drawn

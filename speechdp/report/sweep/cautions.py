@@ -6,12 +6,7 @@ from collections.abc import Sequence
 
 from speechdp.counting import counted
 from speechdp.report.kit import formatting
-from speechdp.report.kit.choice import (
-    judged_otherwise,
-    several_tasks,
-    undecoded_caution,
-    unlike_caution,
-)
+from speechdp.report.kit.choice import judged_otherwise, several_tasks, undecoded_caution, unlike_caution
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.scripts import several_versions, wrong_way
 from speechdp.report.runs.derived import RunFigures
