@@ -143,7 +143,6 @@ class LexiconTransducer:
         self._inventory, self._tying = inventory, tying
         self._stay_cost = -np.log(stay)
         self._leave_cost = -np.log1p(-stay)
-        self._entry_cost = self._leave_cost if tying is None else np.zeros(tying.num_phones)
         self._no_pause_cost = -np.log1p(-silence_probability)
         self._pause_cost = -np.log(silence_probability) if silence_probability > 0 else np.inf
         self._take(lexicon)
