@@ -91,14 +91,13 @@ def announced(environ: Mapping[str, str] | None = None) -> Launch | None:
     return None
 
 
-def started_unconnected(environ: Mapping[str, str] | None = None) -> Launch | None:
+def started_unconnected() -> Launch | None:
     """Return the launch of an srun without PMIx, whose processes MPI cannot connect; else None.
 
     Open MPI 4 would end each of them with a page of text, Open MPI 5 let each train by itself.
     """
-    environ = os.environ if environ is None else environ
-    launch = announced(environ)
-    if launch is None or launch.launcher != "srun" or launch.size == 1 or "PMIX_NAMESPACE" in environ:
+    launch = announced()
+    if launch is None or launch.launcher != "srun" or launch.size == 1 or "PMIX_NAMESPACE" in os.environ:
         return None
     return launch
 

@@ -57,15 +57,14 @@ class Searcher:
     """Finds best paths through one graph.
 
     Attributes:
-        num_searched: utterances searched so far.
-        num_retried: those of them that needed a wider beam.
-        num_failed: those of them for which no path reached a final state with the widest beam either.
+        num_retried: utterances that needed a wider beam.
+        num_failed: utterances for which no path reached a final state with the widest beam either.
     """
 
     def __init__(self, graph: DecodingGraph, options: SearchOptions | None = None) -> None:
         self._graph = graph
         self._options = options or SearchOptions()
-        self.num_searched = self.num_retried = self.num_failed = 0
+        self.num_retried = self.num_failed = 0
 
     def search(self, log_likelihoods: FloatArray) -> BestPath | None:
         """Find the best path that ends in a final state.
@@ -94,7 +93,6 @@ class Searcher:
             raise RunError(
                 "the model's output is NaN or infinite; train it again with a smaller learning rate"
             )
-        self.num_searched += 1
         # DecodableCtc knows nothing of CTC: it returns matrix[t, label - 1], so labels are class + 1.
         matrix = np.multiply(log_likelihoods, self._options.acoustic_scale, dtype=np.float32, order="C")
         for doubling in range(self._options.max_beam_doublings + 1):

@@ -1,4 +1,4 @@
-"""Sums over all state sequences of transcripts, and the best of them, for a batch at a time.
+"""Sums over all state sequences of transcripts, for a batch at a time.
 
 The sums are exact: log domain, float64, no pruning.  Both passes loop over frames only.  The backward pass
 needs no backward probabilities: it hands the occupancies of a frame on to the states of the frame before,
@@ -12,7 +12,6 @@ Legend: B utterances, T frames of the longest, S states, K predecessors of a sta
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,22 +38,6 @@ class Occupancies:
     log_probs: Tensor
     classes: Tensor
     fits: Tensor
-
-
-@dataclass(frozen=True)
-class BestPaths:
-    """The most probable state sequences.
-
-    Attributes:
-        log_probs: (B,) float64 of the best path alone; 0 where the utterance does not fit.
-        classes: (B, T) int32 class of each frame; -1 past the end of an utterance, and throughout one that
-            does not fit.
-        fits: (B,) bool, as in `Occupancies`.
-    """
-
-    log_probs: NDArray[np.float64]
-    classes: NDArray[np.int32]
-    fits: NDArray[np.bool_]
 
 
 def full_sum(log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) -> tuple[Tensor, Tensor]:
@@ -87,24 +70,10 @@ def occupancies(log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) 
     Args, Returns: see `full_sum` and `Occupancies`.
     """
     trellis = _Trellis(log_likelihoods.detach(), lengths, hmms)
-    alphas, ended = trellis.forward(torch.logaddexp, torch.logsumexp)
-    log_probs = trellis.totals(ended, torch.logsumexp)
+    alphas, ended = trellis.forward()
+    log_probs = trellis.totals(ended)
     classes = trellis.class_occupancies(alphas, ended, log_probs)
     return Occupancies(log_probs, classes, trellis.fits)
-
-
-def best_paths(log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) -> BestPaths:
-    """Find the most probable state sequence of each utterance (Viterbi).
-
-    Args: see `full_sum`.
-    """
-    trellis = _Trellis(log_likelihoods.detach(), lengths, hmms)
-    alphas, ended = trellis.forward(torch.maximum, torch.amax)
-    log_probs = trellis.totals(ended, torch.amax)
-    scores = alphas.cpu().numpy().reshape(len(alphas), *hmms.classes.shape)
-    return BestPaths(
-        log_probs.cpu().numpy(), _trace_back(scores, lengths.numpy(), hmms), trellis.fits.numpy()
-    )
 
 
 class _FullSum(torch.autograd.Function):
@@ -117,8 +86,8 @@ class _FullSum(torch.autograd.Function):
             ctx.save_for_backward(found.classes)
             return found.log_probs
         trellis = _Trellis(log_likelihoods, lengths, hmms)
-        _, ended = trellis.forward(torch.logaddexp, torch.logsumexp, keep=False)
-        return trellis.totals(ended, torch.logsumexp)
+        _, ended = trellis.forward(keep=False)
+        return trellis.totals(ended)
 
     @staticmethod
     @once_differentiable
@@ -167,18 +136,10 @@ class _Trellis:
         index = self._classes.expand(by_frame.shape[0], batch, states)
         self._emissions = by_frame.gather(2, index).reshape(-1, batch * states)
 
-    def forward(
-        self,
-        combine: Callable[..., Tensor],
-        combine_all: Callable[[Tensor, int], Tensor],
-        *,
-        keep: bool = True,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, *, keep: bool = True) -> tuple[Tensor, Tensor]:
         """Compute the forward log-probabilities.
 
         Args:
-            combine: of two tensors: logaddexp sums over paths, maximum takes the best.
-            combine_all: the same along a dimension.
             keep: return those of all frames.
 
         Returns:
@@ -199,19 +160,19 @@ class _Trellis:
                 torch.add(before, self._stay, out=stayed)
                 torch.index_select(before, 0, self._before, out=entered)
                 entered += self._enter
-                combine(stayed, entered, out=here)
+                torch.logaddexp(stayed, entered, out=here)
                 if len(self._wide):
                     many = torch.cat([here[self._wide].unsqueeze(0), self._wide_terms(before)])  # (K-1, W)
-                    here.index_copy_(0, self._wide, combine_all(many, 0))
+                    here.index_copy_(0, self._wide, torch.logsumexp(many, 0))
             here += emissions[frame]
             if frame in self._rows_by_end:
                 rows = self._rows_by_end[frame]
                 ended[rows] += here.view(self._shape)[rows]
         return alphas, ended
 
-    def totals(self, ended: Tensor, combine_all: Callable[[Tensor, int], Tensor]) -> Tensor:
+    def totals(self, ended: Tensor) -> Tensor:
         """Return log p (B,) by what `forward` gave of the ends; 0 of utterances that do not fit."""
-        return combine_all(ended, 1).where(self.fits.to(ended.device), 0.0)
+        return torch.logsumexp(ended, 1).where(self.fits.to(ended.device), 0.0)
 
     def class_occupancies(self, alphas: Tensor, ended: Tensor, log_probs: Tensor) -> Tensor:
         """Return the occupancies (B, T, C); `alphas` are overwritten with those of states."""
@@ -247,24 +208,3 @@ class _Trellis:
     def _wide_terms(self, before: Tensor) -> Tensor:
         """Return what states with more than two predecessors have from the third on, (K-2, W)."""
         return before[self._others].add_(self._other_log_probs)
-
-
-def _trace_back(
-    scores: NDArray[np.float64], lengths: NDArray[np.int64], hmms: TranscriptHmms
-) -> NDArray[np.int32]:
-    """Return the classes (B, T) of the best paths, by their forward scores (T, B, S)."""
-    num_frames, batch, _ = scores.shape
-    classes = np.full((batch, num_frames), -1, np.int32)
-    rows = np.arange(batch)
-    fits = lengths >= hmms.min_frames
-    state = np.zeros(batch, np.int64)
-    for frame in range(num_frames - 1, -1, -1):
-        ends = fits & (lengths == frame + 1)
-        state = np.where(ends, (scores[frame] + hmms.final).argmax(axis=1), state)
-        inside = fits & (frame < lengths)
-        classes[inside, frame] = hmms.classes[rows, state][inside]
-        if frame:
-            came_from = hmms.predecessors[rows, state]  # (B, K)
-            best = (scores[frame - 1][rows[:, None], came_from] + hmms.log_probs[rows, state]).argmax(axis=1)
-            state = np.where(inside, came_from[rows, best], state)
-    return classes

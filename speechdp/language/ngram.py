@@ -39,11 +39,6 @@ class TextFit:
         predicted = self.words - self.unknown + self.sentences
         return float(10.0 ** (-self.log10_prob / predicted)) if predicted else float("nan")
 
-    @property
-    def unknown_rate(self) -> float:
-        """Share of the words that the model does not know."""
-        return self.unknown / self.words if self.words else 0.0
-
 
 @dataclass(frozen=True)
 class NgramModel:

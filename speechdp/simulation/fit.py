@@ -29,6 +29,8 @@ _LEAST_EXCHANGES = 3
 _USUAL_SPREAD, _USUAL_RUNS = 0.03, 4
 #: Exchanges whose terms differ by less than this share say nothing of latency and bandwidth apart.
 _SAME_SIZE = 1e-3
+#: Of the resamples.
+_SEED = 1
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,13 @@ def model_of(runs: Sequence[MeasuredRun], work: MeasuredWork) -> Model:
     return Model(runs[0].nbytes, runs[0].optimizer_vectors, work.frames, work.step_s)
 
 
-def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool, seed: int = 1) -> LinkSpeed | None:
+def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> LinkSpeed | None:
     """Return latency and bandwidth as `fitted_link` has them; None where no run shows them."""
-    found = fitted_link(runs, model, crosses=crosses, seed=seed)
+    found = fitted_link(runs, model, crosses=crosses)
     return None if found is None else found.speed
 
 
-def fitted_link(
-    runs: Sequence[MeasuredRun], model: Model, *, crosses: bool, seed: int = 1
-) -> FittedLink | None:
+def fitted_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> FittedLink | None:
     """Fit latency and bandwidth to the exchanges of runs, for each resample of them.
 
     A resample's mean differs from its run's by chance, and the run from another by what differs between
@@ -101,7 +101,7 @@ def fitted_link(
     if not observed:
         speed = _fit_behind_backward(chosen, model, crosses=crosses)
         return None if speed is None else FittedLink(speed, knows_latency=False)
-    generator = np.random.default_rng([seed, int(crosses)])
+    generator = np.random.default_rng([_SEED, int(crosses)])
     spread = spread_of(runs)
     means = np.array([_resampled_means(seen.seconds, spread, generator) for seen in observed])
     assumed = BETWEEN_LATENCY_S if crosses else WITHIN_LATENCY_S

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from speechdp.errors import ConfigError
@@ -40,21 +39,19 @@ class Gain:
     averages_less: bool = False
 
 
-def gains_of(run: MeasuredRun, others: Sequence[MeasuredRun] = ()) -> list[Gain]:
+def gains_of(run: MeasuredRun) -> list[Gain]:
     """Return what would make a run faster, the most first; none where nothing can be said of it.
 
     Args:
         run: finished, on two ranks or more for all but the loading of data.
-        others: runs of the same model, from whose exchanges links are fitted too.
     """
-    runs = [run, *(other for other in others if other is not run)]
     request = Request(ranks=(run.ranks,), ranks_per_node=run.ranks_per_node)
     try:
-        scenario, _ = scenario_of(runs, request)
+        scenario, _ = scenario_of([run], request)
         exchange = exchange_of(run.strategy, scenario.model)
     except ConfigError:  # its links show nowhere, or its strategy is not known here: nothing can be said
         return []
-    if run.ranks > 1 and fit_link(runs, scenario.model, crosses=run.crosses) is None:
+    if run.ranks > 1 and fit_link([run], scenario.model, crosses=run.crosses) is None:
         return []  # inside a host a link would be assumed, and what it costs made up
     if is_too_long(exchange, run.ranks):
         return []

@@ -17,7 +17,7 @@ from speechdp.parallel.replica import Replica
 from speechdp.strategies.mechanisms import quantisation
 from speechdp.strategies.mechanisms.neighbours import Neighbours, QuantisedNeighbours
 from speechdp.strategies.mechanisms.number_formats import BLOCK, Compression, message_bytes
-from speechdp.strategies.mechanisms.topology import mixing_matrix, ring_mixing
+from speechdp.strategies.mechanisms.topology import ring_mixing
 from speechdp.testing import (
     Sgd,
     StrategyRun,
@@ -28,6 +28,7 @@ from speechdp.testing import (
     strategy_contract,
 )
 from speechdp.timing.timeline import Timeline
+from tests.helpers.mixings import mixing_matrix
 from tests.helpers.strategy_checks.dpsgd import assert_same_without_overlap
 
 CASES = (

@@ -35,11 +35,6 @@ class PlannedJob:
     options: TrainOptions
 
     @property
-    def module(self) -> str:
-        """The module that runs alone; "" where whole steps are measured."""
-        return self.entry.kind if self.entry.kind in MODULES else ""
-
-    @property
     def num_processes(self) -> int:
         """Ranks to start, on one machine: those that train and those that feed them."""
         return self.entry.ranks + self.options.loading.feeders

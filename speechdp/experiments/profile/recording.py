@@ -79,14 +79,13 @@ def write_facts(session: Session, folder: Path, parts: TrainingParts) -> None:
     comm.barrier()
 
 
-def describe_cpu(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+def describe_cpu() -> str:
     """Return the CPU of this host and the cores left to a process, e.g. "EPYC 7763, 16 cores".
 
-    Args:
-        cpu_info: Linux's description; where it names no model, the architecture stands for it.
+    Where Linux names no model, the architecture stands for it.
     """
     try:
-        lines = cpu_info.read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -12,12 +12,11 @@ from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice, parse_strategy
 from speechdp.simulation.exchanges import has_period, is_known
 
-#: Strategies that are tried where none are named; those with a period, with every one of PERIODS.
+#: Strategies that are tried where none are named; those with a period, with every one of --periods.
 STRATEGIES = (
     "gradient_averaging,gradient_averaging:compression=fp16,model_averaging,bmuf,slowmo,delayed_averaging,"
     "dpsgd,ad_psgd"
 )
-PERIODS = (4, 16, 64)
 #: Averages between nodes are that much rarer than inside, where both are tried.
 _RARER = 4
 #: The gain in speed below which averaging less often is not worth trying.
@@ -237,11 +236,11 @@ class Rungs:
         return total + (self.seeds - 1) * of_a_seed
 
 
-def halvings(count: int, last: int = LAST) -> tuple[int, ...]:
-    """Return how many settings are in each rung: half of those before, the last with `last` at most."""
+def halvings(count: int) -> tuple[int, ...]:
+    """Return how many settings are in each rung: half of those before, the last with LAST at most."""
     counts = [count]
-    while counts[-1] > last:
-        counts.append(max(last, math.ceil(counts[-1] / 2)))
+    while counts[-1] > LAST:
+        counts.append(max(LAST, math.ceil(counts[-1] / 2)))
     return tuple(counts)
 
 

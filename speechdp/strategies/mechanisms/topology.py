@@ -85,15 +85,6 @@ def matching_mixing(rank: int, partners: Sequence[int]) -> Mixing:
     return Mixing(other, other)
 
 
-def mixing_matrix(mixings: Sequence[Mixing]) -> list[list[float]]:
-    """Return the matrix W of x <- W x, from the mixings of all ranks: row i holds the weights of rank i."""
-    rows = [[0.0] * len(mixings) for _ in mixings]
-    for rank, mixing in enumerate(mixings):
-        for source in (rank, *mixing.sources):
-            rows[rank][source] = mixing.weight
-    return rows
-
-
 def is_active(rank: int) -> bool:
     """Return whether `rank` starts exchanges (even ranks) or answers them (odd ranks).
 
@@ -101,11 +92,6 @@ def is_active(rank: int) -> bool:
     another.
     """
     return rank % 2 == 0
-
-
-def active_ranks(size: int) -> tuple[int, ...]:
-    """Return the ranks that begin exchanges."""
-    return tuple(rank for rank in range(size) if is_active(rank))
 
 
 def passive_partners(rank: int, size: int, kind: BipartiteKind) -> tuple[int, ...]:

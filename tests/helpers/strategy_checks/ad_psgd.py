@@ -99,7 +99,7 @@ def rate(shrink: Tensor, *, around_mean: bool = False) -> float:
     project = identity - 1 / size if around_mean else identity
     start = project @ shrink.double().diag()
     moment = torch.kron(start, start)
-    for active in topology.active_ranks(size):
+    for active in filter(topology.is_active, range(size)):
         partners = topology.passive_partners(active, size, "all")
         differences = [identity[active] - identity[partner] for partner in partners]
         mixings = [identity - torch.outer(d, d) / 2 for d in differences]

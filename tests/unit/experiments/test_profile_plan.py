@@ -36,7 +36,6 @@ def test_a_profile_of_synthesis() -> None:
 def test_an_acoustic_model_has_other_modules() -> None:
     jobs = ProfilePlan((2,)).jobs(TrainOptions())
     assert [job.entry.name for job in jobs] == ["weak-2", "encoder-2", "output-2", "blocking-2", "pooled-2"]
-    assert named(jobs)["output-2"].module == "output" and named(jobs)["weak-2"].module == ""
 
 
 def test_weak_keeps_a_ranks_batch_strong_that_of_all() -> None:

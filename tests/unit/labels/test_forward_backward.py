@@ -3,11 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from speechdp.decode.align import Aligner
 from speechdp.decode.graphs.graph import LexiconTransducer
-from speechdp.labels.forward_backward import best_paths, full_sum, occupancies
+from speechdp.labels.forward_backward import full_sum, occupancies
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon
 from speechdp.labels.transcript_hmm import (
@@ -58,11 +59,23 @@ def enumerated(hmm: TranscriptHmm, frames: np.ndarray) -> list[tuple[list[int], 
     return [(hmm.classes[path].tolist(), float(log_prob)) for path, log_prob in ended]
 
 
-def test_sums_occupancies_and_best_paths_are_those_of_enumeration() -> None:
+def best_path(hmm: TranscriptHmm, frames: NDArray[np.float64]) -> list[int]:
+    """Return the classes of the most probable state sequence (Viterbi)."""
+    scores, came_from = hmm.initial + frames[0, hmm.classes], list[NDArray[np.int64]]()
+    for frame in frames[1:]:
+        entered = scores[hmm.predecessors] + hmm.log_probs  # (S, K)
+        came_from.append(np.take_along_axis(hmm.predecessors, entered.argmax(1)[:, None], 1)[:, 0])
+        scores = entered.max(1) + frame[hmm.classes]
+    path = [int((scores + hmm.final).argmax())]
+    for before in reversed(came_from):
+        path.append(int(before[path[-1]]))
+    return list(hmm.classes[path[::-1]].tolist())
+
+
+def test_sums_and_occupancies_are_those_of_enumeration() -> None:
     log_likelihoods, hmms = scores(), hmms_of(TRANSCRIPTS)
     found = occupancies(log_likelihoods, torch.tensor(LENGTHS), hmms)
-    best = best_paths(log_likelihoods, torch.tensor(LENGTHS), hmms)
-    assert found.fits.tolist() == best.fits.tolist() == FIT
+    assert found.fits.tolist() == FIT
     compiler = TranscriptCompiler(LEXICON, INVENTORY, STAY, 0.3)
     for row, (words, length) in enumerate(zip(TRANSCRIPTS, LENGTHS, strict=True)):
         if not FIT[row]:
@@ -75,8 +88,6 @@ def test_sums_occupancies_and_best_paths_are_those_of_enumeration() -> None:
         for path, log_prob in paths:
             expected[np.arange(length), path] += np.exp(log_prob - total)
         np.testing.assert_allclose(found.classes[row].numpy(), expected, atol=1e-9)
-        assert best.log_probs[row] == pytest.approx(log_probs.max(), abs=1e-9)
-        assert best.classes[row].tolist() == paths[log_probs.argmax()][0] + [-1] * (max(LENGTHS) - length)
 
 
 def test_gradient_is_the_occupancy() -> None:
@@ -103,8 +114,6 @@ def test_what_cannot_be_pronounced_changes_nothing_else_in_the_batch() -> None:
     (gradient,) = torch.autograd.grad(log_probs.sum(), log_likelihoods)
     torch.testing.assert_close(gradient[0].sum(1), torch.ones(400))
     assert (gradient[1] == 0).all()
-    best = best_paths(log_likelihoods, lengths, hmms_of([["c", "d"], ["c", "x"]]))
-    assert best.log_probs[1] == 0 and (best.classes[1] == -1).all()
 
 
 def test_what_is_too_short_or_padding_has_no_occupancy() -> None:
@@ -113,7 +122,6 @@ def test_what_is_too_short_or_padding_has_no_occupancy() -> None:
     inside = (torch.arange(max(LENGTHS)) < lengths[:, None]) & torch.tensor(FIT)[:, None]
     torch.testing.assert_close(found.classes.sum(2), inside.double())
     assert found.log_probs[3] == 0
-    assert (best_paths(scores(), lengths, hmms).classes[3] == -1).all()
 
 
 def test_values_past_the_end_change_nothing() -> None:
@@ -141,15 +149,14 @@ def test_best_path_is_the_one_that_the_decoding_graph_has() -> None:
     transducer = LexiconTransducer(LEXICON, INVENTORY, STAY, 0.3)
     for _ in range(5):
         frames = 4 * torch.randn(1, 60, NUM_CLASSES, generator=generator)
-        best = best_paths(frames, torch.tensor([60]), hmms_of([words]))
+        hmm = TranscriptCompiler(LEXICON, INVENTORY, STAY, 0.3).compile(words)
         aligned = Aligner(transducer).align(words, frames[0].numpy())
-        assert aligned is not None and best.classes[0].tolist() == aligned.tolist()
+        assert aligned is not None and best_path(hmm, frames[0].numpy()) == aligned.tolist()
 
 
 def test_a_batch_without_frames_fits_nothing() -> None:
     log_probs, fits = full_sum(torch.zeros(1, 0, NUM_CLASSES), torch.tensor([0]), hmms_of([["d"]]))
     assert log_probs.tolist() == [0.0] and not fits.any()
-    assert best_paths(torch.zeros(1, 0, NUM_CLASSES), torch.tensor([0]), hmms_of([["d"]])).classes.size == 0
 
 
 def test_over_the_graphs_of_ctc_the_sum_is_that_of_torch() -> None:
