@@ -1,7 +1,7 @@
 """FSTs as arrays of their arcs, to change millions of arcs at once.
 
-kaldifst gives out and takes one arc at a time, as a Python object; through OpenFst's file format (vector
-FSTs of standard arcs) all of them pass at once.
+kaldifst gives out and takes one arc at a time, as a Python object; through OpenFst's file formats (vector
+and const FSTs of standard arcs) all of them pass at once.
 
 Legend: S states, A arcs.
 """
@@ -24,13 +24,20 @@ from speechdp.labels.hmm import IntArray
 EPSILON = 0
 
 _MAGIC, _VERSION = 2125659606, 2
-#: Magic, types of FST and of arcs (length and name), version, flags, properties, start, states, arcs.
-_HEADER = struct.Struct("<i i6s i8s i i Q q q q")
-#: Properties of a header that only says that all states are in the file and may be changed.
-_PROPERTIES = 3
-#: A state is three numbers of 4 bytes: the cost of ending there, and how many arcs follow it (of 8 bytes,
-#: the upper half of which is 0); an arc is four: input label, output label, cost, target.
+#: Type of the FST (length and name) behind the magic number.
+_TYPE = struct.Struct("<i i")
+#: What follows: type of arcs, version, flags, properties, start, states, arcs.
+_HEADER = struct.Struct("<i8s i i Q q q q")
+_VECTOR, _CONST = b"vector", b"const"
+#: OpenFst's properties: all states are in the file, they may be changed, arcs are ordered by input labels.
+_EXPANDED, _MUTABLE, _ILABEL_SORTED = 1, 2, 1 << 28
+_PROPERTIES = {_VECTOR: _EXPANDED | _MUTABLE, _CONST: _EXPANDED | _ILABEL_SORTED}
+#: In vector FSTs a state is three numbers of 4 bytes: the cost of ending there, and how many arcs follow it
+#: (of 8 bytes, the upper half of which is 0); an arc is four: input label, output label, cost, target.
 _STATE_WORDS, _ARC_WORDS = 3, 4
+#: In const FSTs all states come first: cost of ending, first arc, and the numbers of arcs, of those that read
+#: nothing and of those that write nothing.
+_CONST_STATE_WORDS = 5
 
 #: Sources, input labels, output labels, costs and targets of arcs.
 Arcs: TypeAlias = tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike, ArrayLike]
@@ -66,7 +73,7 @@ class FstArrays:
 
     @classmethod
     def of(cls, fst: Any) -> FstArrays:
-        """Take the arcs out of a StdVectorFst; tables of symbols are left out.
+        """Take the arcs out of a StdVectorFst or a StdConstFst; tables of symbols are left out.
 
         Raises:
             RuntimeError: there is no memory to write it to.
@@ -77,20 +84,15 @@ class FstArrays:
         with os.fdopen(os.memfd_create("fst"), "rb") as file:
             if not fst.write(f"/proc/self/fd/{file.fileno()}"):
                 raise RuntimeError("kaldifst could not write an FST to memory")
+            _, length = _TYPE.unpack(file.read(_TYPE.size))
+            kind = file.read(length)
             *_, start, num_states, _ = _HEADER.unpack(file.read(_HEADER.size))
             numbers = np.frombuffer(file.read(), np.int32)  # of a large grammar, gigabytes
-        at, states = 0, np.empty(num_states, np.int64)
-        view = numbers.data
-        for state in range(num_states):
-            states[state] = at
-            at += _STATE_WORDS + _ARC_WORDS * view[at + 1]
-        final, counts = numbers[states].view(np.float32), numbers[states + 1]
-        is_arc = np.ones(len(numbers), dtype=bool)
-        for place in range(_STATE_WORDS):
-            is_arc[states + place] = False
-        ilabel, olabel, cost, target = numbers[is_arc].reshape(-1, _ARC_WORDS).T.copy()
+        parts = _const_parts if kind == _CONST else _vector_parts
+        final, counts, arcs = parts(numbers, num_states)
+        ilabel, olabel, cost, target = arcs.T.copy()
         source = np.repeat(np.arange(num_states, dtype=np.int32), counts)
-        return cls(start, final, source, ilabel, olabel, cost.view(np.float32), target)
+        return cls(start, final.view(np.float32), source, ilabel, olabel, cost.view(np.float32), target)
 
     @classmethod
     def joined(cls, start: int, final: ArrayLike, parts: Iterable[Arcs]) -> FstArrays:
@@ -127,15 +129,62 @@ class FstArrays:
         content[at] = self.final.view(np.int32)
         content[at + 1], content[at + 2] = counts, 0
         at = _STATE_WORDS * (self.source[order] + np.int64(1)) + _ARC_WORDS * np.arange(num_arcs)
-        for place, column in enumerate((self.ilabel, self.olabel, self.cost.view(np.int32), self.target)):
+        for place, column in enumerate(self._columns):
             content[at + place] = column[order]
-        names = (6, b"vector", 8, b"standard")
-        header = _HEADER.pack(_MAGIC, *names, _VERSION, 0, _PROPERTIES, self.start, num_states, num_arcs)
+        return self._read(kaldifst.StdVectorFst, _VECTOR, content)
+
+    def const_fst(self) -> Any:
+        """Return a StdConstFst, a fraction of the size of a StdVectorFst; a state's arcs by input label."""
+        width = np.int64(self.ilabel.max(initial=EPSILON)) + 1
+        order = np.argsort(self.source * width + self.ilabel, kind="stable")
+        num_states, num_arcs = len(self.final), len(order)
+        counts = np.bincount(self.source, minlength=num_states)
+        content = np.empty(_CONST_STATE_WORDS * num_states + _ARC_WORDS * num_arcs, np.int32)
+        states = content[: _CONST_STATE_WORDS * num_states].reshape(-1, _CONST_STATE_WORDS)
+        arcs = content[_CONST_STATE_WORDS * num_states :].reshape(-1, _ARC_WORDS)
+        states[:, 0] = self.final.view(np.int32)
+        states[:, 1], states[:, 2] = counts.cumsum() - counts, counts
+        for place, labels in enumerate((self.ilabel, self.olabel), 3):
+            states[:, place] = np.bincount(self.source[labels == EPSILON], minlength=num_states)
+        for place, column in enumerate(self._columns):
+            arcs[:, place] = column[order]
+        return self._read(kaldifst.StdConstFst, _CONST, content)
+
+    @property
+    def _columns(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """What an arc consists of in files, but for its source: numbers of 4 bytes."""
+        return self.ilabel, self.olabel, self.cost.view(np.int32), self.target
+
+    def _read(self, fst_type: Any, kind: bytes, content: IntArray) -> Any:
+        num_states, num_arcs = len(self.final), len(self.source)
+        header = _HEADER.pack(
+            8, b"standard", _VERSION, 0, _PROPERTIES[kind], self.start, num_states, num_arcs
+        )
         with os.fdopen(os.memfd_create("fst"), "wb") as file:
-            file.write(header)
+            file.write(_TYPE.pack(_MAGIC, len(kind)) + kind + header)
             file.write(content.data)
             file.flush()
-            read = kaldifst.StdVectorFst.read(f"/proc/self/fd/{file.fileno()}")
+            read = fst_type.read(f"/proc/self/fd/{file.fileno()}")
         if read is None:
             raise RuntimeError("kaldifst could not read an FST from memory")
         return read
+
+
+def _vector_parts(numbers: IntArray, num_states: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Return of a vector FST costs of ending as they stand in it, numbers of arcs, (S,), and arcs, (A, 4)."""
+    at, states = 0, np.empty(num_states, np.int64)
+    view = numbers.data
+    for state in range(num_states):
+        states[state] = at
+        at += _STATE_WORDS + _ARC_WORDS * view[at + 1]
+    is_arc = np.ones(len(numbers), dtype=bool)
+    for place in range(_STATE_WORDS):
+        is_arc[states + place] = False
+    return numbers[states], numbers[states + 1], numbers[is_arc].reshape(-1, _ARC_WORDS)
+
+
+def _const_parts(numbers: IntArray, num_states: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Return of a const FST what `_vector_parts` returns of a vector FST."""
+    states, arcs = np.split(numbers, [_CONST_STATE_WORDS * num_states])
+    final, _, counts, *_ = states.reshape(-1, _CONST_STATE_WORDS).T.copy()
+    return final, counts, arcs.reshape(-1, _ARC_WORDS)

@@ -65,7 +65,8 @@ class DecodingGraph:
     """A graph to search.
 
     Attributes:
-        fst: kaldifst.StdVectorFst; input labels are class + 1, output labels index `words` + 1.
+        fst: kaldifst.StdConstFst, or StdVectorFst; input labels are class + 1, output labels index
+            `words` + 1.
         words: the words by output label - 1.
         is_determinised: whether it was determinised and minimised.
         insertion_log_prob: what `set_insertion` has added to each word's log-probability.
@@ -76,6 +77,13 @@ class DecodingGraph:
     is_determinised: bool = False
     insertion_log_prob: float = field(default=0.0, init=False)
     _without_insertion: FstArrays | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def of(cls, arrays: FstArrays, words: tuple[str, ...], *, is_determinised: bool) -> DecodingGraph:
+        """Make one of the states and arcs of its FST."""
+        graph = cls(arrays.const_fst(), words, is_determinised)
+        graph.num_arcs = len(arrays.ilabel)
+        return graph
 
     def set_insertion(self, log_prob: float) -> None:
         """Add this, and no earlier score any more, to each word's log-probability; negative: fewer words.
@@ -89,7 +97,7 @@ class DecodingGraph:
         arrays = self._without_insertion
         self.fst = None  # before there is another: it may have gigabytes
         score = np.where(arrays.olabel != EPSILON, np.float32(log_prob), np.float32(0))
-        self.fst = replace(arrays, cost=arrays.cost - score).fst()
+        self.fst = replace(arrays, cost=arrays.cost - score).const_fst()
         self.insertion_log_prob = log_prob
 
     @property
@@ -186,14 +194,13 @@ class LexiconTransducer:
         """
         kaldifst.connect(grammar)
         if not grammar.num_states:
-            return DecodingGraph(grammar, self.words, is_determinised=True)
+            return DecodingGraph.of(FstArrays.of(grammar), self.words, is_determinised=True)
         pause, costs = self._units([SILENCE]), (float(self._pause_cost), float(self._no_pause_cost))
         spelt = spell_out(FstArrays.of(grammar), self._spellings, pause, *costs)
         arrays = self._in_classes(spelt)
         smaller = determinised(arrays, self._num_classes, _MAX_DETERMINISED_STATES)
-        fst = with_self_loops(arrays if smaller is None else smaller, self._stay_cost.tolist()).fst()
-        kaldifst.arcsort(fst, sort_type="ilabel")
-        return DecodingGraph(fst, self.words, is_determinised=smaller is not None)
+        looped = with_self_loops(arrays if smaller is None else smaller, self._stay_cost.tolist())
+        return DecodingGraph.of(looped, self.words, is_determinised=smaller is not None)
 
     def compose_language_model(self, model: LanguageModel, scale: float) -> DecodingGraph:
         """Compose with a language model, so that words share what they begin and end with.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import kaldifst
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -49,18 +47,17 @@ def read_kaldi_graph(files: KaldiGraphFiles, num_classes: int) -> DecodingGraph:
     Raises:
         ConfigError: a file is missing or damaged, or they do not belong together.
     """
-    names, given = read_symbols(files.words), read_fst(files.graph)
-    _refuse_grammar(FstArrays.of(given), names, files.graph)
+    names, given = read_symbols(files.words), FstArrays.of(read_fst(files.graph))
+    _refuse_grammar(given, names, files.graph)
     pdfs = read_pdf_map(files.model)
     if pdfs.num_pdfs != num_classes:
         raise ConfigError(
             f"{files.model}: has {pdfs.num_pdfs} pdfs, the model to decode with {num_classes}; give the "
             "graph and final.mdl of the system whose alignment it was trained on"
         )
-    fst = _with_pdfs(given, pdfs, max(names, default=0), files)
-    kaldifst.arcsort(fst, sort_type="ilabel")
+    arrays = _with_pdfs(given, pdfs, max(names, default=0), files)
     words = tuple(names.get(label, "") for label in range(1, max(names, default=0) + 1))
-    return DecodingGraph(fst, words, is_determinised=True)
+    return DecodingGraph.of(arrays, words, is_determinised=True)
 
 
 def _refuse_grammar(arrays: FstArrays, names: dict[int, str], path: Path) -> None:
@@ -76,9 +73,8 @@ def _refuse_grammar(arrays: FstArrays, names: dict[int, str], path: Path) -> Non
         )
 
 
-def _with_pdfs(graph: Any, pdfs: PdfMap, num_words: int, files: KaldiGraphFiles) -> Any:
-    """Copy a graph, its input labels becoming pdf + 1."""
-    arrays = FstArrays.of(graph)
+def _with_pdfs(arrays: FstArrays, pdfs: PdfMap, num_words: int, files: KaldiGraphFiles) -> FstArrays:
+    """Return a graph with pdf + 1 as its input labels."""
     given, words = arrays.ilabel, arrays.olabel
     foreign = (given < 0) | (given > pdfs.num_transition_ids) | (words < 0) | (words > num_words)
     if foreign.any():
@@ -94,7 +90,7 @@ def _with_pdfs(graph: Any, pdfs: PdfMap, num_words: int, files: KaldiGraphFiles)
         )
     labels = pdfs.pdfs + 1
     labels[EPSILON] = EPSILON  # there is no transition-id 0
-    return replace(arrays, ilabel=labels[given]).fst()
+    return replace(arrays, ilabel=labels[given])
 
 
 def _misplaced(graph: FstArrays, pdfs: PdfMap) -> int | None:

@@ -1,20 +1,32 @@
-"""G of an n-gram model: an acceptor whose states are the words before, with back-off arcs."""
+"""G of an n-gram model: an acceptor whose states are the words before, with back-off arcs.
+
+All n-grams of a length are numbered at once: one by one, millions of them take most of the time of a graph.
+
+Legend: N n-grams (or contexts) of a length, L words of each.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
-import kaldifst
+import numpy as np
+from numpy.typing import NDArray
 
-from speechdp.decode.graphs.fst_arrays import EPSILON
+from speechdp.decode.graphs.fst_arrays import EPSILON, Arcs, FstArrays
 from speechdp.errors import ConfigError
 from speechdp.language.ngram import END, START, Ngram, NgramModel
 
 #: What back-off arcs are called in Kaldi's words.txt.
 BACKOFF_SYMBOL = "#0"
 _LN_10 = math.log(10.0)
+#: Numbers of what is no word; those of words are positive.
+_START, _END, _NO_ID = 0, -1, -2
+
+#: Numbers of the words of n-grams, (N, L) int64, in the order of the model, and their values, (N,).
+_Numbered: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 
 def ngram_acceptor(
@@ -30,48 +42,126 @@ def ngram_acceptor(
 
     Args:
         model: the n-grams.
-        word_ids: label of each word.
+        word_ids: label of each word, more than 0.
         scale: factor on the model's costs.
 
     Raises:
         ConfigError: the model has no </s>, so that no sentence could end.
     """
-    grams = [gram for gram in sorted(model.log10_probs) if _is_wanted(gram, word_ids)]
-    # Also those after which only words without an id are listed: leaving them has its cost.
-    weighted = (context for context in model.log10_backoffs if _has_ids(context, word_ids))
-    contexts = sorted({*(gram[:-1] for gram in grams), *weighted}, key=lambda words: (len(words), words))
-    fst = kaldifst.StdVectorFst()
-    states = {context: fst.add_state() for context in contexts}
     if (END,) not in model.log10_probs:
         raise ConfigError("the language model has no </s>, so no sentence can end; add it and prepare again")
-    fst.start = states.get((START,), states[()])
-    for gram in grams:
-        source, cost = states[gram[:-1]], -scale * _LN_10 * model.log10_probs[gram]
-        if gram[-1] == END:
-            fst.set_final(source, cost)
-        else:
-            label, target = word_ids[gram[-1]], states[_longest_known(gram, states)]
-            fst.add_arc(source, kaldifst.StdArc(label, label, cost, target))
-    for context in contexts[1:]:  # the first is that of unigrams
-        cost = -scale * _LN_10 * model.log10_backoffs.get(context, 0.0)
-        target = states[_longest_known(context[1:], states)]
-        fst.add_arc(states[context], kaldifst.StdArc(EPSILON, EPSILON, cost, target))
-    return fst
+    ids = {**word_ids, START: _START, END: _END}
+    # <s> is never predicted, nothing follows </s>.
+    grams = {
+        length: _where(numbered, _have_ids(numbered[0][:, :-1]) & _are_predicted(numbered[0][:, -1]))
+        for length, numbered in _numbered(model.log10_probs, ids).items()
+    }
+    # Contexts are also those after which only words without an id are listed: leaving them has its cost.
+    weights = {
+        length: _where(numbered, _have_ids(numbered[0]))
+        for length, numbered in _numbered(model.log10_backoffs, ids).items()
+    }
+    states = _States(grams, weights)
+    final = np.full(states.num_states, np.inf)
+    arcs: list[Arcs] = []
+    for words, log10_prob in grams.values():
+        source, cost = states.after(words[:, :-1]), -scale * _LN_10 * log10_prob
+        ends = words[:, -1] == _END
+        final[source[ends]] = cost[ends]
+        label, target = words[~ends, -1], states.after(words[~ends])
+        arcs.append((source[~ends], label, label, cost[~ends], target))
+    for length, contexts in states.contexts.items():
+        if length and len(contexts):  # that of unigrams has nothing to back off to
+            source, cost = states.after(contexts), np.zeros(len(contexts))
+            if length in weights:
+                listed, log10_weight = weights[length]
+                cost[states.after(listed) - source[0]] = -scale * _LN_10 * log10_weight
+            arcs.append((source, EPSILON, EPSILON, cost, states.after(contexts[:, 1:])))
+    start = int(states.after(np.array([[_START]]))[0])
+    return FstArrays.joined(start, final, arcs).fst()
 
 
-def _is_wanted(gram: Ngram, word_ids: Mapping[str, int]) -> bool:
-    """Tell whether an n-gram predicts something: <s> is never predicted, nothing follows </s>."""
-    last = gram[-1]
-    return _has_ids(gram[:-1], word_ids) and (last == END or last in word_ids)
+def _numbered(values: Mapping[Ngram, float], ids: Mapping[str, int]) -> dict[int, _Numbered]:
+    """Return n-grams as numbers, by their length."""
+    by_length: dict[int, tuple[list[Ngram], list[float]]] = {}
+    for gram, value in values.items():
+        grams, listed = by_length.setdefault(len(gram), ([], []))
+        grams.append(gram)
+        listed.append(value)
+    numbered = {}
+    for length, (grams, listed) in sorted(by_length.items()):
+        of_words = (ids.get(word, _NO_ID) for word in itertools.chain.from_iterable(grams))
+        words = np.fromiter(of_words, np.int64, length * len(grams)).reshape(-1, length)
+        numbered[length] = words, np.array(listed)
+    return numbered
 
 
-def _has_ids(context: Ngram, word_ids: Mapping[str, int]) -> bool:
-    """Tell whether all words of a context have an id; <s> may begin it."""
-    return all(word in word_ids for word in (context[1:] if context[:1] == (START,) else context))
+def _where(numbered: _Numbered, keep: NDArray[np.bool_]) -> _Numbered:
+    return numbered[0][keep], numbered[1][keep]
 
 
-def _longest_known(words: Ngram, states: Mapping[Ngram, int]) -> Ngram:
-    """Return the longest end of `words` that is a context."""
-    while words not in states:
-        words = words[1:]
-    return words
+def _have_ids(contexts: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Tell of contexts, (N, L), whether all their words have an id; <s> may begin them."""
+    known = contexts > _START
+    if contexts.shape[1]:
+        known[:, 0] |= contexts[:, 0] == _START
+    return np.asarray(known.all(axis=1))
+
+
+def _are_predicted(words: NDArray[np.int64]) -> NDArray[np.bool_]:
+    return np.asarray((words > _START) | (words == _END))
+
+
+class _States:
+    """The states of an acceptor: one for each context, shorter ones first; 0 is that of unigrams.
+
+    Args:
+        grams: what is predicted, by length.
+        weights: contexts with a back-off weight, by length.
+
+    Attributes:
+        contexts: by length, (N, L), in the order of their states.
+    """
+
+    def __init__(self, grams: Mapping[int, _Numbered], weights: Mapping[int, _Numbered]) -> None:
+        lengths = {length - 1 for length in grams} | weights.keys()
+        self.contexts: dict[int, NDArray[np.int64]] = {}
+        self.num_states = 0
+        self._first: dict[int, int] = {}
+        for length in sorted(lengths):
+            found = [grams[length + 1][0][:, :-1]] if length + 1 in grams else []
+            found += [weights[length][0]] if length in weights else []
+            contexts = np.concatenate(found)
+            _, one_of_each = np.unique(_codes(contexts), return_index=True)
+            self._first[length] = self.num_states
+            self.contexts[length] = contexts[one_of_each]
+            self.num_states += len(one_of_each)
+
+    def after(self, words: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the state of the longest end of each row of words, (N, L), that is a context; (N,)."""
+        state = np.zeros(len(words), np.int64)
+        missing = np.arange(len(words))
+        for length in range(words.shape[1], 0, -1):
+            if length in self.contexts and len(self.contexts[length]):
+                place = _places(self.contexts[length], words[missing, words.shape[1] - length :])
+                state[missing] = np.where(place < 0, 0, self._first[length] + place)
+                missing = missing[place < 0]
+        return state
+
+
+def _places(rows: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the place of each wanted row among others, each of which is there once; -1: it is not there."""
+    codes = _codes(np.concatenate([rows, wanted]))
+    place_of = np.full(codes.max(initial=-1) + 1, -1)
+    place_of[codes[: len(rows)]] = np.arange(len(rows))
+    places: NDArray[np.int64] = place_of[codes[len(rows) :]]
+    return places
+
+
+def _codes(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Number rows so that those that are equal, and no others, have the same number; (N,), from 0."""
+    codes = np.zeros(len(rows), np.int64)
+    width = rows.max(initial=0) - _NO_ID + 1
+    for column in rows.T:
+        _, codes = np.unique(codes * width + column - _NO_ID, return_inverse=True)
+    return codes

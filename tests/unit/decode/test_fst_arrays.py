@@ -54,9 +54,24 @@ def test_there_and_back(seed: int) -> None:
     assert (back.start, finals_of(back), arcs_of(back)) == (fst.start, finals_of(fst), arcs_of(fst))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_const_fst_is_the_same_with_its_arcs_sorted(seed: int) -> None:
+    fst = random_fst(seed)
+    arrays = FstArrays.of(fst)
+    const = arrays.const_fst()
+    kaldifst.arcsort(fst, sort_type="ilabel")  # labels are all different: there is one order
+    assert isinstance(const, kaldifst.StdConstFst) and const.is_ilabel_sorted
+    assert str(kaldifst.StdVectorFst(const)) == str(fst)
+    assert str(FstArrays.of(const).fst()) == str(fst)
+    arrays.ilabel[::3] = EPSILON
+    silent = arrays.const_fst()
+    counts = [silent.num_input_epsilons(state) for state in range(silent.num_states)]
+    assert counts == np.bincount(arrays.source[::3], minlength=len(counts)).tolist() and sum(counts) == 40
+
+
 def test_without_states_or_arcs() -> None:
     empty = FstArrays.of(kaldifst.StdVectorFst())
-    assert empty.start == -1 and empty.fst().num_states == 0
+    assert empty.start == -1 and empty.fst().num_states == 0 and empty.const_fst().num_states == 0
     alone = random_fst(1, num_arcs=0)
     back = FstArrays.of(alone).fst()
     assert (back.start, finals_of(back)) == (alone.start, finals_of(alone))

@@ -130,7 +130,10 @@ def test_neighbours_that_make_no_difference_make_no_states(context: Context) -> 
     plain = StateTying(INVENTORY, context, [], list(range(INVENTORY.num_classes)))
     stay = np.linspace(0.2, 0.8, INVENTORY.num_classes)
     without = LexiconTransducer(LEXICON, INVENTORY, stay, PAUSE)
-    texts = [["two", "to", "see"], ["a", "tool", "hm"]]
+    texts = [
+        ["two", "to", "see"],
+        ["a", "tool", "to", "hm"],
+    ]  # "two" sounds like "to": less probable
     model = estimate(texts, 2, LEXICON.words)
     graph = build_graph(transducer(plain), Grammar.NGRAM, language_model=model)
     expected = build_graph(without, Grammar.NGRAM, language_model=model)
