@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -213,11 +214,46 @@ def language_model_path(folder: Path) -> Path | None:
     return found
 
 
-def language_model_in(folder: Path) -> LanguageModel | None:
-    """Read the language model that `save_language_model` wrote; None where there is none.
+class StoredModel:
+    """The language model of a data directory (or of a trained model), which is read when it is needed.
 
-    Raises:
-        ConfigError: it is damaged, or gone.
+    Args:
+        path: what `language_model_path` returns.
     """
-    path = language_model_path(folder)
-    return None if path is None else read_language_model(path)
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> StoredModel | None:
+        """Return the model that `save_language_model` wrote; None where there is none.
+
+        Raises:
+            ConfigError: it is gone.
+        """
+        path = language_model_path(folder)
+        return None if path is None else cls(path)
+
+    @cached_property
+    def model(self) -> LanguageModel:
+        """Read it.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        return read_language_model(self._path)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its file.  Raises OSError."""
+        return self._path.stat().st_size
+
+    @property
+    def sha256(self) -> str:
+        """Identify it: the checksum of its files.  Raises OSError."""
+        digest = hashlib.sha256(self._path.name.encode())
+        words = [self._path.with_name(WORDS_NAME)] if self._path.name == GRAMMAR_NAME else []
+        for path in (self._path, *words):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()

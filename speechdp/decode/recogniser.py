@@ -24,7 +24,8 @@ from speechdp.decode.graphs.graph import (
     loop_vocabulary,
 )
 from speechdp.decode.graphs.kaldi_graph import KaldiGraphFiles, read_kaldi_graph
-from speechdp.decode.language_model import LanguageModel, language_model_in, read_respelled
+from speechdp.decode.kept_graph import LARGE_MODEL_BYTES, KeptGraph, graph_key
+from speechdp.decode.language_model import StoredModel, read_respelled
 from speechdp.decode.nbest import Candidate, NBestSearcher, Rescorer, SentenceCost, ngram_cost
 from speechdp.decode.origin import is_ctc
 from speechdp.decode.scoring import AcousticScorer
@@ -148,10 +149,10 @@ class Recogniser:
         transcripts: the corpus's word sequences: they choose the grammar where neither `options` nor a
             language model does, and are the grammar transcript-set.
         language_model: that of the grammar ngram, which is the default where there is one.
+        kept: where the graph of a large language model is kept; None: nowhere.
 
     Attributes:
         grammar: the grammar used.
-        words: the words that can be recognised.
         transducer: HL, of which graphs are made.
         graph: what is searched.
         searcher: searches it.
@@ -169,15 +170,11 @@ class Recogniser:
         inventory: StateInventory,
         options: DecodingOptions,
         transcripts: Sequence[Sequence[str]],
-        language_model: LanguageModel | None = None,
+        language_model: StoredModel | None = None,
+        kept: KeptGraph | None = None,
     ) -> None:
         without = choose_grammar(transcripts) if language_model is None else Grammar.NGRAM
         self.grammar = options.grammar or without
-        self.words = frozenset(lexicon.recognised_words)
-        if self.grammar is Grammar.NGRAM and language_model is not None:
-            self.words &= language_model.words
-        elif self.grammar in LOOPS:
-            self.words = frozenset(loop_vocabulary(lexicon, self.grammar))
         if is_ctc(trained.config):
             self.transducer: LexiconTransducer = CtcTransducer(lexicon, inventory)
         else:
@@ -185,13 +182,13 @@ class Recogniser:
             self.transducer = LexiconTransducer(
                 lexicon, inventory, self_loop, options.silence_probability, trained.tying
             )
-        self._transcripts, self._language_model = transcripts, language_model
+        self._transcripts, self._language_model, self._kept = transcripts, language_model, kept
         self._attach(trained, options)
 
     def _sentence_cost(self) -> tuple[SentenceCost, float] | None:
         """Return what a word sequence costs by the grammar's language model, and its scale in the graph."""
         if self.grammar is Grammar.NGRAM:
-            model = self._language_model
+            model = None if self._language_model is None else self._language_model.model
             return (ngram_cost(model), self._options.lm_scale) if isinstance(model, NgramModel) else None
         if self.grammar in LOOPS:
             cost = math.log(len(loop_vocabulary(self.transducer.lexicon, self.grammar)))
@@ -199,9 +196,10 @@ class Recogniser:
         return None
 
     def _rescorer(self) -> Rescorer | None:
-        options, first = self._options, self._sentence_cost()
+        options = self._options
         if options.rescore_lm is None:
             return None
+        first = self._sentence_cost()
         if first is None:
             raise ConfigError(
                 f"--rescore-lm {options.rescore_lm}: the grammar {self.grammar.value} has no n-grams to put "
@@ -239,13 +237,20 @@ class Recogniser:
         self.use(options)
 
     def _build(self, lm_scale: float) -> DecodingGraph:
-        return build_graph(
-            self.transducer,
-            self.grammar,
-            self._transcripts,
-            language_model=self._language_model,
-            lm_scale=lm_scale,
-        )
+        stored = self._language_model if self.grammar is Grammar.NGRAM else None
+
+        def build() -> DecodingGraph:
+            return build_graph(
+                self.transducer,
+                self.grammar,
+                self._transcripts,
+                language_model=None if stored is None else stored.model,
+                lm_scale=lm_scale,
+            )
+
+        if stored is None or self._kept is None or stored.num_bytes < LARGE_MODEL_BYTES:
+            return build()
+        return self._kept.get(graph_key(self.transducer, stored, lm_scale), self.transducer.words, build)
 
     def _graph_with(self, lm_scale: float) -> DecodingGraph:
         """Return a graph that is there, or build it; as many are kept as memory bears."""
@@ -277,6 +282,11 @@ class Recogniser:
         search = SearchOptions(options.beam, options.max_active, options.acoustic_scale)
         self.searcher = NBestSearcher(self.graph, search, options.num_candidates, options.lattice_beam)
         self._rescore = self._rescorer()
+
+    @property
+    def words(self) -> frozenset[str]:
+        """The words that can be recognised."""
+        return self.graph.recognised
 
     @property
     def gives_lists(self) -> bool:
@@ -323,7 +333,6 @@ class GraphRecogniser(Recogniser):
 
     def __init__(self, trained: TrainedModel, graph: DecodingGraph, options: DecodingOptions) -> None:
         self.grammar = Grammar.GRAPH
-        self.words = frozenset(graph.words) - {""}
         self._ready = graph
         self._attach(trained, options)
 
@@ -332,9 +341,15 @@ class GraphRecogniser(Recogniser):
 
 
 def recogniser_for(
-    trained: TrainedModel, dataset: Dataset, options: DecodingOptions, transcripts: Sequence[Sequence[str]]
+    trained: TrainedModel,
+    dataset: Dataset,
+    options: DecodingOptions,
+    transcripts: Sequence[Sequence[str]],
+    kept: KeptGraph | None = None,
 ) -> Recogniser:
     """Make a recogniser with the lexicon, the classes and the language model of a data directory.
+
+    Collective among the ranks of `kept`.
 
     Raises:
         ConfigError: model and lexicon differ in classes, or the grammar needs what is missing.
@@ -343,5 +358,5 @@ def recogniser_for(
         graph = read_kaldi_graph(options.graph, dataset.num_classes)
         return GraphRecogniser(trained, graph, options)
     inventory = StateInventory.load(dataset.classes_path)
-    lexicon, language_model = Lexicon.load(dataset.lexicon_path), language_model_in(dataset.path)
-    return Recogniser(trained, lexicon, inventory, options, transcripts, language_model)
+    lexicon, language_model = Lexicon.load(dataset.lexicon_path), StoredModel.in_folder(dataset.path)
+    return Recogniser(trained, lexicon, inventory, options, transcripts, language_model, kept)

@@ -16,7 +16,8 @@ from speechdp.data.signal.pieces import Piece, cut_at_pauses
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.align import Aligner
 from speechdp.decode.graphs.graph import Grammar
-from speechdp.decode.language_model import language_model_in, language_model_path
+from speechdp.decode.kept_graph import KeptGraph
+from speechdp.decode.language_model import StoredModel, language_model_path
 from speechdp.decode.nbest import Candidate, joined, nbest_lines
 from speechdp.decode.origin import is_ctc
 from speechdp.decode.recogniser import DecodingOptions, Recogniser, TrainedModel
@@ -151,13 +152,19 @@ class Transcriber:
         kept: what its run keeps of the data it was trained on: lexicon, classes, language model.
         options: how to decode.
         longest_s: recordings are cut at pauses into pieces of at most so many seconds; None: `usual_piece_s`.
+        kept_graph: where the graph of a large language model is kept; None: nowhere.
 
     Raises:
         ConfigError: it was trained on features that audio alone does not give.
     """
 
     def __init__(
-        self, trained: TrainedModel, kept: Dataset, options: DecodingOptions, longest_s: float | None = None
+        self,
+        trained: TrainedModel,
+        kept: Dataset,
+        options: DecodingOptions,
+        longest_s: float | None = None,
+        kept_graph: KeptGraph | None = None,
     ) -> None:
         if longest_s is None:
             longest_s = usual_piece_s(kept)
@@ -173,8 +180,10 @@ class Transcriber:
         self._preprocessor = Preprocessor(
             self._features, self._sampling_rate, "audio", inputs_of(trained.config)
         )
-        language_model = language_model_in(kept.path)
-        self._recogniser = Recogniser(trained, self._lexicon, self._inventory, options, [], language_model)
+        language_model = StoredModel.in_folder(kept.path)
+        self._recogniser = Recogniser(
+            trained, self._lexicon, self._inventory, options, [], language_model, kept_graph
+        )
         self._aligner = Aligner(self._recogniser.transducer)
         self._acoustic_scale = options.acoustic_scale
         self._num_candidates = options.num_candidates

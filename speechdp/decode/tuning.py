@@ -13,6 +13,7 @@ from speechdp.comm.base import Communicator
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import inputs_of
 from speechdp.decode.graphs.graph import LOOPS, OF_ANY_LENGTH, Grammar
+from speechdp.decode.kept_graph import KeptGraph
 from speechdp.decode.origin import is_ctc
 from speechdp.decode.recogniser import (
     DecodingOptions,
@@ -206,6 +207,7 @@ def tune(
     comm: Communicator,
     is_asked_to_stop: Callable[[], bool] = lambda: False,
     say: Callable[[str], None] = lambda _: None,
+    kept: KeptGraph | None = None,
 ) -> Tuned:
     """Choose scales of scores, priors and language model and the insertion score by a split's word errors.
 
@@ -225,13 +227,14 @@ def tune(
         comm: the ranks to share the work.
         is_asked_to_stop: looked at before every utterance.
         say: takes a line about each setting that was tried; on rank 0.
+        kept: where the graph of a large language model is kept; None: nowhere.
 
     Raises:
         Stopped: a rank was asked to.
         as `decode_split`, but for results, which are not written.
     """
     check_decodable(trained, dataset, options)
-    recogniser, scored, num_words = _scored(trained, dataset, split, options, comm)
+    recogniser, scored, num_words = _scored(trained, dataset, split, options, comm, kept)
     log_prior = trained.class_log_prior.detach().cpu().numpy()
     trials = _Trials(recogniser, log_prior, split, scored, num_words, comm, is_asked_to_stop, say)
     tunable = [n for n in _tunable(recogniser.grammar) if n != "prior_scale" or not is_ctc(trained.config)]
@@ -256,12 +259,17 @@ def tune(
 
 
 def _scored(
-    trained: TrainedModel, dataset: Dataset, split: str, options: DecodingOptions, comm: Communicator
+    trained: TrainedModel,
+    dataset: Dataset,
+    split: str,
+    options: DecodingOptions,
+    comm: Communicator,
+    kept: KeptGraph | None,
 ) -> tuple[Recogniser, list[tuple[str, FloatArray]], int]:
     """Run the network over this rank's utterances; return also what was said, and the number of words."""
     with SpokenSplit.open(dataset, split, comm) as reader:
         without_priors = dataclasses.replace(options, prior_scale=0.0)
-        recogniser = recogniser_for(trained, dataset, without_priors, reader.transcripts)
+        recogniser = recogniser_for(trained, dataset, without_priors, reader.transcripts, kept)
         features = reader.features(inputs_of(trained.config), options.normalise)
         scored = [
             (reference, posteriors)

@@ -1,10 +1,12 @@
-"""A grammar as Kaldi has it: G.fst and words.txt."""
+"""Language models: a grammar as Kaldi has it (G.fst and words.txt), and what a data directory has."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import kaldifst
+
+from speechdp.decode.language_model import LanguageModel, StoredModel
 
 
 def write_grammar(folder: Path, words: str = "<eps> 0\nto 1\nsee 2\n#0 3\nother 4\n") -> Path:
@@ -19,3 +21,9 @@ def write_grammar(folder: Path, words: str = "<eps> 0\nto 1\nsee 2\n#0 3\nother 
     assert fst.write(str(folder / "G.fst"))
     (folder / "words.txt").write_text(words)
     return folder / "G.fst"
+
+
+def language_model_in(folder: Path) -> LanguageModel | None:
+    """Read the language model of a data directory; None where there is none."""
+    stored = StoredModel.in_folder(folder)
+    return None if stored is None else stored.model

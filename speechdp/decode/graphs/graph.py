@@ -11,6 +11,7 @@ align with, is only composed: Viterbi search is as right on a non-deterministic 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,21 +70,24 @@ class DecodingGraph:
             `words` + 1.
         words: the words by output label - 1.
         is_determinised: whether it was determinised and minimised.
+        num_arcs, recognised: of graphs to recognise with, the number of arcs and the words that some write.
         insertion_log_prob: what `set_insertion` has added to each word's log-probability.
     """
 
     fst: Any
     words: tuple[str, ...]
     is_determinised: bool = False
+    num_arcs: int = 0
+    recognised: frozenset[str] = frozenset()
     insertion_log_prob: float = field(default=0.0, init=False)
     _without_insertion: FstArrays | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def of(cls, arrays: FstArrays, words: tuple[str, ...], *, is_determinised: bool) -> DecodingGraph:
         """Make one of the states and arcs of its FST."""
-        graph = cls(arrays.const_fst(), words, is_determinised)
-        graph.num_arcs = len(arrays.ilabel)
-        return graph
+        written = np.flatnonzero(np.bincount(arrays.olabel))
+        recognised = frozenset(words[label - 1] for label in written.tolist() if label != EPSILON)
+        return cls(arrays.const_fst(), words, is_determinised, len(arrays.ilabel), recognised)
 
     def set_insertion(self, log_prob: float) -> None:
         """Add this, and no earlier score any more, to each word's log-probability; negative: fewer words.
@@ -104,11 +108,6 @@ class DecodingGraph:
     def num_states(self) -> int:
         """Number of states."""
         return int(self.fst.num_states)
-
-    @cached_property
-    def num_arcs(self) -> int:
-        """Number of arcs, which are counted state by state."""
-        return sum(map(self.fst.num_arcs, range(self.num_states)))
 
 
 class LexiconTransducer:
@@ -159,6 +158,20 @@ class LexiconTransducer:
         self.lexicon = lexicon
         self.words = lexicon.words
         self.word_ids: Mapping[str, int] = {word: i for i, word in enumerate(self.words, start=1)}
+
+    @property
+    def checksum(self) -> str:
+        """Identify it: a checksum of all that decides what `compose_shared` makes of a grammar."""
+        lexicon = self.lexicon
+        pronounced = [
+            (variants, lexicon.log_probs(word)) for word, variants in lexicon.pronunciations.items()
+        ]
+        costs = self._stay_cost.tolist(), float(self._no_pause_cost), float(self._pause_cost)
+        facts = type(self).__name__, self._inventory.sha256, self.words, pronounced, costs
+        digest = hashlib.sha256(repr(facts).encode())
+        if self._tying is not None:
+            digest.update(self._tying.table.tobytes())
+        return digest.hexdigest()
 
     @cached_property
     def _spellings(self) -> Spellings:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.counting import counted
+from speechdp.decode.kept_graph import GRAPH_FOLDER, KeptGraph
 from speechdp.decode.recogniser import DecodingOptions
 from speechdp.decode.results import has_word_errors
 from speechdp.decode.split import decode_split
@@ -241,12 +242,14 @@ def _decode(session: Session, held_out: str, split: str, run_dir: Path) -> None:
         return
     trained = load_model(run_dir, session.device, ctc=True)
     options, tuning = DecodingOptions(), None
+    kept = KeptGraph(run_dir / GRAPH_FOLDER, comm)
     tune_on = split_to_tune_on(dataset.path, held_out, split)
     if tune_on is not None:
         session.reporter.notice(f"{run_dir.name}: choosing the scales for decoding on {tune_on}")
-        tuned = tune(trained, dataset, tune_on, options, comm, session.is_asked_to_stop)
+        tuned = tune(trained, dataset, tune_on, options, comm, session.is_asked_to_stop, kept=kept)
         options, tuning = tuned.options, tuned.record
     result = decode_split(
         trained, dataset, split, run_dir, options, comm, session.is_asked_to_stop, tuning=tuning
     )
+    kept.discard()  # each run has another; of many runs they would fill a disk
     session.reporter.notice(f"{run_dir.name}: {result.wer.summary()} on {split}")

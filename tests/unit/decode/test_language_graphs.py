@@ -14,7 +14,6 @@ from speechdp.decode.graphs.graph import DecodingGraph, Grammar, LexiconTransduc
 from speechdp.decode.graphs.ngram_grammar import ngram_acceptor
 from speechdp.decode.language_model import (
     GrammarFst,
-    language_model_in,
     read_language_model,
     respelled_model,
     save_language_model,
@@ -25,7 +24,7 @@ from speechdp.labels.hmm import FloatArray, StateInventory
 from speechdp.labels.lexicon import Lexicon
 from speechdp.language.kneser_ney import estimate
 from speechdp.language.ngram import END, START, NgramModel
-from tests.helpers.grammars import write_grammar
+from tests.helpers.grammars import language_model_in, write_grammar
 from tests.helpers.viterbi import best_cost
 
 #: Homophones, a beginning of another word, variants, and silence within a word.

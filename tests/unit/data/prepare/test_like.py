@@ -19,7 +19,6 @@ from speechdp.data.prepare.like import open_like
 from speechdp.data.prepare.pipeline import Prepared, prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.description import keep_description
-from speechdp.decode.language_model import language_model_in
 from speechdp.decode.recogniser import DecodingOptions
 from speechdp.decode.split import decode_split
 from speechdp.errors import ConfigError, RunError, ShardError
@@ -30,6 +29,7 @@ from speechdp.options.prepare import LanguageModelOptions, PrepareOptions
 from speechdp.parallel.run_files import RunDirectory
 from tests.helpers.corpora import digit_folder, kaldi_folder, no_progress, write_tone
 from tests.helpers.faulty_disk import faulty_disk, full
+from tests.helpers.grammars import language_model_in
 from tests.helpers.oracle import oracle
 from tests.helpers.tiny_speech import write_tiny_speech
 

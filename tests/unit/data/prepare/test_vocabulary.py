@@ -18,7 +18,7 @@ from speechdp.data.prepare import vocabulary
 from speechdp.data.prepare.pipeline import Prepared, prepare
 from speechdp.data.prepare.vocabulary import plainly_spelt
 from speechdp.data.shards.dataset import Dataset
-from speechdp.decode.language_model import GrammarFst, language_model_in
+from speechdp.decode.language_model import GrammarFst
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import ARPABET, Lexicon
@@ -27,7 +27,7 @@ from speechdp.language.kneser_ney import estimate
 from speechdp.language.ngram import NgramModel
 from speechdp.options.prepare import GRAPHEMES, LanguageModelOptions, PrepareOptions
 from tests.helpers.corpora import kaldi_folder, no_progress, write_tone
-from tests.helpers.grammars import write_grammar
+from tests.helpers.grammars import language_model_in, write_grammar
 
 SPLIT = "speaker:test=spk1"  # every other one
 
