@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from speechdp.decode.recogniser import DecodingOptions
 from speechdp.decode.results import DecodingResult
 from speechdp.decode.split import decode_split
 from speechdp.decode.tuning import tune
+from speechdp.experiments.sweep import training as sweep_training
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon
 from speechdp.language.kneser_ney import estimate
@@ -182,6 +184,23 @@ def test_it_can_be_discarded(dataset: Dataset, tmp_path: Path) -> None:
     for _ in range(2):
         KeptGraph(run / GRAPH_FOLDER, SerialCommunicator()).discard()
         assert not (run / GRAPH_FOLDER).exists()
+
+
+def test_a_sweep_keeps_none(
+    dataset: Dataset, tmp_path: Path, built: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its runs has another, of gigabytes maybe."""
+    monkeypatch.setattr(sweep_training, "load_model", lambda *_, **__: oracle(dataset.num_classes))
+    session = SimpleNamespace(
+        dataset=dataset,
+        comm=SerialCommunicator(),
+        device="cpu",
+        reporter=SimpleNamespace(notice=print),
+        is_asked_to_stop=lambda: False,
+    )
+    sweep_training._decode(session, "test", "test", tmp_path / "run")  # type: ignore[arg-type]
+    assert built and (tmp_path / "run" / "wer-test.json").is_file()
+    assert not (tmp_path / "run" / GRAPH_FOLDER).exists()
 
 
 def test_a_key_tells_all_that_a_graph_is_made_of(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
