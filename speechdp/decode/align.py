@@ -74,7 +74,7 @@ class Aligner:
     def _searcher(self, words: tuple[str, ...]) -> Searcher:
         if words not in self._searchers:
             ids = word_ids_of(words, self._transducer.word_ids)
-            graph = self._transducer.compose(transcript(ids))
+            graph = self._transducer.compose(transcript(ids), dict.fromkeys(words))
             self._searchers[words] = Searcher(graph, self._options), graph.num_states
             self._num_kept_states += graph.num_states
             while self._num_kept_states > _MAX_KEPT_STATES and len(self._searchers) > 1:

@@ -183,14 +183,20 @@ class LexiconTransducer:
         ]
         return Spellings(*zip(*given, strict=True))
 
-    def compose(self, grammar: Any) -> DecodingGraph:
+    def compose(self, grammar: Any, words: Iterable[str] | None = None) -> DecodingGraph:
         """Compose with an acceptor over `word_ids`: HL o G, without states that lead nowhere.
 
         Each word of each of its arcs is a chain of its own.  Epsilon arcs stay: removing them would join
         every word's end with every word's beginning.
+
+        Args:
+            grammar: reads words, or epsilon.
+            words: all that it reads, each once; None: those of the lexicon, which take long if they are many.
         """
         kaldifst.arcsort(grammar, sort_type="ilabel")
-        fst = kaldifst.compose(self._lexicon_fst, grammar, connect=True)
+        fst = kaldifst.compose(
+            self._lexicon_fst(self.words if words is None else words), grammar, connect=True
+        )
         if self._tying is not None and fst.num_states:
             arrays = in_context(FstArrays.of(fst), self._tying, self._leave_cost)
             fst = with_self_loops(arrays, self._stay_cost.tolist()).fst()
@@ -248,9 +254,8 @@ class LexiconTransducer:
         variants = (self.lexicon.pronunciations[word] for word in words)
         return sum(STATES_PER_PHONE * min(map(len, v)) for v in variants)
 
-    @cached_property
-    def _lexicon_fst(self) -> Any:
-        """The transducer, its arcs sorted by the words they write; with context, it reads phones."""
+    def _lexicon_fst(self, words: Iterable[str]) -> Any:
+        """Return the transducer of words, its arcs sorted by what they write; with context, it reads phones."""
         fst = kaldifst.StdVectorFst()
         boundary, hub = fst.add_state(), fst.add_state()
         fst.start = boundary
@@ -258,7 +263,8 @@ class LexiconTransducer:
         _add_arc(fst, boundary, (EPSILON, EPSILON, self._no_pause_cost, hub))
         if np.isfinite(self._pause_cost):
             self._chain(fst, (boundary, hub), self._units([SILENCE]), (EPSILON, self._pause_cost))
-        for word, variants in self.lexicon.pronunciations.items():
+        for word in words:
+            variants = self.lexicon.pronunciations[word]
             for variant, log_prob in zip(variants, self.lexicon.log_probs(word), strict=True):
                 self._chain(fst, (hub, boundary), self._units(variant), (self.word_ids[word], -log_prob))
         kaldifst.arcsort(fst, sort_type="olabel")

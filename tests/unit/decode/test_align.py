@@ -53,6 +53,16 @@ def test_few_graphs_are_kept_where_every_transcript_is_another(monkeypatch: pyte
     assert len(composed) == 5  # "ab" was kept at first, and had to go for the long ones
 
 
+def test_only_the_words_of_a_transcript_are_spelt_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lexicon of a hundred thousand words would take seconds, and each transcript's graph milliseconds."""
+    lexicon = Lexicon({"ab": (("A", "B"), ("A",)), **{f"c{i}": (("C",),) for i in range(50)}})
+    transducer = LexiconTransducer(lexicon, StateInventory(("A", "B", "C")), np.full(12, 0.5))
+    chain, spelt = transducer._chain, []
+    monkeypatch.setattr(transducer, "_chain", lambda *given: spelt.append(given) or chain(*given))
+    assert Aligner(transducer).align(["ab", "c7", "ab"], np.zeros((60, 12), np.float32)) is not None
+    assert len(spelt) == 1 + 2 + 1  # silence, two pronunciations, and one
+
+
 def align(tmp_path: Path, previous: bool) -> tuple[Shard, list[np.ndarray], AlignmentReport]:
     dataset = write_dataset(tmp_path / "data", [SPOKEN])
     (path,) = dataset.shard_paths("test")
