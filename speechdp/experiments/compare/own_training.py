@@ -17,7 +17,7 @@ from speechdp.experiments.compare.plan import SEQUENTIAL, ComparePlan, stretched
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.training import ComparedTraining, log_of
 from speechdp.experiments.jobs import JobStarter
-from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
+from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting, shared_training
 from speechdp.experiments.race.record import find_race, is_of
 from speechdp.options.run import TrainOptions
 from speechdp.options.targets import tell_of_spread_targets
@@ -74,8 +74,7 @@ class CompareRequest:
         settings = [RaceSetting(strategy.text, strategy) for strategy in strategies]
         if 1 in self.plan.ranks:
             settings.insert(0, RaceSetting(ONE_RANK, SEQUENTIAL, alone=True))
-        shared = {key: value for key, value in options.to_json().items() if key != "strategy"}
-        training = {"data": self.data_checksum, "options": shared}
+        training = shared_training(self.data_checksum, options)
         return self.race.plan(ranks, self.plan.seeds[0], settings, training)
 
 

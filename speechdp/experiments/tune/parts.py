@@ -14,12 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from speechdp.errors import RunError
 from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.checked import checked_fields
-from speechdp.experiments.record import write_record_file
+from speechdp.experiments.record import delete_file, write_record_file
 from speechdp.experiments.tune.plan import Setting
-from speechdp.files import cannot_be_written
 from speechdp.json_input import parse_json
 from speechdp.options.run import TrainOptions
 from speechdp.ownership.overwrite import RUN, empty
@@ -149,11 +147,7 @@ def _train(session: Session, shared: TrainOptions, part: Part, root: Path) -> No
 
 def forget_took(root: Path) -> None:
     """Delete what an earlier job has noted.  Raises RunError where that fails."""
-    path = root / TOOK
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise RunError(cannot_be_written(path, error)) from error
+    delete_file(root / TOOK)
 
 
 def read_took(root: Path, *, is_over: bool = False) -> list[float]:
