@@ -172,20 +172,14 @@ class OwnTraining(ComparedTraining):
         self._say(f"race on {ranks} ranks: {'done' if message is None else f'failed: {message}'}")
         return message
 
-    def _train(
-        self, run_dir: Path, options: TrainOptions, ranks: int, pause_at: int = 0, *, anew: bool = False
-    ) -> str | None:
-        """Train a run, or go on with it, to its end or to a step; return None, or what went wrong.
-
-        Args:
-            anew: delete what an earlier start has left, and begin again.
-        """
+    def _train(self, run_dir: Path, options: TrainOptions, ranks: int, pause_at: int = 0) -> str | None:
+        """Train a run, or go on with it, to its end or to a step; return None, or what went wrong."""
         if ranks == 1:  # other back-ends have nothing to do there, and some need a launcher
             options = dataclasses.replace(options, backend="auto")
         words = ["train", str(self._request.data.absolute()), str(run_dir), *train_arguments(options)]
         # The ranks of a comparison are those that train.
         num_ranks = ranks + options.loading.feeders
-        words += ["--overwrite" if anew else "--resume", *([f"--pause-at={pause_at}"] if pause_at else [])]
+        words += ["--resume", *([f"--pause-at={pause_at}"] if pause_at else [])]
         message = self._starter.run(num_ranks, words, log_of(run_dir), may_pause=pause_at > 0)
         if message is None and not pause_at and not (run_dir / "completed.json").is_file():
             return "the job ended well but left no completed.json (a host may have been lost)"
