@@ -54,7 +54,6 @@ class Submission:
     Attributes:
         path: absolute path of the script.
         argv: of the batch system's program.
-        reads_stdin: the program reads the script from there (bsub).
     """
 
     scheduler: Scheduler
@@ -63,6 +62,7 @@ class Submission:
 
     @property
     def reads_stdin(self) -> bool:
+        """Whether the program reads the script from there (bsub)."""
         return self.scheduler == "lsf"
 
     @property

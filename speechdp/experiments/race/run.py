@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import time
 from collections.abc import Iterator
@@ -165,13 +164,9 @@ class _Race:
         self, setting: RaceSetting, session: RaceSession, base: RaceBase, stack: ExitStack
     ) -> Racer | None:
         """Make a setting's training; None where all ranks refuse it, which is no reason to hold no race."""
-        options = self._options
-        if setting.batch_size:
-            batch = dataclasses.replace(options.batch, batch_size=setting.batch_size)
-            options = dataclasses.replace(options, batch=batch)
+        options = self._options.with_setting(setting.strategy, setting.batch_size)
         if setting.alone and setting.batch_of:
             options = options.resolve(setting.batch_of)
-        options = dataclasses.replace(options, strategy=setting.strategy)
         try:
             with self._named(setting.name):
                 return Racer(session, options, self._plan.least_steps, base, stack)

@@ -17,7 +17,6 @@ from pathlib import Path
 from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.checked import checked_fields
 from speechdp.experiments.record import delete_file, write_record_file
-from speechdp.experiments.tune.plan import Setting
 from speechdp.json_input import parse_json
 from speechdp.options.run import TrainOptions
 from speechdp.ownership.overwrite import RUN, empty
@@ -60,16 +59,8 @@ class Part:
         Args:
             shared: what all runs of the search share.
         """
-        setting = Setting(StrategyChoice(self.strategy), self.batch_size)
-        return dataclasses.replace(with_setting(shared, setting), seed=self.seed, max_steps=self.max_steps)
-
-
-def with_setting(options: TrainOptions, setting: Setting) -> TrainOptions:
-    """Return options of a training with a setting's strategy and batch."""
-    if setting.batch_size:
-        batch = dataclasses.replace(options.batch, batch_size=setting.batch_size)
-        options = dataclasses.replace(options, batch=batch)
-    return dataclasses.replace(options, strategy=setting.strategy)
+        own = shared.with_setting(StrategyChoice(self.strategy), self.batch_size)
+        return dataclasses.replace(own, seed=self.seed, max_steps=self.max_steps)
 
 
 @dataclass(frozen=True)

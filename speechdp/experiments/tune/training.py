@@ -43,7 +43,7 @@ from speechdp.experiments.tune.jobs import (
     is_timed,
     steps_of_turn,
 )
-from speechdp.experiments.tune.parts import Part, Parts, forget_took, read_took, with_setting
+from speechdp.experiments.tune.parts import Part, Parts, forget_took, read_took
 from speechdp.experiments.tune.plan import Besides, ExpectedTimes, Setting
 from speechdp.experiments.tune.record import RUNS
 from speechdp.options.run import TrainOptions
@@ -246,17 +246,18 @@ class TunedTraining(OwnTraining, TunedJobs):
 
     def command(self, setting: Setting, backend: str) -> str:
         """See TunedJobs."""
-        options = dataclasses.replace(
-            with_setting(self._request.options, setting), backend=cast(Any, backend), seed=self.seeds[0]
-        )
+        options = self._own_options(setting, backend, self.seeds[0])
         processes = self._ranks + options.loading.feeders
         launch = ["speechdp", "launch", *self._starter.launch_options, "-np", str(processes), "--"]
         return shlex.join([*launch, "train", str(self._request.data), NEW_RUN, *train_arguments(options)])
 
     def _options(self, setting: Setting, backend: str, seed: int) -> TrainOptions:
-        options = with_setting(self._request.options, setting)
-        options = dataclasses.replace(options, backend=cast(Any, backend), seed=seed)
-        return options.on_alignments(self._alignments)
+        return self._own_options(setting, backend, seed).on_alignments(self._alignments)
+
+    def _own_options(self, setting: Setting, backend: str, seed: int) -> TrainOptions:
+        """Return the options of a run that makes its targets itself."""
+        options = self._request.options.with_setting(setting.strategy, setting.batch_size)
+        return dataclasses.replace(options, backend=cast(Any, backend), seed=seed)
 
 
 class _Watch:
