@@ -112,10 +112,10 @@ class SweepCommand:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.support.distributed import reporter_maker  # noqa: PLC0415
         from speechdp.experiments.sweep.training import check_sweep, names_of, run_sweep  # noqa: PLC0415
+        from speechdp.launching.variables import RESTART_REASON  # noqa: PLC0415
         from speechdp.options.targets import tell_of_spread_targets  # noqa: PLC0415
         from speechdp.ownership.overwrite import SWEEP, empty  # noqa: PLC0415
         from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
-        from speechdp.train.origin import RESTART_REASON  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
 
         comm, plan = session.comm, self._plan()
