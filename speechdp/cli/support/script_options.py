@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import tyro
 
 from speechdp.errors import ConfigError
 from speechdp.options.shown import BATCH_JOB_OR_HERE, shown
+from speechdp.process.notices import tell
 
 if TYPE_CHECKING:
     from speechdp.cli.support.starting import JobHosts
@@ -144,10 +144,9 @@ def say_how_many_failed(failed: int, runs: int, logs: Path | None, what: str = "
     """
     if failed:
         output = "" if logs is None else f", their output in {logs}"
-        print(
-            f"speechdp: {failed} of {runs} {what} failed; their messages are above{output}; "
-            "the same command tries them again",
-            file=sys.stderr,
+        tell(
+            f"{failed} of {runs} {what} failed; their messages are above{output}; the same command tries "
+            "them again"
         )
 
 
