@@ -22,6 +22,7 @@ from speechdp.experiments.race.record import find_race, is_of
 from speechdp.options.run import TrainOptions
 from speechdp.options.targets import tell_of_spread_targets
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.run_files import RunDirectory
 from speechdp.report.runs.results import ONE_RANK
 from speechdp.train.realign import last_alignment
 
@@ -107,7 +108,7 @@ class OwnTraining(ComparedTraining):
         if not options.aligns:
             return
         run_dir = (request.out / ALIGNMENT).absolute()
-        if not (run_dir / "completed.json").is_file():
+        if not RunDirectory(run_dir).is_complete:
             plan = request.plan
             ranks = min(plan.ranks)
             own = dataclasses.replace(
@@ -125,12 +126,12 @@ class OwnTraining(ComparedTraining):
         """Tell whether a run is trained and decoded."""
         split = self._request.decode_split
         decoded = split == "" or has_word_errors(run_dir, split)
-        return decoded and (run_dir / "completed.json").is_file()
+        return decoded and RunDirectory(run_dir).is_complete
 
     def run(self, run: RunRecord, run_dir: Path) -> str | None:
         """Train and decode a run, as far as that is not done; return None, or what went wrong."""
         request = self._request
-        if not (run_dir / "completed.json").is_file():
+        if not RunDirectory(run_dir).is_complete:
             options = request.options_of(run.strategy, run.seed)
             assert run.epochs is not None
             if run.epochs != options.num_epochs:
@@ -181,7 +182,7 @@ class OwnTraining(ComparedTraining):
         num_ranks = ranks + options.loading.feeders
         words += ["--resume", *([f"--pause-at={pause_at}"] if pause_at else [])]
         message = self._starter.run(num_ranks, words, log_of(run_dir), may_pause=pause_at > 0)
-        if message is None and not pause_at and not (run_dir / "completed.json").is_file():
+        if message is None and not pause_at and not RunDirectory(run_dir).is_complete:
             return "the job ended well but left no completed.json (a host may have been lost)"
         return message
 

@@ -186,7 +186,7 @@ def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinish
         problems.append(
             f"metrics.jsonl: the last {task.metrics[0].key} is not finite, so the run has no score"
         )
-    completed = (run_dir / "completed.json").is_file()
+    completed = RunDirectory(run_dir).is_complete
     timing = read_timing(run_dir, problems) if completed or times_unfinished else None
     word_errors = _find_word_errors(run_dir, split, problems)
     spoken = read_spoken(run_dir, problems)
