@@ -25,9 +25,10 @@ from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.report.runs.derived import sweep_figures
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.sweep.answer import find_answer
-from speechdp.report.tune.report import Search, make_table
-from speechdp.report.tune.report import csv_of as csv_of_search
-from speechdp.report.tune.report import find_answer as find_search_answer
+from speechdp.report.tune.answer import find_answer as find_search_answer
+from speechdp.report.tune.search import Search
+from speechdp.report.tune.tables import csv_of as csv_of_search
+from speechdp.report.tune.tables import make_table
 from speechdp.tasks.model_file import ClassCounts, load_model, save_model
 from tests.helpers.races import made_up_race, write_made_up_race
 from tests.helpers.runs import MadeUpRun, write_run

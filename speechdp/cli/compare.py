@@ -11,7 +11,6 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.cli.support.script_options import (
-    FEEDERS_ON_ONE_MACHINE,
     OutFolder,
     ScriptOptions,
     StartsJobs,
@@ -24,7 +23,6 @@ from speechdp.cli.support.script_options import (
     say_how_many_failed,
 )
 from speechdp.counting import counted
-from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import BATCH_JOB_OR_HERE, heading, shown
 
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from speechdp.experiments.compare.own_training import CompareRequest
     from speechdp.experiments.compare.plan import ComparePlan
     from speechdp.experiments.compare.training import ComparedTraining
-    from speechdp.experiments.jobs import JobStarter
     from speechdp.train.session import Session
 
 
@@ -87,13 +84,16 @@ class CompareCommand(StartsJobs):
     def run(self) -> int:
         """Make the comparison and its report, or be a rank of a race; return the exit code."""
         from speechdp.experiments.compare.own_training import OwnTraining  # noqa: PLC0415
+        from speechdp.experiments.compare.record import threads_before  # noqa: PLC0415
         from speechdp.ownership.overwrite import COMPARISON  # noqa: PLC0415
 
         if self.job:
             return self._be_a_rank()
         check_target(self.target, self.options.make_task().record())
         check_new(self.options, self.out_dir, COMPARISON)
-        request, starter = self._request(self._plan()), self._starter()
+        request = self._request(self._plan())
+        before = None if self.overwrite else threads_before(self.out_dir)
+        starter = self.starter("compare", max(request.plan.ranks), before, self.options.loading.feeders)
         here = starter.starts_here
         if self.overwrite:
             check_training(self.data, self.options, self.out_dir, on_this_machine=here)
@@ -166,18 +166,6 @@ class CompareCommand(StartsJobs):
             most_decoding_ranks=available_cores() if decodes_here else None,
             race=RaceOptions(self.race, self.race_steps),
         )
-
-    def _starter(self) -> JobStarter:
-        from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
-        from speechdp.experiments.compare.record import threads_before  # noqa: PLC0415
-
-        feeders = self.options.loading.feeders
-        if feeders and not self.hosts.are_counted_here:
-            raise ConfigError(f"--feeders: compare {FEEDERS_ON_ONE_MACHINE}")
-        most_ranks = feeders + max(int(word) for word in self.ranks.split(",") if word.strip())
-        before = None if self.overwrite else threads_before(self.out_dir)
-        threads = threads_of_a_rank(self.threads, most_ranks, self.hosts, before)
-        return make_starter("compare", self.launch_args, self.hosts, threads)
 
 
 @dataclass(frozen=True)
@@ -293,14 +281,16 @@ def _announcement(request: CompareRequest) -> list[str]:
     from speechdp.train.build import training_ranks  # noqa: PLC0415
 
     plan = request.plan
-    words = []
+    batches: dict[int, int] = {}
     for ranks in sorted(plan.ranks):
         workers = {training_ranks(request.options_of(name, 0), ranks) for name in plan.strategies_on(ranks)}
-        for count in sorted(workers):
-            batch = request.options.resolve(count).plan().batch_size
-            words.append(f"{batch} on each of {counted(count, 'training rank')} ({count * batch} together)")
-    lines = [f"{counted(len(plan.runs()), 'run')}; segments per step: {', '.join(dict.fromkeys(words))}"]
-    if len({int(word.split("(")[1].split()[0]) for word in words}) > 1:
+        batches |= {count: request.options.resolve(count).plan().batch_size for count in sorted(workers)}
+    words = [
+        f"{batch} on each of {counted(count, 'training rank')} ({count * batch} together)"
+        for count, batch in batches.items()
+    ]
+    lines = [f"{counted(len(plan.runs()), 'run')}; segments per step: {', '.join(words)}"]
+    if len({count * batch for count, batch in batches.items()}) > 1:
         lines.append(
             "the batch is each rank's own: at equal frames more ranks make fewer updates "
             "(--global-batch keeps their number)"

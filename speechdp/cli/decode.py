@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,6 +12,7 @@ from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptions
 from speechdp.options.shown import heading, shown
+from speechdp.process.notices import tell, warn
 
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
@@ -100,7 +100,7 @@ class DecodeCommand:
             with opened_split(trained, dataset, self.split, self.run_dir, options, comm):
                 pass  # can be decoded: known before hours of tuning
             kept = KeptGraph(self.run_dir / GRAPH_FOLDER, comm)
-            tuned = tune(trained, dataset, self.tune_on, options, comm, say=_tell, kept=kept)
+            tuned = tune(trained, dataset, self.tune_on, options, comm, say=tell, kept=kept)
             options, tuning = tuned.options, tuned.record
             if comm.rank == 0:
                 print(tuned.summary())
@@ -130,7 +130,7 @@ class DecodeCommand:
             found = self.search.earlier_weights(self.run_dir, grammar)
         weights, line, normalise = comm.broadcast_object(found)
         if line and comm.rank == 0:
-            _tell(line)
+            tell(line)
         return self.search.with_weights(weights), self.normalise or normalise
 
     def _show(self, result: DecodingResult, dataset: Dataset) -> None:
@@ -141,7 +141,7 @@ class DecodeCommand:
         print(f"{result.wer.summary()}; {result.split}, {result.grammar.value}")
         print(result.wer.sentence_summary())
         if result.name != result.split:
-            _tell(
+            tell(
                 f"{dataset.path} differs from what {self.run_dir} was trained on; these results stand beside "
                 f"the run's own, as {result.name}"
             )
@@ -158,7 +158,7 @@ class DecodeCommand:
         if result.nbest is not None:
             print(result.nbest.summary())
         if result.rescoring_remark:
-            _tell(f"warning: {result.rescoring_remark}")
+            warn(result.rescoring_remark)
         if result.speed is not None:
             print(result.speed.summary())
         page = write_decoding_page(result, dataset, self.run_dir)
@@ -183,7 +183,3 @@ class DecodeCommand:
             grammar=grammar,
             normalise=normalise or "utterance",
         )
-
-
-def _tell(line: str) -> None:
-    print(f"speechdp: {line}", file=sys.stderr, flush=True)

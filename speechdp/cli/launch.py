@@ -44,7 +44,6 @@ from speechdp.launching.faults import located
 from speechdp.launching.forwarded_options import has_option, split_words
 from speechdp.launching.hostfile import Host, Hostfile, is_this_machine, local_hosts, read_hostfile
 from speechdp.launching.outcome import (
-    FOLDER_VARIABLE,
     Target,
     Verdict,
     find_target,
@@ -54,10 +53,19 @@ from speechdp.launching.outcome import (
 )
 from speechdp.launching.programs import find_horovodrun, find_open_mpi
 from speechdp.launching.requeue import is_ended_unsaved, is_to_go_on, requeue, why_not_requeued
-from speechdp.launching.restarts import RESUME_VARIABLE, RestartPolicy, Restarts, find_reachable
+from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
 from speechdp.launching.subcommands import check_ranks
 from speechdp.launching.submit import check_command, check_pause
 from speechdp.launching.supervise import JobEnd, StopPolicy, SupervisorStop, noted_signals, run_job
+from speechdp.launching.variables import (
+    FOLDER,
+    HOSTFILE,
+    HOSTS,
+    LAUNCH,
+    RESTART_REASON,
+    RESUME,
+    TERMINAL,
+)
 from speechdp.options.shown import BATCH_JOB_OR_HERE, shown
 from speechdp.ownership.claimant import START_VARIABLE
 from speechdp.process.output import STDERR, is_read, losses_noted_in
@@ -331,12 +339,12 @@ def _judge(end: JobEnd, restarts: Restarts) -> Verdict:
     result = verdict(end, restarts.target)
     if not restarts.is_script:
         return result
-    folder = os.environ.get(FOLDER_VARIABLE)
+    folder = os.environ.get(FOLDER)
     goes_on = how_a_script_goes_on(
         end,
         result.exit_code,
         Path(folder) if folder else None,
-        may_begin_anew=os.environ.get(RESUME_VARIABLE) == "1",
+        may_begin_anew=os.environ.get(RESUME) == "1",
     )
     return replace(result, advice=result.advice + goes_on)
 
@@ -390,17 +398,17 @@ class _Starter:
         # Packed otherwise after a fault, ranks must not compute otherwise: sums would round differently.
         if "OMP_NUM_THREADS" in environment:
             self._environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
-        environment["SPEECHDP_TERMINAL"] = describe_terminal()
+        environment[TERMINAL] = describe_terminal()
         # By this a further start knows whose place it takes in the folder that the one before has owned.
         if self._starts:
             environment[START_VARIABLE] = f"{self._name}:{self._starts}"
         if reason:
-            environment["SPEECHDP_RESTART_REASON"] = reason
+            environment[RESTART_REASON] = reason
         if reason or (options.requeue and self._place.is_started_again):
-            environment[RESUME_VARIABLE] = "1"
-        environment["SPEECHDP_HOSTFILE"] = self._place.hostfile.source
-        environment["SPEECHDP_HOSTS"] = job.host_list
-        environment["SPEECHDP_LAUNCH"] = json.dumps(["speechdp", *sys.argv[1:]])
+            environment[RESUME] = "1"
+        environment[HOSTFILE] = self._place.hostfile.source
+        environment[HOSTS] = job.host_list
+        environment[LAUNCH] = json.dumps(["speechdp", *sys.argv[1:]])
         if self._horovodrun is not None:
             program = (sys.executable, str(self._horovodrun))
             argv = horovodrun_command(job, program, options.controller, self._mpi)

@@ -21,6 +21,7 @@ from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, SpeechDPError
 from speechdp.files import cannot_be_used
 from speechdp.process.ending import Ended, describe_end, end_by_exception, leave
+from speechdp.process.notices import tell
 from speechdp.process.output import STDERR, is_read, keep_standard_streams, lost_output
 from speechdp.process.shortage import shortage
 from speechdp.process.utf8 import use_utf8
@@ -201,7 +202,7 @@ def _told_of_lost_output(exit_code: int) -> int:
     if reader_has_gone:  # `speechdp ... | head`
         return _BROKEN_PIPE
     if is_read(STDERR):
-        print(f"speechdp: {text}; free some space there, or send it elsewhere", file=sys.stderr)
+        tell(f"{text}; free some space there, or send it elsewhere")
     return exit_codes.FAILED
 
 
@@ -216,7 +217,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if name not in SUBCOMMANDS:
         meant = did_you_mean(name, SUBCOMMANDS)
-        print(f"speechdp: unknown command {name!r}{meant}\n\n{_overview()}", file=sys.stderr)
+        tell(f"unknown command {name!r}{meant}\n\n{_overview()}")
         return exit_codes.USAGE
     # OpenMP's threads spin while they wait: beside another busy process a rank would crawl.  Read by torch.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -244,7 +245,7 @@ def run(arguments: Sequence[str]) -> int:
         text, exit_code = line, exit_codes.CRASHED
     else:
         return exit_code
-    print(f"speechdp: {text}", file=sys.stderr)
+    tell(text)
     return exit_code
 
 
@@ -371,7 +372,7 @@ def check_forwarded(arguments: Sequence[str]) -> Any:
         script = "to start a script, write python before it: -- python SCRIPT"
         meant = did_you_mean(name, SUBCOMMANDS)
         known = "speechdp --help lists them"
-        print(f"speechdp: unknown command {name!r}{meant or f'; {known}'}; {script}", file=sys.stderr)
+        tell(f"unknown command {name!r}{meant or f'; {known}'}; {script}")
         raise SystemExit(exit_codes.USAGE)
     command = parse(name, rest)
     if isinstance(command, _CheckedBefore):

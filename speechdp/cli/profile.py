@@ -12,7 +12,6 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.cli.support.script_options import (
-    FEEDERS_ON_ONE_MACHINE,
     OutFolder,
     StartsJobs,
     check_new,
@@ -21,12 +20,10 @@ from speechdp.cli.support.script_options import (
     owned_folder,
     say_how_many_failed,
 )
-from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import BATCH_JOB_OR_HERE, heading, shown
 
 if TYPE_CHECKING:
-    from speechdp.experiments.jobs import JobStarter
     from speechdp.experiments.profile.jobs import ProfileRequest
     from speechdp.experiments.profile.plan import ProfilePlan
     from speechdp.experiments.profile.record import Settings
@@ -102,12 +99,16 @@ class ProfileCommand(StartsJobs):
         from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
         from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
         from speechdp.experiments.profile.jobs import LOGS, Profiler  # noqa: PLC0415
-        from speechdp.experiments.profile.record import STRONG  # noqa: PLC0415
+        from speechdp.experiments.profile.record import STRONG, threads_before  # noqa: PLC0415
         from speechdp.experiments.record import FAILED  # noqa: PLC0415
         from speechdp.ownership.overwrite import PROFILE  # noqa: PLC0415
 
         check_new(self.options, self.out_dir, PROFILE)
-        request, starter = self._request(self._plan()), self._starter()
+        plan = self._plan()
+        before = None if self.overwrite else threads_before(self.out_dir)
+        starter = self.starter("profile", max(plan.ranks), before, self.options.loading.feeders)
+        assert starter.threads is not None  # a starter of commands always says
+        request = self._request(plan, starter.threads)
         check_precision(self.data, self.options, on_this_machine=starter.starts_here)
         say = line_printer(make_console())
         profiler = Profiler(request, starter, say)
@@ -143,7 +144,7 @@ class ProfileCommand(StartsJobs):
             poster_iterations=self.poster_iterations,
         )
 
-    def _request(self, plan: ProfilePlan) -> ProfileRequest:
+    def _request(self, plan: ProfilePlan, threads: int) -> ProfileRequest:
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
         from speechdp.experiments.profile.jobs import ProfileRequest  # noqa: PLC0415
         from speechdp.train.models import check_task  # noqa: PLC0415
@@ -153,11 +154,9 @@ class ProfileCommand(StartsJobs):
         for split in (self.options.train_split, self.options.held_out):
             dataset.shard_paths(split)
         jobs = plan.jobs(self.options)
-        if not self.hosts.are_counted_here and self.options.loading.feeders:
-            raise ConfigError(f"--feeders: profile {FEEDERS_ON_ONE_MACHINE}")
-        return ProfileRequest(self.data, self.out_dir, jobs, self._settings(plan, dataset.checksum))
+        return ProfileRequest(self.data, self.out_dir, jobs, self._settings(plan, dataset.checksum, threads))
 
-    def _settings(self, plan: ProfilePlan, checksum: str) -> Settings:
+    def _settings(self, plan: ProfilePlan, checksum: str, threads: int) -> Settings:
         from speechdp.experiments.profile.notes import notes_on  # noqa: PLC0415
         from speechdp.experiments.profile.plan import batch_of_rank  # noqa: PLC0415
         from speechdp.experiments.profile.record import Settings  # noqa: PLC0415
@@ -177,20 +176,7 @@ class ProfileCommand(StartsJobs):
             machine=f"{platform.system()} {platform.machine()}",
             cores=available_cores(),
             command=("speechdp", *sys.argv[1:]),
-            threads=self._num_threads(),
+            threads=threads,
             notes=tuple(notes_on(plan, options, on_this_machine=self.hosts.are_counted_here)),
             options={**options.to_json(), "data": checksum},
         )
-
-    def _starter(self) -> JobStarter:
-        from speechdp.cli.support.starting import make_starter  # noqa: PLC0415
-
-        return make_starter("profile", self.launch_args, self.hosts, self._num_threads())
-
-    def _num_threads(self) -> int:
-        from speechdp.cli.support.starting import threads_of_a_rank  # noqa: PLC0415
-        from speechdp.experiments.profile.record import threads_before  # noqa: PLC0415
-
-        most_ranks = self.options.loading.feeders + max(self._plan().ranks)
-        before = None if self.overwrite else threads_before(self.out_dir)
-        return threads_of_a_rank(self.threads, most_ranks, self.hosts, before)

@@ -112,17 +112,15 @@ class SweepCommand:
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.support.distributed import reporter_maker  # noqa: PLC0415
         from speechdp.experiments.sweep.training import check_sweep, names_of, run_sweep  # noqa: PLC0415
+        from speechdp.launching.variables import RESTART_REASON  # noqa: PLC0415
         from speechdp.options.targets import tell_of_spread_targets  # noqa: PLC0415
-        from speechdp.ownership.overwrite import SWEEP, check_kind, check_overwrite, empty  # noqa: PLC0415
+        from speechdp.ownership.overwrite import SWEEP, empty  # noqa: PLC0415
         from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
-        from speechdp.train.origin import RESTART_REASON  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
 
         comm, plan = session.comm, self._plan()
-        if comm.rank == 0 and self.overwrite:
-            check_overwrite(self.out_dir, SWEEP, inputs_of(self.data, self.options))
-        elif comm.rank == 0:
-            check_kind(self.out_dir, SWEEP)
+        if comm.rank == 0:
+            OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options)).check(SWEEP)
         restarted = bool(os.environ.get(RESTART_REASON))
         check_sweep(session, self.options, plan, self.out_dir, overwrite=self.overwrite, restarted=restarted)
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,6 +14,7 @@ from speechdp.cli.decode import GrammarName
 from speechdp.cli.support.outputs import output_file
 from speechdp.errors import ConfigError
 from speechdp.options.shown import shown
+from speechdp.process.notices import tell
 
 if TYPE_CHECKING:
     import torch
@@ -218,5 +218,5 @@ class SynthesizeCommand:
         grammar = grammar_of(listener.dataset) if self.grammar == "auto" else Grammar(self.grammar)
         earlier = earlier_weights(self.recogniser, grammar)
         if earlier.line:
-            print(f"speechdp: {earlier.line}", file=sys.stderr, flush=True)
+            tell(earlier.line)
         return dataclasses.replace(listener, weights=earlier.weights)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from speechdp import exit_codes
-from speechdp.cli.support.script_options import inputs_of
+from speechdp.cli.support.script_options import OutFolder, inputs_of
 from speechdp.errors import ConfigError, ShardError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
-from speechdp.ownership.overwrite import RUN, FolderKind, check_kind, check_overwrite, empty
+from speechdp.ownership.overwrite import RUN, empty
 
 if TYPE_CHECKING:
     from speechdp.process.ending import Stopped
@@ -68,7 +68,7 @@ class TrainCommand:
         from speechdp.train.realign import check_overwriting, train_with_realignment  # noqa: PLC0415
 
         if session.comm.rank == 0:
-            check_run_folder(self.run_dir, RUN, self.data, self.options, overwrite=self.overwrite)
+            OutFolder(self.run_dir, self.overwrite, inputs_of(self.data, self.options)).check(RUN)
         if self.overwrite:
             check_overwriting(session, self.options, self.run_dir)
             check_shards(session, self.options)
@@ -123,24 +123,3 @@ class TrainCommand:
             reached = f"stopped as requested: --pause-at {self.pause_at} is reached"
             return f"{reached}; give a later --pause-at, or none, and {resume} to continue"
         return f"stopped as requested; the same command with {resume} continues"
-
-
-def check_run_folder(
-    folder: Path, kind: FolderKind, data: Path, options: TrainOptions, *, overwrite: bool
-) -> None:
-    """Refuse a folder of another command, or that --overwrite must not delete, before anything is done.
-
-    Args:
-        folder: of the run or sweep.
-        kind: which of both.
-        data: the data directory to train on.
-        options: of the training.
-        overwrite: the folder is to be emptied.
-
-    Raises:
-        ConfigError: it holds something else, what is to be read lies in it, or this user may not delete it.
-    """
-    if overwrite:
-        check_overwrite(folder, kind, inputs_of(data, options))
-    else:
-        check_kind(folder, kind)

@@ -16,6 +16,7 @@ from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptions
 from speechdp.options.shown import heading, shown
+from speechdp.process.notices import tell, warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -86,17 +87,17 @@ class TranscribeCommand:
         graph = KeptGraph(self.run_dir / GRAPH_FOLDER)
         transcriber = Transcriber(trained, kept, self._options(kept), self.longest, graph)
         if transcriber.remark:
-            print(f"speechdp: warning: {transcriber.remark}", file=sys.stderr)
+            warn(transcriber.remark)
         done = _Done(kept.sampling_rate)
         with growing_files(list(outputs), "recording") as add:
             for name, path in recordings.items():
                 try:
                     found = transcriber.transcribe(path, name)
                 except ConfigError as error:  # one bad file of many does not cost the others
-                    print(f"speechdp: {error}", file=sys.stderr)
+                    tell(str(error))
                     continue
                 for remark in done.count(found, path, probe(path).sampling_rate):
-                    print(f"speechdp: {remark}", file=sys.stderr)
+                    tell(remark)
                 if printed is not None:
                     print(printed(found), end="", flush=True)
                 add([text_of(found) for text_of in outputs.values()])
@@ -162,7 +163,7 @@ class TranscribeCommand:
 
         earlier = self.search.earlier_weights(self.run_dir, grammar_of(kept))
         if earlier.line:
-            print(f"speechdp: {earlier.line}", file=sys.stderr)
+            tell(earlier.line)
         return self.search.with_weights(earlier.weights).decoding()
 
     def _recordings(self) -> dict[str, Path]:

@@ -13,7 +13,6 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.cli.support.script_options import (
-    FEEDERS_ON_ONE_MACHINE,
     OutFolder,
     ScriptOptions,
     StartsJobs,
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from speechdp.cli.support.starting import JobHosts
     from speechdp.experiments.compare.own_training import CompareRequest
     from speechdp.experiments.compare.script_training import UserScript
-    from speechdp.experiments.jobs import JobStarter
     from speechdp.experiments.tune.jobs import TunedJobs
     from speechdp.experiments.tune.plan import Setting
     from speechdp.experiments.tune.search import TuneRequest
@@ -203,7 +201,8 @@ class TuneCommand(StartsJobs):
         ranks = self._ranks()
         check_new(self.options, self.out_dir, TUNE)
         compared = self._compared(ranks)
-        request, starter = self._request(compared, ranks), self._starter(ranks)
+        request = self._request(compared, ranks)
+        starter = self.starter("tune", ranks, feeders=self.options.loading.feeders)
         here = starter.starts_here
         if self.search.overwrite:
             check_training(self.data, self.options, self.out_dir, on_this_machine=here)
@@ -315,15 +314,6 @@ class TuneCommand(StartsJobs):
         if not self.batch_sizes:
             return None
         return () if self.batch_sizes == "none" else whole_numbers("batch-sizes", self.batch_sizes, least=1)
-
-    def _starter(self, ranks: int) -> JobStarter:
-        from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
-
-        feeders = self.options.loading.feeders
-        if feeders and not self.hosts.are_counted_here:
-            raise ConfigError(f"--feeders: tune {FEEDERS_ON_ONE_MACHINE}")
-        threads = threads_of_a_rank(self.threads, ranks + feeders, self.hosts)
-        return make_starter("tune", self.launch_args, self.hosts, threads)
 
 
 @dataclass(frozen=True)

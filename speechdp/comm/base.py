@@ -27,6 +27,15 @@ class ReduceOp(Enum):
     MAX = "max"
     MIN = "min"
 
+    def combine(self, total: Tensor, part: Tensor) -> None:
+        """Combine a rank's values into those of others, in place."""
+        if self is ReduceOp.SUM:
+            total += part
+        elif self is ReduceOp.MAX:
+            torch.maximum(total, part, out=total)
+        else:
+            torch.minimum(total, part, out=total)
+
 
 class Work(ABC):
     """An exchange in progress.  The tensor must not be touched before `wait` returns."""

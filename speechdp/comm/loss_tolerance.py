@@ -67,7 +67,7 @@ class Star:
 
         def take(rank: int) -> int:
             self._peers.recv(part, rank, tag=_PART)
-            _combine(x, part, op)
+            op.combine(x, part)
             return 0
 
         self._gather([x], take)
@@ -167,15 +167,6 @@ def _present(numbers: Tensor) -> tuple[int, ...]:
 
 def _bytes(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
-
-
-def _combine(x: Tensor, part: Tensor, op: ReduceOp) -> None:
-    if op is ReduceOp.SUM:
-        x += part
-    elif op is ReduceOp.MAX:
-        torch.maximum(x, part, out=x)
-    else:
-        torch.minimum(x, part, out=x)
 
 
 def in_shares(comm: Communicator, work: Callable[[int, int], T]) -> T:

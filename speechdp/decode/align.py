@@ -26,7 +26,7 @@ Scorer = Callable[[Iterable[FloatArray]], Iterable[tuple[int, FloatArray]]]
 #: States of the graphs that are kept, 200 bytes each: those of some 10,000 short transcripts.
 _MAX_KEPT_STATES = 500_000
 # A transcript's graph is small, so a beam that is practically exact costs little.
-_DEFAULT_SEARCH = SearchOptions(beam=200.0)
+_SEARCH = SearchOptions(beam=200.0)
 
 
 class Aligner:
@@ -38,9 +38,8 @@ class Aligner:
         num_failed: other utterances so far for which no path was found.
     """
 
-    def __init__(self, transducer: LexiconTransducer, options: SearchOptions = _DEFAULT_SEARCH) -> None:
+    def __init__(self, transducer: LexiconTransducer) -> None:
         self._transducer = transducer
-        self._options = options
         self._searchers: OrderedDict[tuple[str, ...], tuple[Searcher, int]] = OrderedDict()
         self._num_kept_states = 0
         self.num_too_short = self.num_unknown = self.num_failed = 0
@@ -75,7 +74,7 @@ class Aligner:
         if words not in self._searchers:
             ids = word_ids_of(words, self._transducer.word_ids)
             graph = self._transducer.compose(transcript(ids), dict.fromkeys(words))
-            self._searchers[words] = Searcher(graph, self._options), graph.num_states
+            self._searchers[words] = Searcher(graph, _SEARCH), graph.num_states
             self._num_kept_states += graph.num_states
             while self._num_kept_states > _MAX_KEPT_STATES and len(self._searchers) > 1:
                 _, (_, num_states) = self._searchers.popitem(last=False)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -92,9 +91,7 @@ def write_posteriors(
     for path in filter(None, (options.archive, options.scp)):
         if not path.absolute().parent.is_dir() or path.is_dir():
             raise ConfigError(f"{path}: cannot be written there; give a file in a folder that exists")
-    with ExitStack() as stack:
-        num_shards = len(dataset.shard_paths(options.split))
-        shards = [stack.enter_context(dataset.open_shard(options.split, i)) for i in range(num_shards)]
+    with dataset.open_shards(options.split) as shards:
         owned = _sorted_utterances(shards)
         starts: list[tuple[str, int]] = []
         num_frames = 0

@@ -45,7 +45,7 @@ Normalise = Literal["utterance", "speaker"]
 
 
 class TrainedModel(Protocol):
-    """What decoding needs of `speechdp.checkpoint.state.LoadedModel`."""
+    """What decoding needs of `speechdp.tasks.model_file.LoadedModel`."""
 
     @property
     def model(self) -> torch.nn.Module:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from speechdp.comm.base import Communicator
 from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER
 from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.shard import Shard
 from speechdp.data.signal.features import shift_s
 from speechdp.data.transforms.moments import Moments, moments_by_speaker, sums_of
 from speechdp.data.transforms.preprocess import InputOptions, Preprocessor, inputs_of
@@ -58,9 +59,7 @@ class SpokenSplit:
         own: those of this rank, each given by its shard and its place there.
     """
 
-    def __init__(self, dataset: Dataset, split: str, comm: Communicator, stack: ExitStack) -> None:
-        num_shards = len(dataset.shard_paths(split))
-        shards = [stack.enter_context(dataset.open_shard(split, i)) for i in range(num_shards)]
+    def __init__(self, dataset: Dataset, split: str, shards: Sequence[Shard], comm: Communicator) -> None:
         self.transcripts = [text.split() for shard in shards for text in shard.texts]
         if not any(self.transcripts):
             remedy = "recognise its recordings with speechdp transcribe RUN FILES"
@@ -82,8 +81,8 @@ class SpokenSplit:
             ConfigError: the split has no reference words.
             ShardError: no such split, or a shard is damaged.
         """
-        with ExitStack() as stack:
-            yield cls(dataset, split, comm, stack)
+        with dataset.open_shards(split) as shards:
+            yield cls(dataset, split, shards, comm)
 
     def features(self, inputs: InputOptions, normalise: Normalise = "utterance") -> Iterator[FloatArray]:
         """Return what the network sees of each own utterance, (T, F), one by one.  Collective.

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from speechdp.decode.paired import INTERVAL, drawn_rates
 
+#: Samples that an interval is drawn by, and the seed of drawing.
+_RESAMPLES, _SEED = 1000, 1
 ErrorKind = Literal["substitution", "deletion", "insertion"]
 
 
@@ -136,9 +138,7 @@ def oracle_of(reference: str, candidates: Sequence[str]) -> str:
     return candidates[int(errors.argmin())]
 
 
-def word_error_rate(
-    references: Sequence[str], hypotheses: Sequence[str], *, num_resamples: int = 1000, seed: int = 1
-) -> WerResult:
+def word_error_rate(references: Sequence[str], hypotheses: Sequence[str]) -> WerResult:
     """Compute word and sentence error rate and their 95 % intervals over utterances.
 
     An interval is the percentile bootstrap: utterances are drawn with replacement, and errors and
@@ -150,10 +150,8 @@ def word_error_rate(
 
     Args:
         references, hypotheses: one string of words an utterance, in the same order; both may be empty.
-        num_resamples: bootstrap samples.
-        seed: of the bootstrap.
     """
-    return _result(count_errors(references, hypotheses), num_resamples, seed)
+    return _result(count_errors(references, hypotheses))
 
 
 def errors_by_group(
@@ -171,13 +169,13 @@ def errors_by_group(
     return dict(sorted(spoken.items(), key=lambda item: -item[1].wer))
 
 
-def _result(counts: NDArray[np.int64], num_resamples: int = 1000, seed: int = 1) -> WerResult:
+def _result(counts: NDArray[np.int64]) -> WerResult:
     """Sum up errors of utterances, (U, 4) as `count_errors` gives them."""
     insertions, deletions, substitutions, words = (int(n) for n in counts.sum(axis=0))
     errors = counts[:, :3].sum(axis=1)
     wrong = (errors > 0).astype(np.int64)
-    low, high = _interval(errors, counts[:, 3], num_resamples, seed)
-    ser_low, ser_high = _interval(wrong, np.ones_like(wrong), num_resamples, seed)
+    low, high = rate_interval(errors, counts[:, 3])
+    ser_low, ser_high = rate_interval(wrong, np.ones_like(wrong))
     return WerResult(
         utterances=len(counts),
         words=words,
@@ -194,14 +192,18 @@ def _result(counts: NDArray[np.int64], num_resamples: int = 1000, seed: int = 1)
     )
 
 
-def _interval(
-    errors: NDArray[np.int64], words: NDArray[np.int64], num_resamples: int, seed: int
-) -> tuple[float, float]:
+def rate_interval(errors: NDArray[np.integer | np.floating], words: NDArray[np.int64]) -> tuple[float, float]:
+    """Return the 95 % interval of the sum of errors over that of words: the bootstrap of `word_error_rate`.
+
+    Args:
+        errors: of each utterance.  (U,)
+        words: of each; ones: the interval is that of the mean of `errors`.  (U,)
+    """
     total = int(words.sum())
     if total == 0:
         wer = _ratio(int(errors.sum()), total)
         return wer, wer
-    rates = drawn_rates(errors, words, num_resamples, np.random.default_rng(seed))
+    rates = drawn_rates(errors, words, _RESAMPLES, np.random.default_rng(_SEED))
     low, high = np.percentile(rates, INTERVAL)
     return float(low), float(high)
 

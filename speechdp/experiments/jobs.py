@@ -1,4 +1,4 @@
-"""Start the jobs of a comparison, one after another: train a run, decode it, say what went wrong."""
+"""Start the jobs of an experiment, one after another, and say what went wrong."""
 
 from __future__ import annotations
 

@@ -34,6 +34,14 @@ def write_json(path: Path, content: Any) -> None:
         raise RunError(cannot_be_written(path, error)) from error
 
 
+def delete_file(path: Path) -> None:
+    """Delete a file, if it is there.  Raises RunError (disk)."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise RunError(cannot_be_written(path, error)) from error
+
+
 @contextmanager
 def reading(path: Path, then: str) -> Iterator[None]:
     """Say of what fails in the block that a record cannot be read or is damaged.

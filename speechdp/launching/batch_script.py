@@ -68,6 +68,7 @@ class Resources:
 
     @property
     def time_s(self) -> int:
+        """The limit in s.  Raises ConfigError: it is not written so."""
         match = _TIME.fullmatch(self.time)
         if match is None:
             raise ConfigError(

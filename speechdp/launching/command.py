@@ -77,6 +77,7 @@ class LaunchJob:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks on all hosts."""
         return sum(host.slots for host in self.hosts)
 
     @property

@@ -18,8 +18,6 @@ from speechdp.launching.supervise import JobEnd
 
 #: Subcommands that leave a completion marker, and how they name their two folders.
 _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
-#: Names a script's folder in place of the script: the only one that is known here.
-FOLDER_VARIABLE = "SPEECHDP_FOLDER"
 _CONTINUES = (
     "the same command continues if the script saves and loads checkpoints (docs/api.md), and else begins anew"
 )
@@ -112,7 +110,7 @@ def how_a_script_goes_on(
     Args:
         end: of the job.
         exit_code: of the launch.
-        folder: that FOLDER_VARIABLE names; None: the script's own, which is not known here.
+        folder: that SPEECHDP_FOLDER names; None: the script's own, which is not known here.
         may_begin_anew: it begins again in its folder as it is, as runs of an experiment do.
     """
     is_stopped = end.stop_signal is not None and exit_code in (exit_codes.STOPPED, 128 + end.stop_signal)

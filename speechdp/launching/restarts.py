@@ -20,10 +20,6 @@ from speechdp.launching.outcome import Target, has_tried_all, last_checkpoint
 from speechdp.launching.processes import descendants, kill
 from speechdp.launching.supervise import JobEnd
 
-#: `1` tells a user's script that it is started again: a run in its folder that is unfinished, or of an
-#: earlier start of the job, is gone on with, or begun anew where the script has loaded no state, instead of
-#: refused.
-RESUME_VARIABLE = "SPEECHDP_RESUME"
 #: Faults that another start, over other hosts, may escape.
 _FAULTS_OF_HOSTS = ("killed", "host lost", "not reached", "no program", "no folder")
 #: Exit codes after which nobody wants another start, and nothing is to be said about that.

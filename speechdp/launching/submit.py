@@ -19,6 +19,7 @@ from speechdp.launching.command import check_script, is_script
 from speechdp.launching.forwarded_options import has_option
 from speechdp.launching.outcome import find_target
 from speechdp.launching.subcommands import STARTS_JOBS
+from speechdp.launching.variables import PAUSE
 
 _SUFFIX: dict[Scheduler, str] = {"slurm": "sbatch", "lsf": "bsub", "pbs": "qsub", "sge": "qsub"}
 _PROGRAM: dict[Scheduler, tuple[str, ...]] = {
@@ -41,8 +42,6 @@ _JOB_ID: dict[Scheduler, re.Pattern[str]] = {
 _REPLACED_IN_FOLDER: dict[Scheduler, str] = {"slurm": "%\\", "sge": "$"}
 _SUBMIT_TIMEOUT_S = 120
 _RESUME = ("--resume", "--no-resume")
-#: Where a script is told at which step to stop (parallel/stop.py).
-_PAUSE_VARIABLE = "SPEECHDP_PAUSE_AT"
 #: Commands whose --overwrite deletes the run that a job started again would go on with.
 _DELETES_RUN = ("train", "sweep")
 
@@ -54,7 +53,6 @@ class Submission:
     Attributes:
         path: absolute path of the script.
         argv: of the batch system's program.
-        reads_stdin: the program reads the script from there (bsub).
     """
 
     scheduler: Scheduler
@@ -63,6 +61,7 @@ class Submission:
 
     @property
     def reads_stdin(self) -> bool:
+        """Whether the program reads the script from there (bsub)."""
         return self.scheduler == "lsf"
 
     @property
@@ -174,8 +173,8 @@ def check_pause(command: Sequence[str], *, is_script: bool) -> None:
     """
     given, remedy = "", "leave it out"
     if is_script:
-        step = os.environ.get(_PAUSE_VARIABLE)
-        given, remedy = f"{_PAUSE_VARIABLE}={step}" if step else "", "unset it"
+        step = os.environ.get(PAUSE)
+        given, remedy = f"{PAUSE}={step}" if step else "", "unset it"
     elif has_option(command, "--pause-at"):
         given = "--pause-at"
     if given:

@@ -104,6 +104,7 @@ class SupervisorStop:
     clock: Callable[[], float] = time.monotonic
 
     def note(self, signum: int, _frame: FrameType | None) -> None:
+        """Note a signal; this is the handler of all of them."""
         if not self.signals:
             self.since = self.clock()
         elif self.again is None and signum in _URGENT_SIGNALS and self.clock() - self.since >= _AT_ONCE_S:

@@ -216,6 +216,15 @@ class TrainOptions:
             tied_states=None,
         )
 
+    def with_setting(self, strategy: StrategyChoice, batch_size: int = 0) -> TrainOptions:
+        """Return the options with another strategy, and another batch of a rank.
+
+        Args:
+            batch_size: segments; 0: the batch stays as it is.
+        """
+        batch = dataclasses.replace(self.batch, batch_size=batch_size) if batch_size else self.batch
+        return dataclasses.replace(self, strategy=strategy, batch=batch)
+
     def on_alignments(self, alignments: Path | None) -> TrainOptions:
         """Return the options of a run that trains on these targets and makes none itself."""
         return dataclasses.replace(

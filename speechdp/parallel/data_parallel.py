@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from speechdp.comm.base import Communicator, Work
 from speechdp.comm.calls import Calls
 from speechdp.errors import ConfigError, DivergedError, RunError, one_line
+from speechdp.launching.variables import FOLDER
 from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
 from speechdp.parallel.joined_batches import BatchJoiner
 from speechdp.parallel.registry import describe, parse_strategy
@@ -32,7 +33,7 @@ from speechdp.parallel.script_checks import (
     note_left_out,
     of_same_model,
 )
-from speechdp.parallel.script_folder import FOLDER, OWN_STATE, ScriptFolder, write_tensors
+from speechdp.parallel.script_folder import OWN_STATE, ScriptFolder, write_tensors
 from speechdp.parallel.stop import Pause, StopWatch
 from speechdp.parallel.strategy import Progress, Strategy
 from speechdp.parallel.training_step import DivergenceWatch, TrainingStep, given_for_loss

@@ -32,8 +32,7 @@ from speechdp.files import (
     is_of_disk,
     no_memory_to_read,
 )
-from speechdp.launching.outcome import FOLDER_VARIABLE
-from speechdp.launching.restarts import RESUME_VARIABLE
+from speechdp.launching.variables import FOLDER, RESUME
 from speechdp.ownership.claimant import START_VARIABLE
 from speechdp.ownership.owner import FolderOwner
 from speechdp.parallel.run_files import RunDirectory
@@ -41,8 +40,6 @@ from speechdp.process.notices import warn
 from speechdp.timing.gather import write_timing
 from speechdp.timing.gpu import gpu_facts
 
-#: Names the folder in place of the script.
-FOLDER = FOLDER_VARIABLE
 #: What to do with a state in a file of the script's, where an experiment runs the script several times.
 OWN_STATE = (
     "keep states in run.folder: each run of compare, sweep and tune has one of its own, any other file is "
@@ -180,14 +177,14 @@ class ScriptFolder:
         # An earlier start of the same job may have failed in what follows the training.
         is_of_job = self._record.launch() == _launch() != ""
         may_clear = not is_own and (is_of_job or not self._record.is_complete)
-        is_meant = self._has_looked or os.environ.get(RESUME_VARIABLE) == "1"
+        is_meant = self._has_looked or os.environ.get(RESUME) == "1"
         if not self._record.is_begun or (is_meant and may_clear):
             return None
         return f"{folder}: already holds a run, without checkpoints; {other}, or remove it"
 
     def once_removed(self) -> str:
         """Return what must be done before a script that has saved nothing can take its steps again, or ""."""
-        may_begin = self._goes_on or self._has_looked or os.environ.get(RESUME_VARIABLE) == "1"
+        may_begin = self._goes_on or self._has_looked or os.environ.get(RESUME) == "1"
         if self.path is None or may_begin:
             return ""
         return f", once {self.path} is removed"

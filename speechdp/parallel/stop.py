@@ -17,13 +17,12 @@ import torch
 
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.errors import ConfigError
+from speechdp.launching.variables import PAUSE
 from speechdp.process.notices import warn
 from speechdp.process.output import STDERR
 
 #: Seconds between two agreements on whether to stop.
 _INTERVAL_S = 1.0
-#: Where a script is told to stop, to be continued later: `STEP`, or `evaluation:STEP`; or is cut: `cut:STEP`.
-PAUSE = "SPEECHDP_PAUSE_AT"
 _EVALUATION, _CUT = "evaluation:", "cut:"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ON_INTERRUPT = b"\nspeechdp: interrupted: ends as soon as it can be gone on with; Ctrl-C again: at once\n"

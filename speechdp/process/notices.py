@@ -1,4 +1,4 @@
-"""Notices of problems that do not end a run: in RUN/notices.txt, or a line on stderr."""
+"""Lines on stderr, and notices of problems that do not end a run, in RUN/notices.txt."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ FILE_NAME = "notices.txt"
 #: How a line on stderr begins that tells of no failure.
 WARNING = "speechdp: warning: "
 _RECORDS = ("run.json", "sweep.json")
+
+
+def tell(text: str) -> None:
+    """Print a line to stderr."""
+    print(f"speechdp: {text}", file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:

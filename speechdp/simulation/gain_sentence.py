@@ -27,7 +27,7 @@ def gain_sentence(run: RunResult, label: str, others: Sequence[RunResult] = ()) 
         others: runs that the reader sees beside it.  Where one that is finished averages less often, what
             that brings was measured, and no longer period is proposed.
     """
-    if run.status != "complete" or run.timing is None:
+    if not run.completed or run.timing is None:
         return ""
     if max(rank.steps for rank in run.timing.ranks) < LEAST_STEPS:  # known without reading timelines
         return ""
@@ -37,7 +37,7 @@ def gain_sentence(run: RunResult, label: str, others: Sequence[RunResult] = ()) 
         return ""
     from speechdp.simulation.gains import gains_of  # noqa: PLC0415 (torch, for a part of all reports)
 
-    was_tried = any(other.status == "complete" and _averages_less(other, run) for other in others)
+    was_tried = any(other.completed and _averages_less(other, run) for other in others)
     notable = [
         gain
         for gain in gains_of(measured)

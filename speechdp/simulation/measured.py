@@ -155,7 +155,7 @@ def read_measured(folder: Path) -> MeasuredFolder:
             return MeasuredFolder((measured_run(results[0]),))
         runs = []
         for result in results:
-            if result.status != "complete":
+            if not result.completed:
                 continue
             try:
                 runs.append(measured_run(result))
@@ -187,7 +187,7 @@ def measured_run(
         ConfigError: it has not finished, or files of it are missing; the message names them.
     """
     path, timing, settings = result.path, result.timing, result.settings
-    if result.status != "complete" and not (may_have_paused and timing is not None):
+    if not result.completed and not (may_have_paused and timing is not None):
         raise ConfigError(
             f"{path}: has not finished (no completed.json); continue it with --resume, then simulate"
         )

@@ -6,7 +6,6 @@ Legend: T frames, M mel bins, L linear bins, S symbols (or samples, of sound).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -115,9 +114,7 @@ def evaluate_split(
         RunError: the model gives NaN, or the disk refuses.
     """
     check_data(dataset, synthesiser.loaded)
-    with ExitStack() as stack:
-        num_shards = len(dataset.shard_paths(request.split))
-        shards = [stack.enter_context(dataset.open_shard(request.split, i)) for i in range(num_shards)]
+    with dataset.open_shards(request.split) as shards:
         everything = [(shard, i) for shard in shards for i in range(shard.num_utterances)]
         owners = [everything[i] for i in spread(len(everything), request.max_utterances)]
         if not owners:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from speechdp.decode.wer import WerResult
+from speechdp.decode.wer import WerResult, rate_interval
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written, write_text_atomically
 
@@ -27,10 +27,6 @@ SOURCES: tuple[Source, ...] = ("recorded", "copy", "synthetic")
 #: What may end an utterance; see `generate.Speech`.
 Ending = Literal["stop", "attention", "limit"]
 ENDINGS: tuple[Ending, ...] = ("stop", "attention", "limit")
-
-_NUM_RESAMPLES = 1000
-_PERCENTILES = (2.5, 97.5)
-_DRAWN_AT_ONCE = 2**20  # numbers: 8 MiB, however many utterances there are
 
 
 @dataclass(frozen=True)
@@ -78,17 +74,10 @@ class Mean:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float], seed: int = 1) -> Mean:
-        """Compute it, the interval by percentile bootstrap over utterances, as word errors have it."""
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Compute it, and its interval as that of word error rates."""
         array = np.asarray(values, dtype=np.float64)
-        rng = np.random.default_rng(seed)
-        means = np.empty(_NUM_RESAMPLES)
-        rows = max(1, _DRAWN_AT_ONCE // len(array))
-        for first in range(0, _NUM_RESAMPLES, rows):
-            block = means[first : first + rows]
-            block[:] = array[rng.integers(len(array), size=(len(block), len(array)))].mean(axis=1)
-        low, high = np.percentile(means, _PERCENTILES)
-        return cls(float(array.mean()), float(low), float(high))
+        return cls(float(array.mean()), *rate_interval(array, np.ones(len(array), dtype=np.int64)))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from speechdp.timing.timeline import Timeline
 
 TOLERANCE = 1e-9
 NUM_STEPS = 7
-_FEATURES, _CLASSES = 5, 4
+_FEATURES, _CLASSES, _SEGMENTS = 5, 4, 3
 _GENERATOR = threading.Lock()
 
 
@@ -166,14 +166,14 @@ def make_model() -> LstmAcousticModel:
         return LstmAcousticModel(_FEATURES, _CLASSES, LstmConfig(1, 8, False, bottleneck=3)).double()
 
 
-def make_batch(rank: int, step: int, *, segments: int = 3) -> Batch:
+def make_batch(rank: int, step: int) -> Batch:
     """Return a batch that depends on rank and step only; ranks have unequal numbers of frames."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     longest = 4 + rank + step % 3
-    lengths = torch.randint(2, longest + 1, (segments,), generator=generator)
+    lengths = torch.randint(2, longest + 1, (_SEGMENTS,), generator=generator)
     lengths[0] = longest
-    features = torch.randn(segments, longest, _FEATURES, generator=generator, dtype=torch.float64)
-    targets = torch.randint(_CLASSES, (segments, longest), generator=generator)
+    features = torch.randn(_SEGMENTS, longest, _FEATURES, generator=generator, dtype=torch.float64)
+    targets = torch.randint(_CLASSES, (_SEGMENTS, longest), generator=generator)
     padding = torch.arange(longest) >= lengths.unsqueeze(1)
     return Batch(
         features.masked_fill(padding.unsqueeze(2), 0),

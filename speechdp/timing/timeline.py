@@ -70,7 +70,6 @@ class Timeline:
         rank: int,
         device: torch.device,
         warmup_steps: int = 4,
-        resumed_time_s: float = 0.0,
         device_events: DeviceEvents | None = None,
     ) -> None:
         """Open the record.
@@ -80,7 +79,6 @@ class Timeline:
             rank: this rank.
             device: where the model runs; decides between the host clock and CUDA events.
             warmup_steps: steps of this process left out of `summary`.
-            resumed_time_s: training time of the run before this process, s.
             device_events: source of device time stamps; None: CUDA events, if `device` is a CUDA device.
 
         Raises:
@@ -92,7 +90,7 @@ class Timeline:
         self._device_events = device_events
         self._owner = threading.get_ident()
         self._origin_ns = perf_counter_ns()
-        self._resumed_time_s = resumed_time_s
+        self._resumed_time_s = 0.0
         # Position and time of every begin and end of a span: [index, ns, index, ns, ...].
         self._marks: list[int] = []
         self._events: list[Any] = []

@@ -10,13 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from speechdp.launching.variables import HOSTFILE, HOSTS, LAUNCH, RESTART_REASON
 from speechdp.ownership.batch_job import find_batch_job
 from speechdp.train.session import Session
 
-#: Set by `speechdp launch`: where the hosts stood, the hosts themselves, its own command line (a JSON list),
-#: and why it starts a job again.
-HOSTFILE, HOSTS, LAUNCH = "SPEECHDP_HOSTFILE", "SPEECHDP_HOSTS", "SPEECHDP_LAUNCH"
-RESTART_REASON = "SPEECHDP_RESTART_REASON"
 _GIT_TIMEOUT_S = 3.0
 _MOST_BYTES = 1 << 20
 _SETTINGS = re.compile(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from speechdp.comm.base import Communicator
+from speechdp.comm.serial import SerialCommunicator
 from speechdp.data.loading.source_options import SourceOpener
 from speechdp.data.shards.dataset import Dataset
 from speechdp.parallel.stop import StopRequest
@@ -41,3 +43,8 @@ class Session:
     def is_asked_to_stop(self) -> bool:
         """Return whether this rank has been asked to stop; the others may not know."""
         return self.stop is not None and self.stop.received is not None
+
+    def alone(self) -> Session:
+        """Return the session of this rank by itself, on rank 0: of the hosts it has the first."""
+        facts = {**self.facts, "hosts": self.facts.get("hosts", [])[:1]}
+        return dataclasses.replace(self, comm=SerialCommunicator(), facts=facts)

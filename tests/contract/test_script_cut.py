@@ -10,7 +10,8 @@ import pytest
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import ConfigError
-from speechdp.parallel.stop import PAUSE, Pause
+from speechdp.launching.variables import PAUSE
+from speechdp.parallel.stop import Pause
 from speechdp.process.ending import Paused
 from tests.helpers.own_script import NUM_STEPS, SYNCHRONOUS, Script, make_batch
 

@@ -9,6 +9,7 @@ import sys
 from rich.console import Console
 
 from speechdp.comm.environment import announced
+from speechdp.launching.variables import TERMINAL
 
 
 def make_console() -> Console:
@@ -18,7 +19,7 @@ def make_console() -> Console:
     only `speechdp launch` knows, and says so in SPEECHDP_TERMINAL ("COLUMNSxLINES", empty for none).  Names
     are printed as they are: `[bold]` in one is no markup.
     """
-    size = os.environ.get("SPEECHDP_TERMINAL")
+    size = os.environ.get(TERMINAL)
     if size is None:
         is_plain = announced() is not None or not sys.stdout.isatty()
         return _plain_console() if is_plain else Console(markup=False, emoji=False)

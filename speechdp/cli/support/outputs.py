@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from speechdp.counting import counted
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_written, check_writable, hand_over, sync, sync_name, why_no_folder
+from speechdp.process.notices import tell
 
 
 def output_file(path: Path, *, overwrite: bool) -> Path:
@@ -110,7 +110,7 @@ def _leave(partial: Path, size: int, finished: str) -> None:
     elif partial.exists():
         os.truncate(partial, size)
         advice = "move it away, or --overwrite replaces it"
-        print(f"speechdp: {partial}: holds what was finished, {finished}; {advice}", file=sys.stderr)
+        tell(f"{partial}: holds what was finished, {finished}; {advice}")
 
 
 @contextmanager

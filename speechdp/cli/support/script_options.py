@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ import tyro
 
 from speechdp.errors import ConfigError
 from speechdp.options.shown import BATCH_JOB_OR_HERE, shown
+from speechdp.process.notices import tell
 
 if TYPE_CHECKING:
     from speechdp.cli.support.starting import JobHosts
@@ -24,14 +24,9 @@ if TYPE_CHECKING:
     from speechdp.ownership.owner import FolderOwner
     from speechdp.tasks.metrics import TaskRecord
 
-#: After the command's name.
-FEEDERS_ON_ONE_MACHINE = (
-    "counts them on one machine only; leave out --hostfile, or in a batch job of several hosts --feeders"
-)
 
-
-class _WithHosts(Protocol):
-    """Options that say where jobs run."""
+class _JobOptions(Protocol):
+    """Options that say where jobs run, and with how many threads."""
 
     @property
     def hostfile(self) -> Path | None: ...
@@ -39,16 +34,51 @@ class _WithHosts(Protocol):
     @property
     def launch_args(self) -> str: ...
 
-
-class StartsJobs:
-    """What has the options `--hostfile` and `--launch-args`, and starts jobs."""
+    @property
+    def threads(self) -> int | None: ...
 
     @property
-    def hosts(self: _WithHosts) -> JobHosts:
+    def hosts(self) -> JobHosts: ...
+
+
+class StartsJobs:
+    """What has the options `--hostfile`, `--launch-args` and `--threads`, and starts jobs."""
+
+    @property
+    def hosts(self: _JobOptions) -> JobHosts:
         """Where jobs run.  Raises ConfigError: hosts that cannot be read."""
         from speechdp.cli.support.starting import hosts_of_jobs  # noqa: PLC0415 - keeps --help fast
 
         return hosts_of_jobs(self.hostfile, self.launch_args)
+
+    def starter(
+        self: _JobOptions,
+        command: str,
+        most_ranks: int,
+        threads_before: int | None = None,
+        feeders: int = 0,
+    ) -> JobStarter:
+        """Return what starts jobs.
+
+        Args:
+            command: of the user, for messages.
+            most_ranks: that train in any job.
+            threads_before: of a rank of the finished jobs that are kept; None: there are none.
+            feeders: of each job, besides.
+
+        Raises:
+            ConfigError: feeders on several machines, or as `threads_of_a_rank` and `make_starter`.
+        """
+        from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
+
+        hosts = self.hosts
+        if feeders and not hosts.are_counted_here:
+            raise ConfigError(
+                f"--feeders: {command} counts them on one machine only; leave out --hostfile, or in a batch "
+                "job of several hosts --feeders"
+            )
+        threads = threads_of_a_rank(self.threads, most_ranks + feeders, hosts, threads_before)
+        return make_starter(command, self.launch_args, hosts, threads)
 
 
 @dataclass(frozen=True)
@@ -105,19 +135,6 @@ class ScriptOptions(StartsJobs):
             return JobHosts()  # one process, which needs no slots
         return super().hosts
 
-    def starter(self, command: str, most_ranks: int, threads_before: int | None = None) -> JobStarter:
-        """Return what starts the script.
-
-        Args:
-            command: of the user, for messages.
-            most_ranks: of any run.
-            threads_before: of a rank of the finished runs that are kept; None: there are none.
-        """
-        from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
-
-        threads = threads_of_a_rank(self.threads, most_ranks, self.hosts, threads_before)
-        return make_starter(command, self.launch_args, self.hosts, threads)
-
 
 def say_how_many_failed(failed: int, runs: int, logs: Path | None, what: str = "runs") -> None:
     """Print where to look, if any run failed.
@@ -127,10 +144,9 @@ def say_how_many_failed(failed: int, runs: int, logs: Path | None, what: str = "
     """
     if failed:
         output = "" if logs is None else f", their output in {logs}"
-        print(
-            f"speechdp: {failed} of {runs} {what} failed; their messages are above{output}; "
-            "the same command tries them again",
-            file=sys.stderr,
+        tell(
+            f"{failed} of {runs} {what} failed; their messages are above{output}; the same command tries "
+            "them again"
         )
 
 
@@ -237,6 +253,22 @@ class OutFolder:
     overwrite: bool = False
     read: Mapping[str, Path | None] = field(default_factory=dict)
 
+    def check(self, kind: FolderKind) -> None:
+        """Refuse a folder of another command, or that must not be overwritten, before anything is done.
+
+        Args:
+            kind: what the command writes.
+
+        Raises:
+            ConfigError: it holds something else, or what is to be read, or may not be deleted by this user.
+        """
+        from speechdp.ownership.overwrite import check_kind, check_overwrite  # noqa: PLC0415 - fast --help
+
+        if self.overwrite:
+            check_overwrite(self.path, kind, self.read)
+        else:
+            check_kind(self.path, kind)
+
 
 @contextmanager
 def owned_folder(
@@ -250,15 +282,12 @@ def owned_folder(
         kind: what the command writes.
 
     Raises:
-        ConfigError: it is a folder of another command, or must not be overwritten.
+        ConfigError: as OutFolder.check.
     """
     from speechdp.comm.startup.folder_owner import owner_of  # noqa: PLC0415
-    from speechdp.ownership.overwrite import check_kind, check_overwrite, empty  # noqa: PLC0415
+    from speechdp.ownership.overwrite import empty  # noqa: PLC0415
 
-    if out.overwrite:
-        check_overwrite(out.path, kind, out.read)
-    else:
-        check_kind(out.path, kind)
+    out.check(kind)
     with owner_of(out.path, command, say) as owner:
         if out.overwrite and (stays := empty(owner, kind)):
             say(stays)

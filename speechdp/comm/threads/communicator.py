@@ -261,10 +261,5 @@ def _join(thread: threading.Thread, job: ThreadJob) -> None:
 def _reduce(parts: list[Tensor], op: ReduceOp) -> Tensor:
     total = parts[0].clone()
     for part in parts[1:]:
-        if op is ReduceOp.SUM:
-            total += part
-        elif op is ReduceOp.MAX:
-            torch.maximum(total, part, out=total)
-        else:
-            torch.minimum(total, part, out=total)
+        op.combine(total, part)
     return total

@@ -9,8 +9,6 @@ import heapq
 import json
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -59,8 +57,8 @@ def reshard(options: ReshardOptions, progress: Progress) -> Dataset:
     with new_data_dir(options.out, options.overwrite) as directory:
         count = _Count(progress, sum(dataset.num_utterances(split) for split in splits))
         for split in splits:
-            with _open_shards(dataset, split) as source:
-                dealt[split] = _write_split(source, split, directory, options, count)
+            with dataset.open_shards(split) as shards:
+                dealt[split] = _write_split(_Source(shards), split, directory, options, count)
         _copy_rest(dataset, directory, splits)
         _write_manifest(dataset, directory, dealt)
     return Dataset.open(options.out, just_written=True)
@@ -126,16 +124,6 @@ class _Source:
         return self.shards[number], utterance - int(self.first[number])
 
 
-@contextmanager
-def _open_shards(dataset: Dataset, split: str) -> Iterator[_Source]:
-    shards = [dataset.open_shard(split, index) for index in range(len(dataset.shard_paths(split)))]
-    try:
-        yield _Source(shards)
-    finally:
-        for shard in shards:
-            shard.close()
-
-
 def _write_split(
     source: _Source, split: str, directory: Path, options: ReshardOptions, count: _Count
 ) -> list[ShardEntry]:
@@ -177,12 +165,9 @@ def _copy_rest(dataset: Dataset, directory: Path, dealt: tuple[str, ...]) -> Non
     names = {entry.file for split in dataset.splits.values() for entry in split.shards}
     rest = [p for p in sorted(dataset.path.iterdir()) if p.is_file() and not p.name.startswith(".")]
     rest = [path for path in rest if path.name not in names | {MANIFEST_NAME}]
-    for split in dataset.split_names:
-        if split not in dealt:
-            with _open_shards(dataset, split) as source:
-                for shard in source.shards:
-                    shard.verify()
-            rest += dataset.shard_paths(split)
+    others = [split for split in dataset.split_names if split not in dealt]
+    dataset.verify(others)
+    rest += [path for split in others for path in dataset.shard_paths(split)]
     for name in (RECORDINGS_NAME, TRAIN_RECORDINGS_NAME):
         if (dataset.path / name).is_dir():
             (directory / name).mkdir()

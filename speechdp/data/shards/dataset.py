@@ -6,7 +6,8 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -235,6 +236,13 @@ class Dataset:
                 )
         return shard
 
+    @contextmanager
+    def open_shards(self, split: str) -> Iterator[list[Shard]]:
+        """Open all shards of a split for the block, as `open_shard`, in the order of data.json."""
+        with ExitStack() as stack:
+            indices = range(len(self._split(split).shards))
+            yield [stack.enter_context(self.open_shard(split, index)) for index in indices]
+
     def check_num_classes(self, path: Path, found: int) -> None:
         """Compare data.json's number of classes with that of their list at `path`.  Raises ConfigError."""
         if found != self.num_classes:
@@ -243,15 +251,20 @@ class Dataset:
                 "copy the directory again or prepare the data again"
             )
 
-    def verify(self) -> Counter[str]:
+    def verify(self, splits: Iterable[str] | None = None) -> Counter[str]:
         """Check every checksum and target of the directory; return how many shards are stored in which way.
+
+        One shard is open at a time: there may be more than a process may open files.
+
+        Args:
+            splits: to be checked; None: all.
 
         Raises:
             ShardError: the first damage.
         """
         storages: Counter[str] = Counter()
-        for name, split in self.splits.items():
-            for index in range(len(split.shards)):
+        for name in self.splits if splits is None else splits:
+            for index in range(len(self._split(name).shards)):
                 with self.open_shard(name, index) as shard:
                     shard.verify()
                     storages[shard.storage] += 1

@@ -255,7 +255,7 @@ class LexiconTransducer:
         return sum(STATES_PER_PHONE * min(map(len, v)) for v in variants)
 
     def _lexicon_fst(self, words: Iterable[str]) -> Any:
-        """Return the transducer of words, its arcs sorted by what they write; with context, it reads phones."""
+        """Return the transducer of words, its arcs sorted by those; with context, it reads phones."""
         fst = kaldifst.StdVectorFst()
         boundary, hub = fst.add_state(), fst.add_state()
         fst.start = boundary

@@ -17,11 +17,12 @@ from speechdp.experiments.compare.plan import SEQUENTIAL, ComparePlan, stretched
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.training import ComparedTraining, log_of
 from speechdp.experiments.jobs import JobStarter
-from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
+from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting, shared_training
 from speechdp.experiments.race.record import find_race, is_of
 from speechdp.options.run import TrainOptions
 from speechdp.options.targets import tell_of_spread_targets
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.run_files import RunDirectory
 from speechdp.report.runs.results import ONE_RANK
 from speechdp.train.realign import last_alignment
 
@@ -74,8 +75,7 @@ class CompareRequest:
         settings = [RaceSetting(strategy.text, strategy) for strategy in strategies]
         if 1 in self.plan.ranks:
             settings.insert(0, RaceSetting(ONE_RANK, SEQUENTIAL, alone=True))
-        shared = {key: value for key, value in options.to_json().items() if key != "strategy"}
-        training = {"data": self.data_checksum, "options": shared}
+        training = shared_training(self.data_checksum, options)
         return self.race.plan(ranks, self.plan.seeds[0], settings, training)
 
 
@@ -108,7 +108,7 @@ class OwnTraining(ComparedTraining):
         if not options.aligns:
             return
         run_dir = (request.out / ALIGNMENT).absolute()
-        if not (run_dir / "completed.json").is_file():
+        if not RunDirectory(run_dir).is_complete:
             plan = request.plan
             ranks = min(plan.ranks)
             own = dataclasses.replace(
@@ -126,12 +126,12 @@ class OwnTraining(ComparedTraining):
         """Tell whether a run is trained and decoded."""
         split = self._request.decode_split
         decoded = split == "" or has_word_errors(run_dir, split)
-        return decoded and (run_dir / "completed.json").is_file()
+        return decoded and RunDirectory(run_dir).is_complete
 
     def run(self, run: RunRecord, run_dir: Path) -> str | None:
         """Train and decode a run, as far as that is not done; return None, or what went wrong."""
         request = self._request
-        if not (run_dir / "completed.json").is_file():
+        if not RunDirectory(run_dir).is_complete:
             options = request.options_of(run.strategy, run.seed)
             assert run.epochs is not None
             if run.epochs != options.num_epochs:
@@ -173,22 +173,16 @@ class OwnTraining(ComparedTraining):
         self._say(f"race on {ranks} ranks: {'done' if message is None else f'failed: {message}'}")
         return message
 
-    def _train(
-        self, run_dir: Path, options: TrainOptions, ranks: int, pause_at: int = 0, *, anew: bool = False
-    ) -> str | None:
-        """Train a run, or go on with it, to its end or to a step; return None, or what went wrong.
-
-        Args:
-            anew: delete what an earlier start has left, and begin again.
-        """
+    def _train(self, run_dir: Path, options: TrainOptions, ranks: int, pause_at: int = 0) -> str | None:
+        """Train a run, or go on with it, to its end or to a step; return None, or what went wrong."""
         if ranks == 1:  # other back-ends have nothing to do there, and some need a launcher
             options = dataclasses.replace(options, backend="auto")
         words = ["train", str(self._request.data.absolute()), str(run_dir), *train_arguments(options)]
         # The ranks of a comparison are those that train.
         num_ranks = ranks + options.loading.feeders
-        words += ["--overwrite" if anew else "--resume", *([f"--pause-at={pause_at}"] if pause_at else [])]
+        words += ["--resume", *([f"--pause-at={pause_at}"] if pause_at else [])]
         message = self._starter.run(num_ranks, words, log_of(run_dir), may_pause=pause_at > 0)
-        if message is None and not pause_at and not (run_dir / "completed.json").is_file():
+        if message is None and not pause_at and not RunDirectory(run_dir).is_complete:
             return "the job ended well but left no completed.json (a host may have been lost)"
         return message
 

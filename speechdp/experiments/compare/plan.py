@@ -17,7 +17,7 @@ FRAMES = "frames"
 #: Every run trains for about as long as the slowest run of `FRAMES` with as many ranks and the same seed.
 TIME = "time"
 MODES = (FRAMES, TIME)
-#: What is trained on one rank, whatever the strategies: the reference.
+#: What is trained on one rank, whatever the strategies: it has nothing to exchange.
 SEQUENTIAL = StrategyChoice("gradient_averaging")
 
 

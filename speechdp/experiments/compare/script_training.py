@@ -23,13 +23,12 @@ from speechdp.experiments.race.plan import (
     turn_steps,
 )
 from speechdp.experiments.race.script import ScriptRace, ScriptTurns
-from speechdp.launching.restarts import RESUME_VARIABLE
+from speechdp.launching.variables import FOLDER, PAUSE, RESUME
 from speechdp.parallel.data_parallel import STRATEGY
 from speechdp.parallel.ranks import BACKEND
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.run_files import RunDirectory
-from speechdp.parallel.script_folder import FOLDER
-from speechdp.parallel.stop import PAUSE, Pause
+from speechdp.parallel.stop import Pause
 from speechdp.report.kit import formatting
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.results import ONE_RANK
@@ -73,7 +72,7 @@ class UserScript:
             FOLDER: str(run_dir),
             BACKEND: f"{THREADS}:{ranks}" if backend == THREADS else backend,
             SEED: str(seed),
-            RESUME_VARIABLE: "1",
+            RESUME: "1",
         }
 
 

@@ -105,8 +105,7 @@ def all_scalings(profile: Profile) -> list[Scaling]:
 
 def job_costs(job: ProfileJob, warmup_steps: int) -> dict[str, Cost]:
     """Return the time of every function of a job, and of the whole step."""
-    steps = [together for together in job_steps(job) if together[0].step > warmup_steps]
-    steps = steps or job_steps(job)[-1:]
+    steps = _counted_steps(job, warmup_steps)
     names = in_order({f.name for together in steps for step in together for f in step.functions})
     costs = {name: _cost(name, steps) for name in names}
     walls = [_mean([step.wall_s for step in together]) for together in steps]
@@ -121,6 +120,12 @@ def job_steps(job: ProfileJob) -> list[tuple[StepRecord, ...]]:
         return []
     common = sorted(set.intersection(*(set(steps) for steps in by_rank)))
     return [tuple(steps[number] for steps in by_rank) for number in common]
+
+
+def _counted_steps(job: ProfileJob, warmup_steps: int) -> list[tuple[StepRecord, ...]]:
+    """Return the steps after the warm-up; where there are none, the last one."""
+    steps = job_steps(job)
+    return [together for together in steps if together[0].step > warmup_steps] or steps[-1:]
 
 
 def _cost(name: str, steps: Sequence[tuple[StepRecord, ...]]) -> Cost:
@@ -174,8 +179,7 @@ class Loading:
 
 def make_loading(job: ProfileJob, warmup_steps: int) -> Loading:
     """Return what waiting for batches costs a job; means, because some loaders wait in few steps."""
-    steps = [together for together in job_steps(job) if together[0].step > warmup_steps]
-    steps = steps or job_steps(job)[-1:]
+    steps = _counted_steps(job, warmup_steps)
     records = [step for together in steps for step in together]
     wall_s = _mean([step.wall_s for step in records])
     # The longest rank's time: the others wait for it sooner or later.

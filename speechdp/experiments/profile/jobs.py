@@ -72,7 +72,7 @@ class Profiler:
         """Run all jobs that are not done; return what became of all.
 
         Raises:
-            Stopped: a signal asked for it; the same command goes on.
+            JobStopped: a signal asked for it; the same command goes on.
             ConfigError: the folder holds another profile.
             RunError: the disk is full.
         """

@@ -25,10 +25,9 @@ def about_cores(ranks: tuple[int, ...], cores: int) -> list[str]:
     more = [str(number) for number in sorted(ranks) if number > cores]
     if not more:
         return []
-    has = "has 1 core" if cores == 1 else f"has {cores} cores"
     return [
-        f"this machine {has}: with {' and '.join(more)} ranks they take turns, and times there say nothing "
-        "about as many machines or GPUs"
+        f"this machine has {counted(cores, 'core')}: with {' and '.join(more)} ranks they take turns, and "
+        "times there say nothing about as many machines or GPUs"
     ]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from speechdp.comm.environment import host_name
+from speechdp.counting import counted
 from speechdp.errors import RunError
 from speechdp.experiments.profile.common_start import CommonStart
 from speechdp.experiments.profile.measured import (
@@ -89,5 +90,4 @@ def describe_cpu() -> str:
     except OSError:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    cores = available_cores()
-    return f"{(models or [platform.machine()])[0]}, {cores} core{'' if cores == 1 else 's'}"
+    return f"{(models or [platform.machine()])[0]}, {counted(available_cores(), 'core')}"

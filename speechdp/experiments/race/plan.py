@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from speechdp.errors import ConfigError
 from speechdp.extensions import split_options
 from speechdp.parallel.period import Period, PeriodUnit
 from speechdp.parallel.registry import StrategyChoice, strategy_names
 from speechdp.parallel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from speechdp.options.run import TrainOptions
 
 #: Rounds of a race, its warm-up not counted, and steps of a turn, where nothing else is asked for.
 ROUNDS, LEAST_STEPS = 24, 16
@@ -84,6 +88,26 @@ class RacePlan:
         averaging = (setting for setting in together if setting.strategy.name == "gradient_averaging")
         return next(averaging, together[0]).name
 
+    def without(self, left_out: Mapping[str, str]) -> RacePlan:
+        """Return the race of the other settings.
+
+        Args:
+            left_out: names of all that do not race, and why not.
+        """
+        kept = tuple(setting for setting in self.settings if setting.name not in left_out)
+        return dataclasses.replace(self, settings=kept, left_out=dict(left_out))
+
+
+def shared_training(data_checksum: str, options: TrainOptions) -> dict[str, Any]:
+    """Return what a race's settings share, for its record.
+
+    Args:
+        data_checksum: of the data directory.
+        options: of them all; the strategy does not count.
+    """
+    shared = {key: value for key, value in options.to_json().items() if key != "strategy"}
+    return {"data": data_checksum, "options": shared}
+
 
 @dataclass(frozen=True)
 class RaceOptions:
@@ -118,11 +142,11 @@ class RaceOptions:
         Args:
             more_left_out: others that are, and why.
         """
-        given = list(settings)
+        given = tuple(settings)
         reasons = {setting.name: _why_left_out(setting.strategy) for setting in given}
         left_out = {name: reason for name, reason in reasons.items() if reason} | dict(more_left_out)
-        racing = tuple(setting for setting in given if setting.name not in left_out)
-        return RacePlan(ranks, self.rounds, self.least_steps, seed, racing, left_out, training)
+        plan = RacePlan(ranks, self.rounds, self.least_steps, seed, given, training=training)
+        return plan.without(left_out)
 
 
 def _why_left_out(choice: StrategyChoice) -> str:

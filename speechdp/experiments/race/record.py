@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,7 +12,7 @@ from speechdp.errors import RunError
 from speechdp.experiments.checked import checked_fields
 from speechdp.experiments.race.plan import RacePlan, RaceSetting
 from speechdp.experiments.record import check_format, write_record_file
-from speechdp.files import cannot_be_written, record_cannot_be_read
+from speechdp.files import record_cannot_be_read
 from speechdp.json_input import parse_json
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.raced import RacedSpeed
@@ -121,11 +120,6 @@ def begun_path(out: Path, ranks: int) -> Path:
     return out / FOLDER / f"begun-{ranks}.json"
 
 
-def forget_begun(out: Path, ranks: int) -> None:
-    """Delete what was recorded of a race that is over.  Raises RunError (disk)."""
-    _forget(begun_path(out, ranks))
-
-
 def write_race(path: Path, race: RaceRecord) -> None:
     """Write a race's record.  Raises RunError (disk)."""
     plan = {**vars(race.plan), "settings": [setting.to_json() for setting in race.plan.settings]}
@@ -229,9 +223,7 @@ def is_of(race: RaceRecord, plan: RacePlan) -> bool:
     )
     same_training = held.training == json.loads(json.dumps(plan.training))
     # A setting may have turned out on the ranks not to fit into turns.
-    fitting = dataclasses.replace(
-        plan, settings=tuple(setting for setting in plan.settings if setting.name not in held.left_out)
-    )
+    fitting = plan.without(held.left_out)
     same_settings = {*fitting.settings} <= {*held.settings}
     # Without two that fit there is no speed, and nothing that it is a ratio to.
     same_baseline = not fitting.is_race or held.baseline == fitting.baseline
@@ -256,18 +248,6 @@ def find_failure(path: Path) -> FailedSetting | None:
         return FailedSetting(**checked_fields(FailedSetting, content))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def forget_failure(path: Path) -> None:
-    """Delete what an earlier race has noted.  Raises RunError (disk)."""
-    _forget(path)
-
-
-def _forget(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise RunError(cannot_be_written(path, error)) from error
 
 
 def find_race(out: Path, ranks: int) -> RaceRecord | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import time
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from speechdp.comm.environment import host_name
-from speechdp.comm.serial import SerialCommunicator
 from speechdp.counting import counted
 from speechdp.errors import CommunicationError, ConfigError, RunError, ShardError, SpeechDPError
 from speechdp.experiments.race.plan import TOO_LONG, RacePlan, RaceSetting, order_of_rounds
@@ -109,7 +107,7 @@ class _Race:
             self._enter_all(stack)
             try:
                 self._warm_up()
-                plan = self._plan_held()
+                plan = self._plan.without(self._left_out)
                 load = self._take_turns(plan) if plan.is_race else {}
             except Stopped:
                 self._close_all()
@@ -160,22 +158,15 @@ class _Race:
         group = RaceSession.of(self._session)
         if self._session.comm.rank > 0:
             return group, None
-        facts = {**self._session.facts, "hosts": self._session.facts.get("hosts", [])[:1]}
-        return group, RaceSession.of(
-            dataclasses.replace(self._session, comm=SerialCommunicator(), facts=facts)
-        )
+        return group, RaceSession.of(self._session.alone())
 
     def _enter(
         self, setting: RaceSetting, session: RaceSession, base: RaceBase, stack: ExitStack
     ) -> Racer | None:
         """Make a setting's training; None where all ranks refuse it, which is no reason to hold no race."""
-        options = self._options
-        if setting.batch_size:
-            batch = dataclasses.replace(options.batch, batch_size=setting.batch_size)
-            options = dataclasses.replace(options, batch=batch)
+        options = self._options.with_setting(setting.strategy, setting.batch_size)
         if setting.alone and setting.batch_of:
             options = options.resolve(setting.batch_of)
-        options = dataclasses.replace(options, strategy=setting.strategy)
         try:
             with self._named(setting.name):
                 return Racer(session, options, self._plan.least_steps, base, stack)
@@ -216,11 +207,6 @@ class _Race:
                 racer.know_pace(max(turn.seconds) / turn.steps)
             if not racer.is_fit:
                 self._left_out[name] = TOO_LONG
-
-    def _plan_held(self) -> RacePlan:
-        """Return the plan without the settings that turned out not to fit."""
-        kept = tuple(setting for setting in self._plan.settings if setting.name not in self._left_out)
-        return dataclasses.replace(self._plan, settings=kept, left_out=self._left_out)
 
     @property
     def _order(self) -> list[list[str]]:

@@ -18,11 +18,11 @@ from speechdp.experiments.race.record import (
     Turn,
     begun_path,
     find_whole_race,
-    forget_begun,
     is_of,
     race_path,
     write_race,
 )
+from speechdp.experiments.record import delete_file
 from speechdp.ownership.overwrite import RUN, empty
 from speechdp.report.runs.results import HostLoad
 from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS, read_timing
@@ -113,7 +113,7 @@ class ScriptRace:
     def _finish(self, record: RaceRecord) -> None:
         """Record it as over.  Raises RunError (disk)."""
         write_race(race_path(self._out, self.plan.ranks), record)
-        forget_begun(self._out, self.plan.ranks)
+        delete_file(begun_path(self._out, self.plan.ranks))
 
     def record_none(self) -> None:
         """Record that fewer than two can take part, and why the others cannot.  Raises RunError (disk)."""
@@ -155,7 +155,7 @@ class ScriptRace:
                 continue
             self._left_out[setting.name] = f"it failed: {turn}"
             self._say(f"{self.place}: {setting.name} failed and is left out: {turn}")
-            if not self._held_plan(self.plan.rounds).is_race:
+            if not self.plan.without(self._left_out).is_race:
                 return f"{setting.name}: {turn}; fewer than two settings are left"
         return None
 
@@ -195,12 +195,8 @@ class ScriptRace:
             self._loads.append((max(turn.seconds), [_load_of(rank.load) for rank in ranks]))
         return turn
 
-    def _held_plan(self, rounds: int) -> RacePlan:
-        kept = tuple(setting for setting in self.plan.settings if setting.name not in self._left_out)
-        return dataclasses.replace(self.plan, rounds=rounds, settings=kept, left_out=self._left_out)
-
     def _record(self, rounds: int) -> RaceRecord:
-        plan = self._held_plan(rounds)
+        plan = dataclasses.replace(self.plan, rounds=rounds).without(self._left_out)
         names = {setting.name for setting in plan.settings}
         return RaceRecord(
             plan,

@@ -11,8 +11,7 @@ from pathlib import Path
 from speechdp.comm.background import exchanging
 from speechdp.comm.base import Communicator
 from speechdp.errors import DivergedError, RunError
-from speechdp.experiments.record import write_json
-from speechdp.files import cannot_be_written
+from speechdp.experiments.record import delete_file, write_json
 from speechdp.report.runs.records import number, read_object
 
 #: How long a rank that has failed waits for the others to fail: they may be some steps behind, and files of
@@ -96,7 +95,4 @@ def _folder(run_dir: Path) -> Path:
 def _forget(run_dir: Path) -> None:
     """Delete what earlier jobs have noted.  Raises RunError (disk)."""
     for path in _notes(run_dir, "*"):
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise RunError(cannot_be_written(path, error)) from error
+        delete_file(path)

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from speechdp.comm.serial import SerialCommunicator
 from speechdp.counting import counted
 from speechdp.decode.kept_graph import GRAPH_FOLDER, KeptGraph
 from speechdp.decode.recogniser import DecodingOptions
@@ -14,7 +13,8 @@ from speechdp.decode.results import has_word_errors
 from speechdp.decode.split import decode_split
 from speechdp.decode.tuning import tune
 from speechdp.experiments.arguments import refuse_throughout, split_to_tune_on
-from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
+from speechdp.experiments.compare.plan import SEQUENTIAL
+from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting, shared_training
 from speechdp.experiments.race.run import hold_race
 from speechdp.experiments.sweep.failures import failure_of, has_failed
 from speechdp.experiments.sweep.plan import (
@@ -35,9 +35,6 @@ from speechdp.train.ownership import owned
 from speechdp.train.progress import Reporter
 from speechdp.train.realign import check_overwriting, make_alignments, train_or_go_on
 from speechdp.train.session import Session
-
-#: What one rank alone trains with: it has nothing to exchange.
-ONE_RANK_STRATEGY = StrategyChoice("gradient_averaging")
 
 
 def check_sweep(
@@ -194,11 +191,11 @@ def race_of(
     settings = [
         RaceSetting(name, runs[name])
         if name in runs
-        else RaceSetting(name, ONE_RANK_STRATEGY, alone=True, batch_of=ranks)
+        else RaceSetting(name, SEQUENTIAL, alone=True, batch_of=ranks)
         for name in names
     ]
-    shared = {key: value for key, value in options.to_json().items() if key != "strategy"}
-    return race.plan(ranks, options.seed, settings, {"data": session.dataset.checksum, "options": shared})
+    training = shared_training(session.dataset.checksum, options)
+    return race.plan(ranks, options.seed, settings, training)
 
 
 def _train_one_rank(
@@ -214,12 +211,11 @@ def _train_one_rank(
         session.reporter.notice(
             f"{place}: rank 0 alone for {plan.one_rank_steps} steps, to compare the speed with"
         )
-        facts = {**session.facts, "hosts": session.facts.get("hosts", [])[:1]}
-        alone = dataclasses.replace(session, comm=SerialCommunicator(), facts=facts)
+        alone = session.alone()
         # Resolved for all ranks, so that this one has the batch of one of them, not that of all together.
         own = dataclasses.replace(
             options.resolve(session.comm.size),
-            strategy=ONE_RANK_STRATEGY,
+            strategy=SEQUENTIAL,
             max_steps=plan.one_rank_steps,
         )
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 
 from speechdp.errors import RunError
@@ -95,7 +94,7 @@ def _trained_with_all_seeds(search: SearchState, runs: TunedRuns) -> dict[str, l
 
 
 def _why_behind(end: Finish, best: Finish, name: str) -> str:
-    if math.isinf(end.mean_s):
+    if not end.is_reached:
         every = " with every seed" if any(time is not None for time in end.times_s) else ""
         return f"it does not reach the target{every}"
     return f"it reaches the target {formatting.percent(end.mean_s / best.mean_s - 1)} % later than {name}"

@@ -111,10 +111,15 @@ class Finish:
     scores: tuple[float, ...]
 
     @property
+    def is_reached(self) -> bool:
+        """Whether every run reached it."""
+        return None not in self.times_s
+
+    @property
     def mean_s(self) -> float:
         """Mean over the runs; infinite where one did not reach it."""
         reached = [time for time in self.times_s if time is not None]
-        return sum(reached) / len(reached) if len(reached) == len(self.times_s) else math.inf
+        return sum(reached) / len(reached) if self.is_reached else math.inf
 
     @property
     def range_s(self) -> tuple[float, float]:

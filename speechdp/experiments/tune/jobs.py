@@ -96,9 +96,8 @@ class Measurement:
             scenario, _ = scenario_of(self.runs, request)
         except ConfigError:  # the link shows nowhere: the race has to tell
             return {}
-        scenario = replace(
-            scenario, spread=0.0, error=0.0
-        )  # settings are compared with one another, not with a run
+        # Settings are compared with one another, not with a run.
+        scenario = replace(scenario, spread=0.0, error=0.0)
         known = [one for one in settings if is_known(one.strategy)]
         exchanges = [(one.strategy, exchange_of(one.strategy, scenario.model)) for one in known]
         shown = [(strategy, exchange) for strategy, exchange in exchanges if not is_too_long(exchange, ranks)]

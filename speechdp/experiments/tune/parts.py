@@ -14,12 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from speechdp.errors import RunError
 from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.checked import checked_fields
-from speechdp.experiments.record import write_record_file
-from speechdp.experiments.tune.plan import Setting
-from speechdp.files import cannot_be_written
+from speechdp.experiments.record import delete_file, write_record_file
 from speechdp.json_input import parse_json
 from speechdp.options.run import TrainOptions
 from speechdp.ownership.overwrite import RUN, empty
@@ -62,16 +59,8 @@ class Part:
         Args:
             shared: what all runs of the search share.
         """
-        setting = Setting(StrategyChoice(self.strategy), self.batch_size)
-        return dataclasses.replace(with_setting(shared, setting), seed=self.seed, max_steps=self.max_steps)
-
-
-def with_setting(options: TrainOptions, setting: Setting) -> TrainOptions:
-    """Return options of a training with a setting's strategy and batch."""
-    if setting.batch_size:
-        batch = dataclasses.replace(options.batch, batch_size=setting.batch_size)
-        options = dataclasses.replace(options, batch=batch)
-    return dataclasses.replace(options, strategy=setting.strategy)
+        own = shared.with_setting(StrategyChoice(self.strategy), self.batch_size)
+        return dataclasses.replace(own, seed=self.seed, max_steps=self.max_steps)
 
 
 @dataclass(frozen=True)
@@ -149,11 +138,7 @@ def _train(session: Session, shared: TrainOptions, part: Part, root: Path) -> No
 
 def forget_took(root: Path) -> None:
     """Delete what an earlier job has noted.  Raises RunError where that fails."""
-    path = root / TOOK
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise RunError(cannot_be_written(path, error)) from error
+    delete_file(root / TOOK)
 
 
 def read_took(root: Path, *, is_over: bool = False) -> list[float]:

@@ -10,6 +10,7 @@ from typing import Any
 from speechdp.experiments.checked import checked_fields
 from speechdp.experiments.race.record import FOLDER as RACES
 from speechdp.experiments.record import first_difference, reading, refuse_others, write_record_file
+from speechdp.experiments.tune.curves import Finish
 from speechdp.experiments.tune.plan import Besides
 from speechdp.json_input import parse_json
 from speechdp.report.runs.records import check_beside, finite
@@ -59,6 +60,11 @@ class SettingRecord:
     runs: dict[str, str] = field(default_factory=dict)
     times_s: tuple[float | None, ...] = ()
     scores: tuple[float, ...] = ()
+
+    @property
+    def finish(self) -> Finish | None:
+        """How soon it reached the target; None: it is none of the last, or they are not known yet."""
+        return Finish(self.times_s, self.scores) if self.times_s else None
 
 
 @dataclass(frozen=True)

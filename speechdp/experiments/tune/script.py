@@ -26,12 +26,12 @@ from speechdp.experiments.tune.jobs import (
 )
 from speechdp.experiments.tune.plan import Besides, ExpectedTimes, Setting
 from speechdp.experiments.tune.search import TuneRequest
+from speechdp.launching.variables import FOLDER
 from speechdp.ownership.overwrite import RUN, empty
 from speechdp.parallel.data_parallel import STRATEGY
 from speechdp.parallel.ranks import BACKEND
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.run_files import RunDirectory
-from speechdp.parallel.script_folder import FOLDER
 from speechdp.parallel.stop import Pause
 from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS
 

@@ -21,17 +21,17 @@ from speechdp.experiments.compare.own_training import NOTHING_LEFT, CompareReque
 from speechdp.experiments.compare.plan import SEQUENTIAL
 from speechdp.experiments.compare.training import log_of
 from speechdp.experiments.jobs import JobStarter
-from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting
+from speechdp.experiments.race.plan import RaceOptions, RacePlan, RaceSetting, shared_training
 from speechdp.experiments.race.record import (
     FailedSetting,
     RaceRecord,
     failure_path,
     find_failure,
     find_whole_race,
-    forget_failure,
     is_of,
     race_path,
 )
+from speechdp.experiments.record import delete_file
 from speechdp.experiments.tune.jobs import (
     MEASURED,
     NEW_RUN,
@@ -43,7 +43,7 @@ from speechdp.experiments.tune.jobs import (
     is_timed,
     steps_of_turn,
 )
-from speechdp.experiments.tune.parts import Part, Parts, forget_took, read_took, with_setting
+from speechdp.experiments.tune.parts import Part, Parts, forget_took, read_took
 from speechdp.experiments.tune.plan import Besides, ExpectedTimes, Setting
 from speechdp.experiments.tune.record import RUNS
 from speechdp.options.run import TrainOptions
@@ -124,7 +124,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         words = [f"--racing={racing_text(given)}", f"--race={length.rounds}"]
         words += [f"--race-steps={length.least_steps}"]
         noted = failure_path(out, self._ranks)
-        forget_failure(noted)
+        delete_file(noted)
         message = self._start("race", options, words, log_of(out / "race"))
         race = find_whole_race(race_path(out, self._ranks), _nobody)
         if race is not None and is_of(race, self._race_plan(length, options, given)):
@@ -246,17 +246,18 @@ class TunedTraining(OwnTraining, TunedJobs):
 
     def command(self, setting: Setting, backend: str) -> str:
         """See TunedJobs."""
-        options = dataclasses.replace(
-            with_setting(self._request.options, setting), backend=cast(Any, backend), seed=self.seeds[0]
-        )
+        options = self._own_options(setting, backend, self.seeds[0])
         processes = self._ranks + options.loading.feeders
         launch = ["speechdp", "launch", *self._starter.launch_options, "-np", str(processes), "--"]
         return shlex.join([*launch, "train", str(self._request.data), NEW_RUN, *train_arguments(options)])
 
     def _options(self, setting: Setting, backend: str, seed: int) -> TrainOptions:
-        options = with_setting(self._request.options, setting)
-        options = dataclasses.replace(options, backend=cast(Any, backend), seed=seed)
-        return options.on_alignments(self._alignments)
+        return self._own_options(setting, backend, seed).on_alignments(self._alignments)
+
+    def _own_options(self, setting: Setting, backend: str, seed: int) -> TrainOptions:
+        """Return the options of a run that makes its targets itself."""
+        options = self._request.options.with_setting(setting.strategy, setting.batch_size)
+        return dataclasses.replace(options, backend=cast(Any, backend), seed=seed)
 
 
 class _Watch:
@@ -305,16 +306,11 @@ def race_of(
         given: the settings, and why one does not race ("": it does).
         options: what they share, as the ranks are given them.
     """
-    racing = [
-        RaceSetting(one.name, one.strategy, batch_size=one.batch_size)
-        for one, why in given.items()
-        if not why
-    ]
-    own = dataclasses.replace(options, strategy=SEQUENTIAL, seed=request.plan.seeds[0])
-    shared = {key: value for key, value in own.to_json().items() if key != "strategy"}
-    plan = request.race.plan(ranks, own.seed, racing, {"data": request.data_checksum, "options": shared})
+    settings = [RaceSetting(one.name, one.strategy, batch_size=one.batch_size) for one in given]
+    own = dataclasses.replace(options, seed=request.plan.seeds[0])
+    training = shared_training(request.data_checksum, own)
     failed = {one.name: why for one, why in given.items() if why}
-    return dataclasses.replace(plan, left_out={**plan.left_out, **failed})
+    return request.race.plan(ranks, own.seed, settings, training, failed)
 
 
 def fitting_race(wanted: RaceOptions, steps_s: Mapping[Setting, float], longest_s: float) -> RaceOptions:

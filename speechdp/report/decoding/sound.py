@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import soundfile
 
@@ -30,11 +29,7 @@ def embedded_audio(
     if dataset.stored != "audio":
         return {}
     found: dict[str, str] = {}
-    with ExitStack() as stack:
-        shards = [
-            stack.enter_context(dataset.open_shard(split, index))
-            for index in range(len(dataset.shard_paths(split)))
-        ]
+    with dataset.open_shards(split) as shards:
         places = {name: (shard, i) for shard in shards for i, name in enumerate(shard.utterance_ids)}
         for utterance_id in utterance_ids:
             shard, position = places[utterance_id]

@@ -78,13 +78,13 @@ class Gantt:
         return in_order({bar.function for bars in self.lanes for bar in bars} - {""})
 
 
-def make_gantt(job: ProfileJob, warmup_steps: int, num_steps: int = NUM_STEPS) -> Gantt | None:
+def make_gantt(job: ProfileJob, warmup_steps: int) -> Gantt | None:
     """Return the steps in a row, warm-up left out, that come nearest to the usual; None without steps."""
     together = job_steps(job)
     together = [step for step in together if step[0].step > warmup_steps] or together
     if not together:
         return None
-    chosen = _usual(together, num_steps)
+    chosen = _usual(together, NUM_STEPS)
     origin_s = min(step.start_s for step in chosen[0])
     waited = waiting_s(job)
     shown = min(len(chosen[0]), MAX_RANKS)

@@ -78,7 +78,7 @@ def baseline_of(run: RunResult, runs: Sequence[RunResult]) -> RunResult | None:
 
 
 def _has_result(run: RunResult) -> bool:
-    return run.status == "complete" and any(line.score is not None for line in run.evaluations)
+    return run.completed and any(line.score is not None for line in run.evaluations)
 
 
 def _judged_on(run: RunResult) -> dict[str, Fact]:

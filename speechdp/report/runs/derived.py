@@ -262,6 +262,11 @@ def sweep_figures(sweep: Sweep, target: float | None) -> list[RunFigures]:
     return rows
 
 
+def finished_rows(rows: Sequence[RunFigures]) -> list[RunFigures]:
+    """Return the rows of runs that have finished; a sweep's run of one rank is none that is chosen from."""
+    return [row for row in rows if row.run.completed and not row.run.is_baseline]
+
+
 def with_race(rows: Sequence[RunFigures], speeds: Mapping[str, RacedSpeed]) -> list[RunFigures]:
     """Return the rows with the speeds of their race, speed-ups over one rank by it where that raced too.
 

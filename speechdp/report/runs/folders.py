@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from speechdp.counting import counted
 from speechdp.decode.paired import UtteranceErrors
 from speechdp.errors import ConfigError, RunError, printable
 from speechdp.files import cannot_be_read, why_no_folder
@@ -20,7 +19,14 @@ from speechdp.jsonl import read_lines
 from speechdp.ownership.overwrite import COMPARISON, PROFILE, SWEEP, TUNE
 from speechdp.parallel.run_files import SCRIPT_ENDED, TUNED_NAME, WEIGHTS, RunDirectory
 from speechdp.report.runs.periods import read_periods
-from speechdp.report.runs.records import check_beside, files_of, number, read_object, words
+from speechdp.report.runs.records import (
+    check_beside,
+    files_of,
+    note_damaged_lines,
+    number,
+    read_object,
+    words,
+)
 from speechdp.report.runs.results import SCRIPT, TRAINER, Estimate, Evaluation, RunResult, Sweep, WordErrors
 from speechdp.report.runs.samples import read_samples
 from speechdp.report.runs.script_metric import (
@@ -140,8 +146,7 @@ def _read_with_samples(run_dir: Path, metric: str, split: str = "") -> RunResult
         except RunError as error:
             problems.append(f"timeline/{path.name}: {str(error).removeprefix(f'{path}: ')}")
             continue
-        if found.num_damaged:
-            problems.append(f"timeline/{path.name}: {counted(found.num_damaged, 'damaged line')} passed over")
+        note_damaged_lines(f"timeline/{path.name}", found.num_damaged, problems)
         samples.append(found)
     return replace(run, samples=tuple(samples), problems=tuple(problems))
 
@@ -181,7 +186,7 @@ def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinish
         problems.append(
             f"metrics.jsonl: the last {task.metrics[0].key} is not finite, so the run has no score"
         )
-    completed = (run_dir / "completed.json").is_file()
+    completed = RunDirectory(run_dir).is_complete
     timing = read_timing(run_dir, problems) if completed or times_unfinished else None
     word_errors = _find_word_errors(run_dir, split, problems)
     spoken = read_spoken(run_dir, problems)
@@ -233,8 +238,7 @@ def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     except OSError as error:
         problems.append(f"{path.name}: cannot be read ({error.strerror})")
         return []
-    if lines.num_damaged:
-        problems.append(f"{path.name}: {counted(lines.num_damaged, 'damaged line')} passed over")
+    note_damaged_lines(path.name, lines.num_damaged, problems)
     return [record for record in lines.records if isinstance(record.get("step"), int)]
 
 

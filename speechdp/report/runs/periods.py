@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.jsonl import read_lines
 from speechdp.parallel.period import Period
-from speechdp.report.runs.records import amount, words
+from speechdp.report.runs.records import amount, note_damaged_lines, words
 from speechdp.report.runs.results import PeriodChange
 from speechdp.timing.steps import PERIODS_FILE
 
@@ -43,8 +42,7 @@ def read_periods(run_dir: Path, problems: list[str]) -> tuple[PeriodChange, ...]
             changes.pop()
         if not changes or changes[-1].period != change.period:
             changes.append(change)
-    if num_damaged:
-        problems.append(f"timeline/{path.name}: {counted(num_damaged, 'damaged line')} passed over")
+    note_damaged_lines(f"timeline/{path.name}", num_damaged, problems)
     return tuple(changes)
 
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.json_input import parse_json
 
@@ -30,6 +31,16 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any] | None:
             return value
         problems.append(f"{path.name}: not a JSON object")
     return None
+
+
+def note_damaged_lines(name: str, number: int, problems: list[str]) -> None:
+    """Note how many damaged lines of a file were passed over, if any were.
+
+    Args:
+        name: of the file, as problems have it.
+    """
+    if number:
+        problems.append(f"{name}: {counted(number, 'damaged line')} passed over")
 
 
 def files_of(folder: Path, pattern: str, problems: list[str]) -> list[Path]:

@@ -9,7 +9,15 @@ from typing import Any
 
 from speechdp.counting import counted
 from speechdp.jsonl import each_line, read_lines
-from speechdp.report.runs.records import amount, files_of, finite, number, read_object, words
+from speechdp.report.runs.records import (
+    amount,
+    files_of,
+    finite,
+    note_damaged_lines,
+    number,
+    read_object,
+    words,
+)
 from speechdp.report.runs.results import (
     DATA_STAGES,
     DataTimes,
@@ -234,8 +242,7 @@ def _sum_of_timelines(
         except OSError as error:
             problems.append(f"timeline/{path.name}: cannot be read ({error.strerror})")
             continue
-        if sums.num_damaged:
-            problems.append(f"timeline/{path.name}: {counted(sums.num_damaged, 'damaged line')} passed over")
+        note_damaged_lines(f"timeline/{path.name}", sums.num_damaged, problems)
         of_rank, has_warmed_up = sums.result(rank, begin)
         if not has_warmed_up:
             warmup_used = 0

@@ -29,7 +29,7 @@ from speechdp.report.kit.speeds import (
     speed_phrase,
     times_text,
 )
-from speechdp.report.runs.derived import RunFigures, comparable_runs
+from speechdp.report.runs.derived import RunFigures, comparable_runs, finished_rows
 from speechdp.report.runs.results import RunResult
 from speechdp.report.runs.samples import Samples
 from speechdp.report.runs.steadiness import notable_load
@@ -72,7 +72,7 @@ def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> Sw
         of_race: what the reader must know of the race, a sentence each.
     """
     labels = formatting.run_labels([row.run for row in rows])
-    finished = [row for row in rows if row.run.status == "complete" and not row.run.is_baseline]
+    finished = finished_rows(rows)
     metric = terms_of(row.run for row in rows).metric
     comparable = comparable_rows(rows)
     cautions = (*of_race, *find_cautions(rows, comparable, labels))
@@ -105,8 +105,7 @@ def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> Sw
 def comparable_rows(rows: Sequence[RunFigures]) -> list[RunFigures]:
     """Return the rows that the choice is made from: finished runs, timed and judged on the same."""
     alike = comparable_runs([row.run for row in rows])
-    finished = [row for row in rows if row.run.status == "complete" and not row.run.is_baseline]
-    judged = [row for row in finished if row.frames_per_s is not None and row.score is not None]
+    judged = [row for row in finished_rows(rows) if row.frames_per_s is not None and row.score is not None]
     return [row for row in judged if alike.has(row.run)]
 
 
@@ -134,7 +133,7 @@ def _without_comparison(
     if len(rows) > 1 and not finished:
         timed = []
     labels = formatting.run_labels([row.run for row in rows])
-    if len(rows) == 1 and (rows[0].run.status != "complete" or timed):
+    if len(rows) == 1 and (not rows[0].run.completed or timed):
         headline = _of_single_run(rows[0], formatting.capital(labels[rows[0].run.name]))
     elif not timed:
         done = "was timed" if finished or len(rows) == 1 else "that could be chosen has finished"
@@ -159,7 +158,7 @@ def _of_single_run(row: RunFigures, label: str) -> str:
     facts = [_speed(row)] if row.frames_per_s is not None else []
     facts += [_accuracy(row)] if row.score is not None else []
     known = ", with ".join(facts)
-    if row.run.status != "complete":
+    if not row.run.completed:
         return f"{label} is {row.run.status}: so far {known}." if facts else f"{label} is {row.run.status}."
     if row.score is not None:
         return f"{label}: {known}."

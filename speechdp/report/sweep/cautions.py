@@ -9,7 +9,7 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.choice import judged_otherwise, several_tasks, undecoded_caution, unlike_caution
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.scripts import several_versions, wrong_way
-from speechdp.report.runs.derived import RunFigures
+from speechdp.report.runs.derived import RunFigures, finished_rows
 from speechdp.tasks.metrics import LITTLE
 
 #: Runs that trained on numbers of frames further apart are not compared without a word of caution.
@@ -69,7 +69,7 @@ def _left_out(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
         names = [labels[row.run.name] for row in rows if row.run.status == status]
         if names:
             notes.append(f"Not compared, because {status}: {', '.join(names)}.")
-    finished = [row for row in rows if row.run.status == "complete" and not row.run.is_baseline]
+    finished = finished_rows(rows)
     if any(row.score is not None for row in finished):
         without = [labels[row.run.name] for row in finished if row.score is None]
         if without:
@@ -84,7 +84,7 @@ def _damages(rows: Sequence[RunFigures], labels: dict[str, str]) -> list[str]:
     """
     if len(rows) == 1:
         return []
-    damaged = [row.run for row in rows if row.run.status == "complete" and row.run.damage]
+    damaged = [row.run for row in rows if row.run.completed and row.run.damage]
     return [f"{formatting.capital(labels[run.name])}: {run.damage}." for run in damaged]
 
 

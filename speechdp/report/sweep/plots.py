@@ -202,7 +202,7 @@ def _draw_point(ax: Axes, x: float, row: RunFigures, measure: PlotMeasure, canva
     interval = measure.interval(row)
     if interval is not None:
         ax.plot([x, x], interval, color=colour, linewidth=2, alpha=0.45, solid_capstyle="round", zorder=2)
-    finished = row.run.status == "complete"
+    finished = row.run.completed
     face = colour if finished else canvas.theme.surface
     (dot,) = ax.plot([x], [y], "o", color=colour, markerfacecolor=face, markersize=7, zorder=3)
     text = measure.text(row)

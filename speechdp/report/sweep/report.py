@@ -101,7 +101,7 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
 
 
 def _failures(sweep: Sweep, labels: Mapping[str, str]) -> list[str]:
-    unfinished = {run.name for run in sweep.runs if run.status != "complete"}
+    unfinished = {run.name for run in sweep.runs if not run.completed}
     failed = {name: why for name, why in sweep.failed.items() if name in unfinished}
     return [f"Failed: {formatting.capital(labels[name])}: {why}" for name, why in failed.items()]
 
@@ -172,7 +172,7 @@ def _make_tables(
     colours = make_canvas(rows, theme.PAGE).colours
 
     def head(row: RunFigures, num_rows: int) -> RowHead:
-        run, complete = row.run, row.run.status == "complete"
+        run, complete = row.run, row.run.completed
         return RowHead(
             run.name,
             labels[run.name],

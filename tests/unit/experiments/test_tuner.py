@@ -39,7 +39,10 @@ from speechdp.report.kit import formatting
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.results import Evaluation, RunResult
 from speechdp.report.runs.script_metric import script_task
-from speechdp.report.tune.report import Search, backends_table, find_answer, make_table, shown_settings
+from speechdp.report.tune.answer import find_answer
+from speechdp.report.tune.report import shown_settings
+from speechdp.report.tune.search import Search
+from speechdp.report.tune.tables import backends_table, make_table
 from speechdp.simulation.predict import Interval
 from speechdp.tasks.metrics import LOG_PROB, TaskRecord
 from speechdp.timing.load import OutsideLoad

@@ -12,7 +12,7 @@ from speechdp.cli.main import run
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.submit import check_command, detect_scheduler, plan_submission, submit, write_script
-from speechdp.parallel.stop import PAUSE
+from speechdp.launching.variables import PAUSE
 
 RESOURCES = ["--nodes", "2", "--ranks-per-node", "4", "--time", "8:00:00"]
 SCRIPT = ("python", "own.py")

@@ -54,7 +54,8 @@ def test_a_scripts_first_parameter_group_sets_the_period_which_is_recorded(tmp_p
 def test_only_rank_0_records_periods_and_at_once(tmp_path: Path) -> None:
     for rank in (0, 1):
         path = tmp_path / f"of-{rank}" / f"rank-000{rank}.jsonl"
-        timeline = Timeline(path, rank=rank, device=torch.device("cpu"), resumed_time_s=2.5)
+        timeline = Timeline(path, rank=rank, device=torch.device("cpu"))
+        timeline.resume_at(2.5)
         timeline.note_period(3, "600kf")
         written = path.with_name("periods.jsonl")
         assert written.is_file() is (rank == 0)

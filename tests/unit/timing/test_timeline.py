@@ -183,7 +183,8 @@ def test_spans_of_another_thread_are_recorded_apart(tmp_path: Path, clock: FakeC
 
 def test_evaluation_counts_neither_as_step_nor_as_training_time(tmp_path: Path, clock: FakeClock) -> None:
     path = tmp_path / "rank-0000.jsonl"
-    timeline = Timeline(path, rank=0, device=CPU, warmup_steps=0, resumed_time_s=100.0)
+    timeline = Timeline(path, rank=0, device=CPU, warmup_steps=0)
+    timeline.resume_at(100.0)
     with timeline.event(Span.EVAL):  # before the first step
         clock.sleep(0.002)
     assert timeline.training_time_s == 100.0
@@ -265,7 +266,8 @@ def test_a_resumed_run_appends_behind_a_torn_line(tmp_path: Path) -> None:
     first.close()
     first.close()
     path.write_bytes(path.read_bytes()[:-20])  # killed while writing step 3
-    second = Timeline(path, rank=0, device=CPU, resumed_time_s=50.0)
+    second = Timeline(path, rank=0, device=CPU)
+    second.resume_at(50.0)
     for step in (2, 3):
         second.end_step(step, 0, 20)
     second.close()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from speechdp import remedies
-from speechdp.cli.train import check_run_folder
+from speechdp.cli.support.script_options import OutFolder, inputs_of
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
@@ -132,11 +132,11 @@ def test_what_is_to_be_read_is_not_overwritten(tmp_path: Path) -> None:
         TrainOptions(alignments=tmp_path / "alignments" / "tied"),
     ):
         with pytest.raises(ConfigError, match=r"lies in .*, which --overwrite empties"):
-            check_run_folder(tmp_path, RUN, tmp_path.parent / "data", options, overwrite=True)
+            OutFolder(tmp_path, True, inputs_of(tmp_path.parent / "data", options)).check(RUN)
     options = TrainOptions(alignments=tmp_path.parent / "alignments")
     with pytest.raises(ConfigError, match=r"^DATA .*data: lies in .*, which --overwrite empties"):
-        check_run_folder(tmp_path, RUN, tmp_path / "data", options, overwrite=True)
-    check_run_folder(tmp_path, RUN, tmp_path.parent / "data", options, overwrite=True)
+        OutFolder(tmp_path, True, inputs_of(tmp_path / "data", options)).check(RUN)
+    OutFolder(tmp_path, True, inputs_of(tmp_path.parent / "data", options)).check(RUN)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -103,6 +105,22 @@ def test_one_split_is_dealt_and_the_others_are_copied(dataset: Dataset, tmp_path
     for path in dataset.shard_paths("dev"):
         assert path.read_bytes() == (new.path / path.name).read_bytes()
     new.verify()
+
+
+def test_splits_that_stay_may_have_more_shards_than_a_process_may_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reshard_module, "_MOST_OPEN", 1)
+    dataset = write_tiny_data(tmp_path / "data", TinySizes(train=40, dev=40, test=40, shards=40))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(tmp_path, os.O_RDONLY)  # the lowest number that is free
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 30, limits[1]))
+    try:
+        new = reshard(ReshardOptions(dataset.path, tmp_path / "new", 2, split="train"), no_progress)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert contents(new, "dev") == contents(dataset, "dev")
 
 
 def test_what_another_version_put_into_the_directory_stays(dataset: Dataset, tmp_path: Path) -> None:
