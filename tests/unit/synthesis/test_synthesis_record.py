@@ -7,7 +7,6 @@ import os
 import numpy as np
 import pytest
 
-from speechdp.synthesis import record
 from speechdp.synthesis.record import Mean, SaidUtterance, SynthesisResult
 from speechdp.synthesis.showcase import _file_name
 
@@ -17,7 +16,7 @@ def test_the_interval_does_not_depend_on_the_blocks(monkeypatch: pytest.MonkeyPa
     values = np.random.default_rng(0).normal(size=37)
     drawn = np.random.default_rng(1).integers(37, size=(1000, 37))
     low, high = np.percentile(values[drawn].mean(axis=1), (2.5, 97.5))
-    monkeypatch.setattr(record, "_DRAWN_AT_ONCE", at_once)
+    monkeypatch.setattr("speechdp.decode.paired._DRAWN_AT_ONCE", at_once)
     assert Mean.of(values.tolist()) == Mean(values.mean(), low, high)
 
 
