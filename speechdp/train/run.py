@@ -28,6 +28,7 @@ from speechdp.parallel.strategy import Strategy
 from speechdp.process.ending import Stopped
 from speechdp.process.output import losses_noted_in
 from speechdp.tasks.metrics import Metric
+from speechdp.tasks.model_file import MODEL_NAME
 from speechdp.timing.gather import gather_timing, has_timed_steps, write_timing
 from speechdp.timing.memory import peak_memory
 from speechdp.timing.sampler import Sampler
@@ -76,7 +77,7 @@ def _train_run(
     session: Session, options: TrainOptions, run_dir: Path, start: StartGuard, *, resume: bool
 ) -> None:
     run = RunDirectory(run_dir)
-    if resume and session.comm.broadcast_object(run.is_complete):
+    if resume and session.comm.broadcast_object(is_done(run)):
         _keep_complete(session, options, run)  # what it was trained on may be gone
         return
     # Before a run is begun, which would be in the way later.
@@ -110,6 +111,15 @@ def _train_run(
         with sampled(session, options.loading.sample_hz, run_dir, trainer.parts.timeline) as sampler:
             _run_to_end(session, trainer, loader, dealing)
         _conclude(session, resolved, run, trainer, sources, origin, sampler)
+
+
+def is_done(run: RunDirectory) -> bool:
+    """Return whether a run is complete, and its model there or not to be made again by a last checkpoint."""
+    return run.is_complete and (_has_model(run) or next(checkpoint_steps(run.path), None) is None)
+
+
+def _has_model(run: RunDirectory) -> bool:
+    return (run.path / MODEL_NAME).is_file()
 
 
 def check_beginning(
@@ -214,6 +224,11 @@ def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -
     """Leave a run that has ended well as it is: training no step would still replace its timing."""
     _check_same(session, options, run)
     if session.comm.rank == 0:
+        if not _has_model(run):
+            raise RunError(
+                f"{run.path}: is complete, but holds neither {MODEL_NAME} nor a checkpoint to make it of; "
+                f"put one of them back, or {remedies.starting_over(run.path)}"
+            )
         run.complete_again()
     session.comm.barrier()
     session.reporter.notice(f"{run.path}: is complete already{_how_to_train_on(options, run)}")
