@@ -38,8 +38,8 @@ from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron
 from speechdp.models.without_weights import without_weights
+from speechdp.parallel.run_files import MODEL_NAME
 
-MODEL_NAME = "model.safetensors"
 _FORMAT = "speechdp-model"
 _VERSION = 1
 #: Sizes up to this are taken as they are: strides, widths of filters.

@@ -22,13 +22,12 @@ from speechdp.feeding.fed_source import gather_feeder_times
 from speechdp.models.precision import tf32_in_force
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import describe
-from speechdp.parallel.run_files import TRAINED_ON, RunDirectory
+from speechdp.parallel.run_files import MODEL_NAME, TRAINED_ON, RunDirectory
 from speechdp.parallel.stop import StopAgreement
 from speechdp.parallel.strategy import Strategy
 from speechdp.process.ending import Stopped
 from speechdp.process.output import losses_noted_in
 from speechdp.tasks.metrics import Metric
-from speechdp.tasks.model_file import MODEL_NAME
 from speechdp.timing.gather import gather_timing, has_timed_steps, write_timing
 from speechdp.timing.memory import peak_memory
 from speechdp.timing.sampler import Sampler
@@ -115,11 +114,7 @@ def _train_run(
 
 def is_done(run: RunDirectory) -> bool:
     """Return whether a run is complete, and its model there or not to be made again by a last checkpoint."""
-    return run.is_complete and (_has_model(run) or next(checkpoint_steps(run.path), None) is None)
-
-
-def _has_model(run: RunDirectory) -> bool:
-    return (run.path / MODEL_NAME).is_file()
+    return run.is_complete and (run.has_model or next(checkpoint_steps(run.path), None) is None)
 
 
 def check_beginning(
@@ -224,7 +219,7 @@ def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -
     """Leave a run that has ended well as it is: training no step would still replace its timing."""
     _check_same(session, options, run)
     if session.comm.rank == 0:
-        if not _has_model(run):
+        if not run.has_model:
             raise RunError(
                 f"{run.path}: is complete, but holds neither {MODEL_NAME} nor a checkpoint to make it of; "
                 f"put one of them back, or {remedies.starting_over(run.path)}"

@@ -22,6 +22,7 @@ from speechdp.experiments.race.record import find_race, is_of
 from speechdp.options.run import TrainOptions
 from speechdp.options.targets import tell_of_spread_targets
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.run_files import RunDirectory
 from speechdp.report.runs.results import ONE_RANK
 from speechdp.train.realign import last_alignment
 
@@ -130,8 +131,8 @@ class OwnTraining(ComparedTraining):
 
     def run(self, run: RunRecord, run_dir: Path) -> str | None:
         """Train and decode a run, as far as that is not done; return None, or what went wrong."""
-        request = self._request
-        if not (run_dir / "completed.json").is_file():
+        request, directory = self._request, RunDirectory(run_dir)
+        if not (directory.is_complete and directory.has_model):
             options = request.options_of(run.strategy, run.seed)
             assert run.epochs is not None
             if run.epochs != options.num_epochs:
