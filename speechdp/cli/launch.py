@@ -171,7 +171,9 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
     target = None if is_script else find_target(command)
     place = _find_place(options)
     scheduler = None if place.allocation is None else place.allocation.scheduler
-    policy = check_options(options, place.num_ranks, scheduler, is_script=is_script)
+    policy = check_options(
+        options, place.num_ranks, scheduler, is_script=is_script, hosts=place.hostfile.hosts
+    )
     hosts = place.hostfile.allocate(place.num_ranks)
     if place.allocation is not None and _are_slots_counted(options):
         by_srun = options.launcher == "srun"
@@ -206,7 +208,12 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
 
 
 def check_options(
-    options: LaunchCommand, num_ranks: int, scheduler: Scheduler | None, *, is_script: bool
+    options: LaunchCommand,
+    num_ranks: int,
+    scheduler: Scheduler | None,
+    *,
+    is_script: bool,
+    hosts: Sequence[Host] = (),
 ) -> RestartPolicy:
     """Refuse options that cannot go together; return those of restarts.
 
@@ -216,6 +223,7 @@ def check_options(
         num_ranks: that are to be started.
         scheduler: whose job this is or will be, None: no batch job.
         is_script: a user's script is started.
+        hosts: which the job may use, as far as they are known.
 
     Raises:
         ConfigError: they cannot.
@@ -233,25 +241,37 @@ def check_options(
     target = None if is_script else find_target(options.command)
     policy.check(num_ranks, target, is_script=is_script)
     if target is not None and target.subcommand == "train" and (policy.min_ranks or num_ranks) < num_ranks:
-        _check_fewer_ranks(options)
+        _check_fewer_ranks(options, policy.fewer_ranks(hosts, num_ranks))
     return policy
 
 
-def _check_fewer_ranks(options: LaunchCommand) -> None:
-    """Refuse fewer ranks for a strategy that cannot go on with them: the restart would fail, hours later.
+def _check_fewer_ranks(options: LaunchCommand, numbers: Sequence[int]) -> None:
+    """Refuse fewer ranks for a run that cannot go on with them: the restart would fail, hours later.
+
+    Args:
+        numbers: of ranks that there may be.
 
     Raises:
-        ConfigError: it cannot, or there is no such strategy.
+        ConfigError: its strategy or its batch cannot, or there is no such strategy.
     """
     from speechdp.cli.main import check_forwarded  # noqa: PLC0415 - imports this module
 
-    strategy = check_forwarded(options.command).options.strategy
+    training = check_forwarded(options.command).options
+    strategy = training.strategy
     if not strategy.parsed.traits.resumes_with_other_size:  # imports torch, for this question alone
         raise ConfigError(
             f"--min-ranks {options.min_ranks}: {strategy.text} cannot go on with fewer ranks, as each has a "
             "part of its own; leave it out and have a host to spare, or choose another --strategy "
             "(docs/training.md)"
         )
+    for number in () if training.loading.feeders else numbers:  # feeders do not train
+        try:
+            training.resolve(number)
+        except ConfigError as error:
+            raise ConfigError(
+                f"--min-ranks {options.min_ranks}: the loss of hosts may leave {counted(number, 'rank')}, "
+                f"and {error}"
+            ) from error
 
 
 def _check_room(hosts: Sequence[Host]) -> None:

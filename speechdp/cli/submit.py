@@ -179,13 +179,15 @@ def _check_launch(scheduler: Scheduler, job: BatchJob, *, may_get_others: bool) 
     launch: LaunchCommand = check_forwarded(["launch", *job.launch_words, "--", *job.command])
     nodes, ranks_per_node = job.resources.nodes, job.resources.ranks_per_node
     num_ranks = nodes * ranks_per_node if launch.num_ranks is None else launch.num_ranks
+    hosts: tuple[Host, ...] = ()
     # The hosts of a file may be named only when the job begins.
     if launch.hostfile is None and not may_get_others:
         asked = f"--nodes {nodes} --ranks-per-node {ranks_per_node}"
-        Hostfile(asked, (Host("node", nodes * ranks_per_node),)).allocate(num_ranks)
+        hosts = tuple(Host(f"node {number}", ranks_per_node) for number in range(nodes))
+        Hostfile(asked, hosts).allocate(num_ranks)
     elif launch.num_ranks is None:
         num_ranks = max(num_ranks, launch.min_ranks or 1)
-    check_options(launch, num_ranks, scheduler, is_script=is_script(job.command))
+    check_options(launch, num_ranks, scheduler, is_script=is_script(job.command), hosts=hosts)
     return launch
 
 

@@ -83,7 +83,7 @@ class GrammarFst:
         """Read an OpenFst file and the words.txt beside it.
 
         The ends of sentences, which arpa2fst writes as words without --disambig-symbol, become epsilon:
-        nobody says them.
+        nobody says them.  Arcs of infinite cost, which no sentence takes, are left out.
 
         Raises:
             ConfigError: one of them is missing or damaged, or they do not belong together.
@@ -96,10 +96,15 @@ class GrammarFst:
                 f"{path}: label {missing[0]} is not in {WORDS_NAME} beside it; give the words.txt that "
                 "it was made with"
             )
-        ends = [label for label in grammar._labels if names.get(label) in (START, END)]
-        if not ends:
-            return grammar
         arrays = FstArrays.of(fst)
+        costs = np.concatenate((arrays.cost, arrays.final))
+        if not (costs > -np.inf).all():  # NaN is not, either
+            raise ConfigError(f"{path}: has costs that are no number or minus infinity; make it again")
+        ends = [label for label in grammar._labels if names.get(label) in (START, END)]
+        is_taken = arrays.cost < np.inf
+        if is_taken.all() and not ends:
+            return grammar
+        arrays = arrays.where(is_taken)
         silent = np.where(np.isin(arrays.ilabel, ends), EPSILON, arrays.ilabel)
         return cls(replace(arrays, ilabel=silent, olabel=silent).fst(), names)
 
@@ -155,15 +160,6 @@ def read_given_model(path: Path) -> LanguageModel:
     return given
 
 
-def read_respelled(path: Path, lexicon: Lexicon) -> RespelledModel | None:
-    """Read a model that was made elsewhere, in the words of a lexicon; as `respelled_model`.
-
-    Raises:
-        ConfigError: as `read_given_model`.
-    """
-    return respelled_model(read_given_model(path), lexicon)
-
-
 def respelled_model(given: LanguageModel, lexicon: Lexicon) -> RespelledModel | None:
     """Return a model with its words spelt as in the lexicon; the others are left out.
 
@@ -188,6 +184,12 @@ def respelled_model(given: LanguageModel, lexicon: Lexicon) -> RespelledModel | 
         if unknown is not None:
             model, missing = model.with_words(missing, given.log10_probs[unknown,]), []
     return RespelledModel(model, sum(spelling(word) is None for word in words), len(missing))
+
+
+def nothing_fits(given_as: Path) -> str:
+    """Return why `respelled_model` finds nothing in a model of this name, a clause about the lexicon."""
+    what = "sentences has only words of" if given_as.suffix == ".fst" else "words is in"
+    return f"none of its {what} the lexicon"
 
 
 def save_language_model(model: LanguageModel, folder: Path) -> None:

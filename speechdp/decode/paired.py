@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +38,10 @@ class Difference(NamedTuple):
     def is_sure(self) -> bool:
         """Whether chance alone does not make the first rate the higher one."""
         return self.has_seeds and self.low > 0
+
+
+class OtherDecodingError(ValueError):
+    """A file of errors by utterance belongs to another decoding than the record that names it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +77,31 @@ class UtteranceErrors:
             raise ValueError("no counts of different utterances")
         table = np.array(counts, dtype=np.int64).reshape(-1, 4)
         return cls(tuple(names), table[:, 3], table[None, :, :3].sum(axis=2))
+
+    @classmethod
+    def read(cls, run_dir: Path, record: Mapping[str, Any]) -> UtteranceErrors | None:
+        """Read the errors that belong to a decoding of a run; None: it is an older one, which has none.
+
+        Args:
+            run_dir: the run.
+            record: its RUN/wer-NAME.json.
+
+        Raises:
+            OSError: they cannot be read.
+            OtherDecodingError: they are those of another decoding.
+            ValueError: they are damaged.
+        """
+        name = record.get("errors")
+        if not isinstance(name, str):
+            return None
+        # A name within the run's folder, whatever the record says.
+        path = run_dir / "hypotheses" / Path(name).name
+        found = cls.parse(path.read_text(encoding="utf-8"))
+        told = [record.get(kind, 0) for kind in ("insertions", "deletions", "substitutions", "words")]
+        counts = [one if isinstance(one, int | float) else 0 for one in told]
+        if (sum(counts[:3]), counts[3]) != (found.errors.sum(), found.words.sum()):
+            raise OtherDecodingError(path)
+        return found
 
     @classmethod
     def join(cls, models: Sequence[UtteranceErrors | None]) -> UtteranceErrors | None:

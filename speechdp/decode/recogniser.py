@@ -25,7 +25,7 @@ from speechdp.decode.graphs.graph import (
 )
 from speechdp.decode.graphs.kaldi_graph import KaldiGraphFiles, read_kaldi_graph
 from speechdp.decode.kept_graph import LARGE_MODEL_BYTES, KeptGraph, graph_key
-from speechdp.decode.language_model import StoredModel, read_respelled
+from speechdp.decode.language_model import StoredModel, nothing_fits, read_given_model, respelled_model
 from speechdp.decode.nbest import Candidate, NBestSearcher, Rescorer, SentenceCost, ngram_cost
 from speechdp.decode.origin import is_ctc
 from speechdp.decode.scoring import AcousticScorer
@@ -211,11 +211,13 @@ class Recogniser:
         return Rescorer(cost, scale, self._second, options.lm_scale, options.rescore_weight)
 
     def _second_model(self, path: Path) -> SentenceCost:
-        found = read_respelled(path, self.transducer.lexicon)
-        if found is None:
-            raise ConfigError(f"--rescore-lm {path}: none of its words is in the lexicon; give one that fits")
-        if not isinstance(found.model, NgramModel):
+        given = read_given_model(path)
+        if not isinstance(given, NgramModel):
             raise ConfigError(f"--rescore-lm {path}: has no n-grams; give an ARPA file")
+        found = respelled_model(given, self.transducer.lexicon)
+        if found is None:
+            raise ConfigError(f"--rescore-lm {path}: {nothing_fits(path)}; give one that fits")
+        assert isinstance(found.model, NgramModel)
         if found.without_entry:
             lacks = (
                 f"{path.name} lacks {counted(found.without_entry, 'word')} of the lexicon and has no <unk>"

@@ -13,7 +13,7 @@ from speechdp.counting import agreeing, counted
 from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset
 from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.nbest import Candidate
-from speechdp.decode.paired import errors_text
+from speechdp.decode.paired import UtteranceErrors, errors_text
 from speechdp.decode.wer import WerResult, count_errors, errors_by_group, oracle_of, word_error_rate
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written, write_text_atomically
@@ -203,13 +203,13 @@ def wer_path(run_dir: Path, name: str) -> Path:
 def has_word_errors(run_dir: Path, split: str) -> bool:
     """Tell whether a split of the run's own data is decoded; a damaged record is none.
 
-    Neither is one whose errors by utterance are gone.  Those of older decodings never were there.
+    Neither is one whose errors by utterance are gone or damaged.  Those of older decodings never were there.
     """
     try:
         record = parse_json(wer_path(run_dir, split).read_text(encoding="utf-8"))
-        has_all = "errors" not in record or errors_path(run_dir / "hypotheses" / f"{split}.txt").is_file()
-        return has_all and isinstance(record["wer"], int | float)
-    except (OSError, ValueError, LookupError, TypeError):
+        UtteranceErrors.read(run_dir, record)
+        return isinstance(record["wer"], int | float)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
 
 

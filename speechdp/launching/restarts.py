@@ -72,6 +72,14 @@ class RestartPolicy:
                 "refuse to go on with fewer; leave it out"
             )
 
+    def fewer_ranks(self, hosts: Sequence[Host], num_ranks: int) -> list[int]:
+        """Return the numbers of ranks below `num_ranks` with which a job that lost any hosts may go on."""
+        slots = {0}
+        for host in hosts:
+            slots |= {left + host.slots for left in slots}
+        least = num_ranks if self.min_ranks is None else self.min_ranks
+        return sorted(left for left in slots if least <= left < num_ranks)
+
 
 #: What tells one state of a file or folder from another: (path, time of change in ns, inode).
 _State = tuple[Path, int, int]

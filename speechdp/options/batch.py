@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from speechdp.counting import counted
 from speechdp.data.plan.epoch_plan import Order, PlanOptions
 from speechdp.errors import ConfigError
 from speechdp.models.presets import Preset
@@ -109,9 +110,11 @@ class BatchOptions:
             return None
         assert size is not None, "a global batch is shared out by resolve(size)"
         if total % size:
+            few = max(ranks for ranks in range(1, size) if total % ranks == 0)
             raise ConfigError(
                 f"--global-batch {total}{'' if self.global_batch else ' (of the recipe)'}: does not divide "
-                f"by {size} ranks; give a multiple of {size}, or --batch-size"
+                f"by {size} ranks; give a multiple of {size}, or --batch-size (a run that was begun, which "
+                f"keeps its batch, goes on with {counted(few, 'rank')})"
             )
         return total // size
 

@@ -27,6 +27,8 @@ TRAINED_ON = "trained_on"
 #: values of them belong together, and say nothing with others.
 TUNED_NAME = "tuned.json"
 WEIGHTS = ("acoustic_scale", "prior_scale", "insertion_log_prob", "lm_scale", "silence_probability")
+#: The trained model.
+MODEL_NAME = "model.safetensors"
 #: Written where a script's job has ended well, also after its training.
 SCRIPT_ENDED = "script-ended.json"
 
@@ -93,6 +95,11 @@ class RunDirectory:
     def is_complete(self) -> bool:
         """Whether the run has ended well."""
         return self._completed.is_file()
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the trained model is there."""
+        return (self.path / MODEL_NAME).is_file()
 
     @property
     def script_has_ended_well(self) -> bool:

@@ -14,6 +14,7 @@ import sys
 import uuid
 import zipfile
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -449,11 +450,37 @@ def _job_facts(comm: Communicator, device: torch.device, hosts: list[str], gpus:
 
 
 def _script_version() -> str:
-    """Return a checksum of the script that runs; "": it is no file, as where Python reads standard input."""
+    """Return a checksum of the script that runs and of the modules that it has imported from its folder.
+
+    Returns:
+        "": it is no file, as where Python reads standard input.
+    """
+    script = Path(sys.argv[0])
     try:
-        return hashlib.sha256(Path(sys.argv[0]).read_bytes()).hexdigest()[:12]
+        found = hashlib.sha256(script.read_bytes())
     except OSError:
         return ""
+    for path in _own_modules(script.resolve()):
+        with suppress(OSError):  # deleted since it was imported
+            found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()[:12]
+
+
+def _own_modules(script: Path) -> list[Path]:
+    """Return the files of modules that have been imported from a script's folder, in order, without itself.
+
+    What is installed there, in a virtual environment, is not the script's own, and neither is speechdp.
+    """
+    files = {
+        Path(file).resolve()
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] != "speechdp" and isinstance(file := getattr(module, "__file__", None), str)
+    }
+    return sorted(
+        file
+        for file in files - {script}
+        if file.is_relative_to(script.parent) and file.suffix == ".py" and "site-packages" not in file.parts
+    )
 
 
 def _launch() -> str:

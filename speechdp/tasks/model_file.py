@@ -38,8 +38,8 @@ from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron
 from speechdp.models.without_weights import without_weights
+from speechdp.parallel.run_files import MODEL_NAME
 
-MODEL_NAME = "model.safetensors"
 _FORMAT = "speechdp-model"
 _VERSION = 1
 #: Sizes up to this are taken as they are: strides, widths of filters.
@@ -267,11 +267,10 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
     if (run_dir / MANIFEST_NAME).is_file():
         raise RunError(f"{run_dir}: is a data directory, not a run; give the folder that train wrote")
     if not path.is_file():
-        completed = run_dir / "completed.json"
-        if completed.is_file():  # --resume leaves such a run as it is
+        if (run_dir / "completed.json").is_file():
             raise RunError(
-                f"{path}: no such model, though the run is complete; to have it written from the last "
-                f"checkpoint, delete {completed} and repeat the run's command with --resume"
+                f"{path}: no such model, though the run is complete; the command that trained it writes it "
+                "again from the last checkpoint (train: with --resume)"
             )
         begun = (run_dir / "run.json").is_file()
         remedy = "finish it with train --resume" if begun else "train it first"

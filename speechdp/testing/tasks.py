@@ -22,6 +22,7 @@ from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import lexicon_for
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.parallel.replica import Replica
+from speechdp.parallel.run_files import MODEL_NAME
 from speechdp.parallel.untrained import load_untrained, untrained_tensors
 from speechdp.tasks.base import (
     LOSS,
@@ -33,7 +34,7 @@ from speechdp.tasks.base import (
     loss_mistake,
     score_mistake,
 )
-from speechdp.tasks.model_file import MODEL_NAME, ClassCounts
+from speechdp.tasks.model_file import ClassCounts
 from speechdp.tasks.registry import task_class, task_options
 
 #: Frames of the utterances, and symbols of their texts.

@@ -29,7 +29,7 @@ from speechdp.parallel.run_files import RunDirectory
 from speechdp.process.ending import Stopped
 from speechdp.tasks.model_file import LoadedModel, load_model
 from speechdp.train.models import check_initial_model
-from speechdp.train.run import check_beginning, train_run
+from speechdp.train.run import check_beginning, is_done, train_run
 from speechdp.train.session import Session
 from speechdp.train.tolerance import require_all_ranks
 
@@ -345,7 +345,7 @@ def train_or_go_on(session: Session, options: TrainOptions, run_dir: Path) -> No
         ConfigError: the folder holds a run with other options.
     """
     run = RunDirectory(run_dir)
-    done, begun = session.comm.broadcast_object([run.is_complete, run.is_begun])
+    done, begun = session.comm.broadcast_object([is_done(run), run.is_begun])
     with remedies.of_part(run_dir):
         if done:
             given, defaults = options.to_json(), TrainOptions().to_json()

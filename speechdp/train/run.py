@@ -22,7 +22,7 @@ from speechdp.feeding.fed_source import gather_feeder_times
 from speechdp.models.precision import tf32_in_force
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import describe
-from speechdp.parallel.run_files import TRAINED_ON, RunDirectory
+from speechdp.parallel.run_files import MODEL_NAME, TRAINED_ON, RunDirectory
 from speechdp.parallel.stop import StopAgreement
 from speechdp.parallel.strategy import Strategy
 from speechdp.process.ending import Stopped
@@ -76,7 +76,7 @@ def _train_run(
     session: Session, options: TrainOptions, run_dir: Path, start: StartGuard, *, resume: bool
 ) -> None:
     run = RunDirectory(run_dir)
-    if resume and session.comm.broadcast_object(run.is_complete):
+    if resume and session.comm.broadcast_object(is_done(run)):
         _keep_complete(session, options, run)  # what it was trained on may be gone
         return
     # Before a run is begun, which would be in the way later.
@@ -110,6 +110,11 @@ def _train_run(
         with sampled(session, options.loading.sample_hz, run_dir, trainer.parts.timeline) as sampler:
             _run_to_end(session, trainer, loader, dealing)
         _conclude(session, resolved, run, trainer, sources, origin, sampler)
+
+
+def is_done(run: RunDirectory) -> bool:
+    """Return whether a run is complete, and its model there or not to be made again by a last checkpoint."""
+    return run.is_complete and (run.has_model or next(checkpoint_steps(run.path), None) is None)
 
 
 def check_beginning(
@@ -214,6 +219,11 @@ def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -
     """Leave a run that has ended well as it is: training no step would still replace its timing."""
     _check_same(session, options, run)
     if session.comm.rank == 0:
+        if not run.has_model:
+            raise RunError(
+                f"{run.path}: is complete, but holds neither {MODEL_NAME} nor a checkpoint to make it of; "
+                f"put one of them back, or {remedies.starting_over(run.path)}"
+            )
         run.complete_again()
     session.comm.barrier()
     session.reporter.notice(f"{run.path}: is complete already{_how_to_train_on(options, run)}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import re
 import signal
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -553,14 +555,19 @@ def test_versions_of_the_script_are_kept(tmp_path: Path, monkeypatch: pytest.Mon
     """A report tells whether what it compares was made by one."""
     program, folder = tmp_path / "train.py", tmp_path / "run"
     monkeypatch.setattr("sys.argv", [str(program)])
-    for text in ("one", "one", "two"):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = tmp_path / "own_module_of_train.py"
+    for text, of_module in (("one", "1"), ("one", "1"), ("two", "1"), ("two", "2")):
         program.write_text(text)
+        own.write_text(of_module)
+        importlib.import_module(own.stem)
         script = Script(SerialCommunicator(), "bmuf", folder)
         with script.run:
             script.step()
             script.save()
     versions = RunDirectory(folder).script_versions()
-    assert len(versions) == 2 and all(versions)
+    monkeypatch.delitem(sys.modules, own.stem)
+    assert len(versions) == 3 and all(versions)
 
 
 def test_another_model_than_the_checkpoints_is_refused_in_a_line(tmp_path: Path) -> None:

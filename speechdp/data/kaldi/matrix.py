@@ -9,7 +9,7 @@ import math
 import re
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,8 +24,12 @@ from speechdp.errors import ConfigError
 
 _DTYPES = {"FM": "<f4", "DM": "<f8"}
 _COMPRESSED = ("CM", "CM2", "CM3")
-#: FILE, FILE:BYTE, FILE:BYTE[FIRST:LAST]; columns are not chosen here.
-_PLACE = re.compile(r"(?P<file>.+?)(:(?P<byte>\d+))?(\[(?P<first>\d+):(?P<last>\d+)\])?")
+#: FILE, FILE:BYTE, FILE:BYTE[ROWS], FILE:BYTE[ROWS,COLUMNS]; these are FIRST:LAST, or : for all
+#: (Kaldi's ParseMatrixRangeSpecifier).
+_PLACE = re.compile(
+    r"(?P<file>.+?)(:(?P<byte>\d+))?"
+    r"(?P<range>\[(?P<rows>:|\d+:\d+)(,(?P<columns>:|\d+:\d+))?\])?"
+)
 _MOST_TEXT_LINES = 1 << 24
 #: Kaldi cuts a range that ends later than its matrix by fewer rows: segments' times are rounded.
 _MOST_ROWS_TOO_FAR = 3
@@ -33,11 +37,12 @@ _MOST_ROWS_TOO_FAR = 3
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """Where one matrix stands: `rows` are the first and the last that are meant, None means all."""
+    """Where one matrix stands: `rows` and `columns` are the first and last that are meant, None means all."""
 
     path: Path
     offset_bytes: int
     rows: tuple[int, int] | None = None
+    columns: tuple[int, int] | None = None
 
 
 def read_scp(path: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, MatrixPlace]:
@@ -62,12 +67,24 @@ def read_scp(path: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, MatrixP
             pipes[key] = value
             continue
         match = _PLACE.fullmatch(value)
-        if match is None or value.endswith("]") != (match["first"] is not None):
-            raise ConfigError(f"{where}: {line[:100]!r} is not KEY FILE:BYTE or KEY FILE:BYTE[FIRST:LAST]")
-        rows = None if match["first"] is None else (int(match["first"]), int(match["last"]))
-        table[key] = MatrixPlace(rules.find_file(path.parent, match["file"]), int(match["byte"] or 0), rows)
+        if match is None or value.endswith("]") != (match["range"] is not None):
+            raise ConfigError(
+                f"{where}: {line[:100]!r} is not KEY FILE:BYTE, KEY FILE:BYTE[FIRST:LAST] of its rows or "
+                "KEY FILE:BYTE[FIRST:LAST,FIRST:LAST] of rows and columns"
+            )
+        file = rules.find_file(path.parent, match["file"])
+        rows, columns = _range(match["rows"]), _range(match["columns"])
+        table[key] = MatrixPlace(file, int(match["byte"] or 0), rows, columns)
     written = rules.run_pipes(pipes, path, numbers)
     return table | {key: MatrixPlace(file, 0) for key, file in written.items()}
+
+
+def _range(text: str | None) -> tuple[int, int] | None:
+    """Return the first and the last of FIRST:LAST; None of all."""
+    if text is None or text == ":":
+        return None
+    first, _, last = text.partition(":")
+    return int(first), int(last)
 
 
 def rows_of_segments(
@@ -115,32 +132,34 @@ def rows_of_segments(
             )
         before = place.rows[0] if place.rows else 0
         rows = (before + start, before + min(end, num) - 1)
-        cut[utterance] = MatrixPlace(place.path, place.offset_bytes, rows)
+        cut[utterance] = replace(place, rows=rows)
     return cut
 
 
 def read_matrix(place: MatrixPlace, utterance: str) -> npt.NDArray[Any]:
-    """Read a (T, D) matrix: float64 where it was written so, else float32.
+    """Read the (T, D) that a place means of a matrix: float64 where it was written so, else float32.
 
     What the header says is held against the file's size before anything is read, so a damaged one costs
     no memory.  Of a binary matrix only the rows that are meant are read: utterances may be cut out of the
     features of an hour.
 
     Args:
-        place: where it stands, and which rows are meant.
+        place: where it stands, and which rows and columns are meant.
         utterance: whose it is, for messages.
 
     Raises:
-        ConfigError: truncated, damaged, another kind of data, or fewer rows than are asked for; names
-            file, utterance and byte.
+        ConfigError: truncated, damaged, another kind of data, or fewer rows or columns than are asked
+            for; names file, utterance and byte.
     """
     with KaldiStream(place.path, place.offset_bytes, utterance) as stream:
         if stream.is_binary():
             header = _header(stream)
-            return _binary_matrix(stream, header, _rows_in(place, header.rows, utterance))
-        matrix = _text_matrix(stream)
-        rows = _rows_in(place, len(matrix), utterance)
-        return matrix[rows.start : rows.stop]
+            matrix = _binary_matrix(stream, header, _rows_in(place, header.rows, utterance))
+        else:
+            whole = _text_matrix(stream)
+            rows = _rows_in(place, len(whole), utterance)
+            matrix = whole[rows.start : rows.stop]
+    return matrix if place.columns is None else matrix[:, _columns_in(place, matrix.shape[1], utterance)]
 
 
 def num_rows(place: MatrixPlace, utterance: str) -> int:
@@ -169,6 +188,18 @@ def _rows_in(place: MatrixPlace, rows: int, utterance: str) -> range:
             "range in feats.scp"
         )
     return range(first, min(last, rows - 1) + 1)
+
+
+def _columns_in(place: MatrixPlace, columns: int, utterance: str) -> slice:
+    """Return which of a matrix's `columns` a place means.  Raises ConfigError: it lacks some."""
+    assert place.columns is not None
+    first, last = place.columns
+    if not first <= last < columns:
+        raise ConfigError(
+            f"{place.path}: utterance {utterance}: columns {first} to {last} are wanted of {columns}; mend "
+            "the range in feats.scp"
+        )
+    return slice(first, last + 1)
 
 
 def write_matrix(file: BinaryIO, key: str, matrix: npt.NDArray[np.float32]) -> int:

@@ -17,6 +17,7 @@ from speechdp.decode.language_model import (
     GrammarFst,
     LanguageModel,
     language_model_path,
+    nothing_fits,
     read_given_model,
     respelled_model,
     save_language_model,
@@ -97,8 +98,7 @@ def prepare_language_model(
         return None
     prepared = _taken_over(given, options.lm, lexicon, texts)
     if prepared is None:
-        what = "sentences has only words of" if isinstance(given, GrammarFst) else "words is in"
-        raise ConfigError(f"{options.lm}: none of its {what} the lexicon; give one that fits it")
+        raise ConfigError(f"{options.lm}: {nothing_fits(options.lm)}; give one that fits it")
     return prepared
 
 

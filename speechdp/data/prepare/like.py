@@ -27,7 +27,7 @@ from speechdp.data.prepare.recognition import FlatShard, frames_of, lengths_of, 
 from speechdp.data.prepare.vocabulary import plainly_spelt, with_words_of_model
 from speechdp.data.shards.dataset import FLAT, MANIFEST_NAME, UNALIGNED, Dataset, Manifest
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
-from speechdp.decode.language_model import LanguageModel, language_model_path
+from speechdp.decode.language_model import LanguageModel, language_model_path, nothing_fits
 from speechdp.errors import ConfigError, ShardError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.kaldi_pdfs import KaldiPdfs, classes_of
@@ -191,7 +191,7 @@ def _language_model(
         return None, ()
     model = take_over_language_model(path, lexicon, texts)
     if model is None:
-        return None, (f"without a language model: no word of {path} is in the lexicon; --lm takes another",)
+        return None, (f"without a language model: {path}: {nothing_fits(path)}; --lm takes another",)
     return model, ()
 
 

@@ -130,8 +130,8 @@ class OwnTraining(ComparedTraining):
 
     def run(self, run: RunRecord, run_dir: Path) -> str | None:
         """Train and decode a run, as far as that is not done; return None, or what went wrong."""
-        request = self._request
-        if not RunDirectory(run_dir).is_complete:
+        request, directory = self._request, RunDirectory(run_dir)
+        if not (directory.is_complete and directory.has_model):
             options = request.options_of(run.strategy, run.seed)
             assert run.epochs is not None
             if run.epochs != options.num_epochs:

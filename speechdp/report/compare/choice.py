@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from speechdp.counting import counted
 from speechdp.experiments.compare.plan import FRAMES, TIME
-from speechdp.report.compare.groups import ComparedRun, Group
+from speechdp.report.compare.groups import ComparedRun, Group, with_all_seeds
 from speechdp.report.compare.headline import (
     CLAIM_SEEDS,
     fewest_seeds,
@@ -69,7 +69,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
     for ranks in sorted({group.ranks for group in groups if group.ranks > 1}):
         rows = [group for group in groups if group.ranks == ranks and group.mode == FRAMES]
         rows = [group for group in rows if group.frames_per_s is not None and group.score is not None]
-        rows = _with_all_seeds(rows)
+        rows = with_all_seeds(rows)
         if rows:
             best = max(eligible_rows(rows), key=_score)
             accurate = accurate_enough(rows, best, tolerance(best))
@@ -113,14 +113,6 @@ def _one_rank(groups: Sequence[Group]) -> Group | None:
     """Return the runs on one rank, which the others are measured by."""
     found = (group for group in groups if group.ranks == 1 and group.mode == FRAMES)
     return next((group for group in found if _speed(group) and group.score is not None), None)
-
-
-def _with_all_seeds(rows: Sequence[Group]) -> list[Group]:
-    """Return the rows no seed of which came to nothing, all where there are none.
-
-    Of the others it is not known that they keep the accuracy: the seeds that are left may be the lucky ones.
-    """
-    return [group for group in rows if not (group.unjudged or group.failures)] or list(rows)
 
 
 def _suffices(one_rank: Group, fastest: Sequence[Group], rows: Sequence[Group], best: Group) -> bool:
@@ -225,7 +217,7 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
     tried = [g for g in groups if g.ranks == ranks and g.mode == TIME and g.score is not None]
     if len(tried) < 2:
         return []
-    rows, where = _with_all_seeds(tried), f"In equal time on {ranks} ranks"
+    rows, where = with_all_seeds(tried), f"In equal time on {ranks} ranks"
     best = max(rows, key=_score)
     terms = group_terms([best])
     own = next((group for group in tried if group.strategy == chosen.strategy), None)

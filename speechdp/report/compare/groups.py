@@ -234,12 +234,23 @@ def compared_by_race(groups: Sequence[Group]) -> dict[int, dict[str, str]]:
     return found
 
 
+def with_all_seeds(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups no seed of which came to nothing, all where there are none.
+
+    Of the others it is not known that they keep the accuracy: the seeds that are left may be the lucky ones.
+    """
+    return [group for group in groups if not (group.unjudged or group.failures)] or list(groups)
+
+
 def _with_differences(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups with what their word error rates are above the lowest in their part of the table."""
+    """Return the groups with what their word error rates are above the lowest in their part of the table.
+
+    The lowest is that of a group with all seeds, as in the choice.
+    """
     found: list[Group] = []
     for group in groups:
         beside = [other for other in groups if (other.ranks, other.mode) == (group.ranks, group.mode)]
-        found.append(replace(group, wer_over_lowest=over_lowest(group, beside)))
+        found.append(replace(group, wer_over_lowest=over_lowest(group, beside, with_all_seeds(beside))))
     return found
 
 

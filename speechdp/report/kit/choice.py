@@ -60,12 +60,15 @@ def lowest_word_errors(rows: Sequence[Accuracy]) -> WordErrors | None:
     return min(rates, key=lambda errors: errors.wer, default=None) if are_decoded_alike(rows) else None
 
 
-def over_lowest(row: Accuracy, rows: Sequence[Accuracy]) -> Difference | None:
+def over_lowest(row: Accuracy, rows: Sequence[Accuracy], eligible: Sequence[Accuracy]) -> Difference | None:
     """Return a row's word error rate less the lowest of several rows; None where it is not known.
 
     Neither is it where no other row has a rate.
+
+    Args:
+        eligible: those of the rows of which one is the lowest; a row that is none of them can be below it.
     """
-    lowest = lowest_word_errors(rows)
+    lowest = lowest_word_errors(eligible) if are_decoded_alike(rows) else None
     num_decoded = sum(one.word_errors is not None for one in rows)
     if lowest is None or row.word_errors is None or num_decoded < 2:
         return None
@@ -100,7 +103,7 @@ def told_apart(rows: Sequence[Row], label: Callable[[Row], str], where: str = ""
     lowest = lowest_word_errors(rows)
     best = ", ".join(label(row) for row in rows if row.word_errors is lowest)
     others = [row for row in rows if row.word_errors is not None and row.word_errors is not lowest]
-    found = [(row, over_lowest(row, rows)) for row in others]
+    found = [(row, over_lowest(row, rows, rows)) for row in others]
     known = [(row, by) for row, by in found if by is not None and by.has_seeds]
     if not known:
         return []

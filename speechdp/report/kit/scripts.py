@@ -76,9 +76,9 @@ def several_versions(runs: Sequence[tuple[RunResult, str]]) -> str:
     others = [label for version, label, _ in known if version != most or len(version) > 1]
     script = Path(str(known[0][2].setting("script"))).name
     return (
-        f"{script} was changed between runs, or while one was interrupted, so they may not be comparable; "
-        f"otherwise than the rest were made: {', '.join(others)}. Begin in another folder to compare one "
-        "version."
+        f"{script}, or a module of its folder, was changed between runs, or while one was interrupted, so "
+        f"they may not be comparable; otherwise than the rest were made: {', '.join(others)}. Begin in "
+        "another folder to compare one version."
     )
 
 

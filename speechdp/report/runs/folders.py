@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from speechdp.decode.paired import UtteranceErrors
+from speechdp.decode.paired import OtherDecodingError, UtteranceErrors
 from speechdp.errors import ConfigError, RunError, printable
 from speechdp.files import cannot_be_read, why_no_folder
 from speechdp.json_input import parse_json
@@ -357,22 +357,13 @@ def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
 
 def _read_utterance_errors(record: dict[str, Any], path: Path, problems: list[str]) -> UtteranceErrors | None:
     """Read the errors by utterance that belong to a record; None of older ones, which have none."""
-    name = record.get("errors")
-    if not isinstance(name, str):
-        return None
     try:
-        # A name within the run's folder, whatever the record says.
-        found = UtteranceErrors.parse(
-            (path.parent / "hypotheses" / Path(name).name).read_text(encoding="utf-8")
-        )
+        return UtteranceErrors.read(path.parent, record)
     except OSError as error:
-        problems.append(f"{name}: cannot be read ({error.strerror}); decode the run again")
-        return None
+        why = f"cannot be read ({error.strerror})"
+    except OtherDecodingError:
+        why = f"of another decoding than {path.name}"
     except ValueError:
-        problems.append(f"{name}: damaged; decode the run again")
-        return None
-    of_record = [number(record, key) or 0 for key in ("insertions", "deletions", "substitutions")]
-    if (sum(of_record), number(record, "words")) != (found.errors.sum(), found.words.sum()):
-        problems.append(f"{name}: of another decoding than {path.name}; decode the run again")
-        return None
-    return found
+        why = "damaged"
+    problems.append(f"{record['errors']}: {why}; decode the run again")
+    return None

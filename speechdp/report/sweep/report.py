@@ -78,7 +78,9 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
     comparable = comparable_rows(rows)
     names = [row.run.name for row in comparable]
     rows = [
-        replace(row, wer_over_lowest=over_lowest(row, comparable) if row.run.name in names else None)
+        replace(
+            row, wer_over_lowest=over_lowest(row, comparable, comparable) if row.run.name in names else None
+        )
         for row in rows
     ]
     sizes = {run.size for run in sweep.runs if not run.is_baseline and run.size}

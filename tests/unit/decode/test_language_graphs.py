@@ -242,6 +242,26 @@ def test_ends_of_sentences_in_a_grammar_are_not_spoken(tmp_path: Path) -> None:
     assert path is not None and path.words == ("to", "see")
 
 
+def test_what_costs_infinitely_much_in_a_grammar_is_not_in_it(tmp_path: Path) -> None:
+    """Graphs with it warned of invalid values, and nobody was told of words that are never recognised."""
+    arcs = ("0 1 1 1 0.5", "0 1 2 2 Infinity", "0 1 5 5 0.5", "1")
+    (tmp_path / "words.txt").write_text("<eps> 0\nto 1\nsee 2\ntwo 5\n")
+    kaldifst.compile("\n".join(arcs), acceptor=False).write(str(tmp_path / "G.fst"))
+    found = respelled_model(read_language_model(tmp_path / "G.fst"), transducer().lexicon)
+    assert found is not None and found.model.words == {"to", "two"} and found.without_entry == 4
+    graph = build_graph(transducer(), Grammar.NGRAM, language_model=found.model)
+    assert Searcher(graph, EXACT).search(scores(20, 0)) is not None
+
+
+@pytest.mark.parametrize("cost", ["NaN", "-Infinity"])
+@pytest.mark.parametrize("line", ["0 1 2 2 {}\n1", "0 1 2 2 1\n1 {}"])
+def test_a_grammar_of_impossible_costs_is_refused(tmp_path: Path, line: str, cost: str) -> None:
+    (tmp_path / "words.txt").write_text("<eps> 0\nto 1\nsee 2\n")
+    kaldifst.compile(line.format(cost), acceptor=False).write(str(tmp_path / "G.fst"))
+    with pytest.raises(ConfigError, match=r"G\.fst: has costs that are no number or minus infinity; make it"):
+        read_language_model(tmp_path / "G.fst")
+
+
 def test_words_of_a_grammar_that_no_sentence_has_cannot_be_recognised(tmp_path: Path) -> None:
     grammar = read_language_model(write_grammar(tmp_path))
     rest = grammar.respelled(lambda word: None if word == "see" else word)

@@ -254,7 +254,7 @@ def test_models_that_cannot_rescore_are_refused(dataset: Dataset, tmp_path: Path
     write_arpa(estimate(TEXTS, 2), arpa)
     for file, options, message in (
         (strange, {}, "none of its words is in the lexicon"),
-        (grammar, {}, "none of its words is in the lexicon"),
+        (grammar, {}, "G.fst: has no n-grams; give an ARPA file"),
         (tmp_path / "no.arpa", {}, "no.arpa: cannot be read"),
         (arpa, {"grammar": Grammar.TRANSCRIPT_SET}, "the grammar transcript-set has no n-grams"),
     ):

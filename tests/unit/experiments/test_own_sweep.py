@@ -209,9 +209,16 @@ def test_a_damaged_record_of_word_errors_is_none(tmp_path: Path, damage: str) ->
     assert not has_word_errors(tmp_path, "test")
 
 
-def test_a_decoding_whose_errors_by_utterance_are_gone_is_made_again(tmp_path: Path) -> None:
-    wer_path(tmp_path, "test").write_text('{"wer": 0.25, "errors": "hypotheses/test.errors"}')
-    assert not has_word_errors(tmp_path, "test")
+@pytest.mark.parametrize("damage", [None, "", "u1 0 1 0 4\nu2 ", "u1 0 1 0 4\n\0"])
+def test_a_decoding_without_its_errors_by_utterance_is_made_again(tmp_path: Path, damage: str | None) -> None:
+    """Where they were damaged, reports told to decode again by hand what sweep and compare had decoded."""
+    counts = {"insertions": 0, "deletions": 1, "substitutions": 1, "words": 8}
+    record = {"wer": 0.25, **counts, "errors": "hypotheses/test.errors"}
+    wer_path(tmp_path, "test").write_text(json.dumps(record))
     (tmp_path / "hypotheses").mkdir()
-    (tmp_path / "hypotheses/test.errors").touch()
+    path = tmp_path / "hypotheses" / "test.errors"
+    if damage is not None:
+        path.write_text(damage)
+    assert not has_word_errors(tmp_path, "test")
+    path.write_text("u1 0 1 0 4\nu2 0 0 1 4\n")
     assert has_word_errors(tmp_path, "test")

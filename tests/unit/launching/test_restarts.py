@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,6 +139,27 @@ def test_fewer_ranks_are_allowed_where_a_run_goes_on_with_them(strategy: str) ->
     command = ("train", "D", "R", "--strategy", strategy)
     policy = check_options(LaunchCommand(command, max_restarts=1, min_ranks=2), 4, None, is_script=False)
     assert policy.min_ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("hosts", "num_ranks", "min_ranks", "refused"),
+    [
+        ((4, 4, 4), 12, 4, "loss of hosts may leave 8 ranks, and --global-batch 36: does not divide by 8"),
+        ((4, 2), 6, 1, None),  # 4 or 2, never 5
+        ((4, 4, 4), 12, 12, None),
+        ((4, 4, 4), 4, 2, None),  # with hosts to spare
+        ((), 12, 4, None),  # which hosts a job gets is not known yet
+    ],
+)
+def test_a_global_batch_has_to_divide_by_the_ranks_that_may_be_left(
+    hosts: tuple[int, ...], num_ranks: int, min_ranks: int, refused: str | None
+) -> None:
+    """It was noticed by the restart, hours later."""
+    command = ("train", "D", "R", "--global-batch", "36")
+    options = LaunchCommand(command, max_restarts=1, min_ranks=min_ranks)
+    at = tuple(Host(f"n{number}", slots) for number, slots in enumerate(hosts))
+    with nullcontext() if refused is None else pytest.raises(ConfigError, match=refused):
+        check_options(options, num_ranks, None, is_script=False, hosts=at)
 
 
 def test_the_same_run_goes_on(tmp_path: Path) -> None:

@@ -407,6 +407,17 @@ def test_word_error_rates_that_may_be_chance_leave_the_choice_to_speed(tmp_path:
     assert "Word error rates on 2 ranks: none is surely above the lowest, that of b." in choice.details
 
 
+def test_the_lowest_of_the_table_is_that_of_the_sentence(tmp_path: Path) -> None:
+    """What has lost a seed was the lowest in the table, and not in the sentence below it."""
+    out = _compared_by_utterance(tmp_path / "out", more=0.3)
+    entries = json.loads((out / "compare.json").read_text())["runs"]
+    lost = next(n for n, entry in enumerate(entries) if (entry["strategy"], entry["seed"]) == ("b", 3))
+    write_record(out, [failed(e, "the loss is nan") if n == lost else e for n, e in enumerate(entries)])
+    groups = {group.strategy: group for group in _groups(out).values()}
+    of_a, of_b = (groups[name].wer_over_lowest for name in "ab")
+    assert of_a is not None and of_a.mean == 0 and of_b is not None and of_b.mean == pytest.approx(-0.03)
+
+
 def test_a_rate_is_not_compared_with_itself_alone_nor_with_one_of_no_words(tmp_path: Path) -> None:
     out = _compared_by_utterance(tmp_path / "out", more=0.3)
     for path in out.glob("*-b-*/wer-test.json"):

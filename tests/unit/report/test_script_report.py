@@ -331,7 +331,7 @@ def test_runs_of_a_script_that_was_changed_meanwhile_are_named(compared: Path) -
     assert not any("was changed" in text for text in told())
     _give_version(next(compared.glob("*-easgd-*")), "b")
     for text in told():
-        assert "train.py was changed between runs, or while one was interrupted, so they may not be" in text
+        assert "train.py, or a module of its folder, was changed between runs, or while one was" in text
         assert re.search(r"rest were made: (2 ranks, |2x-)easgd(, |-)seed1?( 1)?\. Begin", text)
     # What was gone on with is of both.
     for folder in folders:

@@ -66,7 +66,7 @@ def test_a_run_without_a_model_is_not_finished(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"is not a finished run, finish it with train --resume"):
         load_model(tmp_path, CPU)
     (tmp_path / "completed.json").write_text("{}")
-    with pytest.raises(RunError, match=r"though the run is complete; .* delete .*completed\.json and repeat"):
+    with pytest.raises(RunError, match=r"though the run is complete; the command .* again .*--resume"):
         load_model(tmp_path, CPU)
 
 

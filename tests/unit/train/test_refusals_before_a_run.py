@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.preprocess import AugmentOptions, InputOptions
-from speechdp.errors import ConfigError, ShardError
+from speechdp.errors import ConfigError, RunError, ShardError
 from speechdp.options.batch import BatchOptions, LoadingOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.train.run import train_run
@@ -72,3 +73,18 @@ def test_the_timing_of_a_run_tells_what_its_data_path_did(dataset: Dataset, tmp_
     assert data["frames"] == dataset.num_frames("train") <= data["computed_frames"]
     assert data["storage"] == "contiguous" and data["stored"] == "features"
     assert set(data["stages_s"]) == {"read", "preprocess"} | ({"collate"} & set(data["stages_s"]))
+
+
+def test_a_complete_run_whose_model_is_gone_gets_it_again(dataset: Dataset, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(dataset, run)
+    model, timing = run / "model.safetensors", (run / "timing.json").read_bytes()
+    written = model.read_bytes()
+    model.unlink()
+    train(dataset, run, resume=True)
+    assert model.read_bytes() == written and (run / "timing.json").read_bytes() == timing
+    model.unlink()
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(RunError, match=r"is complete, but holds neither .* nor a checkpoint to make it of"):
+        train(dataset, run, resume=True)
+    assert (run / "metrics.jsonl").is_file()

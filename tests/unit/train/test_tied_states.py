@@ -27,10 +27,10 @@ from speechdp.labels.state_tying import TYING_NAME, contexts_of, tying_in
 from speechdp.options.batch import BatchOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
-from speechdp.parallel.run_files import RunDirectory
+from speechdp.parallel.run_files import MODEL_NAME, RunDirectory
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Stopped
-from speechdp.tasks.model_file import MODEL_NAME, load_model
+from speechdp.tasks.model_file import load_model
 from speechdp.train.models import load_initial_weights, make_model
 from speechdp.train.realign import last_alignment, make_alignments, train_with_realignment
 from speechdp.train.session import Session

@@ -91,6 +91,34 @@ def test_rows_are_chosen_as_kaldi_chooses_them(tmp_path: Path) -> None:
                 read(wrong, "utt0")
 
 
+@pytest.mark.parametrize("kind", ["float", "text", "kSpeechFeature"])
+@pytest.mark.parametrize(
+    ("range_", "rows", "columns"),
+    [
+        ("[:]", slice(None), slice(None)),
+        ("[2:4,1:2]", slice(2, 5), slice(1, 3)),
+        ("[:,0:0]", slice(None), slice(0, 1)),
+        ("[6:9,:]", slice(6, 7), slice(None)),
+    ],
+)
+def test_columns_and_empty_ranges_are_read_as_kaldi_reads_them(
+    tmp_path: Path, kind: str, range_: str, rows: slice, columns: slice
+) -> None:
+    """Held against copy-feats of Kaldi 5.5, which refuses columns that the matrix lacks, however few."""
+    path = write_feats(tmp_path, FEATURES, kind=kind)
+    whole = read_matrix(read_scp(path)["utt0"], "utt0")
+    line = path.read_text().splitlines()[0]
+    path.write_text(f"{line}{range_}\n")
+    place = read_scp(path)["utt0"]
+    np.testing.assert_array_equal(read_matrix(place, "utt0"), whole[rows, columns])
+    assert num_rows(place, "utt0") == len(whole[rows])
+    path.write_text(f"{line}[:,1:{whole.shape[1]}]\n")
+    with pytest.raises(
+        ConfigError, match=f"utt0: columns 1 to {whole.shape[1]} are wanted of {whole.shape[1]};"
+    ):
+        read_matrix(read_scp(path)["utt0"], "utt0")
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("kind", ["float", "double", "kSpeechFeature", "kTwoByteAuto", "kOneByteAuto"])
 def test_rows_alone_are_bitwise_those_of_the_whole(tmp_path: Path, kind: str, packed: bool) -> None:
@@ -121,7 +149,9 @@ def test_rows_cost_no_more_memory_than_they_need(tmp_path: Path, kind: str) -> N
     [
         ("utt0 copy-feats ark:x ark:- |", r"a pipe \(utt0\) runs copy-feats"),
         ("utt0", "is not KEY FILE"),
-        ("utt0 x.ark:5[1:2,0:3]", "is not KEY FILE"),
+        ("utt0 x.ark:5[1:2,]", "is not KEY FILE"),
+        ("utt0 x.ark:5[,0:3]", "is not KEY FILE"),
+        ("utt0 x.ark:5[1:2,0:3,0:3]", "is not KEY FILE"),
     ],
 )
 def test_lines_that_are_no_place_are_refused_by_number(tmp_path: Path, line: str, reason: str) -> None:

@@ -320,8 +320,8 @@ def test_the_language_model_goes_along_and_may_be_another(tmp_path: Path) -> Non
     without = like(new, run, overwrite=True, lexicon=tmp_path / "lexicon.txt")
     assert language_model_in(without.dataset.path) is None
     assert without.notices[0] == (
-        f"without a language model: no word of {run / 'trained_on' / 'lm.arpa.gz'} is in the lexicon; "
-        "--lm takes another"
+        f"without a language model: {run / 'trained_on' / 'lm.arpa.gz'}: none of its words is in the "
+        "lexicon; --lm takes another"
     )
 
 
