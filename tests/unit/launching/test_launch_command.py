@@ -180,6 +180,13 @@ def test_environment_of_root_and_of_a_user() -> None:
     assert child_environment(job, SYSTEM_MPI, {}, is_root=False, cores=None) == {}
 
 
+def test_daemons_in_a_slurm_job_have_an_environment_and_wait_for_no_step_of_a_lost_node() -> None:
+    job = LaunchJob((Host("a", 1), Host("b", 1)), PROGRAM, ())
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_EXPORT_ENV": "NONE"}
+    environment = child_environment(job, SYSTEM_MPI, slurm, is_root=False, cores=None)
+    assert environment == {"SLURM_JOB_ID": "7", "SLURM_EXPORT_ENV": "ALL", "SLURM_OVERLAP": "1"}
+
+
 def test_a_job_on_this_machine_needs_no_ssh() -> None:
     environment = child_environment(LaunchJob(LOCAL, PROGRAM, ()), MPI4, {}, is_root=False, cores=1)
     assert environment["OMPI_MCA_plm"] == "isolated"
