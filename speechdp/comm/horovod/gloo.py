@@ -68,8 +68,8 @@ def check_own_name() -> None:
     name, stands = socket.gethostname(), "no address of its own" if address is None else address
     raise CommunicationError(
         f"on {environment.host_name()} its name {name} stands for {stands}, where Horovod over Gloo would "
-        "let other hosts look for its ranks; let it stand for the host's address in /etc/hosts there, or start "
-        f"with mpirun and choose {remedies.backend('mpi')}"
+        "let other hosts look for its ranks; let it stand for the host's address in /etc/hosts there, or "
+        f"start with mpirun and choose {remedies.backend('mpi')}"
     )
 
 
