@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -169,6 +170,8 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         by_srun = options.launcher == "srun"
         check_hosts(place.allocation, hosts, place.hostfile.source, os.environ, by_srun=by_srun)
     _check_room(hosts)
+    if options.interface is not None:
+        _check_interface(options.interface, hosts)
     # Signals between two starts count as well.
     with ExitStack() as stack:
         request = stack.enter_context(noted_signals())
@@ -258,6 +261,21 @@ def _check_room(hosts: Sequence[Host]) -> None:
         raise ConfigError(
             f"{here:,} ranks on this machine: its memory has room for {room_for_ranks():,} at most; start "
             "fewer, or name more hosts with --hostfile FILE"
+        )
+
+
+def _check_interface(name: str, hosts: Sequence[Host]) -> None:
+    """Refuse an interface that this host of the job does not have: mpirun says so in two long banners.
+
+    Raises:
+        ConfigError: it has none of this name.
+    """
+    known = [known for _, known in socket.if_nameindex()]
+    # What follows a colon is the label of a further address.
+    if name.partition(":")[0] not in known and any(is_this_machine(host.name) for host in hosts):
+        raise ConfigError(
+            f"--interface {name}: {socket.gethostname()} has no such network interface, but "
+            f"{', '.join(known)}; give one that all hosts have"
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from speechdp.cli.main import run
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation
 from speechdp.launching.command import (
@@ -164,6 +165,17 @@ def test_horovodrun_over_gloo() -> None:
 def test_an_interface_is_a_name(name: str) -> None:
     with pytest.raises(ConfigError, match="--interface"):
         LaunchJob(LOCAL, PROGRAM, (), interface=name)
+
+
+def test_an_interface_that_this_host_does_not_have_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["launch", "-np", "2", "--dry-run", "--interface"]
+    assert run([*command, "nowhere0", "--", "train", "D", "R"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith("speechdp: --interface nowhere0: ")
+    assert run([*command, "lo", "--", "train", "D", "R"]) == 0
 
 
 def test_environment_of_root_and_of_a_user() -> None:
