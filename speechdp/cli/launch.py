@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -179,6 +180,8 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         by_srun = options.launcher == "srun"
         check_hosts(place.allocation, hosts, place.hostfile.source, os.environ, by_srun=by_srun)
     _check_room(hosts)
+    if options.interface is not None:
+        _check_interface(options.interface, hosts)
     # Signals between two starts count as well.
     with ExitStack() as stack:
         request = stack.enter_context(noted_signals())
@@ -192,13 +195,14 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         if options.dry_run:
             _print_command(*starter.prepare(restarts.begin(), command))
             return 0
-        end, result = _run_until_done(starter, restarts, command, request, requeue=options.requeue)
+        requeued_by = scheduler if options.requeue else None
+        end, result = _run_until_done(starter, restarts, command, request, requeued_by=requeued_by)
     if place.allocation is None:
         return result.exit_code
     # What has no such target is a script or, as decode does, saves nothing before its end.
-    if _is_given_back(end, result, restarts):
+    if _is_given_back(end, result, restarts, scheduler):
         return _give_back(place.allocation, target, is_script) if options.requeue else result.exit_code
-    if options.requeue and target is None and is_ended_unsaved(end, result.exit_code):
+    if options.requeue and target is None and is_ended_unsaved(end, result.exit_code, scheduler):
         why = why_not_requeued(command, is_script=is_script)
         _say(f"job {place.allocation.job_id} is not requeued: {why}")
     ended_by_user = end.stop_signal is not None and result.exit_code == exit_codes.STOPPED
@@ -288,6 +292,21 @@ def _check_room(hosts: Sequence[Host]) -> None:
         )
 
 
+def _check_interface(name: str, hosts: Sequence[Host]) -> None:
+    """Refuse an interface that this host of the job does not have: mpirun says so in two long banners.
+
+    Raises:
+        ConfigError: it has none of this name.
+    """
+    known = [known for _, known in socket.if_nameindex()]
+    # What follows a colon is the label of a further address.
+    if name.partition(":")[0] not in known and any(is_this_machine(host.name) for host in hosts):
+        raise ConfigError(
+            f"--interface {name}: {socket.gethostname()} has no such network interface, but "
+            f"{', '.join(known)}; give one that all hosts have"
+        )
+
+
 def _give_back(allocation: Allocation, target: Target | None, is_script: bool) -> int:
     exit_code = requeue(allocation, is_script=is_script)
     if is_script:
@@ -300,9 +319,9 @@ def _give_back(allocation: Allocation, target: Target | None, is_script: bool) -
     return exit_code
 
 
-def _is_given_back(end: JobEnd, result: Verdict, restarts: Restarts) -> bool:
+def _is_given_back(end: JobEnd, result: Verdict, restarts: Restarts, scheduler: Scheduler | None) -> bool:
     """Tell whether a batch job that has ended so goes on with --requeue."""
-    return is_to_go_on(end, result.exit_code, begins_anew=restarts.target is None)
+    return is_to_go_on(end, result.exit_code, scheduler, begins_anew=restarts.target is None)
 
 
 def _run_until_done(
@@ -311,14 +330,18 @@ def _run_until_done(
     command: tuple[str, ...],
     request: SupervisorStop,
     *,
-    requeue: bool,
+    requeued_by: Scheduler | None,
 ) -> tuple[JobEnd, Verdict]:
     """Start the job, and restart it as long as requested and useful; return its last end.
 
     Args:
-        requeue: of the options: what the batch system starts again is not advised to be started by hand, too,
-            or two jobs would wait for one folder.
+        requeued_by: the batch system that starts the job again; None: none does. The user is not
+            advised to start it by hand, too, or two jobs would wait for one folder.
     """
+
+    def is_given_back(end: JobEnd, result: Verdict) -> bool:
+        return requeued_by is not None and _is_given_back(end, result, restarts, requeued_by)
+
     most = restarts.policy.max_restarts + 1
     hosts, arguments, reason = restarts.begin(), command, ""
     while True:
@@ -328,7 +351,7 @@ def _run_until_done(
         result = _judge(end, restarts)
         why_not = restarts.why_not(end, result.exit_code)
         if result.reason is not None:
-            is_over = why_not is not None and not (requeue and _is_given_back(end, result, restarts))
+            is_over = why_not is not None and not is_given_back(end, result)
             _say(result.reason + (result.advice if is_over else ""))
         if why_not is not None:
             if why_not:
@@ -344,8 +367,7 @@ def _run_until_done(
         if request.signals:
             end = replace(end, stop_signal=request.signals[0], faults=())
             result = _judge(end, restarts)
-            given_back = requeue and _is_given_back(end, result, restarts)
-            _say(f"{result.reason}{'' if given_back else result.advice}")
+            _say(f"{result.reason}{'' if is_given_back(end, result) else result.advice}")
             return end, result
         without = f"; without {', '.join(restarts.left_out)}" if restarts.left_out else ""
         arguments, reason = restarts.going_on(command), f"{result.reason or ''}{without}"

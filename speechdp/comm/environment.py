@@ -162,6 +162,11 @@ def started_by_horovodrun() -> bool:
     return "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ
 
 
+def is_spread_by_horovodrun() -> bool:
+    """Return whether horovodrun, whose own rendezvous is used, has started ranks on several hosts."""
+    return int(os.environ.get("HOROVOD_LOCAL_SIZE", "1")) < int(os.environ.get("HOROVOD_SIZE", "1"))
+
+
 @contextmanager
 def set_meanwhile(settings: Mapping[str, str]) -> Iterator[None]:
     """Set variables that a library reads while it starts, and take them away again."""

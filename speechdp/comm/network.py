@@ -6,6 +6,7 @@ import fcntl
 import socket
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +80,22 @@ def address_towards(host: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing, only asks the routing table
         return str(probe.getsockname()[0])
+
+
+def address_of_own_name() -> str | None:
+    """Return the address that this host's own name stands for; None: it stands for none of this host's.
+
+    As Gloo takes it where it is given no interface.
+    """
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    for family, kind, _protocol, _name, address in found:
+        with suppress(OSError), socket.socket(family, kind) as trial:
+            trial.bind(address)
+            return str(address[0])
+    return None
 
 
 def interface_of(address: str) -> str | None:

@@ -262,6 +262,12 @@ def child_environment(
         # Open MPI 4 looks for ssh even where it needs none, and gives up on a machine without it, as
         # container images are.
         environment.setdefault("OMPI_MCA_plm", "isolated")
+    if environ.get("SLURM_JOB_ID"):
+        # Of srun, by which mpirun starts its daemons, too. A lost node's step is there until Slurm gives the
+        # node up, after minutes, and those of a restart would wait for its cores on all other nodes.
+        environment.setdefault("SLURM_OVERLAP", "1")
+        # In a job of `sbatch --export=NONE` the daemons would get no environment, and not find Open MPI.
+        environment["SLURM_EXPORT_ENV"] = "ALL"
     if cores is not None:
         environment.setdefault("OMP_NUM_THREADS", str(cores))
     if mpi is not None and mpi.prefix is not None:

@@ -160,8 +160,16 @@ _LINES = (
         _exited,
     ),
     _Banner(re.compile(r"^srun: error: Node failure on (?P<host>\S+)"), _host_lost),
-    _Banner(re.compile(r"^srun: (Job step aborted|Terminating StepId|launch/slurm: _step_signal)"), _nothing),
-    _Banner(re.compile(r"^slurmstepd: error: \*\*\* STEP \S+ ON \S+ CANCELLED"), _nothing),
+    _Banner(
+        re.compile(
+            r"^srun: (Job step aborted|Terminating StepId|launch/slurm: _step_signal"
+            r"|error: Timed out waiting for job step to complete"
+            r"|cluster configuration lacks support for cpu binding)"  # of which srun_command asks for none
+        ),
+        _nothing,
+    ),
+    # Slurms that may have several slurmd on a host, as Debian's, name one: slurmstepd-n1.
+    _Banner(re.compile(r"^slurmstepd(-\S+)?: error: \*\*\* STEP \S+ ON \S+ CANCELLED"), _nothing),
 )
 #: What the shell between horovodrun and a rank says about its end.
 _SHELLS_WORD = re.compile(r"\[\d+\]<stderr>:(Killed|Terminated)")
@@ -186,7 +194,7 @@ _BEGINNINGS = (
     b"Connection to",
     b"Timeout (",
     b"srun: ",
-    b"slurmstepd: ",
+    b"slurmstepd",
 )
 _MOST_HELD_LINES = 80
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
-from speechdp.launching.allocation import Allocation
+from speechdp.launching.allocation import Allocation, Scheduler
 from speechdp.launching.programs import ask
 from speechdp.launching.supervise import JobEnd
 
@@ -15,29 +15,41 @@ from speechdp.launching.supervise import JobEnd
 _GRID_ENGINE_AGAIN = 99
 #: What batch systems send before they end a job; the others are a user's own scancel, qdel or Ctrl-C.
 _WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+#: What Grid Engine sends with -notify before qdel kills; before it suspends or the time limit, SIGUSR1 comes.
+_QDEL = signal.SIGUSR2
 
 
-def is_to_go_on(end: JobEnd, exit_code: int, *, begins_anew: bool = False) -> bool:
+def is_to_go_on(
+    end: JobEnd, exit_code: int, scheduler: Scheduler | None = None, *, begins_anew: bool = False
+) -> bool:
     """Tell whether the batch system, not the user, stopped the job: it saved, or had nothing to save yet.
 
     Args:
         exit_code: of the launch, as outcome.verdict has it.
+        scheduler: whose job it is; None: no batch job.
         begins_anew: what has not saved would begin anew at each time limit, for ever: a user's script, of
             which only exit code 75 tells that it has, and a command that saves nothing on the way.
     """
     if exit_code == exit_codes.STOPPED:
-        return end.stop_signal is None or end.stop_signal in _WARNINGS
-    return not begins_anew and is_ended_unsaved(end, exit_code)
+        return end.stop_signal is None or _is_warning(end.stop_signal, scheduler)
+    return not begins_anew and is_ended_unsaved(end, exit_code, scheduler)
 
 
-def is_ended_unsaved(end: JobEnd, exit_code: int) -> bool:
+def _is_warning(signum: int, scheduler: Scheduler | None) -> bool:
+    """Tell a batch system's warning from the user's own end of the job."""
+    return signum in _WARNINGS and not (scheduler == "sge" and signum == _QDEL)
+
+
+def is_ended_unsaved(end: JobEnd, exit_code: int, scheduler: Scheduler | None = None) -> bool:
     """Tell whether the batch system asked the job to save and end, and it was ended without an answer, or
     a script has ended without having saved.
 
     Args:
         exit_code: of the launch, as outcome.verdict has it.
+        scheduler: as of is_to_go_on.
     """
-    without_answer = end.stop_signal in _WARNINGS and exit_code == 128 + end.stop_signal
+    signum = end.stop_signal
+    without_answer = signum is not None and _is_warning(signum, scheduler) and exit_code == 128 + signum
     return without_answer or exit_code == exit_codes.STOPPED_UNSAVED
 
 

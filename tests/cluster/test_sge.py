@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from speechdp import exit_codes
 from speechdp.data.shards.dataset import Dataset
 from tests.cluster.batch import GATE, OPTIONS, hosts_of, in_folder, submit_train
 from tests.cluster.lab import Lab
@@ -84,6 +85,19 @@ def test_a_suspended_job_starts_again_and_ends_with_the_same_model(site: Site, u
     assert (job.exit_code, job.restarts) == (0, 1), said
     assert has_stopped in said and f"{run}: going on from step " in said
     assert_equal_runs(run, undisturbed)
+
+
+def test_a_deleted_job_saves_and_is_not_said_to_start_again(site: Site) -> None:
+    gates = Gates(site.folder.parent / "gates-deleted", GATE)
+    job_id, run, output = site.submit("deleted", gates=gates)
+    site.engine.wait_until(job_id, output, lambda _: last_step(run), "a checkpoint")
+    site.engine.command("qdel", job_id)
+    gates.open()
+    job = site.engine.wait(job_id, output)
+    said = output.read_text()
+    assert (job.exit_code, job.restarts) == (exit_codes.STOPPED, 0), said
+    assert "speechdp launch: the job was stopped by SIGUSR2; last checkpoint: " in said
+    assert "start again with --resume" in said and "is given back" not in said
 
 
 def test_the_script_in_launch_runs_a_command(site: Site) -> None:

@@ -174,6 +174,12 @@ def test_a_job_is_stopped_and_requeued_before_its_time_limit(site: Site) -> None
     assert "DUE TO TIME LIMIT" not in output
 
 
+def test_a_job_without_the_environment_of_its_submission(site: Site, undisturbed: Undisturbed) -> None:
+    # As --export=NONE, but for where this speechdp is.
+    job_id, run = site.submit("no-environment", "--scheduler-args=--export=PYTHONPATH")
+    assert_same(site, site.slurm.wait(job_id), run, undisturbed)
+
+
 def test_a_failing_job_says_why_and_holds_back_what_depends_on_it(site: Site) -> None:
     run = site.folder / "failing"
     job_id = site.slurm.submit(submit_train("slurm", site.folder / "no-data", run))
@@ -212,3 +218,24 @@ def test_a_job_goes_on_elsewhere_when_its_first_node_is_lost(site: Site, undistu
     finally:
         site.slurm.lab.revive("n2")
         site.slurm.join("n2")
+
+
+def test_ranks_start_again_without_a_node_before_slurm_knows_that_it_is_lost(site: Site) -> None:
+    gates, run = Gates(site.folder / "gates-without", GATE), site.folder / "without"
+    launch = "--launch-args=--max-restarts 1 --min-ranks 2"
+    command = [*submit_train("slurm", site.data, run, launch), "--max-steps", str(GATE + 20)]
+    command[command.index("--nodes") + 1] = "3"
+    job_id = site.slurm.submit(command, gates.env)
+    site.slurm.wait_until(job_id, lambda _: last_step(run), "a checkpoint")
+    site.slurm.lab.kill_node("n3")  # n1, the first of three, has the job's script
+    try:
+        gates.open()
+        job = site.slurm.wait(job_id)
+        output = site.slurm.output(job_id)
+        assert (job.state, job.exit_code, job.restarts) == ("COMPLETED", 0, 0), output
+        assert "speechdp launch: host n3 was lost" in output
+        assert "speechdp launch: start 2 of 2: 2 ranks on n1 (1), n2 (1); without n3" in output
+        assert (run / "completed.json").is_file(), output
+    finally:
+        site.slurm.lab.revive("n3")
+        site.slurm.join("n3")

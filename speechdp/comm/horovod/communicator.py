@@ -15,7 +15,7 @@ from torch import Tensor
 from speechdp import remedies
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator, PeerCommunicator, ReduceOp, Work
-from speechdp.comm.horovod.gloo import GlooMeeting, gloo_is_better
+from speechdp.comm.horovod.gloo import GlooMeeting, check_own_name, gloo_is_better
 from speechdp.comm.staging import Staged, as_bytes
 from speechdp.comm.sums import REDUCIBLE
 from speechdp.comm.waiting import sleep_until
@@ -64,6 +64,8 @@ class HorovodCommunicator(Communicator):
     def __init__(self, part: Communicator | None = None) -> None:
         self._part = part
         if environment.started_by_horovodrun():
+            if environment.is_spread_by_horovodrun():
+                check_own_name()
             _checked("hvd.init", hvd.init)
         else:
             self._start_over_mpi()

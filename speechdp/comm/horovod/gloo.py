@@ -9,23 +9,32 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import socket
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
+from speechdp import remedies
 from speechdp.comm import environment, network
 from speechdp.comm.base import Communicator
+from speechdp.errors import CommunicationError
 
 
 def gloo_is_better(mpi: Communicator) -> bool:
     """Return whether Gloo should carry Horovod.  Collective.
 
     The user's HOROVOD_CONTROLLER or HOROVOD_CPU_OPERATIONS decides; else Gloo, unless the ranks are on
-    several hosts joined by InfiniBand that MPI uses, which Gloo cannot.
+    several hosts
+
+    - joined by InfiniBand that MPI uses, which Gloo cannot, or
+    - of which one's own name does not stand for the address that its ranks are to be reached at, but for
+      127.0.1.1, say, as on Debian: Horovod 0.28.1 gives HOROVOD_GLOO_IFACE to the first of its connections
+      only (GlooContext::InitializeForProcessSet), and tells the others to look for a rank there.
     """
     if mpi.size == 1:
         return False
@@ -34,10 +43,34 @@ def gloo_is_better(mpi: Communicator) -> bool:
         [environment.horovod_controller(), environment.host_name(), uses_infiniband]
     )
     chosen = everyone[0][0]
+    hosts = [host for _, host, _ in everyone]
     if chosen is not None:
         return bool(chosen == "gloo")
-    several_hosts = len({host for _, host, _ in everyone}) > 1
-    return not (several_hosts and all(infiniband for _, _, infiniband in everyone))
+    if len(set(hosts)) == 1:
+        return True
+    if all(infiniband for _, _, infiniband in everyone):
+        return False
+    interface = network.interface_between(mpi.rank, hosts)
+    return all(mpi.allgather_object(network.address_of_own_name() == interface.address))
+
+
+def check_own_name() -> None:
+    """Refuse to let Horovod's ranks on other hosts look for this one at an address of theirs.
+
+    It would end all of them by a signal.
+
+    Raises:
+        CommunicationError: this host's own name stands for no address but loopback.
+    """
+    address = network.address_of_own_name()
+    if address is not None and not ip_address(address.partition("%")[0]).is_loopback:
+        return
+    name, stands = socket.gethostname(), "no address of its own" if address is None else address
+    raise CommunicationError(
+        f"on {environment.host_name()} its name {name} stands for {stands}, where Horovod over Gloo would "
+        "let other hosts look for its ranks; let it stand for the host's address in /etc/hosts there, or "
+        f"start with mpirun and choose {remedies.backend('mpi')}"
+    )
 
 
 @dataclass(frozen=True)
@@ -90,6 +123,8 @@ class GlooMeeting:
     def __init__(self, mpi: Communicator) -> None:
         hosts: list[str] = mpi.allgather_object(environment.host_name())
         places = _places(hosts)
+        if len(set(hosts)) > 1:
+            check_own_name()
         interface = network.interface_between(mpi.rank, hosts)
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None

@@ -13,9 +13,11 @@ pytest.importorskip("horovod", reason="Horovod is not installed; launch/setup bu
 
 from speechdp.comm import environment, network
 from speechdp.comm.base import Communicator
-from speechdp.comm.horovod.gloo import GlooMeeting, _Place, _places, gloo_is_better
+from speechdp.comm.horovod.gloo import GlooMeeting, _Place, _places, check_own_name, gloo_is_better
+from speechdp.comm.network import Interface
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
+from speechdp.errors import CommunicationError
 
 
 def test_two_hosts_filled_one_after_the_other() -> None:
@@ -51,12 +53,51 @@ def test_gloo_is_left_for_an_infiniband_that_mpi_uses(
     here = threading.local()
     monkeypatch.setattr(environment, "host_name", lambda: f"n{here.rank}")
     monkeypatch.setattr(network, "has_infiniband", lambda: bool(adapters[here.rank]))
+    monkeypatch.setattr(network, "interface_between", lambda rank, _: Interface("eth0", f"10.0.0.{rank}"))
+    monkeypatch.setattr(network, "address_of_own_name", lambda: f"10.0.0.{here.rank}")
 
     def choose(comm: Communicator) -> bool:
         here.rank = comm.rank
         return gloo_is_better(comm)
 
     assert run_threads(2, choose) == [over_gloo] * 2
+
+
+@pytest.mark.parametrize("hosts", [("n0", "n1"), ("n0", "n0")])
+@pytest.mark.parametrize("address", ["127.0.1.1", "10.9.9.9", None])  # Debian's, another interface's, none
+def test_gloo_is_left_where_a_name_leads_hosts_elsewhere(
+    hosts: tuple[str, str], address: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"):
+        monkeypatch.delenv(name, raising=False)
+    here = threading.local()
+    monkeypatch.setattr(environment, "host_name", lambda: hosts[here.rank])
+    monkeypatch.setattr(network, "has_infiniband", lambda: False)
+    monkeypatch.setattr(network, "interface_between", lambda rank, _: Interface("eth0", f"10.0.0.{rank}"))
+    monkeypatch.setattr(network, "address_of_own_name", lambda: ("10.0.0.0", address)[here.rank])
+
+    def choose(comm: Communicator) -> bool:
+        here.rank = comm.rank
+        return gloo_is_better(comm)
+
+    on_one_host = hosts[0] == hosts[1]  # where each finds the other at any address
+    assert run_threads(2, choose) == [on_one_host] * 2
+
+
+def test_ranks_that_other_hosts_would_look_for_on_themselves_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "gethostname", lambda: "vm")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(CommunicationError, match=r"its name vm stands for 127\.0\.1\.1, where Horovod"):
+        check_own_name()
+
+
+def test_a_name_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
+    with pytest.raises(CommunicationError, match="stands for no address of its own"):
+        check_own_name()
 
 
 def test_only_who_knows_the_secret_reads_and_writes_where_ranks_meet(

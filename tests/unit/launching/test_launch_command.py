@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from speechdp.cli.main import run
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation
 from speechdp.launching.command import (
@@ -166,6 +167,17 @@ def test_an_interface_is_a_name(name: str) -> None:
         LaunchJob(LOCAL, PROGRAM, (), interface=name)
 
 
+def test_an_interface_that_this_host_does_not_have_is_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["launch", "-np", "2", "--dry-run", "--interface"]
+    assert run([*command, "nowhere0", "--", "train", "D", "R"]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert said.err.startswith("speechdp: --interface nowhere0: ")
+    assert run([*command, "lo", "--", "train", "D", "R"]) == 0
+
+
 def test_environment_of_root_and_of_a_user() -> None:
     job = LaunchJob((Host("a", 3), Host("b", 1)), PROGRAM, ())
     root = child_environment(job, MPI4, {"PATH": "/bin"}, is_root=True, cores=2)
@@ -178,6 +190,13 @@ def test_environment_of_root_and_of_a_user() -> None:
     assert user == {"OMP_NUM_THREADS": "5"}
     assert child_environment(job, MPI4, root, is_root=True, cores=4) == root
     assert child_environment(job, SYSTEM_MPI, {}, is_root=False, cores=None) == {}
+
+
+def test_daemons_in_a_slurm_job_have_an_environment_and_wait_for_no_step_of_a_lost_node() -> None:
+    job = LaunchJob((Host("a", 1), Host("b", 1)), PROGRAM, ())
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_EXPORT_ENV": "NONE"}
+    environment = child_environment(job, SYSTEM_MPI, slurm, is_root=False, cores=None)
+    assert environment == {"SLURM_JOB_ID": "7", "SLURM_EXPORT_ENV": "ALL", "SLURM_OVERLAP": "1"}
 
 
 def test_a_job_on_this_machine_needs_no_ssh() -> None:

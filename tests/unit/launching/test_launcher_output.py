@@ -120,6 +120,20 @@ def test_anything_else_is_passed_on_as_it_is(text: str, piece: int | None) -> No
     assert read(text, piece) == (text, [])
 
 
+@pytest.mark.parametrize("piece", [None, 1, 7])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "slurmstepd: error: *** STEP 8.0 ON n1 CANCELLED AT 2026-11-28T16:45:34 ***\n",
+        "slurmstepd-n1: error: *** STEP 8.0 ON n1 CANCELLED AT 2026-11-28T16:45:34 ***\n",  # Debian's
+        "srun: error: Timed out waiting for job step to complete\n",
+        "srun: cluster configuration lacks support for cpu binding\n",
+    ],
+)
+def test_what_srun_says_besides_is_not_shown(text: str, piece: int | None) -> None:
+    assert read("before\n" + text + "after\n", piece) == ("before\nafter\n", [])
+
+
 def test_hosts_are_called_as_in_the_hostfile() -> None:
     hosts = [Host("10.0.0.1", 2), Host("n2.example.org", 1)]
     faults = [

@@ -32,6 +32,13 @@ def test_which_commands_go_on(stop_signal: signal.Signals | None, exit_code: int
     assert is_to_go_on(JobEnd(exit_code, stop_signal), exit_code) == expected
 
 
+@pytest.mark.parametrize("exit_code", [STOPPED, 128 + signal.SIGUSR2])
+def test_a_job_that_qdel_has_deleted_does_not_come_back(exit_code: int) -> None:
+    end = JobEnd(exit_code, signal.SIGUSR2)
+    assert not is_to_go_on(end, exit_code, "sge")
+    assert is_to_go_on(end, exit_code, "lsf")
+
+
 @pytest.mark.parametrize(
     ("stop_signal", "exit_code", "expected"),
     [

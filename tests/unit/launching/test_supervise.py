@@ -243,7 +243,7 @@ def test_a_stop_between_two_starts_ends_it(
         restarts,
         ("train", "D", "R"),
         request,
-        requeue=requeue,
+        requeued_by="slurm" if requeue else None,
     )
     assert starter.starts == 1
     assert end.stop_signal == signal.SIGUSR1 and result.exit_code == 128 + signal.SIGUSR1
