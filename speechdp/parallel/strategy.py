@@ -11,7 +11,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, final, runtime_checkable
 
 from speechdp.parallel.roster import Roster
 
@@ -155,7 +155,8 @@ class Strategy(ABC):
     @property
     def observer(self) -> ObservesLoss | None:
         """Itself where it goes by the training loss, else None."""
-        return self if isinstance(self, ObservesLoss) else None
+        # Asked at every step: isinstance of a protocol takes 20 us on Python 3.11.
+        return cast("ObservesLoss", self) if hasattr(self, "observe_loss") else None
 
     @property
     def traits(self) -> Traits:
@@ -296,7 +297,6 @@ class Strategy(ABC):
         self.replica.clear_gradients()
 
 
-@runtime_checkable
 class ObservesLoss(Protocol):
     """A strategy that goes by the training loss."""
 

@@ -11,6 +11,7 @@ from speechdp.errors import RunError
 from speechdp.experiments.arguments import split_to_tune_on
 from speechdp.experiments.compare.own_training import CompareRequest, OwnTraining
 from speechdp.experiments.compare.plan import SEQUENTIAL, ComparePlan
+from speechdp.experiments.compare.record import RunRecord
 from tests.helpers.options import options_with
 
 
@@ -38,6 +39,27 @@ def test_only_rounds_of_alignment_are_told_their_epochs(
     with pytest.raises(RunError, match="the alignment failed: did not start"):
         OwnTraining(request, Starter(), lambda text: None).begin()  # type: ignore[arg-type]
     assert [word for word in started[0] if word.startswith("--realign-epochs")] == rounds
+
+
+@pytest.mark.parametrize(("there", "command"), [("model.safetensors", "decode"), ("other.txt", "train")])
+def test_a_model_that_is_gone_is_made_again_before_decoding(tmp_path: Path, there: str, command: str) -> None:
+    started: list[list[str]] = []
+
+    class Starter:
+        def run(self, ranks: int, words: list[str], *others: object, **named: object) -> str:
+            started.append(words)
+            return "did not start"
+
+    plan = ComparePlan((SEQUENTIAL,), (1,), (1,), ("frames",), 5)
+    request = CompareRequest(tmp_path, "", tmp_path, options_with(epochs=5), plan, "test")
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for name in ("completed.json", there):
+        (run_dir / name).write_text("{}")
+    run = RunRecord(SEQUENTIAL, 1, 1, "frames", 5)
+    training = OwnTraining(request, Starter(), lambda text: None)  # type: ignore[arg-type]
+    assert training.run(run, run_dir) == "did not start"
+    assert started[0][0] == command
 
 
 @pytest.mark.parametrize("name", ["lm.arpa.gz", "G.fst"])
