@@ -11,6 +11,7 @@ import jiwer
 import numpy as np
 from numpy.typing import NDArray
 
+from speechdp.chance import missed_among
 from speechdp.decode.paired import INTERVAL, drawn_rates
 
 ErrorKind = Literal["substitution", "deletion", "insertion"]
@@ -143,10 +144,12 @@ def word_error_rate(
 
     An interval is the percentile bootstrap: utterances are drawn with replacement, and errors and
     reference words are summed before dividing.  It covers the chance in the choice of utterances, not the
-    chance in training.  Without reference words the WER is 0, or infinite if anything was inserted.
+    chance in training, and no other speakers.  Where nothing is wrong, or everything is, draws would all be
+    alike, and say that there is no chance: then the interval is that of a share of as many utterances, which
+    are wrong as a whole.  Without reference words the WER is 0, or infinite if anything was inserted.
 
     Source: Bisani & Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation",
-    ICASSP 2004, section 3.
+    ICASSP 2004, section 3; Clopper & Pearson, Biometrika 26, 1934 (recalled).
 
     Args:
         references, hypotheses: one string of words an utterance, in the same order; both may be empty.
@@ -201,6 +204,11 @@ def _interval(
     if total == 0:
         wer = _ratio(int(errors.sum()), total)
         return wer, wer
+    rarest = (missed_among(2) / 2) ** (1 / len(errors))
+    if not errors.any():
+        return 0.0, 1 - rarest
+    if np.array_equal(errors, words):
+        return rarest, 1.0
     rates = drawn_rates(errors, words, num_resamples, np.random.default_rng(seed))
     low, high = np.percentile(rates, INTERVAL)
     return float(low), float(high)
