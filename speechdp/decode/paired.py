@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from speechdp.chance import missed_among
+
 Counts = NDArray[np.int64]
 
 #: Percentiles that bound a 95 % interval.
-INTERVAL = (2.5, 97.5)
+INTERVAL = (50 * missed_among(2), 100 - 50 * missed_among(2))
 _NUM_RESAMPLES = 2000
 _TIMES_T = 20
 _DRAWN_AT_ONCE = 2**20  # numbers: 8 MiB, however many utterances there are
@@ -133,7 +135,7 @@ def errors_text(names: Sequence[str], counts: Counts) -> str:
 
 
 @lru_cache(maxsize=512)
-def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference | None:
+def rate_difference(one: UtteranceErrors, other: UtteranceErrors, among: int = 2) -> Difference | None:
     """Return the mean word error rate of some models less that of others, on the same utterances.
 
     The interval is a percentile bootstrap over utterances, of which each is drawn for all models at once, so
@@ -141,6 +143,11 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference 
     utterances one from Student's t distribution is added, as wide as the seeds' common standard deviation
     leaves the difference of the means open (that of the two-sample t-test).  With a single model on both
     sides the chance of training is left out.  Models less themselves are 0, without any chance.
+
+    Args:
+        one, other: of the same utterances.
+        among: number of settings of which the lowest rate is sought; of more than three the interval is wider
+            (`missed_among`).
 
     Source: Bisani & Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation", ICASSP
     2004, section 4.  Its draws are the matched pairs of Gillick & Cox, ICASSP 1989.
@@ -169,7 +176,8 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors) -> Difference 
         # The ends of t with few degrees of freedom need more draws than utterances do.
         draws = np.repeat(draws, _TIMES_T)
         draws += scale * random.standard_t(freedom, size=len(draws))
-    low, high = np.percentile(draws, INTERVAL)
+    end = 50 * missed_among(among)
+    low, high = np.percentile(draws, (end, 100 - end))
     return Difference(float(more.sum() / total), float(low), float(high), freedom > 0)
 
 

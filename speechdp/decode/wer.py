@@ -11,6 +11,7 @@ import jiwer
 import numpy as np
 from numpy.typing import NDArray
 
+from speechdp.chance import missed_among
 from speechdp.decode.paired import INTERVAL, drawn_rates
 
 #: Samples that an interval is drawn by, and the seed of drawing.
@@ -143,10 +144,12 @@ def word_error_rate(references: Sequence[str], hypotheses: Sequence[str]) -> Wer
 
     An interval is the percentile bootstrap: utterances are drawn with replacement, and errors and
     reference words are summed before dividing.  It covers the chance in the choice of utterances, not the
-    chance in training.  Without reference words the WER is 0, or infinite if anything was inserted.
+    chance in training, and no other speakers.  Where nothing is wrong, or everything is, draws would all be
+    alike, and say that there is no chance: then the interval is that of a share of as many utterances, which
+    are wrong as a whole.  Without reference words the WER is 0, or infinite if anything was inserted.
 
     Source: Bisani & Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation",
-    ICASSP 2004, section 3.
+    ICASSP 2004, section 3; Clopper & Pearson, Biometrika 26, 1934 (recalled).
 
     Args:
         references, hypotheses: one string of words an utterance, in the same order; both may be empty.
@@ -174,8 +177,8 @@ def _result(counts: NDArray[np.int64]) -> WerResult:
     insertions, deletions, substitutions, words = (int(n) for n in counts.sum(axis=0))
     errors = counts[:, :3].sum(axis=1)
     wrong = (errors > 0).astype(np.int64)
-    low, high = rate_interval(errors, counts[:, 3])
-    ser_low, ser_high = rate_interval(wrong, np.ones_like(wrong))
+    low, high = _rate_interval(errors, counts[:, 3])
+    ser_low, ser_high = _rate_interval(wrong, np.ones_like(wrong))
     return WerResult(
         utterances=len(counts),
         words=words,
@@ -192,19 +195,30 @@ def _result(counts: NDArray[np.int64]) -> WerResult:
     )
 
 
-def rate_interval(errors: NDArray[np.integer | np.floating], words: NDArray[np.int64]) -> tuple[float, float]:
-    """Return the 95 % interval of the sum of errors over that of words: the bootstrap of `word_error_rate`.
-
-    Args:
-        errors: of each utterance.  (U,)
-        words: of each; ones: the interval is that of the mean of `errors`.  (U,)
-    """
+def _rate_interval(errors: NDArray[np.int64], words: NDArray[np.int64]) -> tuple[float, float]:
     total = int(words.sum())
     if total == 0:
         wer = _ratio(int(errors.sum()), total)
         return wer, wer
-    rates = drawn_rates(errors, words, _RESAMPLES, np.random.default_rng(_SEED))
-    low, high = np.percentile(rates, INTERVAL)
+    rarest = (missed_among(2) / 2) ** (1 / len(errors))
+    if not errors.any():
+        return 0.0, 1 - rarest
+    if np.array_equal(errors, words):
+        return rarest, 1.0
+    return ratio_interval(errors, words)
+
+
+def ratio_interval(
+    values: NDArray[np.integer | np.floating], weights: NDArray[np.int64]
+) -> tuple[float, float]:
+    """Return the 95 % interval of the sum of values over that of weights: the bootstrap over utterances.
+
+    Args:
+        values: of each utterance, e.g. errors.  (U,)
+        weights: of each, e.g. words; ones: the interval is that of the mean of `values`.  (U,)
+    """
+    ratios = drawn_rates(values, weights, _RESAMPLES, np.random.default_rng(_SEED))
+    low, high = np.percentile(ratios, INTERVAL)
     return float(low), float(high)
 
 

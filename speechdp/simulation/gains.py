@@ -31,6 +31,7 @@ class Gain:
 
     Attributes:
         change: e.g. "at 10 Gbit/s", "with period 64".
+        times: of the same steps; with another link or period also of what predictions err by.
         averages_less: the change is a longer period.
     """
 
@@ -77,7 +78,15 @@ def gains_of(run: MeasuredRun) -> list[Gain]:
             exchange,
         )
     gains = [
-        Gain(change, Interval.of(_rate(changed, run, other) / now), other is not exchange)
+        Gain(
+            change,
+            Interval.of(
+                _rate(changed, run, other) / now,
+                # Of other exchanges than the measured ones it is the model that says what they take.
+                scenario.error if other is not exchange or changed.cluster is not scenario.cluster else 0.0,
+            ),
+            other is not exchange,
+        )
         for change, (changed, other) in changes.items()
     ]
     return sorted(gains, key=lambda gain: -gain.times.mean)

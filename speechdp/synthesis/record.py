@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from speechdp.decode.wer import WerResult, rate_interval
+from speechdp.decode.wer import WerResult, ratio_interval
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written, write_text_atomically
 
@@ -77,7 +77,7 @@ class Mean:
     def of(cls, values: Sequence[float]) -> Mean:
         """Compute it, and its interval as that of word error rates."""
         array = np.asarray(values, dtype=np.float64)
-        return cls(float(array.mean()), *rate_interval(array, np.ones(len(array), dtype=np.int64)))
+        return cls(float(array.mean()), *ratio_interval(array, np.ones(len(array), dtype=np.int64)))
 
 
 @dataclass(frozen=True)

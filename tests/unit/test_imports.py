@@ -18,7 +18,7 @@ PACKAGE = Path(speechdp.__file__).parent
 #: Rooms from the bottom up: each imports itself and those above it in this table, lazily or not.  Rooms of
 #: a line know nothing of each other.  Single files stand for themselves.  docs/architecture.md repeats it.
 ORDER = """
-counting exit_codes json_input remedies
+chance counting exit_codes json_input remedies
 errors
 files extensions
 jsonl

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
+
+from speechdp.chance import least_told
 
 #: Share of its time by which a run must have been evaluated, or its gains are not known: a quarter, about.
 _EARLY = 0.3
@@ -152,11 +155,30 @@ def finishes(curves: Mapping[str, Sequence[Curve]], target: float | None) -> tup
 def untold(
     names: Sequence[str], ends: Mapping[str, Finish], slack: Mapping[str, tuple[float, float]]
 ) -> tuple[str, ...]:
-    """Return which settings cannot be told from the first of `names`: their runs' times overlap.
+    """Return which settings cannot be told from the first of `names`: seeds or speeds may be the difference.
+
+    Told are means of the times' logarithms that lie further apart than chance of the seeds explains, in the
+    two-sample t-test with a common variance, and by what the speeds may be off besides.  Where a run did not
+    reach the target, its time is not known, and the scores at the end are compared instead.  Of one seed each
+    nothing is known of chance.
 
     Args:
         slack: by which factors the times may be shorter or longer, since the speeds are not known better.
     """
-    soonest = {name: ends[name].range_s[0] * slack[name][0] for name in names}
-    latest = ends[names[0]].range_s[1] * slack[names[0]][1]
-    return tuple(name for name in names[1:] if soonest[name] <= latest)
+    first = names[0]
+    return tuple(
+        name for name in names[1:] if not _is_told(ends[first], ends[name], slack[first], slack[name])
+    )
+
+
+def _is_told(
+    first: Finish, other: Finish, of_first: tuple[float, float], of_other: tuple[float, float]
+) -> bool:
+    """Return whether more than chance sets one setting apart from another that is behind it."""
+    ends = (first, other)
+    values = [[math.log(time) for time in end.times_s if time is not None] for end in ends]
+    open_by = math.log(of_first[1] / of_other[0])
+    if any(len(found) < len(end.times_s) for found, end in zip(values, ends, strict=True)):
+        values, open_by = [[-score for score in end.scores] for end in ends], 0.0
+    least = least_told(values)
+    return least is not None and fmean(values[1]) - fmean(values[0]) > least + open_by

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from speechdp.chance import least_told
 from speechdp.counting import counted
 from speechdp.experiments.compare.plan import FRAMES, TIME
 from speechdp.report.compare.groups import ComparedRun, Group, with_all_seeds
@@ -84,6 +85,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
             details += _gain(fastest, rows)
             details += _at_equal_time(ranks, fastest, groups)
             details += _faster_but_worse(fastest, rows, accurate, best)
+            details += _by_chance(accurate)
     raced = any_raced(groups)
     machine = _machine(groups, raced=raced)
     cautions = tuple(filter(None, (machine if raced else "", *of_races, *_cautions(groups))))
@@ -158,10 +160,41 @@ def _faster_but_worse(
     name = f"{formatting.capital(faster.label)} is faster on {faster.ranks} ranks, {_pace(faster)}"
     if _score(faster) < _score(best) - tolerance(best):
         good = f"low in {terms.short_name}" if terms.falls else "accurate"
-        return [f"{name}, but not {good} enough: {terms.gap(_score(faster), _score(best))}."]
+        gap = terms.gap(_score(faster), _score(best))
+        return [f"{name}, but not {good} enough: {gap}{_may_be_chance(faster, best, accurate)}."]
     if faster.word_errors is None:
         return [f"{name}, but not decoded."]
     return [f"{name}, but has too many word errors: {_accuracy(faster)}."]
+
+
+def _least_told(groups: Sequence[Group]) -> float | None:
+    """Return how far mean scores have to be apart at least, that seeds are not likely to explain it."""
+    return least_told([group.scores.values for group in groups if group.scores is not None])
+
+
+def _may_be_chance(one: Group, best: Group, accurate: Sequence[Group]) -> str:
+    """Say where a group is not further from the best than seeds may have set them apart; "" where it is.
+
+    What fails to learn differs from seed to seed like nothing else, and says nothing of the others' chance:
+    only the accurate groups count besides.
+    """
+    compared = [one, *(group for group in accurate if group is not one)]
+    least = _least_told(compared)
+    is_open = least is not None and 0 < _score(best) - _score(one) < least
+    return ", which may be chance of the seeds" if is_open else ""
+
+
+def _by_chance(accurate: Sequence[Group]) -> list[str]:
+    """Say which differences of the accurate groups' mean scores may be chance; none where it is not known."""
+    least = _least_told(accurate)
+    if not least:
+        return []
+    metric = group_terms(accurate).metric
+    apart = metric.labelled(metric.number(least))
+    return [
+        f"On {accurate[0].ranks} ranks, of those accurate enough, two that are less than {apart} apart may "
+        "differ by chance of the seeds alone (95 %)."
+    ]
 
 
 def _not_told_apart(chosen: Group, alike: Sequence[Group]) -> list[str]:
@@ -237,6 +270,7 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
     beside = f", where {chosen.label} has {terms.number(own.score)}"
     if own.scores is not None and not any(group is own for group in rows):
         beside += f" by {len(own.scores.values)} of {len(own.runs)} seeds"
+    beside += _may_be_chance(own, best, near)
     return [f"{where} {best.label} {terms.is_best}: {_accuracy(best)}{beside}."]
 
 

@@ -44,12 +44,12 @@ def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Ro
         tolerance: how far from the best score is near enough.
     """
     assert best.score is not None
-    lowest = lowest_word_errors(rows)
+    lowest, among = lowest_word_errors(rows), _num_decoded(rows)
     kept: list[Row] = []
     for row in rows:
         close = row.score is not None and row.score >= best.score - tolerance
         errors = row.word_errors
-        if close and (lowest is None or (errors is not None and errors.may_be_as_low_as(lowest))):
+        if close and (lowest is None or (errors is not None and errors.may_be_as_low_as(lowest, among))):
             kept.append(row)
     return kept or [best]
 
@@ -69,10 +69,13 @@ def over_lowest(row: Accuracy, rows: Sequence[Accuracy], eligible: Sequence[Accu
         eligible: those of the rows of which one is the lowest; a row that is none of them can be below it.
     """
     lowest = lowest_word_errors(eligible) if are_decoded_alike(rows) else None
-    num_decoded = sum(one.word_errors is not None for one in rows)
-    if lowest is None or row.word_errors is None or num_decoded < 2:
+    if lowest is None or row.word_errors is None or _num_decoded(rows) < 2:
         return None
-    return row.word_errors.over(lowest)
+    return row.word_errors.over(lowest, _num_decoded(rows))
+
+
+def _num_decoded(rows: Sequence[Accuracy]) -> int:
+    return sum(row.word_errors is not None for row in rows)
 
 
 def word_errors_rule(rows: Sequence[Accuracy]) -> str:

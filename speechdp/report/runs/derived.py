@@ -37,13 +37,17 @@ class Losses:
     Attributes:
         exchange: communication of the rank that waits least, step by step: the exchange itself.
         waiting: communication beyond that: waiting for ranks that had more to do in a step.
-        data_wait: no batch was ready.
+        data_wait: no batch was ready, or none was on the straggler, for which the others waited.
+        update: the optimizer's.
+        other: what no span covers: what a loop does beside its steps.
         slower_compute: computing a frame takes longer than on one rank alone; None without a baseline.
     """
 
     exchange: float
     waiting: float
     data_wait: float
+    update: float
+    other: float
     slower_compute: float | None
 
 
@@ -180,10 +184,15 @@ def losses(timing: RunTiming, baseline: RunTiming | None) -> Losses | None:
     exchange = min(shares)
     if timing.exchange_s is not None:
         exchange = min(exchange, timing.exchange_s / fmean(rank.wall_s for rank in timed))
+    waiting, data_wait = fmean(shares) - exchange, fmean(rank.data_wait_s / rank.wall_s for rank in timed)
+    last = min(timed, key=_comm_per_step)
+    for_its_data = min(max(last.data_wait_s / last.wall_s - data_wait, 0.0), waiting)
     return Losses(
         exchange=exchange,
-        waiting=fmean(shares) - exchange,
-        data_wait=fmean(rank.data_wait_s / rank.wall_s for rank in timed),
+        waiting=waiting - for_its_data,
+        data_wait=data_wait + for_its_data,
+        update=fmean(rank.spans_s.get("update", 0.0) / rank.wall_s for rank in timed),
+        other=fmean(rank.other_s / rank.wall_s for rank in timed),
         slower_compute=None if baseline is None else _slower_compute(timing, baseline),
     )
 
@@ -297,7 +306,7 @@ def _with_speed(row: RunFigures, speed: RacedSpeed | None, alone: RacedSpeed | N
 
 
 def _comm_per_step(rank: RankTiming) -> float:
-    return rank.comm_s / rank.steps
+    return rank.comm_s / max(rank.steps, 1)
 
 
 def _slower_compute(timing: RunTiming, baseline: RunTiming) -> float | None:

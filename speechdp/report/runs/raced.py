@@ -10,8 +10,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-#: Of the intervals.
-_CONFIDENCE = 0.95
+from speechdp.chance import missed_among
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class RacedSpeed:
 
         Source: Tukey's interval of Wilcoxon's signed-rank test (the same book, section 3.3; recalled).
         """
-        rank = _signed_rank(len(self.ratios))
+        rank = _signed_rank(len(self.ratios), missed_among(2))
         return None if rank == 0 else (float(self._pairs[rank - 1]), float(self._pairs[-rank]))
 
     @cached_property
@@ -69,10 +68,18 @@ class RacedSpeed:
         """Return it as ratios to another setting of the same race, of whose name nothing is known here."""
         return RacedSpeed(tuple(own / its for own, its in zip(self.ratios, other.ratios, strict=True)), "")
 
-    def is_faster_than(self, other: RacedSpeed) -> bool:
-        """Return whether the race tells that it is faster: the ratio's interval lies above 1."""
-        interval = self.over(other).interval
-        return interval is not None and interval[0] > 1
+    def is_faster_than(self, other: RacedSpeed, among: int = 2) -> bool:
+        """Return whether the race tells that it is faster: the ratio's interval lies above 1.
+
+        Of more than three settings that interval is wider (`missed_among`).  Where rounds are too few for
+        that, all of them must say the same.
+
+        Args:
+            among: number of settings of which the fastest is sought, these two among them.
+        """
+        ratio = self.over(other)
+        rank = _signed_rank(len(ratio.ratios), missed_among(among))
+        return rank > 0 and bool(ratio._pairs[rank - 1] > 1)
 
     def is_apart_from(self, other: RacedSpeed) -> bool:
         """Return whether the race tells which of the two is faster: the ratio's interval does not hold 1."""
@@ -80,24 +87,28 @@ class RacedSpeed:
 
 
 @lru_cache
-def _signed_rank(rounds: int) -> int:
+def _signed_rank(rounds: int, outside: float) -> int:
     """Return which of the means of pairs, from both ends, are those of the interval; 0: there is none.
+
+    With few rounds the interval is the widest that there is, however rarely it is to be missed.
 
     Of n differences that scatter around 0, the ranks of the negative ones add up to less than k with a
     probability that is counted here: the ways in which some of 1, 2, ..., n make a sum, of 2^n.  It is the
-    largest k for which that, for both ends together, has a probability of 5 % at most.
+    largest k for which that, for both ends together, has a probability of `outside` at most.
     """
+    if rounds < LEAST_ROUNDS:
+        return 0
     if rounds > _MANY:
         mean, variance = rounds * (rounds + 1) / 4, rounds * (rounds + 1) * (2 * rounds + 1) / 24
-        return math.floor(mean - NormalDist().inv_cdf((1 + _CONFIDENCE) / 2) * math.sqrt(variance))
+        return math.floor(mean - NormalDist().inv_cdf(1 - outside / 2) * math.sqrt(variance))
     ways = [1]
     for rank in range(1, rounds + 1):
         without, with_it = ways + [0] * rank, [0] * rank + ways
         ways = [one + other for one, other in zip(without, with_it, strict=True)]
-    outside, k = 0, 0
-    while k < len(ways) // 2 and (outside := outside + 2 * ways[k]) <= (1 - _CONFIDENCE) * 2**rounds:
+    missed, k = 0, 0
+    while k < len(ways) // 2 and (missed := missed + 2 * ways[k]) <= outside * 2**rounds:
         k += 1
-    return k
+    return max(k, 1)
 
 
 #: Rounds of more than which the sums of ranks are as good as normally distributed.

@@ -243,19 +243,26 @@ class WordErrors:
     rescoring: str = ""
     utterances: UtteranceErrors | None = None
 
-    def over(self, other: WordErrors) -> Difference | None:
-        """Return this rate less another, on the same utterances; None where those are not known."""
+    def over(self, other: WordErrors, among: int = 2) -> Difference | None:
+        """Return this rate less another, on the same utterances; None where those are not known.
+
+        Args:
+            among: as in `rate_difference`.
+        """
         if self.utterances is None or other.utterances is None:
             return None
-        return rate_difference(self.utterances, other.utterances)
+        return rate_difference(self.utterances, other.utterances, among)
 
-    def may_be_as_low_as(self, other: WordErrors) -> bool:
+    def may_be_as_low_as(self, other: WordErrors, among: int) -> bool:
         """Say whether this rate is not surely above another.
 
         By their difference where that has the chance of training, else by whether their intervals overlap,
         which two single models' hardly ever fail to do by that chance alone.
+
+        Args:
+            among: as in `rate_difference`.
         """
-        difference = self.over(other)
+        difference = self.over(other, among)
         if difference is not None and difference.has_seeds:
             return not difference.is_sure
         low, high = (

@@ -29,7 +29,7 @@ from speechdp.report.kit.speeds import (
     speed_phrase,
     times_text,
 )
-from speechdp.report.runs.derived import RunFigures, comparable_runs, finished_rows
+from speechdp.report.runs.derived import Losses, RunFigures, comparable_runs, finished_rows
 from speechdp.report.runs.results import RunResult
 from speechdp.report.runs.samples import Samples
 from speechdp.report.runs.steadiness import notable_load
@@ -39,6 +39,8 @@ from speechdp.simulation.gain_sentence import gain_sentence
 
 #: Shares of the step time below this hold nothing back.
 SMALL_SHARE = 0.03
+#: Of parts of training that every run has, smaller shares are no loss; nor are pauses that are shorter.
+USUAL_SHARE = 0.2
 #: A GPU with a kernel for a smaller share of the time stands idle, and a process above is at its limit, %.
 IDLE_GPU, WHOLE_CORE = 80.0, 90.0
 
@@ -267,12 +269,14 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
     causes = [
         (lost.exchange, "communication itself"),
         (lost.waiting, "waiting for slower ranks" + _straggler(row)),
-        (lost.data_wait, "waiting for data"),
+        (lost.data_wait, "waiting for data" + _waited_for(row, lost)),
     ]
     if lost.slower_compute is not None and row.run.size != 1:
         causes.append(
             (lost.slower_compute, f"computing slower than one rank does alone ({_sharing(row.run)})")
         )
+    own = [(lost.update, "the optimizer's update"), (lost.other, "what the loop does beside its steps")]
+    causes += [cause for cause in own if cause[0] >= USUAL_SHARE]
     causes.sort(key=lambda cause: -cause[0])
     share, largest = causes[0]
     rest = ", ".join(f"{name} {formatting.percent(value)}\u00a0%" for value, name in causes[1:])
@@ -282,12 +286,28 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
             return f"What holds {labels[row.run.name]} back most is the host: {starting}"
         return (
             f"Nothing in particular holds {labels[row.run.name]} back: the largest loss is {largest}, "
-            f"{formatting.percent(share, 1)} % of the step time."
+            f"{formatting.percent(share, 1)} % of the step time.{_pauses(row)}"
         )
     return (
         f"What holds {labels[row.run.name]} back most is {largest}: {formatting.percent(share)} % of the "
-        f"step time{_in_its_run(row)}. The other losses: {rest}.{_communication(row)}"
+        f"step time{_in_its_run(row)}. The other losses: {rest}.{_communication(row)}{_pauses(row)}"
     )
+
+
+def _pauses(row: RunFigures) -> str:
+    """Say for how long training paused, where that is long: no share of the step time and no speed has it."""
+    ranks = row.run.timing.ranks if row.run.timing else ()
+    paused = [(rank.eval_s, rank.checkpoint_s) for rank in ranks]
+    whole_s = sum(rank.wall_s for rank in ranks) + sum(map(sum, paused))
+    found = [
+        (sum(seconds) / whole_s, name)
+        for seconds, name in zip(zip(*paused, strict=True), ("evaluations", "checkpoints"), strict=True)
+        if whole_s and sum(seconds) >= USUAL_SHARE * whole_s
+    ]
+    if not found:
+        return ""
+    named = " and ".join(f"{formatting.percent(share)}\u00a0% for {name}" for share, name in found)
+    return f" Of its whole time it paused {named}, which figures of speed leave out."
 
 
 def _sharing(run: RunResult) -> str:
@@ -347,6 +367,14 @@ def _straggler(row: RunFigures) -> str:
         return ""
     host = f" on {row.skew.straggler_host}" if row.skew.straggler_host else ""
     return f" (the slowest is rank {row.skew.straggler}{host})"
+
+
+def _waited_for(row: RunFigures, lost: Losses) -> str:
+    """Name the rank that the others wait for while it waits for data; "" where all wait for data alike."""
+    by_others = lost.data_wait - (row.data_wait_share or 0.0)
+    if by_others < SMALL_SHARE or row.skew is None or row.skew.straggler is None:
+        return ""
+    return f" (rank {row.skew.straggler}, and the others for it)"
 
 
 def _short_speed(row: RunFigures, labels: dict[str, str]) -> str:

@@ -42,6 +42,25 @@ def test_interval_is_over_utterances_not_words() -> None:
     assert (result.wer, result.wer_low, result.wer_high) == (0.5, 0.0, 1.0)
 
 
+def test_no_error_among_few_utterances_is_not_sure_to_be_none() -> None:
+    """Each draw of them has none, too: 1 in 16 words may be wrong all the same, at 95 %."""
+    result = word_error_rate(["a"] * 60, ["a"] * 60)
+    assert (result.wer, result.wer_low, result.wer_high) == (0, 0, pytest.approx(1 - 0.025 ** (1 / 60)))
+    assert (result.ser_low, result.ser_high) == (0, pytest.approx(0.0596, abs=1e-4))
+    wrong = word_error_rate(["a b"] * 60, ["c d"] * 60)
+    assert (wrong.wer_low, wrong.wer_high) == (pytest.approx(0.9404, abs=1e-4), 1)
+    assert (wrong.ser_low, wrong.ser_high) == (wrong.wer_low, 1)
+
+
+def test_the_interval_of_a_low_rate_of_few_utterances_holds_it() -> None:
+    random, held = np.random.default_rng(1), 0
+    for _ in range(300):
+        right = random.random(60) > 0.02
+        result = word_error_rate(["a"] * 60, ["a" if is_right else "b" for is_right in right])
+        held += result.wer_low <= 0.02 <= result.wer_high
+    assert held >= 270  # draws alone hold it in 244
+
+
 def test_no_utterances_and_no_reference_words() -> None:
     assert word_error_rate([], []).wer == 0.0
     assert word_error_rate([""], [""]).wer_high == 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import socket
 from pathlib import Path
 
@@ -285,17 +286,36 @@ def test_the_target_is_what_every_run_reached_and_the_soonest_is_first() -> None
     assert math.isinf(ends["slow"].mean_s) and ends["fast"].mean_s == pytest.approx(19)
 
 
-def test_settings_whose_seeds_overlap_cannot_be_told_apart() -> None:
+def test_settings_further_apart_than_seeds_explain_are_told_apart() -> None:
     ends = {
-        "a": Finish((10.0, 14.0), (-1.0, -1.0)),
-        "b": Finish((13.0, 15.0), (-1.0, -1.0)),
-        "c": Finish((15.0, None), (-1.0, -1.1)),
+        "a": Finish((10.0, 10.4), (-1.0, -1.01)),
+        "b": Finish((12.0, 12.4), (-1.0, -1.01)),  # means of logarithms 0.18 apart; the seeds explain 0.15
+        "c": Finish((10.5, 14.5), (-1.0, -1.01)),  # its seeds do not overlap those of a
+        "d": Finish((20.0, None), (-1.1, -1.11)),
+        "e": Finish((20.0, None), (-1.0, -1.02)),
     }
     exact = dict.fromkeys(ends, (1.0, 1.0))
-    assert untold(["a", "b", "c"], ends, exact) == ("b",)
+    assert untold([*ends], ends, exact) == ("c", "e")
     # Times are at raced speeds, which are not known exactly either.
-    assert untold(["a", "b", "c"], ends, {**exact, "c": (0.9, 1.2)}) == ("b", "c")
-    assert untold(["a", "b", "c"], ends, {**exact, "a": (0.8, 1.1)}) == ("b", "c")
+    assert untold([*ends], ends, {**exact, "b": (0.9, 1.2)}) == ("b", "c", "e")
+    assert untold([*ends], ends, {**exact, "a": (0.8, 1.1)}) == ("b", "c", "e")
+
+
+def test_one_seed_each_tells_nothing_apart() -> None:
+    ends = {"a": Finish((10.0,), (-1.0,)), "b": Finish((99.0,), (-2.0,))}
+    assert untold(["a", "b"], ends, dict.fromkeys(ends, (1.0, 1.0))) == ("b",)
+
+
+@pytest.mark.parametrize("seeds", [2, 3])
+def test_settings_that_learn_equally_fast_are_told_apart_in_5_of_100_searches(seeds: int) -> None:
+    drawn, told = random.Random(seeds), 0
+    for _ in range(1_000):
+        found = [tuple(drawn.lognormvariate(3.0, 0.2) for _ in range(seeds)) for _ in range(2)]
+        ends = [Finish(times, (-1.0,) * seeds) for times in sorted(found, key=sum)]
+        told += not untold(["a", "b"], dict(zip("ab", ends, strict=True)), dict.fromkeys("ab", (1.0, 1.0)))
+    assert (
+        told <= 71
+    )  # the level is 50, of which 3 standard deviations are 21; by their ranges it would be 330 and 100
 
 
 def test_a_run_is_expected_to_gain_less_with_each_doubling() -> None:

@@ -381,6 +381,31 @@ def test_why_a_faster_strategy_is_not_chosen_is_said(tmp_path: Path) -> None:
     assert ", but not accurate enough: 0." in said and said.endswith(" nats/frame below the best.")
 
 
+@pytest.mark.parametrize(("apart", "may_be_chance"), [(0.08, True), (0.4, False)])
+def test_what_chance_of_the_seeds_may_explain_is_said(
+    tmp_path: Path, apart: float, may_be_chance: bool
+) -> None:
+    strategies = [MadeUpStrategy("a", 9_000, -0.3 - apart), MadeUpStrategy("b", 8_000, -0.3)]
+    strategies += [MadeUpStrategy("c", 7_000, -0.31), MadeUpStrategy("d", 6_000, -2.9)]
+    out = write_comparison(tmp_path / "out", strategies, (2,), seeds=(1, 2, 3), modes=("frames",))
+    for seed, off in ((1, -0.05), (2, 0.0), (3, 0.05)):
+        for metrics in out.glob(f"*-seed{seed}-*/metrics.jsonl"):
+            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+            # The one that does not learn tells nothing of the others.
+            lines[-1]["heldout_log_prob"] += 20 * off if "-d-" in metrics.parent.name else off
+            metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    details = choose(list(_groups(out).values())).details
+    (said,) = (text for text in details if text.startswith("a is faster on 2 ranks, with "))
+    assert said.endswith(", which may be chance of the seeds.") is may_be_chance
+    (least,) = (text for text in details if "by chance of the seeds alone" in text)
+    # The t-test's: 2.776 * 0.05 * sqrt(2 / 3), besides what the seeds of the helper differ by.
+    assert re.fullmatch(
+        r"On 2 ranks, of those accurate enough, two that are less than 0\.1[01]\d? nats/frame apart may "
+        r"differ by chance of the seeds alone \(95 %\)\.",
+        least,
+    )
+
+
 def test_one_seed_is_told_apart_from_several(tmp_path: Path) -> None:
     """The seeds of one side say what chance does to both: only of two single models that is not known."""
     out = _compared_by_utterance(tmp_path / "out", more=0.3)

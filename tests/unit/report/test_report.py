@@ -585,3 +585,32 @@ def test_damages_of_finished_runs_are_told_with_the_answer(tmp_path: Path) -> No
         "Period 4: metrics.jsonl: 1 damaged line passed over."
         in find_answer([run_figures(read_run(out / name), None, None) for name in ("a", "b")]).cautions
     )
+
+
+@pytest.mark.parametrize(
+    ("spans", "limit"),
+    [
+        ((0.01, 0.0, 0.20, 0.30, 0.08, 0.40), "the optimizer's update: 40 % of the step time"),
+        ((0.01, 0.0, 0.20, 0.30, 0.08, 0.05), "what the loop does beside its steps: 36 % of the step time"),
+        ((0.01, 0.0, 0.28, 0.48, 0.08, 0.15), "communication itself: 8 % of the step time"),
+    ],
+)
+def test_what_takes_most_of_a_step_is_named(tmp_path: Path, spans: tuple[float, ...], limit: str) -> None:
+    out = write_sweep(
+        tmp_path, [MadeUpRun("a", spans=spans), MadeUpRun("b", frames_per_s=9_000, spans=spans)]
+    )
+    text = find_answer(sweep_figures(read_sweep(out), None)).limit
+    assert f" back most is {limit}" in text.replace("\u00a0", " ")
+
+
+def test_long_pauses_for_evaluations_and_checkpoints_are_said(tmp_path: Path) -> None:
+    out = write_sweep(tmp_path, [MadeUpRun("a"), MadeUpRun("b", frames_per_s=9_000)])
+    path = out / "a" / "timing.json"
+    timing = json.loads(path.read_text())
+    for rank in timing["ranks"]:
+        rank["eval_s"], rank["checkpoint_s"] = rank["wall_s"], 0.1 * rank["wall_s"]
+    path.write_text(json.dumps(timing))
+    text = find_answer(sweep_figures(read_sweep(out), None)).limit
+    assert text.endswith(
+        " Of its whole time it paused 48\u00a0% for evaluations, which figures of speed leave out."
+    )

@@ -102,6 +102,14 @@ def test_losses_part_the_exchange_from_the_waiting() -> None:
     assert lost.slower_compute == pytest.approx(0.75 * (1 - (9.5 / 8000) / (15 / 10000)))
 
 
+def test_who_waits_for_a_rank_without_data_waits_for_data() -> None:
+    """Rank 1 has no batch for half of each step; rank 0 has all, and waits as long at the exchange."""
+    ranks = (_rank(0, 10.0, 1000, comm=5.0, forward=5.0), _rank(1, 10.0, 1000, data_wait=4.9, forward=5.0))
+    lost = derived.losses(RunTiming(4, ranks), None)
+    assert lost is not None
+    assert (lost.data_wait, lost.waiting) == (pytest.approx(0.49), pytest.approx(0.005))
+
+
 def test_ranks_that_are_late_in_turn_wait_though_their_sums_are_equal() -> None:
     """Both spend 4 s of 10 in communication, but never at the same step: the exchange takes 0.5 s of it."""
     ranks = tuple(_rank(r, 10.0, 1000, comm=4.0, forward=6.0) for r in range(2))

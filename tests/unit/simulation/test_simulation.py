@@ -520,6 +520,9 @@ def test_gains_name_what_holds_a_run_back() -> None:
     assert link == "at 1 Gbit/s"
     assert 1 < gains[link].mean < 2
     assert all(times.low <= times.mean <= times.high for times in gains.values())
+    # What predictions of other exchanges err by: 5 % to either side, at 90 %.
+    for change in (link, "with period 4"):
+        assert gains[change].low < gains[change].mean / 1.05 < 1.05 * gains[change].mean < gains[change].high
 
 
 def test_gains_from_even_ranks_and_from_loading() -> None:
