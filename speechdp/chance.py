@@ -66,7 +66,8 @@ def least_told(groups: Sequence[Sequence[float]]) -> float | None:
     range (Miller, Simultaneous Statistical Inference, 1981, sections 2.1 and 2.2; recalled).
 
     Returns:
-        In the unit of the values, for the two groups with the fewest of them; None where no group has two.
+        In the unit of the values, for the two groups with the fewest of them; None where no group has two,
+        or all groups have equal values: then nothing is known of chance.
 
     Example:
         >>> round(least_told([[1.0, 3.0], [2.0, 4.0]]), 2)
@@ -77,6 +78,8 @@ def least_told(groups: Sequence[Sequence[float]]) -> float | None:
     if freedom == 0 or len(filled) < 2:
         return None
     squares = sum((value - fmean(group)) ** 2 for group in filled for value in group)
+    if squares == 0:  # as of a script that takes no seed
+        return None
     fewest = sorted(len(group) for group in filled)[:2]
     error = math.sqrt(squares / freedom * sum(1 / number for number in fewest))
     return t_quantile(freedom, (1 - CONFIDENCE) / math.comb(len(filled), 2)) * error

@@ -11,13 +11,14 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import kaldifst
 
+import speechdp
 from speechdp.comm.base import Communicator
-from speechdp.decode import graphs
 from speechdp.decode.graphs.graph import DecodingGraph, LexiconTransducer
 from speechdp.decode.language_model import StoredModel
 from speechdp.errors import one_line
@@ -25,18 +26,21 @@ from speechdp.files import atomic_path, write_text_atomically
 from speechdp.process.notices import warn
 
 #: In a run directory; what it holds.
-GRAPH_FOLDER, GRAPH_NAME, RECORD_NAME = "graph", "graph.fst", "graph.json"
+GRAPH_FOLDER, GRAPH_NAME, RECORD_NAME = "decoding-graph", "graph.fst", "graph.json"
 _FORMAT = "speechdp-graph"
 #: Language models of fewer bytes make graphs within a second or two, in which every rank builds its own.
 LARGE_MODEL_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 24
+#: What reads language models and lexicons and makes graphs of them.
+_CODE = tuple(Path(speechdp.__file__).parent / name for name in ("decode", "labels", "language"))
 
 
 def graph_key(transducer: LexiconTransducer, model: StoredModel, lm_scale: float) -> str:
     """Return a checksum of all that a graph of n-grams is made of, the code that makes it included."""
-    digest = hashlib.sha256(f"{transducer.checksum} {model.sha256} {lm_scale!r}".encode())
-    for folder in graphs.__path__:
-        for file in sorted(Path(folder).glob("*.py")):
+    facts = transducer.checksum, model.sha256, lm_scale, kaldifst.__version__
+    digest = hashlib.sha256(repr(facts).encode())
+    for folder in _CODE:
+        for file in sorted(folder.rglob("*.py")):
             digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -45,7 +49,7 @@ class KeptGraph:
     """The newest large graph of a run.
 
     Args:
-        folder: what it is kept in, e.g. RUN/graph.
+        folder: what it is kept in, e.g. RUN/decoding-graph.
         comm: the ranks that want the same graph; None: this process alone.
 
     Example::
@@ -87,18 +91,22 @@ class KeptGraph:
         """Remove the graph that is kept, if there is one."""
         if self._comm is None or self._comm.rank == 0:
             with contextlib.suppress(OSError):
-                for name in (RECORD_NAME, GRAPH_NAME):
-                    (self._folder / name).unlink(missing_ok=True)
+                left = self._folder.glob(".*.tmp")  # by a command that was killed
+                for path in (self._folder / RECORD_NAME, self._folder / GRAPH_NAME, *left):
+                    path.unlink(missing_ok=True)
                 self._folder.rmdir()
 
     def _read(self, key: str, words: tuple[str, ...]) -> DecodingGraph | None:
         """Return the graph that is kept, if it is that of the key and undamaged."""
-        path = self._folder / GRAPH_NAME
         try:
             record = json.loads((self._folder / RECORD_NAME).read_text(encoding="utf-8"))
-            if record["key"] != key or record["crc32"] != _crc32(path):
+            if record["key"] != key:
                 return None
-            fst = kaldifst.StdConstFst.read(str(path))
+            # Another command may put its own graph in place of this one meanwhile: it is opened once.
+            with (self._folder / GRAPH_NAME).open("rb", buffering=0) as file:
+                if record["crc32"] != _crc32(file):
+                    return None
+                fst = kaldifst.StdConstFst.read(f"/proc/self/fd/{file.fileno()}")
             recognised = frozenset(record["recognised"])
             about = bool(record["is_determinised"]), int(record["num_arcs"])
         except (OSError, ValueError, KeyError, TypeError):  # none is kept, or not one of this program
@@ -113,10 +121,12 @@ class KeptGraph:
             with atomic_path(path) as temporary:
                 if not graph.fst.write(str(temporary)):
                     raise OSError(None, "OpenFst cannot write it", str(path))
+                with temporary.open("rb", buffering=0) as file:
+                    checksum = _crc32(file)
             record: dict[str, Any] = {
                 "format": _FORMAT,
                 "key": key,
-                "crc32": _crc32(path),
+                "crc32": checksum,
                 "is_determinised": graph.is_determinised,
                 "num_arcs": graph.num_arcs,
                 "recognised": sorted(graph.recognised),
@@ -131,9 +141,8 @@ class KeptGraph:
         return True
 
 
-def _crc32(path: Path) -> int:
+def _crc32(file: FileIO) -> int:
     checksum = 0
-    with path.open("rb", buffering=0) as file:
-        while piece := file.read(_PIECE_BYTES):
-            checksum = zlib.crc32(piece, checksum)
+    while piece := file.read(_PIECE_BYTES):
+        checksum = zlib.crc32(piece, checksum)
     return checksum

@@ -71,7 +71,15 @@ RUN = FolderKind(
     (
         *("trained_on", "starts.jsonl", "metrics.jsonl", "timeline", "status", "timing.json", "tensorboard"),
         *("model.safetensors", "notices.txt", "report"),
-        *("simulation", "wer-*.json", "hypotheses", "graph", "tuned.json", "synthesis.json", "synthesis"),
+        *(
+            "simulation",
+            "wer-*.json",
+            "hypotheses",
+            "decoding-graph",
+            "tuned.json",
+            "synthesis.json",
+            "synthesis",
+        ),
     ),
 )
 _RUNS = (*RUN.records, OWNER_FILE)

@@ -11,6 +11,7 @@ import re
 import shutil
 import socket
 import sys
+import sysconfig
 import uuid
 import zipfile
 from collections import OrderedDict
@@ -469,8 +470,11 @@ def _script_version() -> str:
 def _own_modules(script: Path) -> list[Path]:
     """Return the files of modules that have been imported from a script's folder, in order, without itself.
 
-    What is installed there, in a virtual environment, is not the script's own, and neither is speechdp.
+    What is installed there, in a virtual environment or with Python itself, is not the script's own, and
+    neither is speechdp.
     """
+    paths = sysconfig.get_paths()
+    libraries = [Path(paths[name]).resolve() for name in ("stdlib", "platstdlib")]
     files = {
         Path(file).resolve()
         for name, module in list(sys.modules.items())
@@ -479,7 +483,10 @@ def _own_modules(script: Path) -> list[Path]:
     return sorted(
         file
         for file in files - {script}
-        if file.is_relative_to(script.parent) and file.suffix == ".py" and "site-packages" not in file.parts
+        if file.is_relative_to(script.parent)
+        and file.suffix == ".py"
+        and not {"site-packages", "dist-packages"}.intersection(file.parts)
+        and not any(file.is_relative_to(folder) for folder in libraries)
     )
 
 

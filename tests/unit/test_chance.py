@@ -36,3 +36,4 @@ def test_single_values_say_nothing_of_chance() -> None:
     assert least_told([[1.0], [2.0]]) is None
     assert least_told([[1.0, 2.0]]) is None
     assert least_told([[1.0, 2.0], [], [1.5]]) == pytest.approx(12.706 * (0.5 * 1.5) ** 0.5, rel=1e-4)
+    assert least_told([[10.0, 10.0], [10.5, 10.5]]) is None  # of a script that takes no seed, say

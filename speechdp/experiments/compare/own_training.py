@@ -148,7 +148,11 @@ class OwnTraining(ComparedTraining):
         words += [f"--tune-on={tune_on}"] if tune_on is not None else []
         if ranks > 1:
             words += [f"--backend={request.options.backend}"]
-        return self._starter.run(ranks, words, log_of(run_dir))
+        from speechdp.decode.kept_graph import GRAPH_FOLDER, KeptGraph  # noqa: PLC0415 (OpenFst)
+
+        message = self._starter.run(ranks, words, log_of(run_dir))
+        KeptGraph(run_dir / GRAPH_FOLDER).discard()  # each run has another: they would fill a disk
+        return message
 
     def race(self, ranks: int, strategies: Sequence[StrategyChoice]) -> str | None:
         """Let strategies race on so many ranks, unless they have; return None, or what went wrong."""

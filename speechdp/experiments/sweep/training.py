@@ -233,12 +233,20 @@ def _train_one_rank(
 
 def _decode(session: Session, held_out: str, split: str, run_dir: Path) -> None:
     """Decode a split once; a result that stands there is kept.  Raises Stopped, having kept nothing."""
+    comm = session.comm
+    kept = KeptGraph(run_dir / GRAPH_FOLDER, comm)
+    try:
+        _decode_once(session, held_out, split, run_dir, kept)
+    finally:
+        kept.discard()  # each run has another; of many runs they would fill a disk
+
+
+def _decode_once(session: Session, held_out: str, split: str, run_dir: Path, kept: KeptGraph) -> None:
     dataset, comm = session.dataset, session.comm
-    if session.comm.broadcast_object(has_word_errors(run_dir, split)):
+    if comm.broadcast_object(has_word_errors(run_dir, split)):
         return
     trained = load_model(run_dir, session.device, ctc=True)
     options, tuning = DecodingOptions(), None
-    kept = KeptGraph(run_dir / GRAPH_FOLDER, comm)
     tune_on = split_to_tune_on(dataset.path, held_out, split)
     if tune_on is not None:
         session.reporter.notice(f"{run_dir.name}: choosing the scales for decoding on {tune_on}")
@@ -247,5 +255,4 @@ def _decode(session: Session, held_out: str, split: str, run_dir: Path) -> None:
     result = decode_split(
         trained, dataset, split, run_dir, options, comm, session.is_asked_to_stop, tuning=tuning
     )
-    kept.discard()  # each run has another; of many runs they would fill a disk
     session.reporter.notice(f"{run_dir.name}: {result.wer.summary()} on {split}")

@@ -71,7 +71,7 @@ def over_lowest(row: Accuracy, rows: Sequence[Accuracy], eligible: Sequence[Accu
     lowest = lowest_word_errors(eligible) if are_decoded_alike(rows) else None
     if lowest is None or row.word_errors is None or _num_decoded(rows) < 2:
         return None
-    return row.word_errors.over(lowest, _num_decoded(rows))
+    return row.word_errors.over(lowest, _num_decoded(eligible))
 
 
 def _num_decoded(rows: Sequence[Accuracy]) -> int:

@@ -46,7 +46,7 @@ def choose_fastest(rows: Sequence[Row], of_runs: Callable[[Row], float]) -> tupl
     """Return the row to choose of those that are ranked, and those whose speed cannot be told from its.
 
     The most accurate is chosen of those than which no row is known to be faster.  The row that is the fastest
-    in truth is among these in 95 % of races at least.
+    in truth is among these in 95 % of races at least, with enough rounds (docs/timing.md).
 
     Args:
         of_runs: the throughput of a row's own runs.

@@ -41,6 +41,25 @@ def test_only_rounds_of_alignment_are_told_their_epochs(
     assert [word for word in started[0] if word.startswith("--realign-epochs")] == rounds
 
 
+def test_graphs_that_decoding_keeps_are_removed(tmp_path: Path) -> None:
+    """Each run has another, of gigabytes maybe."""
+    graph = tmp_path / "run" / "decoding-graph"
+
+    class Starter:
+        def run(self, ranks: int, words: list[str], *others: object, **named: object) -> None:
+            graph.mkdir()
+            (graph / "graph.fst").touch()
+
+    plan = ComparePlan((SEQUENTIAL,), (1,), (1,), ("frames",), 5)
+    request = CompareRequest(tmp_path, "", tmp_path, options_with(epochs=5), plan, "test")
+    graph.parent.mkdir()
+    for name in ("completed.json", "model.safetensors"):
+        (graph.parent / name).write_text("{}")
+    training = OwnTraining(request, Starter(), lambda text: None)  # type: ignore[arg-type]
+    assert training.run(RunRecord(SEQUENTIAL, 1, 1, "frames", 5), graph.parent) is None
+    assert not graph.exists()
+
+
 @pytest.mark.parametrize(("there", "command"), [("model.safetensors", "decode"), ("other.txt", "train")])
 def test_a_model_that_is_gone_is_made_again_before_decoding(tmp_path: Path, there: str, command: str) -> None:
     started: list[list[str]] = []
