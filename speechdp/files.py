@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from typing import Any
 
 from speechdp.errors import lacks_memory, one_line
 
+_PIECE_BYTES = 4 * 2**20
 _NETWORK_DISK = "see that the network disk is mounted and answers"
 _PERMIT = "permit writing there"
 _SPACE = "free some space"
@@ -305,6 +307,15 @@ def hand_over(temporary: Path, path: Path) -> None:
                 raise
         else:
             return
+
+
+def sha256_of(path: Path) -> str:
+    """Return the checksum of a file's content, read piece by piece.  Raises OSError."""
+    checksum, piece = hashlib.sha256(), bytearray(_PIECE_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while length := file.readinto(piece):
+            checksum.update(memoryview(piece)[:length])
+    return checksum.hexdigest()
 
 
 def sync(path: Path) -> None:

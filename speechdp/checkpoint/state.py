@@ -8,7 +8,6 @@ folder with that name is whole.  Nothing here is pickled: loading a checkpoint n
 from __future__ import annotations
 
 import errno
-import hashlib
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -28,13 +27,13 @@ from speechdp.files import (
     hand_over,
     no_memory_to_read,
     remedy_of,
+    sha256_of,
 )
 from speechdp.json_input import parse_json
 
 CHECKPOINT_FORMAT = "speechdp-checkpoint"
 CHECKPOINT_VERSION = 1
 _NAME = re.compile(r"step-[0-9]{8,}")
-_PIECE_BYTES = 4 * 2**20
 #: Ending of a checkpoint's name while another of its step takes its place.
 ASIDE = ".old"
 
@@ -189,7 +188,7 @@ def _try_load(
         num_bytes = path.stat().st_size
         if num_bytes != entry["bytes"]:
             return None, _Problem(f"{path}: damaged ({num_bytes} bytes, {entry['bytes']} were written)")
-        if _sha256(path) != entry["sha256"]:
+        if sha256_of(path) != entry["sha256"]:
             return None, _Problem(f"{path}: damaged (checksum)")
         with safetensors.safe_open(str(path), framework="pt") as file:
             values = parse_json(file.metadata()["state"])
@@ -226,14 +225,6 @@ def _refuse_short_of_memory(folder: Path, error: Exception) -> None:
     line = no_memory_to_read(folder, error, remedies.going_on())
     if line is not None:
         raise RunError(line) from error
-
-
-def _sha256(path: Path) -> str:
-    checksum, piece = hashlib.sha256(), bytearray(_PIECE_BYTES)
-    with path.open("rb", buffering=0) as file:
-        while length := file.readinto(piece):
-            checksum.update(memoryview(piece)[:length])
-    return checksum.hexdigest()
 
 
 def _entry_of(file: str, entries: list[dict[str, Any]]) -> dict[str, Any]:

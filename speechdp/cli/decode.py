@@ -83,7 +83,7 @@ class DecodeCommand:
         from speechdp.comm.device import choose_device  # noqa: PLC0415
         from speechdp.comm.startup.world import check_world  # noqa: PLC0415
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
-        from speechdp.decode.kept_graph import GRAPH_FOLDER, KeptGraph  # noqa: PLC0415
+        from speechdp.decode.kept_graph import KeptGraph  # noqa: PLC0415
         from speechdp.decode.origin import is_ctc  # noqa: PLC0415
         from speechdp.decode.split import decode_split, opened_split  # noqa: PLC0415
         from speechdp.decode.tuning import tune  # noqa: PLC0415
@@ -99,7 +99,7 @@ class DecodeCommand:
         if self.tune_on is not None:
             with opened_split(trained, dataset, self.split, self.run_dir, options, comm):
                 pass  # can be decoded: known before hours of tuning
-            kept = KeptGraph(self.run_dir / GRAPH_FOLDER, comm)
+            kept = KeptGraph(self.run_dir, comm)
             tuned = tune(trained, dataset, self.tune_on, options, comm, say=tell, kept=kept)
             options, tuning = tuned.options, tuned.record
             if comm.rank == 0:

@@ -67,7 +67,7 @@ class TranscribeCommand:
         from speechdp.comm.device import choose_device  # noqa: PLC0415
         from speechdp.comm.environment import announced  # noqa: PLC0415
         from speechdp.data.signal.audio import probe  # noqa: PLC0415
-        from speechdp.decode.kept_graph import GRAPH_FOLDER, KeptGraph  # noqa: PLC0415
+        from speechdp.decode.kept_graph import KeptGraph  # noqa: PLC0415
         from speechdp.decode.origin import is_ctc  # noqa: PLC0415
         from speechdp.decode.transcribe import Transcriber, kept_data  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
@@ -84,7 +84,7 @@ class TranscribeCommand:
         if is_ctc(trained.config):
             self.search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
         kept = kept_data(self.run_dir)
-        graph = KeptGraph(self.run_dir / GRAPH_FOLDER)
+        graph = KeptGraph(self.run_dir)
         transcriber = Transcriber(trained, kept, self._options(kept), self.longest, graph)
         if transcriber.remark:
             warn(transcriber.remark)

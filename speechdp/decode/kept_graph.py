@@ -49,16 +49,16 @@ class KeptGraph:
     """The newest large graph of a run.
 
     Args:
-        folder: what it is kept in, e.g. RUN/decoding-graph.
+        run_dir: the run directory.
         comm: the ranks that want the same graph; None: this process alone.
 
     Example::
 
-        graph = KeptGraph(run_dir / GRAPH_FOLDER, comm).get(graph_key(transducer, model, 1.0), words, build)
+        graph = KeptGraph(run_dir, comm).get(graph_key(transducer, model, 1.0), words, build)
     """
 
-    def __init__(self, folder: Path, comm: Communicator | None = None) -> None:
-        self._folder, self._comm = folder, comm
+    def __init__(self, run_dir: Path, comm: Communicator | None = None) -> None:
+        self._folder, self._comm = run_dir / GRAPH_FOLDER, comm
 
     def get(self, key: str, words: tuple[str, ...], build: Callable[[], DecodingGraph]) -> DecodingGraph:
         """Return the graph of a key.  Collective.

@@ -17,7 +17,7 @@ from speechdp.decode.graphs.fst_arrays import EPSILON, FstArrays
 from speechdp.decode.graphs.fst_files import read_fst, read_symbols
 from speechdp.decode.graphs.ngram_grammar import BACKOFF_SYMBOL
 from speechdp.errors import ConfigError
-from speechdp.files import atomic_path, write_text_atomically
+from speechdp.files import atomic_path, sha256_of, write_text_atomically
 from speechdp.labels.lexicon import Lexicon
 from speechdp.language.arpa import read_arpa, write_arpa
 from speechdp.language.ngram import END, START, UNKNOWN_NAMES, NgramModel
@@ -40,7 +40,8 @@ class GrammarFst:
     @cached_property
     def words(self) -> frozenset[str]:
         """All words that it accepts."""
-        return frozenset(self.names[x] for x in self._labels if x in self.names) - {BACKOFF_SYMBOL}
+        labels = np.unique(FstArrays.of(self.fst).ilabel).tolist()
+        return frozenset(self.names[label] for label in labels if label in self.names) - {BACKOFF_SYMBOL}
 
     def acceptor(self, word_ids: Mapping[str, int], *, scale: float) -> Any:
         """Return it with labels of `word_ids`; arcs of other words are left out.
@@ -72,12 +73,6 @@ class GrammarFst:
         kaldifst.connect(fst)
         return GrammarFst(fst, names)
 
-    @cached_property
-    def _labels(self) -> list[int]:
-        """All labels of its arcs, ascending."""
-        labels: list[int] = np.unique(FstArrays.of(self.fst).ilabel).tolist()
-        return labels
-
     @classmethod
     def load(cls, path: Path) -> GrammarFst:
         """Read an OpenFst file and the words.txt beside it.
@@ -90,20 +85,20 @@ class GrammarFst:
         """
         fst = read_fst(path)
         names = read_symbols(path.with_name(WORDS_NAME))
-        grammar = cls(fst, names)
-        if missing := sorted(set(grammar._labels) - {EPSILON, *names}):
+        arrays = FstArrays.of(fst)
+        labels = np.unique(arrays.ilabel).tolist()
+        if missing := [label for label in labels if label != EPSILON and label not in names]:
             raise ConfigError(
                 f"{path}: label {missing[0]} is not in {WORDS_NAME} beside it; give the words.txt that "
                 "it was made with"
             )
-        arrays = FstArrays.of(fst)
         costs = np.concatenate((arrays.cost, arrays.final))
         if not (costs > -np.inf).all():  # NaN is not, either
             raise ConfigError(f"{path}: has costs that are no number or minus infinity; make it again")
-        ends = [label for label in grammar._labels if names.get(label) in (START, END)]
+        ends = [label for label in labels if names.get(label) in (START, END)]
         is_taken = arrays.cost < np.inf
         if is_taken.all() and not ends:
-            return grammar
+            return cls(fst, names)
         arrays = arrays.where(is_taken)
         silent = np.where(np.isin(arrays.ilabel, ends), EPSILON, arrays.ilabel)
         return cls(replace(arrays, ilabel=silent, olabel=silent).fst(), names)
@@ -253,9 +248,6 @@ class StoredModel:
     @property
     def sha256(self) -> str:
         """Identify it: the checksum of its files.  Raises OSError."""
-        digest = hashlib.sha256(self._path.name.encode())
         words = [self._path.with_name(WORDS_NAME)] if self._path.name == GRAMMAR_NAME else []
-        for path in (self._path, *words):
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        return digest.hexdigest()
+        facts = self._path.name, *map(sha256_of, (self._path, *words))
+        return hashlib.sha256(repr(facts).encode()).hexdigest()

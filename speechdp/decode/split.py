@@ -17,7 +17,7 @@ from speechdp.data.shards.shard import Shard
 from speechdp.data.signal.features import shift_s
 from speechdp.data.transforms.moments import Moments, moments_by_speaker, sums_of
 from speechdp.data.transforms.preprocess import InputOptions, Preprocessor, inputs_of
-from speechdp.decode.kept_graph import GRAPH_FOLDER, KeptGraph
+from speechdp.decode.kept_graph import KeptGraph
 from speechdp.decode.nbest import nbest_lines
 from speechdp.decode.origin import check_origin, check_task
 from speechdp.decode.recogniser import (
@@ -196,9 +196,7 @@ def decode_split(
     with opened_split(trained, dataset, split, run_dir, options, comm) as (reader, name):
         path = run_dir / "hypotheses" / f"{name}.txt"
         began = time.process_time()
-        recogniser = recogniser_for(
-            trained, dataset, options, reader.transcripts, KeptGraph(run_dir / GRAPH_FOLDER, comm)
-        )
+        recogniser = recogniser_for(trained, dataset, options, reader.transcripts, KeptGraph(run_dir, comm))
         step_s = shift_s(dataset.sampling_rate, dataset.features)
         own = _OwnUtterances(step_s, time.process_time() - began)
         features = reader.features(inputs_of(trained.config), options.normalise)

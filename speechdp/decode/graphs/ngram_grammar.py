@@ -72,10 +72,11 @@ def ngram_acceptor(
         arcs.append((source[~ends], label, label, cost[~ends], target))
     for length, contexts in states.contexts.items():
         if length and len(contexts):  # that of unigrams has nothing to back off to
-            source, cost = states.after(contexts), np.zeros(len(contexts))
+            first, cost = states.first[length], np.zeros(len(contexts))
+            source = first + np.arange(len(contexts))
             if length in weights:
                 listed, log10_weight = weights[length]
-                cost[states.after(listed) - source[0]] = -scale * _LN_10 * log10_weight
+                cost[states.after(listed) - first] = -scale * _LN_10 * log10_weight
             arcs.append((source, EPSILON, EPSILON, cost, states.after(contexts[:, 1:])))
     start = int(states.after(np.array([[_START]]))[0])
     return FstArrays.joined(start, final, arcs).fst()
@@ -121,19 +122,20 @@ class _States:
 
     Attributes:
         contexts: by length, (N, L), in the order of their states.
+        first: state of the first context of each length.
     """
 
     def __init__(self, grams: Mapping[int, _Numbered], weights: Mapping[int, _Numbered]) -> None:
         lengths = {length - 1 for length in grams} | weights.keys()
         self.contexts: dict[int, NDArray[np.int64]] = {}
         self.num_states = 0
-        self._first: dict[int, int] = {}
+        self.first: dict[int, int] = {}
         for length in sorted(lengths):
             found = [grams[length + 1][0][:, :-1]] if length + 1 in grams else []
             found += [weights[length][0]] if length in weights else []
             contexts = np.concatenate(found)
             _, one_of_each = np.unique(_codes(contexts), return_index=True)
-            self._first[length] = self.num_states
+            self.first[length] = self.num_states
             self.contexts[length] = contexts[one_of_each]
             self.num_states += len(one_of_each)
 
@@ -144,7 +146,7 @@ class _States:
         for length in range(words.shape[1], 0, -1):
             if length in self.contexts and len(self.contexts[length]):
                 place = _places(self.contexts[length], words[missing, words.shape[1] - length :])
-                state[missing] = np.where(place < 0, 0, self._first[length] + place)
+                state[missing] = np.where(place < 0, 0, self.first[length] + place)
                 missing = missing[place < 0]
         return state
 

@@ -148,10 +148,10 @@ class OwnTraining(ComparedTraining):
         words += [f"--tune-on={tune_on}"] if tune_on is not None else []
         if ranks > 1:
             words += [f"--backend={request.options.backend}"]
-        from speechdp.decode.kept_graph import GRAPH_FOLDER, KeptGraph  # noqa: PLC0415 (OpenFst)
+        from speechdp.decode.kept_graph import KeptGraph  # noqa: PLC0415 (OpenFst)
 
         message = self._starter.run(ranks, words, log_of(run_dir))
-        KeptGraph(run_dir / GRAPH_FOLDER).discard()  # each run has another: they would fill a disk
+        KeptGraph(run_dir).discard()  # each run has another: they would fill a disk
         return message
 
     def race(self, ranks: int, strategies: Sequence[StrategyChoice]) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from speechdp.counting import counted
-from speechdp.decode.kept_graph import GRAPH_FOLDER, KeptGraph
+from speechdp.decode.kept_graph import KeptGraph
 from speechdp.decode.recogniser import DecodingOptions
 from speechdp.decode.results import has_word_errors
 from speechdp.decode.split import decode_split
@@ -234,7 +234,7 @@ def _train_one_rank(
 def _decode(session: Session, held_out: str, split: str, run_dir: Path) -> None:
     """Decode a split once; a result that stands there is kept.  Raises Stopped, having kept nothing."""
     comm = session.comm
-    kept = KeptGraph(run_dir / GRAPH_FOLDER, comm)
+    kept = KeptGraph(run_dir, comm)
     try:
         _decode_once(session, held_out, split, run_dir, kept)
     finally:

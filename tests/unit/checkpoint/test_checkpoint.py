@@ -383,7 +383,7 @@ def test_a_checkpoint_that_memory_does_not_hold_is_not_passed_over(
     def short_of_memory(path: Path) -> str:
         raise error
 
-    monkeypatch.setattr(checkpoint, "_sha256", short_of_memory)
+    monkeypatch.setattr(checkpoint, "sha256_of", short_of_memory)
     notices: list[str] = []
     with pytest.raises(RunError) as raised:
         load(tmp_path, notices)

@@ -105,15 +105,15 @@ def test_another_scale_takes_its_place(dataset: Dataset, tmp_path: Path, built: 
 
 
 def test_tuning_uses_it(dataset: Dataset, tmp_path: Path, built: list[float]) -> None:
-    folder = tmp_path / GRAPH_FOLDER
+    run = tmp_path
 
     def chosen(comm: Communicator) -> float:
-        kept = KeptGraph(folder, comm)
+        kept = KeptGraph(run, comm)
         trained = oracle(dataset.num_classes)
         return tune(trained, dataset, "test", DecodingOptions(), comm, kept=kept).options.lm_scale
 
     assert len(set(run_threads(2, chosen))) == 1
-    assert len(built) == len(set(built)) and (folder / GRAPH_NAME).is_file()
+    assert len(built) == len(set(built)) and (run / GRAPH_FOLDER / GRAPH_NAME).is_file()
 
 
 def cut(folder: Path) -> None:
@@ -183,7 +183,7 @@ def test_it_can_be_discarded(dataset: Dataset, tmp_path: Path) -> None:
     decode(dataset, run, SerialCommunicator())
     (run / GRAPH_FOLDER / ".graph.fst.7.tmp").touch()  # of a command that was killed
     for _ in range(2):
-        KeptGraph(run / GRAPH_FOLDER, SerialCommunicator()).discard()
+        KeptGraph(run, SerialCommunicator()).discard()
         assert not (run / GRAPH_FOLDER).exists()
 
 

@@ -15,6 +15,23 @@ from speechdp.experiments.compare.record import RunRecord
 from tests.helpers.options import options_with
 
 
+def request_for(out: Path, split: str, **options: Any) -> CompareRequest:
+    """Ask for one run on one rank, whose split is decoded afterwards ("": none)."""
+    plan = ComparePlan((SEQUENTIAL,), (1,), (1,), ("frames",), 5)
+    return CompareRequest(out, "", out, options_with(**options), plan, split)
+
+
+class NeverStarts:
+    """Starts no job; notes the commands of those that it was to start."""
+
+    def __init__(self) -> None:
+        self.commands: list[list[str]] = []
+
+    def run(self, ranks: int, words: list[str], *others: object, **named: object) -> str:
+        self.commands.append(words)
+        return "did not start"
+
+
 @pytest.mark.parametrize(
     ("given", "rounds"),
     [
@@ -27,18 +44,11 @@ from tests.helpers.options import options_with
 def test_only_rounds_of_alignment_are_told_their_epochs(
     tmp_path: Path, given: dict[str, Any], rounds: list[str]
 ) -> None:
-    started: list[list[str]] = []
-
-    class Starter:
-        def run(self, ranks: int, words: list[str], *others: object, **named: object) -> str:
-            started.append(words)
-            return "did not start"
-
-    plan = ComparePlan((SEQUENTIAL,), (1,), (1,), ("frames",), 5)
-    request = CompareRequest(tmp_path, "", tmp_path, options_with(**given), plan, "")
+    starter = NeverStarts()
+    request = request_for(tmp_path, "", **given)
     with pytest.raises(RunError, match="the alignment failed: did not start"):
-        OwnTraining(request, Starter(), lambda text: None).begin()  # type: ignore[arg-type]
-    assert [word for word in started[0] if word.startswith("--realign-epochs")] == rounds
+        OwnTraining(request, starter, lambda text: None).begin()  # type: ignore[arg-type]
+    assert [word for word in starter.commands[0] if word.startswith("--realign-epochs")] == rounds
 
 
 def test_graphs_that_decoding_keeps_are_removed(tmp_path: Path) -> None:
@@ -50,8 +60,7 @@ def test_graphs_that_decoding_keeps_are_removed(tmp_path: Path) -> None:
             graph.mkdir()
             (graph / "graph.fst").touch()
 
-    plan = ComparePlan((SEQUENTIAL,), (1,), (1,), ("frames",), 5)
-    request = CompareRequest(tmp_path, "", tmp_path, options_with(epochs=5), plan, "test")
+    request = request_for(tmp_path, "test", epochs=5)
     graph.parent.mkdir()
     for name in ("completed.json", "model.safetensors"):
         (graph.parent / name).write_text("{}")
@@ -62,23 +71,16 @@ def test_graphs_that_decoding_keeps_are_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("there", "command"), [("model.safetensors", "decode"), ("other.txt", "train")])
 def test_a_model_that_is_gone_is_made_again_before_decoding(tmp_path: Path, there: str, command: str) -> None:
-    started: list[list[str]] = []
-
-    class Starter:
-        def run(self, ranks: int, words: list[str], *others: object, **named: object) -> str:
-            started.append(words)
-            return "did not start"
-
-    plan = ComparePlan((SEQUENTIAL,), (1,), (1,), ("frames",), 5)
-    request = CompareRequest(tmp_path, "", tmp_path, options_with(epochs=5), plan, "test")
+    starter = NeverStarts()
+    request = request_for(tmp_path, "test", epochs=5)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     for name in ("completed.json", there):
         (run_dir / name).write_text("{}")
     run = RunRecord(SEQUENTIAL, 1, 1, "frames", 5)
-    training = OwnTraining(request, Starter(), lambda text: None)  # type: ignore[arg-type]
+    training = OwnTraining(request, starter, lambda text: None)  # type: ignore[arg-type]
     assert training.run(run, run_dir) == "did not start"
-    assert started[0][0] == command
+    assert starter.commands[0][0] == command
 
 
 @pytest.mark.parametrize("name", ["lm.arpa.gz", "G.fst"])
