@@ -1,7 +1,7 @@
 """Forward and backward of acoustic models: ours beside nn.LSTM packed and padded, and subsampled.
 
     python benchmarks/models/lstm.py [--rounds 5] [--seconds 2] [--batches 6,16,32] [--frames 100,300]
-        [--device cuda [--precision bf16]]
+        [--device cuda] [--precision bf16]
 
 On one core, or on a GPU.
 
@@ -14,10 +14,11 @@ layer of 440 classes, and a sum of cross-entropies over the frames that are not 
 - padded: its nn.LSTM over padded segments, whose backward direction begins in the padding: another function
 - subsampled: LstmAcousticModel with `--subsampling 3`: another model, with the same inputs and outputs
 - graphs: on a GPU, LstmAcousticModel as `train` has it, by CUDA graphs
+- fp32: LstmAcousticModel in float32, where --precision computes the others in another format
 
 Contenders take turns in one process; a ratio is taken within a round.  Last line: JSON, for each ratio the
 lowest median over models, batches and lengths: {"ours_vs_packed", "ours_vs_padded", "subsampled_vs_ours"},
-on a GPU "graphs_vs_ours" and "graphs_vs_packed", too.
+on a GPU "graphs_vs_ours" and "graphs_vs_packed", with --precision bf16 or fp16 "ours_vs_fp32", too.
 """
 
 from __future__ import annotations
@@ -110,20 +111,25 @@ def measure(config: LstmConfig, size: int, frames: int, options: argparse.Namesp
         "padded": padded(model),
         "subsampled": subsampled,
     }
+    precisions = dict.fromkeys(ways, precision)
     ratios, graphs = RATIOS, Graphs([], device)
     if device.type == "cuda":
         ways["graphs"] = LstmAcousticModel(FEATURES, CLASSES, config).to(device)
         graphs = Graphs.of(ways["graphs"], device, lambda: CudaRecorder(device))
+        precisions["graphs"] = precision
         ratios += GPU_RATIOS
+    if options.precision != "fp32":
+        ways["fp32"], precisions["fp32"] = model, Precision("fp32", device)
+        ratios += (("ours", "fp32"),)
     features, lengths, targets = make_batch(size, frames)
     batch = features.to(device), lengths, targets.to(device)
 
     def timed(name: str) -> float:
-        return rate(ways[name], batch, options.seconds, precision)
+        return rate(ways[name], batch, options.seconds, precisions[name])
 
-    for forward in ways.values():
+    for name, forward in ways.items():
         for _ in range(3):
-            rate(forward, batch, 0, precision)  # makes oneDNN's kernels
+            rate(forward, batch, 0, precisions[name])  # makes oneDNN's kernels
             graphs.capture()
     rates = run_rounds(list(ways), timed, options.rounds, "frames/s")
     return {f"{one}_vs_{other}": compare(rates, one, other) for one, other in ratios}

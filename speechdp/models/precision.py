@@ -6,6 +6,7 @@ Parameters, gradients and optimizer state are float32 whatever the format.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from speechdp.errors import ConfigError
@@ -98,6 +99,18 @@ def _recurrent_kinds(model: nn.Module) -> list[nn.RNNBase]:
             made = kind(16, 16, bidirectional=module.bidirectional, **projects)
             kinds[kind, module.bidirectional, bool(projects)] = made
     return list(kinds.values())
+
+
+def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Say whether this CPU multiplies matrices of bfloat16 in units of their own (Intel's AMX).
+
+    Args:
+        cpuinfo: what Linux says of the CPU; other systems do not run on one that has them.
+    """
+    try:
+        return "amx_bf16" in cpuinfo.read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return False
 
 
 def at_least_float32(x: Tensor) -> Tensor:

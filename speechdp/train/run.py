@@ -19,7 +19,7 @@ from speechdp.data.shards.description import keep_description
 from speechdp.dealing.batch_client import Dealing
 from speechdp.errors import ConfigError, RunError
 from speechdp.feeding.fed_source import gather_feeder_times
-from speechdp.models.precision import tf32_in_force
+from speechdp.models.precision import has_amx, tf32_in_force
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import describe
 from speechdp.parallel.run_files import MODEL_NAME, TRAINED_ON, RunDirectory
@@ -202,10 +202,14 @@ def _describe_model(session: Session, resolved: TrainOptions, num_parameters: in
 
 
 def _describe_precision(session: Session, options: TrainOptions) -> list[str]:
-    """Return what is computed in which number format, where that is more than float32 on a CPU."""
+    """Return what is computed in which number format, where there is more to say than float32 on a CPU."""
     formats = []
     if options.precision != "fp32":
         formats.append(f"{options.precision} (autocast) in training and evaluation, weights in float32")
+    elif session.device.type == "cpu" and has_amx():
+        formats.append(
+            "fp32; LSTMs train faster with --precision bf16 on this CPU, which has AMX (docs/training.md)"
+        )
     if session.device.type == "cuda":
         formats.append(tf32_in_force())
     return [f"precision: {'; '.join(formats)}"] if formats else []

@@ -21,7 +21,7 @@ from speechdp.data.loading.batch import Batch
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.jobs import JobStarter
-from speechdp.models.precision import Precision
+from speechdp.models.precision import Precision, has_amx
 from speechdp.options.batch import BatchOptions
 from speechdp.options.model import ModelOptions
 from speechdp.options.optimizer import OptimizerOptions
@@ -346,8 +346,9 @@ def test_a_gpu_without_bf16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_precision_is_another_run_and_the_default_is_not(
-    datasets: dict[str, Dataset], tmp_path: Path
+    datasets: dict[str, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("speechdp.train.run.has_amx", lambda: False)
     said = train(datasets["acoustic"], tmp_path, ACOUSTIC, precision="bf16", epochs=1)
     assert "precision: bf16 (autocast) in training and evaluation, weights in float32" in said
     session = Session(datasets["acoustic"], ALONE, CPU)
@@ -358,3 +359,22 @@ def test_another_precision_is_another_run_and_the_default_is_not(
     assert not [
         line for line in train(datasets["acoustic"], tmp_path / "32", ACOUSTIC) if "precision" in line
     ]
+
+
+def test_a_cpu_with_bf16_units_is_told_of_once_they_would_be_idle(
+    datasets: dict[str, Dataset], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("speechdp.train.run.has_amx", lambda: True)
+    advice = "--precision bf16 on this CPU, which has AMX"
+    assert advice in " ".join(train(datasets["acoustic"], tmp_path / "32", ACOUSTIC, epochs=1))
+    said = train(datasets["acoustic"], tmp_path / "16", ACOUSTIC, epochs=1, precision="bf16")
+    assert advice not in " ".join(said)
+
+
+def test_amx_is_found_among_the_flags_of_the_cpu(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    assert not has_amx(cpuinfo)
+    cpuinfo.write_text("model name\t: Xeon\nflags\t\t: fpu avx512_bf16 amx_int8\n", encoding="utf-8")
+    assert not has_amx(cpuinfo)
+    cpuinfo.write_text("model name\t: Xeon\nflags\t\t: fpu amx_bf16 amx_int8\n", encoding="utf-8")
+    assert has_amx(cpuinfo)
