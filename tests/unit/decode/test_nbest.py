@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,15 @@ def test_without_a_path_the_beam_is_widened_and_then_nothing_found() -> None:
     assert (searcher.num_retried, searcher.num_failed) == (1, 2)
 
 
+def test_a_wider_beam_finds_what_a_narrow_one_has_lost() -> None:
+    graph = build_graph(TRANSDUCER, Grammar.WORD)
+    frames, narrow = scores(14, 0), SearchOptions(beam=0.01)
+    lost = NBestSearcher(graph, replace(narrow, max_beam_doublings=0), 5, 4.0)
+    assert lost.search_nbest(frames) == [] and lost.num_failed == 1
+    searcher = NBestSearcher(graph, replace(narrow, max_beam_doublings=16), 5, 4.0)
+    assert searcher.search_nbest(frames) and (searcher.num_retried, searcher.num_failed) == (1, 0)
+
+
 def test_a_lattice_too_large_is_made_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = build_graph(TRANSDUCER, Grammar.WORD_LOOP)
     frames = scores(40, 5)
@@ -92,6 +102,12 @@ def test_a_lattice_too_large_is_made_narrower(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(nbest_module, "_MAX_STATES", 1)
     (best,) = NBestSearcher(graph, WIDE, 50, 64.0).search_nbest(frames)
     assert best.cost == pytest.approx(whole[0].cost, abs=0.02)
+
+
+def test_what_words_cost_is_in_nats() -> None:
+    assert math.exp(-ngram_cost(MODEL)(["two", "see"])) == pytest.approx(
+        10 ** MODEL.log10_sentence(["two", "see"])
+    )
 
 
 def test_rescoring_exchanges_the_costs_of_the_language_models() -> None:
