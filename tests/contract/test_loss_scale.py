@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from speechdp.comm.base import Communicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.models.precision import Precision, PrecisionName
-from speechdp.parallel.loss_scale import FIRST_SCALE, make_scaler
+from speechdp.parallel.loss_scale import FIRST_SCALE, begin, hand_over, make_scaler
 from speechdp.parallel.registry import parse_strategy
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.strategy import Progress
@@ -189,6 +189,22 @@ def test_ranks_that_train_apart_skip_their_own_updates(strategy: str) -> None:
         assert_bitwise_equal_over_ranks(comm, final, strategy)
 
     run_threads(3, check)
+
+
+def test_gradients_are_handed_over_without_their_scale_unless_they_have_overflowed() -> None:
+    scaler, taken = make_scaler(CPU), list[Tensor]()
+    begin(scaler, CPU)
+
+    def hand(scaler: torch.amp.GradScaler | None, values: list[float]) -> None:
+        gradients = torch.tensor(values)
+        hand_over(scaler, gradients, lambda: taken.append(gradients.clone()))
+
+    hand(scaler, [2 * FIRST_SCALE, -3 * FIRST_SCALE])
+    hand(scaler, [1.0, math.inf])
+    assert scaler.get_scale() == FIRST_SCALE / 2
+    hand(scaler, [FIRST_SCALE, 0.0])
+    hand(None, [5.0, 6.0])
+    assert [each.tolist() for each in taken] == [[2.0, -3.0], [2.0, 0.0], [5.0, 6.0]]
 
 
 def test_an_overflow_on_one_rank_skips_the_update_of_its_node_alone() -> None:
