@@ -122,9 +122,10 @@ class Lexicon:
 
         CMUdict's form is read, too: `word(2)` is another variant of `word`, and comments are none.
         In a lexiconp.txt each word is followed by the probability of the variant, and the most probable
-        variant becomes the preferred one.  Disambiguation symbols (`#1`) are left out.  Entries such as `<SIL>`,
-        `<UNK>`, `!SIL` and `SIL SIL` stand for silence and unknown words and are skipped, but for what
-        `with_unknown` adds.
+        variant becomes the preferred one.  Disambiguation symbols (`#1`) are left out.
+
+        Entries such as `<SIL>`, `<UNK>`, `!SIL` and `SIL SIL` stand for silence and unknown words and are
+        skipped, but for what `with_unknown` adds.
 
         Raises:
             ConfigError: the file cannot be read, holds no word, or a line is malformed (file:line).
