@@ -17,7 +17,7 @@ import soxr
 
 from speechdp.data.signal.features import FeatureConfig, shift_samples
 from speechdp.data.signal.sound_header import sound_bytes
-from speechdp.errors import ConfigError, UnreadableAudioError, one_line
+from speechdp.errors import ConfigError, OutsideRecordingError, UnreadableAudioError, one_line
 
 _REMEDY = "convert it to mono 16-bit WAV or FLAC, or leave it out"
 #: What soundfile raises for files: the last two for raw samples without a header, and names in no encoding.
@@ -70,15 +70,14 @@ class AudioPart:
         """Return the first sample and the one after the last, as Kaldi's extract-segments counts them.
 
         Raises:
-            ConfigError: the file ends before.
+            OutsideRecordingError: the file ends before, or there is no sample between.
         """
         start = int(self.start_s * sampling_rate)
         end = num_samples if self.end_s is None else int(self.end_s * sampling_rate)
         if start >= num_samples or end >= num_samples + int(MAX_OVERSHOOT_S * sampling_rate):
-            raise ConfigError(
-                f"{self}: the recording ends at {num_samples / sampling_rate:g} s; mend the times in "
-                "segments, or leave the utterance out"
-            )
+            raise OutsideRecordingError(f"{self}: the recording ends at {num_samples / sampling_rate:g} s")
+        if end <= start:
+            raise OutsideRecordingError(f"{self}: holds no sample")
         return start, min(end, num_samples)
 
 
@@ -117,7 +116,8 @@ def probe(source: AudioSource) -> AudioInfo:
 
     Raises:
         UnreadableAudioError: not audio, or without samples.
-        ConfigError: missing, of 0 bytes, of several channels, or a part beyond its end.
+        OutsideRecordingError: a part beyond its end, or without samples.
+        ConfigError: missing, of 0 bytes, or of several channels.
     """
     try:
         info = soundfile.info(_name_of_file(source))
@@ -168,7 +168,8 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
 
     Raises:
         UnreadableAudioError: not audio, without samples, cut short, with NaN, or of another scale.
-        ConfigError: missing, of 0 bytes, of several channels, or a part beyond the end of its file.
+        OutsideRecordingError: a part beyond the end of its file, or without samples.
+        ConfigError: missing, of 0 bytes, or of several channels.
     """
     try:
         with soundfile.SoundFile(_name_of_file(source)) as file:
