@@ -62,6 +62,18 @@ class UnreadableAudioError(ConfigError):
         self.fault = fault or message
 
 
+class OutsideRecordingError(ConfigError):
+    """An utterance that is no stretch of its recording, or one without a sample.
+
+    Attributes:
+        fault: the message without its remedy.
+    """
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(f"{fault}; mend the times in segments, or leave the utterance out")
+        self.fault = fault
+
+
 class FolderInUseError(ConfigError):
     """A folder that belongs to another job."""
 

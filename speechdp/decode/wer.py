@@ -146,7 +146,9 @@ def word_error_rate(references: Sequence[str], hypotheses: Sequence[str]) -> Wer
     reference words are summed before dividing.  It covers the chance in the choice of utterances, not the
     chance in training, and no other speakers.  Where nothing is wrong, or everything is, draws would all be
     alike, and say that there is no chance: then the interval is that of a share of as many utterances, which
-    are wrong as a whole.  Without reference words the WER is 0, or infinite if anything was inserted.
+    are wrong as a whole.  A single utterance that is wrong in part tells nothing: the interval is 0 to 1, or
+    to the WER where that is higher.  Without reference words the WER is 0, or infinite if anything was
+    inserted.
 
     Source: Bisani & Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation",
     ICASSP 2004, section 3; Clopper & Pearson, Biometrika 26, 1934 (recalled).
@@ -205,6 +207,8 @@ def _rate_interval(errors: NDArray[np.int64], words: NDArray[np.int64]) -> tuple
         return 0.0, 1 - rarest
     if np.array_equal(errors, words):
         return rarest, 1.0
+    if len(errors) == 1:
+        return 0.0, max(1.0, int(errors.sum()) / total)
     return ratio_interval(errors, words)
 
 

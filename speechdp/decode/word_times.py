@@ -60,8 +60,12 @@ def word_spans(
 
     # Depth first: a pronunciation may be the beginning of another, and may itself begin or end with silence.
     paths: list[tuple[int, tuple[tuple[int, int], ...]]] = [(0, ())]
+    tried: set[tuple[int, int]] = set()  # in vain, by now: else there may be as many paths as 2 ** words
     while paths:
         visit, placed = paths.pop()
+        if (visit, len(placed)) in tried:
+            continue
+        tried.add((visit, len(placed)))
         if len(placed) == len(words):
             if after_silence(visit) == len(visited):
                 pairs = zip(words, placed, strict=True)
@@ -108,8 +112,12 @@ def ctc_word_spans(
         for word in words
     ]
     paths: list[tuple[int, tuple[tuple[int, int], ...]]] = [(0, ())]
+    tried: set[tuple[int, int]] = set()  # as in `word_spans`
     while paths:
         visit, placed = paths.pop()
+        if (visit, len(placed)) in tried:
+            continue
+        tried.add((visit, len(placed)))
         if len(placed) == len(words):
             if visit == len(visited):
                 return _divided(words, placed, begins, ends)

@@ -36,6 +36,8 @@ SIGNS_IN_WORDS = str.maketrans(
     {**dict.fromkeys("\u2018\u2019\u02bc", "'"), **dict.fromkeys("\u2010\u2011", "-")}
 )
 _VARIANT = re.compile(r"(?P<word>.+)\(\d+\)")
+#: Kaldi puts such behind pronunciations that several words share, or that begin others: nobody says them.
+_DISAMBIGUATION = re.compile(r"#\d+")
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "oh")
 _MAX_LISTED = 20
 
@@ -120,8 +122,10 @@ class Lexicon:
 
         CMUdict's form is read, too: `word(2)` is another variant of `word`, and comments are none.
         In a lexiconp.txt each word is followed by the probability of the variant, and the most probable
-        variant becomes the preferred one.  Entries such as `<SIL>`, `<UNK>`, `!SIL` and `SIL SIL` stand for
-        silence and unknown words and are skipped, but for what `with_unknown` adds.
+        variant becomes the preferred one.  Disambiguation symbols (`#1`) are left out.
+
+        Entries such as `<SIL>`, `<UNK>`, `!SIL` and `SIL SIL` stand for silence and unknown words and are
+        skipped, but for what `with_unknown` adds.
 
         Raises:
             ConfigError: the file cannot be read, holds no word, or a line is malformed (file:line).
@@ -164,6 +168,7 @@ class Lexicon:
                     "(lexiconp.txt), or none"
                 )
             phones = phones[1:] if has_probabilities else phones
+            phones = [phone for phone in phones if not _DISAMBIGUATION.fullmatch(phone)]
             if not phones:
                 raise ConfigError(f"{where}word {word!r} has no phones; write 'word phone phone ...'")
             if _is_number(phones[0]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,9 @@ from speechdp.files import atomic_path, named_file_cannot_be_read
 from speechdp.language.ngram import NEVER, Ngram, NgramModel
 
 _DATA, _END = "\\data\\", "\\end\\"
+#: What parts fields; other blanks, such as the no-break space of "10 000", belong to their word.
+_BLANKS = " \t\r\n\f\v"
+_BETWEEN_FIELDS = re.compile(f"[{_BLANKS}]+")
 
 
 def write_arpa(model: NgramModel, path: Path) -> None:
@@ -85,7 +89,7 @@ class _Parser:
     def parse(self, file: TextIO) -> NgramModel:
         section = ""
         for self.number, raw in enumerate(file, 1):
-            line = raw.strip()
+            line = raw.strip(_BLANKS)
             if line == _END and section:
                 self._check_count()
                 if len(self.found) != len(self.declared):
@@ -98,7 +102,7 @@ class _Parser:
             elif section == _DATA:
                 self._declare(line)
             else:
-                self._add(line.split())
+                self._add(line.split() if line.isascii() else _BETWEEN_FIELDS.split(line))
         what = (
             "has no \\data\\ section; give an ARPA file" if not section else "is cut off: it has no \\end\\"
         )

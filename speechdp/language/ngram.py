@@ -35,9 +35,14 @@ class TextFit:
 
     @property
     def perplexity(self) -> float:
-        """Perplexity a known word or end of a sentence; NaN without any."""
+        """Perplexity a known word or end of a sentence; NaN without any, infinite beyond 1e308."""
         predicted = self.words - self.unknown + self.sentences
-        return float(10.0 ** (-self.log10_prob / predicted)) if predicted else float("nan")
+        if not predicted:
+            return math.nan
+        try:
+            return float(10.0 ** (-self.log10_prob / predicted))
+        except OverflowError:  # back-off weights of -99 add up
+            return math.inf
 
 
 @dataclass(frozen=True)

@@ -172,8 +172,9 @@ class PrepareOptions:
         str | None,
         shown(
             "RULE",
-            "the corpus' own split; by index if --pattern has {index} and a tenth or more is train so; else "
-            "speakers:dev=0.1,test=0.1, or random:dev=0.05,test=0.05 with fewer than 3 speakers",
+            "the corpus' own split; by index if --pattern has {index} and each split gets some so, train a "
+            "tenth or more; else speakers:dev=0.1,test=0.1, or random:dev=0.05,test=0.05 with fewer than 3 "
+            "speakers",
         ),
     ] = None
     """How to divide the corpus into train, dev and test.

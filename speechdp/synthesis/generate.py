@@ -5,6 +5,7 @@ Legend: T frames, M mel bins, L linear bins, N decoder steps, S symbols.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -188,8 +189,10 @@ def write_wav(path: Path, samples: FloatArray, sampling_rate: int) -> None:
     """
     peak = float(np.abs(samples).max(initial=0.0))
     samples = samples * (_PEAK / peak) if peak > _PEAK else samples
+    encoded = io.BytesIO()  # libsndfile wants names in UTF-8, and does not say why a file cannot be written
+    soundfile.write(encoded, to_int16(samples), sampling_rate, format="WAV", subtype="PCM_16")
     try:
         with atomic_path(path) as temporary:
-            soundfile.write(temporary, to_int16(samples), sampling_rate, format="WAV", subtype="PCM_16")
-    except (OSError, soundfile.LibsndfileError) as error:
+            temporary.write_bytes(encoded.getbuffer())
+    except OSError as error:
         raise RunError(cannot_be_written(path, error)) from error

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from speechdp.data.signal.audio import AudioSource
+from speechdp.data.signal.audio import AudioSource, file_of
 from speechdp.errors import ConfigError
 
 #: Speaker of audio that names none.
@@ -63,7 +63,8 @@ class Corpus:
             notices: what to tell the user of what was read.
 
         Raises:
-            ConfigError: no utterance, two of one id, an empty transcript, or an unknown split; names it.
+            ConfigError: no utterance, two of one id, an empty transcript, an unknown split, or a name that no
+                file of ours can hold; names it.
         """
         ordered = sorted(utterances, key=lambda utterance: utterance.utterance_id)
         if not ordered:
@@ -76,6 +77,10 @@ class Corpus:
                 )
         divided = any(utterance.split is not None for utterance in ordered)
         for utterance in ordered:
+            try:
+                f"{utterance.utterance_id}{utterance.speaker}{file_of(utterance.audio)}".encode()
+            except UnicodeEncodeError as error:  # names of files are bytes, in whatever encoding
+                raise ConfigError(f"{utterance.audio}: its name is not UTF-8; rename it") from error
             if not (utterance.words or may_lack_text):
                 raise ConfigError(
                     f"{source}: utterance {utterance.utterance_id} ({utterance.audio}) has an empty "

@@ -144,7 +144,13 @@ def read_speakers(source: Path) -> dict[str, str]:
                 f"{path}: there is none, and no spk2utt; write a line 'UTTERANCE SPEAKER' for each utterance "
                 "(the utterance again as its speaker where nobody knows)"
             )
-        return read_table(path)
+        table = _numbered_table(path)
+        for utterance, (number, value) in table.items():
+            if (num_fields := len(value.split())) > 1:
+                raise ConfigError(
+                    f"{path}:{number}: {utterance} has {num_fields} speakers; write one, without blanks"
+                )
+        return {utterance: speaker for utterance, (_, speaker) in table.items()}
     found: dict[str, str] = {}
     for speaker, (number, value) in _numbered_table(inverse, may_be_empty=True).items():
         for utterance in value.split():

@@ -8,6 +8,7 @@ import math
 import random
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -304,15 +305,16 @@ def _default(corpus: Corpus, *, by_speaker: bool) -> str:
 
 
 def _suits_takes(corpus: Corpus) -> bool:
-    """Tell whether the usual split by takes trains on any share worth the name.
+    """Tell whether the usual split by takes fills all splits, and trains on any share worth the name.
 
     Speech Commands counts its takes, too, but hardly anybody repeats a word ten times: next to nothing would
-    train.
+    train.  Where takes are numbered from 100, nothing would be held out.
     """
     rule = parse_split(INDEX_DEFAULT, seed=0)
     assert isinstance(rule, IndexSplit)
-    num_train = sum(rule.split_of(utterance) == "train" for utterance in corpus.utterances)
-    return num_train >= _LEAST_TRAINED * len(corpus.utterances)
+    counts = Counter(map(rule.split_of, corpus.utterances))
+    has_all = all(counts[name] for name in SPLIT_NAMES)
+    return has_all and counts["train"] >= _LEAST_TRAINED * len(corpus.utterances)
 
 
 def split_corpus(

@@ -37,7 +37,12 @@ from speechdp.data.prepare.kaldi_settings import (
 from speechdp.data.prepare.kaldi_shards import KaldiShard, KaldiUtterance
 from speechdp.data.prepare.like import open_like
 from speechdp.data.prepare.reading import reading_rules
-from speechdp.data.prepare.unreadable import HAVE_UNREADABLE_AUDIO, find_unreadable
+from speechdp.data.prepare.unreadable import (
+    HAVE_TIMES_OUTSIDE,
+    HAVE_UNREADABLE_AUDIO,
+    find_outside,
+    find_unreadable,
+)
 from speechdp.data.shards.dataset import Manifest
 from speechdp.data.signal.audio import AudioSource, file_of
 from speechdp.data.signal.features import FeatureConfig
@@ -105,6 +110,7 @@ class _Listed:
     utterances: list[KaldiUtterance]
     gone: Sequence[str]  # the table has them, but their file does not exist, or is empty
     unreadable: Sequence[str] = ()  # the table has them, but their audio cannot be read
+    outside: Sequence[str] = ()  # the table has them, but their recording ends before
 
     @classmethod
     def read(cls, folder: Path, rules: ReadingRules, config: FeatureConfig, *, feats: bool) -> _Listed:
@@ -126,18 +132,20 @@ class _Listed:
         return cls(folder, table, sources, speakers, utterances, gone)
 
     def with_readable_audio(self, options: PrepareOptions, progress: Progress) -> _Listed:
-        """Leave out utterances whose audio cannot be read to its end, if incomplete ones are."""
-        files = {
-            u: file_of(source) for u, source in self.sources.items() if not isinstance(source, MatrixPlace)
-        }
-        if not (options.files.skip_incomplete and files):
+        """Leave out utterances without audio that can be read to its end, if incomplete ones are."""
+        audio = {u: source for u, source in self.sources.items() if not isinstance(source, MatrixPlace)}
+        if not (options.files.skip_incomplete and audio):
             return self
-        spoilt = find_unreadable(files.values(), options.workers, progress)
+        spoilt = find_unreadable(map(file_of, audio.values()), options.workers, progress)
+        unreadable = [u for u, source in audio.items() if file_of(source) in spoilt]
+        outside = find_outside({u: source for u, source in audio.items() if file_of(source) not in spoilt})
+        without = {*unreadable, *outside}
         return replace(
             self,
-            sources={u: source for u, source in self.sources.items() if files.get(u) not in spoilt},
-            utterances=[u for u in self.utterances if files.get(u.utterance_id) not in spoilt],
-            unreadable=[u for u, file in files.items() if file in spoilt],
+            sources={u: source for u, source in self.sources.items() if u not in without},
+            utterances=[u for u in self.utterances if u.utterance_id not in without],
+            unreadable=unreadable,
+            outside=outside,
         )
 
     def left_out(
@@ -145,7 +153,7 @@ class _Listed:
     ) -> tuple[str, ...]:
         """Say which utterances are not `taken`, and why; those `aligned` are not listed completely."""
         ids = {utterance.utterance_id for utterance in taken}
-        listed = {*self.sources, *self.gone, *self.unreadable}
+        listed = {*self.sources, *self.gone, *self.unreadable, *self.outside}
         reasons = {
             f"are in {self.table} with a file that does not exist or is empty": self.gone,
             f"are not in {self.table}": [u for u in self.speakers if u not in listed],
@@ -155,7 +163,8 @@ class _Listed:
                 u for u in aligned if u not in listed and u not in self.speakers
             ],
         }
-        return left_out(reasons) + left_out({HAVE_UNREADABLE_AUDIO: self.unreadable}, max_named=5)
+        not_there = {HAVE_UNREADABLE_AUDIO: self.unreadable, HAVE_TIMES_OUTSIDE: self.outside}
+        return left_out(reasons) + left_out(not_there, max_named=5)
 
 
 def _features_table(folder: Path, rules: ReadingRules, config: FeatureConfig) -> dict[str, MatrixPlace]:

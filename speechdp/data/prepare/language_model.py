@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +143,7 @@ def _sizes(model: NgramModel) -> dict[str, Any]:
 
 
 def _fit(model: LanguageModel, texts: Iterable[Sequence[str]]) -> dict[str, Any]:
-    """Return the figures of one split; the perplexity only where words are known.
+    """Return the figures of one split; the perplexity only where words are known and it is a number of JSON.
 
     A G.fst may have several paths for a text, so it has no perplexity.
     """
@@ -152,7 +153,9 @@ def _fit(model: LanguageModel, texts: Iterable[Sequence[str]]) -> dict[str, Any]
     fit: TextFit = model.fit(texts)
     counts = {"words": fit.words, "unknown": fit.unknown}
     # Of ends of sentences alone it would say nothing.
-    return {**counts, "perplexity": round(fit.perplexity, 3)} if fit.words > fit.unknown else counts
+    if fit.words > fit.unknown and math.isfinite(fit.perplexity):
+        return {**counts, "perplexity": round(fit.perplexity, 3)}
+    return counts
 
 
 def describe_language_model(dataset: Dataset) -> list[str]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.counting import counted
+from speechdp.counting import counted, said_of
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
 from speechdp.data.corpora.joining import (
     EDGE_S,
@@ -37,6 +38,7 @@ from speechdp.labels.text_normalise import normalise, plain_words
 from speechdp.options.prepare import PrepareOptions
 
 _MAX_LISTED = 20
+_Made = TypeVar("_Made")
 
 
 def read_corpus_for_synthesis(options: PrepareOptions, scratch: Path, progress: Progress) -> Contents:
@@ -129,14 +131,9 @@ def _chosen(corpus: Corpus, speakers: tuple[str, ...]) -> Corpus:
 
 
 def _normalised(corpus: Corpus) -> Corpus:
-    """Bring all texts to the form they are spelled in.  Raises ConfigError naming the utterance."""
-    utterances = []
-    for utterance in corpus.utterances:
-        try:
-            text = normalise(utterance.text)
-        except ConfigError as error:
-            raise ConfigError(f"{utterance.audio}: utterance {utterance.utterance_id}: {error}") from error
-        utterances.append(dataclasses.replace(utterance, text=text))
+    """Bring all texts to the form they are spelled in.  Raises ConfigError naming the utterances."""
+    texts = _of_each_text(corpus, normalise)
+    utterances = (dataclasses.replace(u, text=text) for u, text in zip(corpus.utterances, texts, strict=True))
     return dataclasses.replace(corpus, utterances=tuple(utterances))
 
 
@@ -162,9 +159,23 @@ def _lexicon(corpus: Corpus, options: PrepareOptions) -> tuple[Lexicon, tuple[st
 
 
 def _check_texts(corpus: Corpus, symbols: SymbolInventory) -> None:
-    """Refuse what cannot be spelled before any audio is read.  Raises ConfigError naming the utterance."""
+    """Refuse what cannot be spelled before any audio is read.  Raises ConfigError naming the utterances."""
+    _of_each_text(corpus, symbols.encode)
+
+
+def _of_each_text(corpus: Corpus, make: Callable[[str], _Made]) -> list[_Made]:
+    """Return what is made of each text.  Raises ConfigError where some are refused; names the utterances."""
+    made: list[_Made] = []
+    refused: list[tuple[CorpusUtterance, ConfigError]] = []
     for utterance in corpus.utterances:
         try:
-            symbols.encode(utterance.text)
+            made.append(make(utterance.text))
         except ConfigError as error:
-            raise ConfigError(f"{utterance.audio}: utterance {utterance.utterance_id}: {error}") from error
+            refused.append((utterance, error))
+    if refused:
+        (first, fault), *others = refused
+        named = ", ".join(utterance.utterance_id for utterance, _ in others[:_MAX_LISTED])
+        more = ", ..." if len(others) > _MAX_LISTED else ""
+        also = f"; {said_of(len(others), 'more text', 'are')} refused, of {named}{more}" if others else ""
+        raise ConfigError(f"{first.audio}: utterance {first.utterance_id}: {fault}{also}") from fault
+    return made

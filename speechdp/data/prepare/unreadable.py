@@ -1,18 +1,19 @@
-"""Find audio files that cannot be read, all of them in one run, and say what to do about them."""
+"""Find audio that cannot be read, or is not there, all of it in one run, and say what to do about it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from speechdp.data.prepare.jobs import Progress
-from speechdp.data.signal.audio import read_through
-from speechdp.errors import ConfigError, UnreadableAudioError
+from speechdp.data.signal.audio import AudioSource, probe, read_through
+from speechdp.errors import ConfigError, OutsideRecordingError, UnreadableAudioError
 
 #: What is said of utterances that are left out for it.
 HAVE_UNREADABLE_AUDIO = "have unreadable audio"
+HAVE_TIMES_OUTSIDE = "have times outside of the recording"
 
 _MAX_NAMED = 5
 _AS_THE_OPTION_DOES = ", as --skip-incomplete does"
@@ -71,6 +72,40 @@ def unreadable_error(errors: Mapping[Path, UnreadableAudioError], num_files: int
         f"{first.fault}, and {len(others):,} more of {num_files:,} audio files cannot be read: "
         f"{named}{more}; convert them to mono 16-bit WAV or FLAC, or leave them out{option}"
     )
+
+
+def find_outside(sources: Mapping[str, AudioSource]) -> list[str]:
+    """Return the utterances that are no stretch of their recording, which can be read.
+
+    Args:
+        sources: the audio of utterances, by their ids.
+
+    Raises:
+        ConfigError: all are; or a channel that is not there.
+    """
+    errors: dict[str, OutsideRecordingError] = {}
+    for utterance, source in sources.items():
+        try:
+            if not isinstance(source, Path):
+                probe(source)
+        except OutsideRecordingError as error:
+            errors[utterance] = error
+    if errors and len(errors) == len(sources):
+        raise outside_error(list(errors.values()), len(sources))
+    return list(errors)
+
+
+def outside_error(errors: Sequence[OutsideRecordingError], num_utterances: int) -> ConfigError:
+    """Return the error for utterances that are no stretches of their recordings.
+
+    Args:
+        errors: of the utterances, at least one.
+        num_utterances: how many there are with the others.
+    """
+    more = f", and {len(errors) - 1:,} more of {num_utterances:,} utterances are outside of theirs"
+    what, them = (more, "them") if len(errors) > 1 else ("", "the utterance")
+    option = _AS_THE_OPTION_DOES if len(errors) < num_utterances else ""
+    return ConfigError(f"{errors[0].fault}{what}; mend the times in segments, or leave {them} out{option}")
 
 
 def as_option_does(error: UnreadableAudioError) -> str:

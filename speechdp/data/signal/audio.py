@@ -17,7 +17,7 @@ import soxr
 
 from speechdp.data.signal.features import FeatureConfig, shift_samples
 from speechdp.data.signal.sound_header import sound_bytes
-from speechdp.errors import ConfigError, UnreadableAudioError, one_line
+from speechdp.errors import ConfigError, OutsideRecordingError, UnreadableAudioError, one_line
 
 _REMEDY = "convert it to mono 16-bit WAV or FLAC, or leave it out"
 #: What soundfile raises for files: the last two for raw samples without a header, and names in no encoding.
@@ -29,6 +29,9 @@ _UNKNOWN_LENGTH = 0x7FFFF000
 #: Fewer bytes are missing where a writer counted those of the header, or of padding, as sound.
 _LEAST_MISSING = 1024
 _PIECE_SAMPLES = 1 << 22
+#: Full scale is 1, and decoders of MP3 go a little beyond.  Files with more hold 16-bit values as floating
+#: point numbers: stored as audio, they would be clipped to a square wave.
+_LARGEST_SAMPLE = 16.0
 #: A frame this far under the utterance's loudest, in dB, is silence ...
 _SILENCE_DB = 40.0
 #: ... if at least this many such frames stand together at an edge.
@@ -67,15 +70,14 @@ class AudioPart:
         """Return the first sample and the one after the last, as Kaldi's extract-segments counts them.
 
         Raises:
-            ConfigError: the file ends before.
+            OutsideRecordingError: the file ends before, or there is no sample between.
         """
         start = int(self.start_s * sampling_rate)
         end = num_samples if self.end_s is None else int(self.end_s * sampling_rate)
         if start >= num_samples or end >= num_samples + int(MAX_OVERSHOOT_S * sampling_rate):
-            raise ConfigError(
-                f"{self}: the recording ends at {num_samples / sampling_rate:g} s; mend the times in "
-                "segments, or leave the utterance out"
-            )
+            raise OutsideRecordingError(f"{self}: the recording ends at {num_samples / sampling_rate:g} s")
+        if end <= start:
+            raise OutsideRecordingError(f"{self}: holds no sample")
         return start, min(end, num_samples)
 
 
@@ -114,7 +116,8 @@ def probe(source: AudioSource) -> AudioInfo:
 
     Raises:
         UnreadableAudioError: not audio, or without samples.
-        ConfigError: missing, of 0 bytes, of several channels, or a part beyond its end.
+        OutsideRecordingError: a part beyond its end, or without samples.
+        ConfigError: missing, of 0 bytes, or of several channels.
     """
     try:
         info = soundfile.info(_name_of_file(source))
@@ -164,8 +167,9 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
     """Read a file of one channel, or part of a file, resampled if need be: (S,) float32 in [-1, 1].
 
     Raises:
-        UnreadableAudioError: not audio, without samples, cut short, or with NaN.
-        ConfigError: missing, of 0 bytes, of several channels, or a part beyond the end of its file.
+        UnreadableAudioError: not audio, without samples, cut short, with NaN, or of another scale.
+        OutsideRecordingError: a part beyond the end of its file, or without samples.
+        ConfigError: missing, of 0 bytes, or of several channels.
     """
     try:
         with soundfile.SoundFile(_name_of_file(source)) as file:
@@ -187,7 +191,7 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
         raise _unreadable(source, error) from error
     if end <= start:
         raise _without_samples(source)
-    _refuse_damaged(source, len(samples), end - start, is_finite=bool(np.isfinite(samples).all()))
+    _refuse_damaged(source, len(samples), end - start, _peak(samples))
     return resample(samples, rate, sampling_rate)
 
 
@@ -195,10 +199,10 @@ def read_through(path: Path) -> None:
     """Read a file of any number of channels to its end, to see whether that can be done.
 
     Raises:
-        UnreadableAudioError: not audio, without samples, cut short, or with NaN.
+        UnreadableAudioError: not audio, without samples, cut short, with NaN, or of another scale.
         ConfigError: missing, or of 0 bytes.
     """
-    num_read, is_finite = 0, True
+    num_read, peak = 0, 0.0
     try:
         with soundfile.SoundFile(_name_of_file(path)) as file:
             announced = file.frames
@@ -208,12 +212,12 @@ def read_through(path: Path) -> None:
                 if len(piece) == 0:
                     break
                 num_read += len(piece)
-                is_finite &= bool(np.isfinite(piece).all())
+                peak = float(np.maximum(peak, _peak(piece)))
     except _ERRORS as error:
         raise _unreadable(path, error) from error
     if announced <= 0:
         raise _without_samples(path)
-    _refuse_damaged(path, num_read, announced, is_finite=is_finite)
+    _refuse_damaged(path, num_read, announced, peak)
 
 
 def _refuse_cut_short(source: AudioSource, file: soundfile.SoundFile) -> None:
@@ -236,12 +240,22 @@ def _refuse_cut_short(source: AudioSource, file: soundfile.SoundFile) -> None:
         )
 
 
-def _refuse_damaged(source: AudioSource, num_read: int, announced: int, *, is_finite: bool) -> None:
-    """Refuse audio that ends before its header says, or is no sound."""
+def _peak(samples: npt.NDArray[np.float32]) -> float:
+    """Return the largest sample, whatever its sign: NaN where one is, 0 of none."""
+    return float(np.maximum(samples.max(initial=0.0), -samples.min(initial=0.0)))
+
+
+def _refuse_damaged(source: AudioSource, num_read: int, announced: int, peak: float) -> None:
+    """Refuse audio that ends before its header says, or is no sound, or of another scale."""
     if num_read == 0 or num_read < announced:
         raise _refusal(f"{source}: unreadable audio ({num_read} of {announced} samples)", _REMEDY)
-    if not is_finite:
+    if not np.isfinite(peak):
         raise _refusal(f"{source}: unreadable audio (NaN or infinite samples)", _REMEDY)
+    if peak > _LARGEST_SAMPLE:
+        raise _refusal(
+            f"{source}: holds samples up to {peak:,.0f}, where 1 is full scale",
+            "divide them, by 32,768 where they are 16-bit values, and write it again, or leave it out",
+        )
 
 
 def _refusal(fault: str, remedy: str) -> UnreadableAudioError:

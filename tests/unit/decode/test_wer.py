@@ -52,6 +52,13 @@ def test_no_error_among_few_utterances_is_not_sure_to_be_none() -> None:
     assert (wrong.ser_low, wrong.ser_high) == (wrong.wer_low, 1)
 
 
+def test_a_single_utterance_that_is_wrong_in_part_tells_nothing() -> None:
+    """Each draw is the utterance itself: such speakers would have intervals without any width."""
+    result = word_error_rate(["a b c d"], ["a b c x"])
+    assert (result.wer, result.wer_low, result.wer_high) == (0.25, 0.0, 1.0)
+    assert word_error_rate(["a b"], ["x y z w"]).wer_high == 2.0
+
+
 def test_the_interval_of_a_low_rate_of_few_utterances_holds_it() -> None:
     random, held = np.random.default_rng(1), 0
     for _ in range(300):

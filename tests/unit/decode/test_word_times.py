@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speechdp.decode.word_times import WordSpan, confidences, word_spans
+from speechdp.decode.word_times import WordSpan, confidences, ctc_word_spans, word_spans
 from speechdp.labels.hmm import StateInventory, states_of
 from speechdp.labels.lexicon import SILENCE, Lexicon
+from speechdp.labels.transcript_hmm import BLANK
 
 LEXICON = Lexicon(
     {"ab": (("A", "B"),), "a": (("A",), ("A", "B")), "b": (("B",),), "bb": (("B", "B"), ("B", "B", "A"))}
@@ -64,6 +66,18 @@ def test_silence_before_a_word_that_begins_with_silence() -> None:
     assert found in ([WordSpan("a", 0, 9)], [WordSpan("a", 3, 9)])
     classes = np.array([*phone, *silence, *silence, *phone], np.int32)
     assert [span.word for span in word_spans(["b", "a"], classes, lexicon, inventory)] == ["b", "a"]
+
+
+@pytest.mark.timeout(60)  # looking at all of the 10 ** 16 ways would never end
+@pytest.mark.parametrize(
+    ("find", "said"), [(word_spans, range(3, 6)), (ctc_word_spans, (1, BLANK))], ids=["hmm", "ctc"]
+)
+def test_words_that_may_be_said_in_many_ways_are_placed_at_once(
+    find: Callable[..., list[WordSpan]], said: Sequence[int]
+) -> None:
+    lexicon, inventory = Lexicon({"a": (("A",), ("A", "A"))}), StateInventory(("A",))
+    found = find(["a"] * 60, np.array([*said] * 90, np.int32), lexicon, inventory)
+    assert len(found) == 60 and (found[0].first, found[-1].end) in {(0, 270), (0, 179)}
 
 
 def test_another_transcripts_alignment_is_an_error() -> None:

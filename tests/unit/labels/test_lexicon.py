@@ -112,6 +112,14 @@ def test_a_lexicon_as_cmudict_has_it(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("probability", ["", "0.5 "])
+def test_disambiguation_symbols_are_no_phones(tmp_path: Path, probability: str) -> None:
+    lines = ("read R EH D #1", "red R EH D #2", "red R EH D")
+    text = "".join(line.replace(" ", f" {probability}", 1) + "\n" for line in lines)
+    lexicon = Lexicon.load(write(tmp_path / "lexicon_disambig.txt", text))
+    assert lexicon.pronunciations == {"read": (("R", "EH", "D"),), "red": (("R", "EH", "D"),)}
+
+
 def test_words_are_found_however_their_signs_are_encoded() -> None:
     lexicon = Lexicon({"don\u2019t": (("D",),), "cafe\u0301": (("K",),), "Caf\u00e9": (("C",),)})
     assert lexicon.spelling_of("DON'T") == "don\u2019t" and lexicon.spelling_of("caf\u00e9") == "cafe\u0301"

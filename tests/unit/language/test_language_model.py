@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from speechdp.errors import ConfigError
 from speechdp.language.arpa import read_arpa, write_arpa
 from speechdp.language.kneser_ney import discounts_of, estimate
-from speechdp.language.ngram import END, NEVER, START, NgramModel
+from speechdp.language.ngram import END, NEVER, START, NgramModel, TextFit
 from tests.helpers.corpora import shared_data
 
 TEXTS = [line.split() for line in ("a b a c", "a b", "b a b a", "c", "a b a b c a", "d a b")]
@@ -81,6 +81,7 @@ def test_perplexity_counts_unknown_words_apart() -> None:
     assert (fit.sentences, fit.words, fit.unknown) == (2, 3, 1)
     assert fit.perplexity == pytest.approx((a * a * end * end) ** -0.25)
     assert math.isnan(model.fit([]).perplexity)
+    assert TextFit(sentences=1, words=1, unknown=0, log10_prob=-620.0).perplexity == math.inf
 
 
 def test_an4_has_the_perplexity_that_is_known() -> None:
@@ -136,6 +137,8 @@ def test_arpa_of_other_tools(tmp_path: Path) -> None:
     assert model.log10_prob("b", ("a",)) == -0.4
     assert model.log10_prob("a", ("a",)) == pytest.approx(-0.7)
     assert model.log10_prob("a", ("b",)) == -0.5  # b has no weight
+    path.write_text(ARPA.replace("b", "10\u00a0000"))  # only ASCII's blanks part fields
+    assert read_arpa(path).words == {"a", "10\u00a0000"}
 
 
 @pytest.mark.parametrize(

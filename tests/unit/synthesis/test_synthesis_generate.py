@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,9 @@ def test_a_wav_is_16_bit_and_never_clipped(tmp_path: Path) -> None:
     np.testing.assert_allclose(soundfile.read(path)[0], loud / 10, atol=1e-4)
     write_wav(path, loud[:0], 8000)
     assert soundfile.info(path).frames == 0
+    latin = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9.wav"))
+    write_wav(latin, loud, 8000)
+    assert latin.stat().st_size == 44 + 6
     with pytest.raises(RunError, match="cannot be written"):
         write_wav(tmp_path / "no" / "a.wav", loud, 8000)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,7 @@ _KALDI_ERRORS = {
     "empty text": ("text", "utt0 one\nutt1\nutt2 one\n", r"utterance utt1 .* has an empty transcript"),
     "text twice": ("text", "utt0 one\nutt0 two\n", r"text:2: utt0 is here a second time"),
     "no speaker": ("utt2spk", "utt0 a\nutt1\nutt2 b\n", r"utt2spk:2: 'utt1' has one field"),
+    "two speakers": ("utt2spk", "utt0 a\nutt1 a b\nutt2 b\n", r"utt2spk:2: utt1 has 2 speakers; write one"),
     "speaker missing": ("utt2spk", "utt0 a\nutt1 a\n", r"utt2spk: lacks utterance utt2"),
     "segments": (
         "segments",
@@ -296,6 +298,16 @@ def test_folders_without_audio_or_transcripts(tmp_path: Path) -> None:
     write_tone(tmp_path / "0_1_0_0_1_1_0_1.wav")  # yesno's form, which must not pass for FSDD's
     with pytest.raises(ConfigError, match=r"no transcripts found; give a file 'text'.*--pattern"):
         read_corpus(tmp_path, None)
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9.wav", b"caf\xe9/a.wav"])
+def test_names_of_another_encoding_are_refused(tmp_path: Path, name: bytes) -> None:
+    for path in (tmp_path / "b.wav", tmp_path / os.fsdecode(name)):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        path.with_suffix(".txt").write_text("one")
+    with pytest.raises(ConfigError, match=r"caf.*\.wav: its name is not UTF-8; rename it"):
+        read_audio_folder(tmp_path)
 
 
 def test_lists_of_checksums_and_hidden_files_are_no_audio(tmp_path: Path) -> None:

@@ -76,6 +76,31 @@ def test_utterances_beyond_the_end_are_refused_by_name(
     assert f"utterance utt1 of {source / 'wav' / 'rec.wav'} (1 s to 9 s): the recording ends at 3 s" in error
 
 
+def test_utterances_outside_of_their_recording_are_named_at_once_and_can_be_left_out(tmp_path: Path) -> None:
+    times = ((0, 3), (1, 9), (4, 5), (1, 1.00001), (2, -1))
+    source = kaldi_folder(tmp_path / "kaldi", 5)
+    recording(source)
+    (source / "wav.scp").write_text("rec wav/rec.wav\n")
+    (source / "segments").write_text("".join(f"utt{n} rec {a} {b}\n" for n, (a, b) in enumerate(times)))
+    options = PrepareOptions((source, tmp_path / "data"), split="random:dev=0", workers=1)
+    with pytest.raises(
+        ConfigError,
+        match=r"utt1 of .* the recording ends at 3 s, and 2 more of 5 utterances are outside of theirs; "
+        r"mend the times in segments, or leave them out, as --skip-incomplete does$",
+    ):
+        prepare(options, no_progress)
+    skipping = dataclasses.replace(options, files=FilesOptions(skip_incomplete=True))
+    done = prepare(skipping, no_progress)
+    assert done.dataset.num_utterances("train") == 2
+    said = "left out: 3 utterances that have times outside of the recording, first utt1, utt2, utt3"
+    assert said in done.notices
+    (source / "segments").write_text("".join(f"utt{n} rec 1 1.00001\n" for n in range(5)))
+    with pytest.raises(
+        ConfigError, match=r"utt0 of .*: holds no sample, and 4 more .* or leave them out$"
+    ):  # which the option would not do
+        prepare(dataclasses.replace(skipping, overwrite=True), no_progress)
+
+
 def test_a_channel_may_be_named(tmp_path: Path) -> None:
     left, right = (np.round(np.random.default_rng(n).uniform(-9000, 9000, 8000)) / 32768 for n in (0, 1))
     soundfile.write(tmp_path / "two.wav", np.stack([left, right], axis=1), 8000, subtype="PCM_16")

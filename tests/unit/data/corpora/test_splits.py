@@ -212,20 +212,21 @@ def test_shares_that_are_too_large_for_the_speakers_lead_to_usual_ones() -> None
         choose_rule(_spoken(3), "speakers:dev=0.5,test=0.45", None, 1)
 
 
-def test_takes_divide_a_corpus_only_where_some_are_left_to_train_on() -> None:
-    def counted(most: int) -> Corpus:
+def test_takes_divide_a_corpus_only_where_every_split_gets_some() -> None:
+    def counted(most: int, first: int = 0) -> Corpus:
         return Corpus.of(
             Path("corpus"),
             (
                 CorpusUtterance(f"{speaker}-{take}", f"spk{speaker}", "one", Path("a.wav"), take)
                 for speaker in range(20)
-                for take in range(most if speaker == 0 else 5)
+                for take in range(first, first + (most if speaker == 0 else 5))
             ),
         )
 
     # As in Speech Commands: who says a word ten times is rare.
     assert choose_rule(counted(12), None, None, 1).spec == SPEAKERS_DEFAULT
     assert choose_rule(counted(50), None, None, 1).spec == "index:test=0-4,dev=5-9"
+    assert choose_rule(counted(50, first=10), None, None, 1).spec == SPEAKERS_DEFAULT
 
 
 def test_utterances_are_divided_at_random_where_speakers_are_not_known_or_too_few() -> None:

@@ -578,6 +578,12 @@ def test_audio_files_of_no_byte_can_be_left_out(tmp_path: Path) -> None:
     result = prepared(changed(given, files=FilesOptions(skip_incomplete=True), overwrite=True))
     assert result.dataset.num_utterances("train") == 2
     assert result.notices[0] == "left out: 1 utterance that has unreadable audio, first utt1"
+    (folder / "segments").write_text("utt0 utt0 0 -1\nutt1 utt0 9 10\nutt2 utt2 0 -1\n")
+    with pytest.raises(ConfigError, match=r"utt1 of .*: the recording ends at 0\.5 s; mend the times"):
+        prepare(changed(given, overwrite=True), no_progress)
+    result = prepared(changed(given, files=FilesOptions(skip_incomplete=True), overwrite=True))
+    assert result.dataset.num_utterances("train") == 2
+    assert result.notices[0] == "left out: 1 utterance that has times outside of the recording, first utt1"
 
 
 def test_audio_without_an_alignment_needs_the_rate_trained_on(tmp_path: Path) -> None:

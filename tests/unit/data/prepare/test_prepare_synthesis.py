@@ -230,7 +230,10 @@ def test_new_texts_are_counted(tmp_path: Path) -> None:
 def test_texts_that_cannot_be_spelled_name_the_utterance(tmp_path: Path, text: str) -> None:
     source = kaldi_folder(tmp_path / "in", 3)
     (source / "text").write_text(text + "utt1 one\nutt2 two\n")
-    with pytest.raises(ConfigError, match=r"utt0\.wav: utterance utt0: "):
+    with pytest.raises(ConfigError, match=r"utt0\.wav: utterance utt0: (?!.*refused)"):
+        _prepare(source, tmp_path / "data", split="speaker:test=spk1")
+    (source / "text").write_text(text + "utt1 one\n" + text.replace("utt0", "utt2"))
+    with pytest.raises(ConfigError, match=r"utt0\.wav: utterance utt0: .*; 1 more text is refused, of utt2$"):
         _prepare(source, tmp_path / "data", split="speaker:test=spk1")
     assert not (tmp_path / "data").exists()
 

@@ -154,6 +154,20 @@ def test_nan_is_refused(tmp_path: Path) -> None:
         read_audio(tmp_path / "a.wav", 8000)
 
 
+def test_samples_of_another_scale_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.wav"
+    soundfile.write(path, tone(0.2) * 4, 8000, subtype="FLOAT")  # too loud, but sound
+    assert np.abs(read_audio(path, 8000)).max() > 1
+    samples = np.round(tone(0.2) * 32768)
+    soundfile.write(path, samples, 8000, subtype="FLOAT")
+    peak = f"{int(np.abs(samples).max()):,}"
+    for read in (read_through, lambda p: read_audio(p, 8000)):
+        with pytest.raises(
+            ConfigError, match=rf"a\.wav: holds samples up to {peak}, where 1 is full scale; divide"
+        ):
+            read(path)
+
+
 def test_two_channels_are_refused(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", np.zeros((80, 2), np.float32), 8000)
     for read in (probe, lambda p: read_audio(p, 8000)):
