@@ -46,6 +46,7 @@ from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import FrameScores, LossSum, TaskData
 from speechdp.tasks.metrics import Metric
 from speechdp.testing import make_replica
+from speechdp.timing.timeline import Timeline
 from speechdp.train import build, trainer
 from speechdp.train.build import build_trainer, open_loader
 from speechdp.train.evaluate import HeldOutScores, choose_final_model
@@ -91,6 +92,31 @@ def test_the_speed_of_an_evaluation_is_that_since_the_one_before(dataset: Datase
     assert len(seen) == 4 and [counted[place] for place in (0, 1, 3)] == pytest.approx([1.0] * 3)
     assert counted[2] >= 1.0  # what passed between the evaluation and the checkpoint does not count
     assert "frames_per_s" not in evaluations(tmp_path / "run")[-1]  # it differs from run to run
+
+
+def test_ranks_meet_before_an_evaluation_and_when_rank_0_has_written_it(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    """What slower ranks still train is training time; what rank 0 writes is no exchange of others' steps."""
+    timeline = Timeline(None, rank=0, device=CPU)
+    told: list[str] = []
+
+    class Meeting(SerialCommunicator):
+        def barrier(self) -> None:
+            if (doing := timeline.open_span()) is not None:
+                told.append(doing[0])
+
+    class Watching(SilentReporter):
+        def evaluated(self, metrics: Metrics, held_out: Sequence[Metric]) -> None:
+            told.append("written")
+
+    with ExitStack() as stack:
+        session = Session(dataset, Meeting(), CPU, Watching())
+        mine, sources = build_trainer(session, OPTIONS, tmp_path, stack, timeline)
+        plan = plan_epoch(sources.training.index, OPTIONS.plan(), 0, 1)
+        loader = stack.enter_context(Loader(sources.training, planned(lambda e: plan, 0, 2)))
+        mine.run(loader, stop.StopAgreement(None, session.comm))
+    assert told == ["meeting", "written", "eval"] * OPTIONS.num_epochs
 
 
 class AtStep(SilentReporter):
