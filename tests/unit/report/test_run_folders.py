@@ -158,8 +158,8 @@ def test_time_to_target_takes_the_first_evaluation_there_and_interpolates_nothin
 
 def test_the_default_target_is_the_best_that_every_run_reached() -> None:
     runs = [_run("a", [-1.0, -0.4, -0.45]), _run("b", [-0.9, -0.5]), _run("c", []), _run("one-rank", [-0.9])]
-    assert derived.common_target(runs) == -0.5
-    assert derived.common_target([]) is None
+    assert derived.target_of_all(runs) == -0.5
+    assert derived.target_of_all([]) is None
 
 
 def test_gather_timing_names_every_rank_and_host_and_is_read_back(tmp_path: Path) -> None:
