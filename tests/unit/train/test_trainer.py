@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import io
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
@@ -51,7 +53,7 @@ from speechdp.train import build, trainer
 from speechdp.train.build import build_trainer, open_loader
 from speechdp.train.evaluate import HeldOutScores, choose_final_model
 from speechdp.train.models import count_classes, make_model
-from speechdp.train.progress import SilentReporter
+from speechdp.train.progress import ConsoleReporter, SilentReporter
 from speechdp.train.run import _describe_recipe, train_run
 from speechdp.train.session import Session
 from tests.helpers.finished_run import evaluations, model_tensors
@@ -117,6 +119,14 @@ def test_ranks_meet_before_an_evaluation_and_when_rank_0_has_written_it(
         loader = stack.enter_context(Loader(sources.training, planned(lambda e: plan, 0, 2)))
         mine.run(loader, stop.StopAgreement(None, session.comm))
     assert told == ["meeting", "written", "eval"] * OPTIONS.num_epochs
+
+
+def test_an_epoch_that_was_paused_is_told_to_a_hundredth() -> None:
+    text = io.StringIO()
+    reporter = ConsoleReporter(Console(file=text), "run")
+    reporter.begin(2, 0)
+    reporter.evaluated(Metrics(20 / 27, 20, 9000, 1.0, 2.0, 0.001, {}, 77, frames_per_s=9000.0), [])
+    assert text.getvalue().startswith("run: epoch 0.74/2, 9,000 frames/s")
 
 
 class AtStep(SilentReporter):
