@@ -433,6 +433,6 @@ def _past_best(run: RunDirectory, metric: Metric) -> str:
         return ""
     told = [metric.with_unit(metric.score(each)) for each in (best, last)]
     return (
-        f"{run.path}: past its best: {metric.name} {told[0]} after epoch {epoch_text(when)}, {told[1]} at the end; "
-        "train for fewer epochs, on more data, or with more regularisation (such as dropout)"
+        f"{run.path}: past its best: {metric.name} {told[0]} after epoch {epoch_text(when)}, {told[1]} at "
+        "the end; train for fewer epochs, on more data, or with more regularisation (such as dropout)"
     )
