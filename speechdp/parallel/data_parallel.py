@@ -437,7 +437,8 @@ class DataParallel:
 
         Parameters are what the strategy evaluates, running statistics the ranks' mean, the model is in
         evaluation mode.  After the block every rank goes on with its own, as if nothing had been evaluated.
-        The time counts as evaluation, not as training.
+        The time counts as evaluation, not as training; so does waiting, at the end of the block, for a rank
+        that does more in it.  Waiting at its beginning for ranks that still train is training.
         """
         self._check_training("evaluating()")
         with self._calls.of(_EVALUATING):
