@@ -29,6 +29,16 @@ def said_of(number: int, noun: str, predicate: str) -> str:
 _OF_ONE = {"are": "is", "have": "has", "do": "does"}
 
 
+def epoch_text(epoch: float) -> str:
+    """Write how many epochs are done, of one that was paused to a hundredth.
+
+    Example:
+        >>> epoch_text(2), epoch_text(20 / 27)
+        ('2', '0.74')
+    """
+    return f"{round(epoch, 2):g}"
+
+
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Ask whether one of the names was meant, `; did you mean train?`; "": none is like it."""
     import difflib  # noqa: PLC0415 - only for a message; every command imports this module

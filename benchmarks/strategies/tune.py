@@ -73,7 +73,7 @@ from speechdp.experiments.tune.record import MEASURE, TuneRecord, read_tune
 from speechdp.experiments.tune.training import racing_text
 from speechdp.launching.command import own_program
 from speechdp.parallel.registry import StrategyChoice
-from speechdp.report.compare.groups import ComparedRun, common_target, read_comparison
+from speechdp.report.compare.groups import ComparedRun, read_comparison, target_of_most
 from speechdp.report.kit import formatting
 from speechdp.simulation.predict import why_refused_on
 
@@ -236,7 +236,7 @@ def judge(
 ) -> Verdict:
     """Compare what tune chose with what the full comparison shows.  Raises SystemExit where nothing shows."""
     curves = curves_of(runs, race)
-    target = common_target([run for found in runs.values() for run in found])
+    target = target_of_most([run for found in runs.values() for run in found])
     if not curves or target is None or tuned.target is None:
         raise SystemExit(f"{cluster}: no setting could be trained to the end and raced")
     _, ends = finishes(curves, target)

@@ -170,8 +170,8 @@ def _try_load(
     """Load this rank's state, of a checkpoint of as many ranks; `num_feeders` None: of any number."""
     try:
         head = parse_json((folder / "checkpoint.json").read_text(encoding="utf-8"))
-        if head.get("format") != CHECKPOINT_FORMAT or head.get("version") != CHECKPOINT_VERSION:
-            return None, _Problem(f"{folder}: not a checkpoint of this version of speechdp")
+        if other := _of_another_format(folder, head):
+            return None, other
         entries, lost = head["ranks"], head.get("lost", [])
         size = len(entries) + len(lost)
         if size != comm.size and num_feeders is not None:
@@ -215,6 +215,16 @@ def _try_load(
         # What a damaged JSON file gives: another type than expected, or none at all.
         return None, _Problem(f"{folder}: cannot be read ({one_line(error)})")
     return RankState(values, tensors, size, is_copy=rank != comm.rank), None
+
+
+def _of_another_format(folder: Path, head: dict[str, Any]) -> _Problem | None:
+    """Return why a checkpoint that may well be whole cannot be read here; None where it can."""
+    if head.get("format") != CHECKPOINT_FORMAT:
+        return _Problem(f"{folder}: not a checkpoint of speechdp")
+    if (version := head.get("version")) == CHECKPOINT_VERSION:
+        return None
+    what = f"is of version {version!r}, and this speechdp reads version {CHECKPOINT_VERSION}"
+    return _Problem(f"{folder}: {what}", "go on with the speechdp that wrote it")
 
 
 def _refuse_short_of_memory(folder: Path, error: Exception) -> None:

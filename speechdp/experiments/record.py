@@ -11,18 +11,19 @@ from typing import Any
 
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_written, record_cannot_be_read, write_text_atomically
+from speechdp.json_input import other_version, parse_json
 from speechdp.parallel.run_files import difference, was_and_is
+from speechdp.report.runs.records import RECORD_VERSION
 
 #: States of a run or job.
 STATES = PENDING, COMPLETE, FAILED = "pending", "complete", "failed"
-_VERSION = 1
 #: The setting that is a checksum.
 _CHECKSUM = "data"
 
 
 def write_record_file(path: Path, kind: str, content: Mapping[str, Any]) -> None:
     """Write the record of an experiment.  Raises RunError (disk)."""
-    write_json(path, {"format": f"speechdp-{kind}", "version": _VERSION, **content})
+    write_json(path, {"format": f"speechdp-{kind}", "version": RECORD_VERSION, **content})
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -59,9 +60,28 @@ def reading(path: Path, then: str) -> Iterator[None]:
 
 
 def check_format(content: Mapping[str, Any], kind: str) -> None:
-    """Refuse a record of something else.  Raises ValueError, or what `reading` takes."""
-    if content["format"] != f"speechdp-{kind}" or content["version"] != _VERSION:
+    """Refuse a record of something else, or of another version, of what can be made anew.
+
+    Raises:
+        ValueError: it is; or what `reading` takes.
+    """
+    if content["format"] != f"speechdp-{kind}" or content["version"] != RECORD_VERSION:
         raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
+
+
+def read_record_file(path: Path, kind: str) -> dict[str, Any]:
+    """Return what `write_record_file` has written.
+
+    Raises:
+        ConfigError: it is of a version that is not known here.
+        OSError, ValueError, KeyError, TypeError: it cannot be read, is damaged, or is of something else.
+    """
+    content = dict(parse_json(path.read_text(encoding="utf-8")))
+    if (of := content.get("format", f"speechdp-{kind}")) != f"speechdp-{kind}":
+        raise ValueError(f"format {of!r}")
+    if what := other_version(content, RECORD_VERSION):
+        raise ConfigError(f"{path}: {what}")
+    return content
 
 
 def refuse_others(

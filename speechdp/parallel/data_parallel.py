@@ -437,7 +437,8 @@ class DataParallel:
 
         Parameters are what the strategy evaluates, running statistics the ranks' mean, the model is in
         evaluation mode.  After the block every rank goes on with its own, as if nothing had been evaluated.
-        The time counts as evaluation, not as training.
+        The time counts as evaluation, not as training; so does waiting, at the end of the block, for a rank
+        that does more in it.  Waiting at its beginning for ranks that still train is training.
         """
         self._check_training("evaluating()")
         with self._calls.of(_EVALUATING):
@@ -450,8 +451,9 @@ class DataParallel:
         self._look_at_losses()
         self.strategy.pause()
         try:
-            with self.timeline.event(Span.EVAL):
+            with self.timeline.event(Span.MEETING):
                 check_same_call(_EVALUATING, self.comm)
+            with self.timeline.event(Span.EVAL):
                 self._weight_of_all = self._sum_of_weights(evaluates=True)
                 trained = self._weight_here > 0
                 with (
@@ -466,6 +468,8 @@ class DataParallel:
                         self._replica.bind_parameters()
                         for module, mode in modes.items():
                             module.training = mode
+                # One rank may evaluate or write alone: that the others wait for it is no exchange of a step.
+                self.comm.barrier()
         except BaseException as error:
             # The other ranks may still evaluate: this one cannot go on with them.
             self._note_left("`with run.evaluating()`", error)
@@ -566,7 +570,7 @@ class DataParallel:
         self._replica.bind_parameters()
         self._look_at_losses()
         self.strategy.pause()
-        with self.timeline.event(Span.CHECKPOINT):  # waits for the others
+        with self.timeline.event(Span.MEETING):
             check_same_call(call, self.comm)
         self._check_parameters()
         state = {

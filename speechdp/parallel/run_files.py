@@ -16,7 +16,7 @@ from typing import Any
 from speechdp import remedies
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_read, cannot_be_written, sync, sync_name, write_text_atomically
-from speechdp.json_input import parse_json
+from speechdp.json_input import other_version, parse_json
 
 RUN_FORMAT = "speechdp-run"
 RUN_VERSION = 1
@@ -166,7 +166,10 @@ class RunDirectory:
         """Read run.json; what the block finds wrong with it is told in one line, as RunError."""
         path = self.path / "run.json"
         try:
-            yield dict(parse_json(path.read_text(encoding="utf-8")))
+            record = dict(parse_json(path.read_text(encoding="utf-8")))
+            if what := other_version(record, RUN_VERSION):
+                raise ConfigError(f"{path}: {what}")
+            yield record
         except (ValueError, LookupError, TypeError) as error:
             raise RunError(
                 f"{path}: cannot be read ({error}); {remedies.starting_over(self.path)}"

@@ -9,7 +9,7 @@ from typing import Any
 
 #: Order of the step spans in every list; the enum in timeline.py numbers them so.
 STEP_SPAN_NAMES = ("data_wait", "h2d", "forward", "backward", "comm", "update")
-EVENT_NAMES = ("eval", "checkpoint", "capture")
+EVENT_NAMES = ("eval", "checkpoint", "capture", "meeting")
 #: Spans whose host time is kept beside the device's: there the host blocks.
 HOST_TIMED = (STEP_SPAN_NAMES.index("data_wait"), STEP_SPAN_NAMES.index("comm"))
 

@@ -39,6 +39,7 @@ class Span(str, Enum):
     EVAL = "eval"
     CHECKPOINT = "checkpoint"
     CAPTURE = "capture"
+    MEETING = "meeting"
 
     def __init__(self, _value: str) -> None:
         # A position in a list: hashing an Enum member runs Python code, which the hot path cannot afford.
@@ -46,7 +47,7 @@ class Span(str, Enum):
 
 
 STEP_SPANS = (Span.DATA_WAIT, Span.H2D, Span.FORWARD, Span.BACKWARD, Span.COMM, Span.UPDATE)
-EVENT_SPANS = (Span.EVAL, Span.CHECKPOINT, Span.CAPTURE)
+EVENT_SPANS = (Span.EVAL, Span.CHECKPOINT, Span.CAPTURE, Span.MEETING)
 SPAN_NAMES = tuple(span.value for span in Span)
 
 
@@ -118,7 +119,10 @@ class Timeline:
         return self._timers[span.code]
 
     def event(self, span: Span) -> AbstractContextManager[None]:
-        """Return the context manager that times an evaluation, say, which is not step time."""
+        """Return the context manager that times an evaluation, say, which is not step time.
+
+        A meeting is training time all the same: as long as others still train, training goes on.
+        """
         assert span in EVENT_SPANS, span
         return self._timers[span.code]
 
@@ -192,7 +196,7 @@ class Timeline:
 
     @property
     def training_time_s(self) -> float:
-        """Training time of the run so far, s, without evaluation and checkpoints."""
+        """Training time of the run so far, s: with meetings, without evaluation and checkpoints."""
         running = 0
         if self._step_start_ns is not None:
             until = perf_counter_ns() if self._event_start_ns is None else self._event_start_ns
@@ -278,6 +282,8 @@ class Timeline:
         self._event_start_ns = None
         if self._step_start_ns is not None or num_marks:
             self._excluded_ns += now - start_ns
+            if span is Span.MEETING:
+                self._trained_ns += now - start_ns
         if num_marks:  # inside a step: leave a gap in the span that is open
             self._marks += (span.code, start_ns, EXIT, now)
             if self._device_events is not None:

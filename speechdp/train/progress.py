@@ -9,6 +9,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from speechdp.counting import epoch_text
 from speechdp.parallel.run_files import Metrics
 from speechdp.tasks.metrics import Metric
 
@@ -109,7 +110,7 @@ class ConsoleReporter(SilentReporter):
             if metric.key in metrics.held_out
         )
         self.notice(
-            f"{self._label}: epoch {metrics.epoch:g}/{self._num_epochs}, "
+            f"{self._label}: epoch {epoch_text(metrics.epoch)}/{self._num_epochs}, "
             f"{metrics.frames_per_s:,.0f} frames/s, "
             f"train loss {metrics.train_loss:.3f}, {', '.join(judged)}"
         )

@@ -12,7 +12,7 @@ from typing import Any
 from speechdp import remedies
 from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
 from speechdp.comm.startup.start_guard import StartGuard
-from speechdp.counting import agreeing, counted
+from speechdp.counting import agreeing, counted, epoch_text
 from speechdp.data.loading.loader import StepLoader
 from speechdp.data.shards.dataset import UNALIGNED
 from speechdp.data.shards.description import keep_description
@@ -437,6 +437,6 @@ def _past_best(run: RunDirectory, metric: Metric) -> str:
         return ""
     told = [metric.with_unit(metric.score(each)) for each in (best, last)]
     return (
-        f"{run.path}: past its best: {metric.name} {told[0]} after epoch {when:g}, {told[1]} at the end; "
-        "train for fewer epochs, on more data, or with more regularisation (such as dropout)"
+        f"{run.path}: past its best: {metric.name} {told[0]} after epoch {epoch_text(when)}, {told[1]} at "
+        "the end; train for fewer epochs, on more data, or with more regularisation (such as dropout)"
     )

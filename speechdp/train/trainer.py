@@ -313,6 +313,8 @@ class Trainer:
     def _evaluate(self, epochs_done: float) -> None:
         """Score the model and report it.  Collective.  Raises RunError: it or the loss is not finite."""
         parts, counters = self.parts, self.counters
+        with parts.timeline.event(Span.MEETING):
+            parts.comm.barrier()
         time_s = parts.timeline.training_time_s
         with parts.timeline.event(Span.EVAL):
             before_frames, before_s = self._measured_from
@@ -331,6 +333,8 @@ class Trainer:
             if parts.comm.rank == 0:
                 parts.on_metrics(metrics)
             parts.reporter.evaluated(metrics, parts.task.metrics)
+            # Rank 0 writes: what the others wait for that would be communication of their next step.
+            parts.comm.barrier()
 
     def save(self) -> None:
         """Begin to write a checkpoint behind training, unless there is one of this place.  Collective.

@@ -132,6 +132,36 @@ def test_evaluation_shows_the_same_model_everywhere_and_leaves_no_trace(strategy
     run_threads(2, check)
 
 
+def test_waiting_for_others_is_training_before_an_evaluation_and_evaluation_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str | None] = []
+
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "model_averaging:period=100")
+
+        def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def noting(*args: Any) -> Any:
+                seen.append((script.run.timeline.open_span() or (None, 0.0))[0])
+                return call(*args)
+
+            return noting
+
+        with script.run:
+            script.train(0, 2)
+            if comm.rank == 0:
+                monkeypatch.setattr(comm, "allgather_object", noted(comm.allgather_object))
+                monkeypatch.setattr(comm, "barrier", noted(comm.barrier))
+            with script.run.evaluating():
+                pass
+            if comm.rank == 0:
+                monkeypatch.undo()
+            script.train(2)
+
+    run_threads(2, check)
+    assert seen[0] == "meeting" and seen[-1] == "eval"
+
+
 class WithoutLength(IterableDataset[Batch]):
     """Batches that come as they come."""
 

@@ -7,8 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.experiments.compare.plan import PlannedRun
-from speechdp.experiments.record import COMPLETE, PENDING, reading, refuse_others, write_record_file
-from speechdp.json_input import parse_json
+from speechdp.experiments.record import (
+    COMPLETE,
+    PENDING,
+    read_record_file,
+    reading,
+    refuse_others,
+    write_record_file,
+)
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.records import check_beside
 
@@ -106,7 +112,7 @@ def read_record(out: Path) -> CompareRecord:
     """
     path = out / FILE_NAME
     with reading(path, _THEN):
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = read_record_file(path, "compare")
         runs = tuple(RunRecord.from_json(run) for run in content["runs"])
         settings, completed = dict(content["settings"]), bool(content["completed"])
         metric = str(content.get("metric", ""))

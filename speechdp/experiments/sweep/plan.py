@@ -9,9 +9,8 @@ from typing import Any
 
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
-from speechdp.experiments.record import reading, refuse_others, write_record_file
+from speechdp.experiments.record import read_record_file, reading, refuse_others, write_record_file
 from speechdp.extensions import field_kinds, split_options
-from speechdp.json_input import parse_json
 from speechdp.parallel.period import Period, PeriodUnit
 from speechdp.parallel.registry import StrategyChoice, strategy_class, strategy_names
 from speechdp.parallel.run_files import RunDirectory
@@ -121,7 +120,7 @@ def find_sweep(out_dir: Path) -> SweepRecord | None:
     if not path.is_file():
         return None
     with reading(path, "delete it, and the same command writes it anew (its runs are kept)"):
-        content = parse_json(path.read_text(encoding="utf-8"))
+        content = read_record_file(path, "sweep")
         ranks, threads = (
             None if content.get(key) is None else int(content[key]) for key in ("ranks", "threads")
         )

@@ -9,10 +9,15 @@ from typing import Any
 
 from speechdp.experiments.checked import checked_fields
 from speechdp.experiments.race.record import FOLDER as RACES
-from speechdp.experiments.record import first_difference, reading, refuse_others, write_record_file
+from speechdp.experiments.record import (
+    first_difference,
+    read_record_file,
+    reading,
+    refuse_others,
+    write_record_file,
+)
 from speechdp.experiments.tune.curves import Finish
 from speechdp.experiments.tune.plan import Besides
-from speechdp.json_input import parse_json
 from speechdp.report.runs.records import check_beside, finite
 
 FILE_NAME = "tune.json"
@@ -250,9 +255,9 @@ def read_tune(out: Path) -> TuneRecord:
     """
     path = out / FILE_NAME
     with reading(path, _THEN):
-        content = parse_json(path.read_text(encoding="utf-8"))
-        if content["format"] != "speechdp-tune" or content["stage"] not in STAGES:
-            raise ValueError(f"format {content['format']!r}, stage {content['stage']!r}")
+        content = read_record_file(path, "tune")
+        if content["stage"] not in STAGES:
+            raise ValueError(f"stage {content['stage']!r}")
         values = checked_fields(TuneRecord, content)
         record = TuneRecord(
             **{

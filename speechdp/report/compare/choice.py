@@ -14,13 +14,13 @@ from speechdp.report.compare.headline import (
     fewest_seeds,
     headline,
     listed,
-    seeds_text,
     seeds_wanted,
     tolerance,
 )
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
+from speechdp.report.kit.certainty import seeds_text
 from speechdp.report.kit.choice import (
     accurate_enough,
     eligible_rows,

@@ -198,7 +198,7 @@ def _read_compared(folder: Path, settings: Mapping[str, Any], metric: str, split
     return result
 
 
-def common_target(runs: Sequence[ComparedRun]) -> float | None:
+def target_of_most(runs: Sequence[ComparedRun]) -> float | None:
     """Return the highest held-out score that three quarters of the runs at equal frames reached."""
     best = [
         best_score(run.result.evaluations)

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from speechdp.counting import counted
 from speechdp.experiments.compare.plan import FRAMES
 from speechdp.experiments.race.plan import ROUNDS
 from speechdp.report.compare.groups import Group
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
+from speechdp.report.kit.certainty import judging, seeds_text, short_race
 from speechdp.report.kit.choice import accurate_enough, are_decoded_alike, lacks_scores
 from speechdp.report.kit.metric_names import Terms
 from speechdp.report.kit.scripts import distinct_trainings
@@ -206,7 +206,7 @@ def _evidence(compared: Mapping[int, Group], groups: Sequence[Group]) -> _Eviden
         )
     if short:
         fewest = min(rounds[ranks] for ranks in short)
-        lacks.append(f"{'by ' if without or not lacks else ''}a race of {counted(fewest, 'round')}")
+        lacks.append(f"{'by ' if without or not lacks else ''}{short_race(fewest)}")
     outside = [r for r, group in compared.items() if group.ranks > 1 and not group.raced and rounds[r]]
     if outside:
         lacks.append(f"by its own speed outside the race on {listed(outside)} ranks")
@@ -214,8 +214,7 @@ def _evidence(compared: Mapping[int, Group], groups: Sequence[Group]) -> _Eviden
     if short or (without and not waiting):
         is_script = "epochs" not in group_terms(groups).kind.measures
         remedies.append(f"--race {LEAST_ROUNDS if is_script else ROUNDS}")
-    lack = " and ".join(lacks)
-    return _Evidence(f"judging {lack}" if lack.startswith("by ") else lack, " ".join(remedies))
+    return _Evidence(judging(lacks), " ".join(remedies))
 
 
 def fewest_seeds(groups: Sequence[Group]) -> int:
@@ -225,11 +224,6 @@ def fewest_seeds(groups: Sequence[Group]) -> int:
     """
     judged = [min(group.num_judged, distinct_trainings(group.results)) for group in groups]
     return min(filter(None, judged), default=0)
-
-
-def seeds_text(seeds: int) -> str:
-    """Write a number of seeds: `one seed`, `2 seeds`."""
-    return "one seed" if seeds == 1 else f"{seeds} seeds"
 
 
 def seeds_wanted(groups: Sequence[Group]) -> str:

@@ -15,10 +15,10 @@ from speechdp.report.compare.choice import choose, rule_for
 from speechdp.report.compare.groups import (
     ComparedRun,
     Comparison,
-    common_target,
     compared_by_race,
     make_groups,
     read_comparison,
+    target_of_most,
 )
 from speechdp.report.compare.panels import make_canvas, make_panels
 from speechdp.report.compare.table import SPREAD_NOTE, csv_of_groups, make_tables
@@ -58,7 +58,7 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
     terms = terms_of(results)
     target = terms.score_of_target(target)
     if target is None:
-        target = common_target(comparison.runs)
+        target = target_of_most(comparison.runs)
     until = None if target is None else terms.with_unit(target)
     groups = make_groups(comparison, target)
     of_races = (*_failed_races(comparison), *comparison.races.cautions(compared_by_race(groups)))

@@ -213,7 +213,7 @@ def best_score(evaluations: Sequence[Evaluation]) -> float | None:
     return max((e.score for e in evaluations if e.score is not None), default=None)
 
 
-def common_target(runs: Sequence[RunResult]) -> float | None:
+def target_of_all(runs: Sequence[RunResult]) -> float | None:
     """Return the lowest of the best scores of the runs that can be compared: what each reached."""
     best = [best_score(run.evaluations) for run in comparable_runs(runs).runs]
     return min((value for value in best if value is not None), default=None)

@@ -14,12 +14,13 @@ from typing import Any
 from speechdp.decode.paired import OtherDecodingError, UtteranceErrors
 from speechdp.errors import ConfigError, RunError, printable
 from speechdp.files import cannot_be_read, why_no_folder
-from speechdp.json_input import parse_json
+from speechdp.json_input import other_version, parse_json
 from speechdp.jsonl import read_lines
 from speechdp.ownership.overwrite import COMPARISON, PROFILE, SWEEP, TUNE
-from speechdp.parallel.run_files import SCRIPT_ENDED, TUNED_NAME, WEIGHTS, RunDirectory
+from speechdp.parallel.run_files import RUN_VERSION, SCRIPT_ENDED, TUNED_NAME, WEIGHTS, RunDirectory
 from speechdp.report.runs.periods import read_periods
 from speechdp.report.runs.records import (
+    RECORD_VERSION,
     check_beside,
     files_of,
     note_damaged_lines,
@@ -133,7 +134,16 @@ def _is_of_script(settings: dict[str, Any]) -> bool:
 
 def _settings_in(folder: Path) -> dict[str, Any]:
     """Return what run.json holds; what is wrong with it is said where the run is read."""
-    return read_object(folder / "run.json", []) or {}
+    return _read_settings(folder, [])
+
+
+def _read_settings(folder: Path, problems: list[str]) -> dict[str, Any]:
+    """Return what run.json holds; nothing, after noting why, where it cannot be read or may be misread."""
+    settings = read_object(folder / "run.json", problems) or {}
+    if what := other_version(settings, RUN_VERSION):
+        problems.append(f"run.json: {what}")
+        return {}
+    return settings
 
 
 def _read_with_samples(run_dir: Path, metric: str, split: str = "") -> RunResult:
@@ -176,7 +186,7 @@ def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinish
     if not run_dir.is_dir():
         return RunResult(name, run_dir, {}, (), None, None, False, False, (f"{run_dir}: missing",))
     problems: list[str] = []
-    settings = read_object(run_dir / "run.json", problems) or {}
+    settings = _read_settings(run_dir, problems)
     of_script, path = _is_of_script(settings), run_dir / "metrics.jsonl"
     # A script need not log anything.
     records = [] if of_script and not path.is_file() else _read_metrics(path, problems)
@@ -217,6 +227,8 @@ def _read_sweep_file(path: Path) -> dict[str, Any]:
     except ValueError:
         sweep = None
     sweep = sweep if isinstance(sweep, dict) else {}
+    if what := other_version(sweep, RECORD_VERSION):
+        raise ConfigError(f"{path}: {what}")
     names = sweep.get("runs")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(

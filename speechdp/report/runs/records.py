@@ -12,6 +12,8 @@ from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.json_input import parse_json
 
+#: Version of the records of experiments: sweep.json, compare.json and so on.
+RECORD_VERSION = 1
 #: Longest text taken from a file where a word or two are expected.
 _LONGEST_WORDS = 60
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
+from speechdp.report.kit.certainty import judging, seeds_text, short_race
 from speechdp.report.kit.choice import (
     accurate_enough,
     are_decoded_alike,
@@ -30,6 +31,7 @@ from speechdp.report.kit.speeds import (
     times_text,
 )
 from speechdp.report.runs.derived import Losses, RunFigures, comparable_runs, finished_rows
+from speechdp.report.runs.raced import LEAST_ROUNDS
 from speechdp.report.runs.results import RunResult
 from speechdp.report.runs.samples import Samples
 from speechdp.report.runs.steadiness import notable_load
@@ -180,14 +182,28 @@ def _headline(
         return f"{label}: {_speed(chosen)}, with {_accuracy(chosen)}."
     keeps = terms_of(row.run for row in rows).keeps
     figures = f"{_speed(chosen, labels)}, with {_accuracy(chosen)}."
-    kind = _kind(chosen, rows)
+    kind, judged = _kind(chosen, rows), _rests_on(chosen, rows)
     if not alike:
-        return f"{label} is the fastest {kind} that {keeps}: {figures}"
+        return f"{label} seems the fastest {kind} that {keeps}, {judged}: {figures}"
     others = ", ".join(f"{labels[row.run.name]} ({ratio_text(row.raced)})" for row in alike)
     return (
-        f"No {kind} that {keeps} is known to be faster than {name}: {figures} Its speed cannot be told "
-        f"apart from that of {others}."
+        f"No {kind} that {keeps}, {judged}, is known to be faster than {name}: {figures} Its speed cannot be "
+        f"told apart from that of {others}."
     )
+
+
+def _rests_on(chosen: RunFigures, rows: Sequence[RunFigures]) -> str:
+    """Say by how little a choice is judged: a sweep trains each setting once, and may not have raced."""
+    one_seed = len({row.run.setting("seed") for row in rows}) == 1
+    lacks = [f"by {seeds_text(1)}" if one_seed else "by one run of each"]
+    rounds = min((len(row.raced.ratios) for row in rows if row.raced is not None), default=0)
+    if rounds == 0:
+        lacks.append("without a race")
+    elif chosen.raced is None:
+        lacks.append("by its own speed outside the race")
+    elif rounds < LEAST_ROUNDS:
+        lacks.append(short_race(rounds))
+    return judging(lacks)
 
 
 def _kind(chosen: RunFigures, rows: Sequence[RunFigures], noun: str = "setting") -> str:
@@ -250,7 +266,7 @@ def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], lab
         return f"No averaging period {'that has been decoded ' if undecoded else ''}{keeps}."
     fastest, alike = choose_fastest(fitting, _rate)
     label, kind = labels[fastest.run.name], _kind(fastest, fitting, "averaging period")
-    claim = f"{formatting.capital(label)} is the fastest {kind} that {keeps}"
+    claim = f"{formatting.capital(label)} seems the fastest {kind} that {keeps}"
     if alike:
         claim = f"No {kind} that {keeps} is known to be faster than {label}"
     return f"{claim}: {_speed(fastest, labels)}, with {_accuracy(fastest)}."

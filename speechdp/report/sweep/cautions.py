@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speechdp.counting import counted
+from speechdp.counting import counted, epoch_text
 from speechdp.report.kit import formatting
 from speechdp.report.kit.choice import judged_otherwise, several_tasks, undecoded_caution, unlike_caution
 from speechdp.report.kit.metric_names import terms_of
@@ -156,7 +156,7 @@ def _past_best(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
         if not row.run.metric.is_past(row.best_score, row.score):
             continue
         best = next(each for each in row.run.evaluations if each.score == row.best_score)
-        when = f"step {best.step}" if best.epoch is None else f"epoch {best.epoch:g}"
+        when = f"step {best.step}" if best.epoch is None else f"epoch {epoch_text(best.epoch)}"
         told = f"{terms.with_unit(row.best_score)} after {when}, {terms.number(row.score)} at the end"
         named.append(f"{labels[row.run.name]} ({told})")
     if not named:

@@ -19,7 +19,7 @@ from speechdp.report.kit.outside import outside_sentences
 from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, swatch, write_files
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
 from speechdp.report.kit.tables import RowHead, ShownTable
-from speechdp.report.runs.derived import RunFigures, common_target, sweep_figures, with_race
+from speechdp.report.runs.derived import RunFigures, sweep_figures, target_of_all, with_race
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.runs.results import Sweep
 from speechdp.report.sweep.answer import SweepAnswer, comparable_rows, find_answer, rule_for
@@ -70,7 +70,7 @@ def write_report(out_dir: Path, target: float | None = None, metric: str = "") -
     terms = terms_of(sweep.runs)
     target = terms.score_of_target(target)
     if target is None:
-        target = common_target(sweep.runs)
+        target = target_of_all(sweep.runs)
     until = None if target is None else terms.with_unit(target)
     races = read_races(out_dir)
     labels = formatting.run_labels(sweep.runs)

@@ -442,6 +442,14 @@ def test_one_damaged_file_makes_the_checkpoint_broken_for_all_ranks(tmp_path: Pa
     assert notices[1] == notices[2] == notices[0]
 
 
+def test_checkpoints_of_another_version_alone_are_not_to_be_deleted_first(tmp_path: Path) -> None:
+    with_head('{"format": "speechdp-checkpoint", "version": 2, "ranks": []}')(save(tmp_path, 1))
+    with pytest.raises(RunError) as raised:
+        load(tmp_path)
+    said = "is of version 2, and this speechdp reads version 1; go on with the speechdp that wrote it, or"
+    assert said in str(raised.value)
+
+
 def test_nothing_whole_is_an_error_that_names_each(tmp_path: Path) -> None:
     flip(save(tmp_path, 1))
     cut(save(tmp_path, 2))

@@ -183,6 +183,10 @@ def test_what_cannot_be_swept_is_refused_before_a_run_is_trained(dataset: Datase
     check_sweep(session(dataset), OPTIONS, plan("2"), tmp_path, restarted=True)
     (tmp_path / "sweep.json").write_text(json.dumps({"runs": ["model_averaging-2"]}))
     check_sweep(session(dataset), OPTIONS, plan("2"), tmp_path)  # of an earlier version
+    (tmp_path / "sweep.json").write_text(json.dumps({"version": 2, "runs": ["model_averaging-2"]}))
+    with pytest.raises(ConfigError, match=r"is of version 2, .*; use the speechdp that wrote it, or choose"):
+        check_sweep(session(dataset), OPTIONS, plan("2"), tmp_path)
+    (tmp_path / "sweep.json").unlink()
     slow = dataclasses.replace(OPTIONS, slow_ranks="7:3")
     with pytest.raises(ConfigError, match="there is no rank 7"):
         check_sweep(session(dataset), slow, plan("2"), tmp_path)

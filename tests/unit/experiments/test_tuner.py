@@ -1074,6 +1074,17 @@ def test_a_damaged_record_is_named_with_what_helps(
         read(tmp_path)
 
 
+@pytest.mark.parametrize(("name", "read"), [("tune.json", read_tune), ("compare.json", read_record)])
+def test_a_record_of_another_version_is_not_to_be_deleted(
+    tmp_path: Path, name: str, read: Callable[[Path], object]
+) -> None:
+    (tmp_path / name).write_text(json.dumps({"format": f"speechdp-{name[:-5]}", "version": 2, "runs": {}}))
+    remedy = "use the speechdp that wrote it, or choose another folder"
+    said = "is of version 2, and this speechdp reads version 1"
+    with pytest.raises(ConfigError, match=f"^{tmp_path / name}: {said}; {remedy}$"):
+        read(tmp_path)
+
+
 def test_a_setting_that_fails_in_the_race_is_ruled_out_with_its_message(tmp_path: Path) -> None:
     class Failing(Jobs):
         def hold_race(

@@ -33,6 +33,14 @@ def test_a_run_is_begun_by_its_record_and_complete_by_its_marker(tmp_path: Path)
     assert run.is_complete and json.loads((run.path / "completed.json").read_text())["step"] == 12
 
 
+def test_a_run_of_another_version_is_not_gone_on_with(tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    with pytest.raises(ConfigError, match=r"run.json: is of version 2, and this speechdp reads version 1"):
+        run.check_same("abc", "123")
+
+
 def test_a_renewed_marker_says_the_same_and_is_another_file(tmp_path: Path) -> None:
     run = begun(tmp_path)
     run.complete({"step": 12})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from speechdp.report.runs.derived import RunFigures, common_target, sweep_figures
+from speechdp.report.runs.derived import RunFigures, sweep_figures, target_of_all
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.sweep.answer import SweepAnswer, find_answer
 from tests.helpers.runs import MadeUpRun, write_run
@@ -19,7 +19,7 @@ def _rows(folder: Path, runs: list[MadeUpRun]) -> list[RunFigures]:
     for run in runs:
         write_run(run, folder)
     sweep = read_sweep(folder)
-    return sweep_figures(sweep, common_target(sweep.runs))
+    return sweep_figures(sweep, target_of_all(sweep.runs))
 
 
 def _answer(folder: Path, runs: list[MadeUpRun]) -> SweepAnswer:

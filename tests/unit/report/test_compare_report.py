@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from speechdp.cli.report import ReportCommand
 from speechdp.report.compare.choice import choose, rule_for
-from speechdp.report.compare.groups import Group, common_target, make_groups, read_comparison
+from speechdp.report.compare.groups import Group, make_groups, read_comparison, target_of_most
 from speechdp.report.compare.panels import make_canvas, make_panels, mean_curve
 from speechdp.report.compare.report import write_comparison as write_report
 from speechdp.report.compare.table import make_tables, written
@@ -90,7 +90,7 @@ def test_a_strategy_that_fails_to_learn_does_not_set_the_target(
     realistic: tuple[Path, WrittenReport],
 ) -> None:
     runs = read_comparison(realistic[0]).runs
-    target = common_target(runs)
+    target = target_of_most(runs)
     assert target is not None and -0.6 < target < -0.4
     best = [max(e.score or -9 for e in run.result.evaluations) for run in runs
             if run.result and run.record.mode == "frames"]  # fmt: skip

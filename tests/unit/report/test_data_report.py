@@ -13,7 +13,7 @@ import pytest
 from speechdp.report.kit.formatting import MINUS
 from speechdp.report.kit.pages import WrittenReport
 from speechdp.report.runs.data_path import data_figures, data_wait
-from speechdp.report.runs.derived import common_target, sweep_figures
+from speechdp.report.runs.derived import sweep_figures, target_of_all
 from speechdp.report.runs.folders import read_run, read_sweep
 from speechdp.report.runs.results import DataTimes, Feeder, RankTiming, RunTiming
 from speechdp.report.sweep.answer import SweepAnswer, find_answer
@@ -43,7 +43,7 @@ def _late(data: Any, order: str = "pooled", device: str = "cpu", **more: Any) ->
 
 def _answer(tmp_path: Path, *runs: MadeUpRun) -> SweepAnswer:
     sweep = read_sweep(write_sweep(tmp_path / "sweep", runs))
-    return find_answer(sweep_figures(sweep, common_target(sweep.runs)))
+    return find_answer(sweep_figures(sweep, target_of_all(sweep.runs)))
 
 
 def _said(tmp_path: Path, *runs: MadeUpRun) -> str:

@@ -61,6 +61,19 @@ def _run(name: str, scores: list[float], **settings: Any) -> RunResult:
     return RunResult(name, Path(name), settings, evaluations, None, None, True, True, ())
 
 
+def test_what_another_version_has_recorded_is_not_misread(tmp_path: Path) -> None:
+    write_sweep(tmp_path, [MadeUpRun("gradient_averaging", "1")])
+    (run,) = read_sweep(tmp_path).runs
+    path = run.path / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    read = read_run(run.path)
+    assert read.settings == {} and run.settings["num_parameters"] == 1_234_567
+    assert any(text.startswith("run.json: is of version 2, and this speechdp") for text in read.problems)
+    (tmp_path / "sweep.json").write_text(json.dumps({"version": 2, "runs": {run.name: {}}}))
+    with pytest.raises(ConfigError, match=r"sweep.json: is of version 2, .*; use the speechdp that wrote it"):
+        read_sweep(tmp_path)
+
+
 def test_throughput_is_all_frames_over_the_longest_wall() -> None:
     timing = RunTiming(4, (_rank(0, 8.0, 6000), _rank(1, 10.0, 4000)))
     assert derived.frames_per_s(timing) == pytest.approx(1000.0)
@@ -145,8 +158,8 @@ def test_time_to_target_takes_the_first_evaluation_there_and_interpolates_nothin
 
 def test_the_default_target_is_the_best_that_every_run_reached() -> None:
     runs = [_run("a", [-1.0, -0.4, -0.45]), _run("b", [-0.9, -0.5]), _run("c", []), _run("one-rank", [-0.9])]
-    assert derived.common_target(runs) == -0.5
-    assert derived.common_target([]) is None
+    assert derived.target_of_all(runs) == -0.5
+    assert derived.target_of_all([]) is None
 
 
 def test_gather_timing_names_every_rank_and_host_and_is_read_back(tmp_path: Path) -> None:

@@ -214,6 +214,28 @@ def test_evaluation_counts_neither_as_step_nor_as_training_time(tmp_path: Path, 
     assert lines[-1]["spans"] == [["forward", 0.001, 0.004]]
 
 
+def test_a_meeting_is_training_time_but_no_step(tmp_path: Path, clock: FakeClock) -> None:
+    path = tmp_path / "rank-0000.jsonl"
+    timeline = Timeline(path, rank=0, device=CPU, warmup_steps=0)
+    with timeline.event(Span.MEETING):  # of a run that has not begun to train
+        clock.sleep(1.0)
+    assert timeline.training_time_s == 0
+    for step in (1, 2):
+        with timeline.span(Span.FORWARD):
+            clock.sleep(0.002)
+        timeline.end_step(step, 0, 1)
+        with timeline.event(Span.MEETING):
+            clock.sleep(0.5)
+        with timeline.event(Span.EVAL):
+            clock.sleep(0.03)
+    timeline.close()
+    assert timeline.training_time_s == pytest.approx(1.004)
+    summary = timeline.summary()
+    assert (summary["wall_s"], summary["meeting_s"]) == (pytest.approx(0.004), pytest.approx(2.0))
+    assert (summary["eval_s"], summary["spans_s"]["comm"]) == (pytest.approx(0.06), 0)
+    assert [line["wall"] for line in _lines(path) if line.get("event") == "meeting"] == [1.0, 0.5, 0.5]
+
+
 def test_a_checkpoint_inside_a_step_leaves_a_gap_in_its_span(clock: FakeClock) -> None:
     timeline = Timeline(None, rank=0, device=CPU, warmup_steps=0)
     with timeline.span(Span.UPDATE):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import io
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 from speechdp.checkpoint.state import RankState, checkpoint_steps, load_checkpoint
@@ -46,11 +48,12 @@ from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import FrameScores, LossSum, TaskData
 from speechdp.tasks.metrics import Metric
 from speechdp.testing import make_replica
+from speechdp.timing.timeline import Timeline
 from speechdp.train import build, trainer
 from speechdp.train.build import build_trainer, open_loader
 from speechdp.train.evaluate import HeldOutScores, choose_final_model
 from speechdp.train.models import count_classes, make_model
-from speechdp.train.progress import SilentReporter
+from speechdp.train.progress import ConsoleReporter, SilentReporter
 from speechdp.train.run import _describe_recipe, train_run
 from speechdp.train.session import Session
 from tests.helpers.finished_run import evaluations, model_tensors
@@ -91,6 +94,39 @@ def test_the_speed_of_an_evaluation_is_that_since_the_one_before(dataset: Datase
     assert len(seen) == 4 and [counted[place] for place in (0, 1, 3)] == pytest.approx([1.0] * 3)
     assert counted[2] >= 1.0  # what passed between the evaluation and the checkpoint does not count
     assert "frames_per_s" not in evaluations(tmp_path / "run")[-1]  # it differs from run to run
+
+
+def test_ranks_meet_before_an_evaluation_and_when_rank_0_has_written_it(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    """What slower ranks still train is training time; what rank 0 writes is no exchange of others' steps."""
+    timeline = Timeline(None, rank=0, device=CPU)
+    told: list[str] = []
+
+    class Meeting(SerialCommunicator):
+        def barrier(self) -> None:
+            if (doing := timeline.open_span()) is not None:
+                told.append(doing[0])
+
+    class Watching(SilentReporter):
+        def evaluated(self, metrics: Metrics, held_out: Sequence[Metric]) -> None:
+            told.append("written")
+
+    with ExitStack() as stack:
+        session = Session(dataset, Meeting(), CPU, Watching())
+        mine, sources = build_trainer(session, OPTIONS, tmp_path, stack, timeline)
+        plan = plan_epoch(sources.training.index, OPTIONS.plan(), 0, 1)
+        loader = stack.enter_context(Loader(sources.training, planned(lambda e: plan, 0, 2)))
+        mine.run(loader, stop.StopAgreement(None, session.comm))
+    assert told == ["meeting", "written", "eval"] * OPTIONS.num_epochs
+
+
+def test_an_epoch_that_was_paused_is_told_to_a_hundredth() -> None:
+    text = io.StringIO()
+    reporter = ConsoleReporter(Console(file=text), "run")
+    reporter.begin(2, 0)
+    reporter.evaluated(Metrics(20 / 27, 20, 9000, 1.0, 2.0, 0.001, {}, 77, frames_per_s=9000.0), [])
+    assert text.getvalue().startswith("run: epoch 0.74/2, 9,000 frames/s")
 
 
 class AtStep(SilentReporter):
