@@ -26,6 +26,7 @@ from speechdp.parallel.replica import Replica, name_of
 from speechdp.parallel.script_checks import (
     check_loadable,
     check_model,
+    check_norm,
     check_same,
     check_same_call,
     check_saved_together,
@@ -109,6 +110,7 @@ class DataParallel:
             self.strategy: Strategy = parse_strategy(settings["strategy"])
             check_strategy(self.strategy, comm, num_steps)
             check_model(model)
+            check_norm(max_gradient_norm)
             check_same(model, optimizer, comm)
             if comm.rank == 0:
                 note_left_out(model, optimizer)
@@ -323,9 +325,13 @@ class DataParallel:
             RunError: training has not begun, or has ended.
         """
         self._check_training("step()")
-        number = int(weight)
-        if number != weight or number < 0:
-            raise ConfigError(f"step(weight={weight}): give a number of frames or examples, 0 or more")
+        try:
+            number = int(weight)
+            is_number = bool(number == weight) and number >= 0
+        except (TypeError, ValueError, OverflowError):  # None, several numbers; one that is not finite
+            is_number = False
+        if not is_number:
+            raise ConfigError(f"step(weight={weight}): give a whole number of frames or examples, 0 or more")
         joins_only = self._joiner.joins_only
         return ScriptStep(self, 0 if joins_only else number, joins_only=joins_only)
 

@@ -40,7 +40,7 @@ class Period:
             ConfigError: anything else, or a period that is not positive.
         """
         match = _PATTERN.fullmatch(text.strip())
-        if match is None or float(match["number"]) <= 0:
+        if match is None or not 0 < float(match["number"]) < math.inf:
             raise ConfigError(f"period {text!r} is not a period; write 16 (steps), 600kf (frames) or 5s")
         number, unit = float(match["number"]), (match["unit"] or "steps").lower()
         if unit == "s":

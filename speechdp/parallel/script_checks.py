@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -98,6 +99,18 @@ def check_model(model: nn.Module) -> None:
         raise ConfigError(
             f"the model's trainable parameters are {kinds[0]}, a type in which sums over ranks and the "
             f"weights of steps overflow or are rounded; {_LOWER_PRECISION}"
+        )
+
+
+def check_norm(max_gradient_norm: object) -> None:
+    """Refuse a norm to which no gradient can be clipped.
+
+    Raises:
+        ConfigError: it is refused.
+    """
+    if not (isinstance(max_gradient_norm, numbers.Real) and float(max_gradient_norm) >= 0):
+        raise ConfigError(
+            f"max_gradient_norm={max_gradient_norm}: give a number that is positive, or 0: any norm"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -147,7 +148,14 @@ def stream(batches: list[Batch]) -> DataLoader[Batch]:
     return DataLoader(WithoutLength(batches), batch_size=None)
 
 
-@pytest.mark.parametrize("make_loader", [list, WithoutLength, stream])
+class RefusesLength(WithoutLength):
+    """Such batches of a class that says by an error of its own that there is no length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("make_loader", [list, WithoutLength, stream, RefusesLength])
 @pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=2", "dpsgd"])
 def test_ranks_that_run_out_only_join(
     strategy: str, make_loader: Callable[[list[Batch]], Iterable[Batch]]
@@ -459,12 +467,16 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
         Script(comm, "adaptive_averaging:rule=stages,stages=32@2ep", options={"num_steps": 9})
     with _refused("leave out combine="):
         Script(comm, "model_averaging:combine=3")
+    for norm in (-1.0, math.nan, None):
+        with _refused(f"max_gradient_norm={norm}: give a number that is positive, or 0"):
+            Script(comm, "gradient_averaging", options={"max_gradient_norm": norm})
     script = Script(comm, "gradient_averaging")
     with _refused("is called before `with run`", RunError):
         script.run.step()
     with script.run:
-        with _refused("0 or more"):
-            script.run.step(weight=-1)
+        for weight in (-1, 2.5, math.nan, math.inf, None, torch.ones(2)):
+            with _refused("give a whole number of frames or examples, 0 or more"):
+                script.run.step(weight=weight)  # type: ignore[arg-type]
         with script.run.step(weight=0):
             pass
         with _refused("optimizer.step() was called by the script", RunError):

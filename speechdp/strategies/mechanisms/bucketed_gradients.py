@@ -56,7 +56,7 @@ class BucketedGradients(Strategy):
     def check_options(self) -> None:
         if self.every < 1:
             raise ConfigError(f"gradient_averaging:every={self.every}: at least 1 backward pass an update")
-        if self.bucket_mib <= 0:
+        if not 0 < self.bucket_mib < math.inf:
             raise ConfigError(f"gradient_averaging:bucket_mib={self.bucket_mib}: must be positive")
         if self.rank < 1:
             raise ConfigError(f"gradient_averaging:rank={self.rank}: factors have at least 1 column")
