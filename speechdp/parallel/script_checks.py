@@ -26,6 +26,8 @@ from speechdp.parallel.untrained import untrained
 from speechdp.process.notices import warn
 
 _LOWER_PRECISION = "for lower precision keep float32 parameters and compute under torch.autocast"
+#: What of an optimizer may differ although it was made alike.
+_STATE = "state of the optimizer"
 #: Options of a strategy that were saved beside another one, had no effect there, and are refused today.
 _WITHOUT_EFFECT = (("gradient_averaging", "compression=powersgd", "overlap=true"),)
 
@@ -140,16 +142,20 @@ def check_same(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communi
         "number of trainable parameters": sum(math.prod(shape) for _, shape, _ in shapes),
         "trainable parameters (names, shapes)": _checksum(shapes),
         "frozen parameters and buffers (names, shapes)": _checksum(others),
-        "optimizer": f"{type(optimizer).__name__} of {groups}, with {_state_names(optimizer) or 'no'} state",
+        "optimizer": f"{type(optimizer).__name__} of {groups}",
+        _STATE: _state_names(optimizer) or "none",
     }
     ranks = comm.allgather_object(facts)
     for rank, other in enumerate(ranks):
         for name, value in other.items():
             if value != ranks[0][name]:
-                raise ConfigError(
-                    f"{name}: {ranks[0][name]} on rank 0, but {value} on rank {rank}; make the same model "
-                    "and optimizer on every rank"
-                )
+                remedy = "make the same model and optimizer on every rank"
+                if name == _STATE:
+                    remedy = (
+                        "make a new optimizer on every rank: one that has trained may have some on one rank "
+                        "alone, as with parameter_server"
+                    )
+                raise ConfigError(f"{name}: {ranks[0][name]} on rank 0, but {value} on rank {rank}; {remedy}")
 
 
 def _checksum(facts: object) -> str:

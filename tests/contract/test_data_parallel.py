@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +313,42 @@ def test_a_run_folder_is_one_that_report_reads(tmp_path: Path) -> None:
         run_threads(1, lambda comm: Script(comm, "bmuf", options={"folder": tmp_path / "run"}).trained())
 
 
+def _train_and_evaluate(comm: Communicator, folder: Path, evaluations: int) -> None:
+    script = Script(comm, "model_averaging:period=3", options={"folder": folder})
+    with script.run:
+        script.train()
+        for _ in range(evaluations):
+            with script.run.evaluating():
+                pass
+
+
+def test_what_is_sent_beside_training_does_not_count(tmp_path: Path) -> None:
+    """Neither evaluations nor beginning and end: as with `speechdp train`."""
+    model = make_model()
+    vector_bytes = Replica(model, adamw(model)).parameters.whole.nbytes
+    for evaluations in (0, 3):
+        folder = tmp_path / str(evaluations)
+        run_threads(2, partial(_train_and_evaluate, folder=folder, evaluations=evaluations))
+        timing = read_run(folder).timing
+        assert timing is not None
+        assert [rank.sent_bytes for rank in timing.ranks] == [NUM_STEPS // 3 * vector_bytes] * 2
+
+
+def test_the_training_time_of_a_process_is_that_of_its_own_steps(tmp_path: Path) -> None:
+    comm, earlier_s = SerialCommunicator(), 1e6
+    first = Script(comm, "gradient_averaging")
+    with first.run:
+        first.train(0, 2)
+        state = first.run.state_dict()
+    again = Script(comm, "gradient_averaging", options={"folder": tmp_path / "run"})
+    again.run.load_state_dict({**state, "time_s": earlier_s})
+    with again.run:
+        again.train(2)
+    timing = read_run(tmp_path / "run").timing
+    assert timing is not None and timing.ranks[0].trained_s is not None
+    assert timing.ranks[0].trained_s < earlier_s
+
+
 def test_values_of_any_kind_of_number_are_logged(tmp_path: Path) -> None:
     with Script(SerialCommunicator(), "bmuf", options={"folder": tmp_path / "run"}).run as run:
         run.log(a=np.float32(0.5), b=np.int64(3), c=torch.tensor(2), d=Fraction(1, 4), e="text", f=None)
@@ -590,6 +627,18 @@ def test_ranks_with_other_models_are_refused_before_they_exchange() -> None:
         model = nn.Linear(2, 2 + comm.rank)
         with _refused("number of trainable parameters: 6 on rank 0, but 9 on rank 1"):
             DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), comm)
+
+    run_threads(2, check)
+
+
+def test_an_optimizer_whose_state_one_rank_alone_has_is_to_be_made_anew() -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "parameter_server:mode=sync", batch_norm=False)
+        script.trained()
+        words = "exp_avg, exp_avg_sq, step on rank 0, but none on rank 1; make a new optimizer on every rank"
+        with _refused(words):
+            DataParallel(script.model, script.optimizer, comm)
+        DataParallel(script.model, adamw(script.model), comm)
 
     run_threads(2, check)
 
