@@ -14,6 +14,8 @@ from speechdp.errors import ConfigError
 SomePeriod = TypeVar("SomePeriod", bound="Period")
 
 _PATTERN = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>steps?|s|f|kf|mf|frames?)?", re.IGNORECASE)
+#: Frames of a rank are sums of means over ranks, whose rounding must not cost a step.
+_FRAMES_ROUNDING = 1e-3
 _FRAMES = {"f": 1, "frame": 1, "frames": 1, "kf": 1_000, "mf": 1_000_000}
 
 
@@ -77,6 +79,11 @@ class Beginning(Period):
             ConfigError: anything else.
         """
         return cls(0.0) if text.strip() == "0" else super().parse(text)
+
+
+def frames_reach(frames: float, wanted: float) -> bool:
+    """Return whether frames of a rank, a sum of means over ranks, have come to so many."""
+    return frames >= wanted - _FRAMES_ROUNDING
 
 
 def rounds_between(between_nodes: Period, period: Period) -> int:

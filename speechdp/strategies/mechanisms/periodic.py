@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
-from speechdp.parallel.period import Beginning, Period, PeriodUnit
+from speechdp.parallel.period import Beginning, Period, PeriodUnit, frames_reach
 from speechdp.parallel.strategy import Progress, Strategy, Traits
 from speechdp.strategies.mechanisms.bucketed_gradients import BucketedGradients
 from speechdp.timing.timeline import Span
@@ -116,7 +116,7 @@ class PeriodicStrategy(Strategy):
         if self.begin.unit is PeriodUnit.STEPS:
             return progress.step >= self.begin.value
         if self.begin.unit is PeriodUnit.FRAMES:
-            return progress.frames_per_rank >= self.begin.value
+            return frames_reach(progress.frames_per_rank, self.begin.value)
         if progress.step < self._next_look:
             return False
         # Rank 0's clock, looked at by all at steps 1, 2, 4, ... at most, and where it says it will be over.
@@ -136,7 +136,7 @@ class PeriodicStrategy(Strategy):
         if period.unit is PeriodUnit.STEPS:
             return self._window_steps >= period.value
         if period.unit is PeriodUnit.FRAMES:
-            return progress.frames_per_rank - self._last_frames >= period.value
+            return frames_reach(progress.frames_per_rank - self._last_frames, period.value)
         return self._window_steps >= self._steps_a_period
 
     @property
