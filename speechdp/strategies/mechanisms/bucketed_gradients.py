@@ -193,8 +193,10 @@ class BucketedGradients(Strategy):
         size of a mean.  A power of two loses no bit, and all ranks must use the same one.
         """
         if self._log2_scale is None:
-            frames = torch.tensor([float(max(1, self.replica.frames))], dtype=torch.float64)
+            frames = torch.tensor([float(self.replica.frames)], dtype=torch.float64)
             self.comm.allreduce(frames, name="gradients.scale", op=ReduceOp.MAX)
+            if frames.item() == 0:  # an update without any tells nothing of those to come
+                return 0
             self._log2_scale = math.ceil(math.log2(frames.item() * self.comm.size))
         return self._log2_scale
 
