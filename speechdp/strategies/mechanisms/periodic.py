@@ -20,6 +20,8 @@ from speechdp.timing.timeline import Span
 #: Weight of a rank that had no frame since the last average: nothing beside a frame (weight 1), yet an
 #: average in which no rank had one is still their mean.  A power of two scales without rounding.
 NO_FRAMES = 2.0**-64
+#: More steps than any training has, and few enough for a message.
+_MOST_STEPS = 2**62
 #: What becomes of the optimizer's state at an exchange: each rank's own, the ranks' mean, or zero.
 MomentumRule = Literal["keep", "average", "reset"]
 
@@ -181,6 +183,7 @@ class PeriodicStrategy(Strategy):
             # turns the seconds into steps at its own pace, once per period.
             pace_s = (progress.time_s - self._last_time_s) / self._window_steps
             wanted = max(1, round(self.current_period.value / max(pace_s, 1e-9)))
+            wanted = min(wanted, _MOST_STEPS)
             self._steps_a_period = self._agree(wanted, "steps_a_period")
         self._window_frames = self._window_steps = 0
         self._last_frames = progress.frames_per_rank

@@ -148,6 +148,12 @@ def periods_in_frames_and_seconds_are_agreed(comm: Communicator) -> None:
             assert is_due == (step in (0, 5, 10)), f"{strategy}:period=5s after step {step + 1}"
 
 
+def a_period_in_seconds_may_be_longer_than_any_training(comm: Communicator) -> None:
+    run = StrategyRun(comm, f"model_averaging:period={10**20}s")
+    run.train(comm.rank, 0, 3)
+    assert run.strategy.state_dict()["window_steps"] == 2  # the first step has ended one, for its pace
+
+
 def an_interval_in_frames_is_as_long_as_it_says(comm: Communicator) -> None:
     run = StrategyRun(comm, "adaptive_averaging:period=10f,interval=10f")
     for step in range(9):
@@ -212,6 +218,7 @@ CHECKS: tuple[Callable[[Communicator], None], ...] = (
     ranks_without_frames_weigh_nothing,
     a_window_without_any_frame_changes_nothing,
     periods_in_frames_and_seconds_are_agreed,
+    a_period_in_seconds_may_be_longer_than_any_training,
     an_interval_in_frames_is_as_long_as_it_says,
     until_it_begins_it_is_gradient_averaging,
     what_begins_later_begins_a_window_then,
