@@ -186,7 +186,8 @@ class Communicator(ABC):
 
         Args:
             x: contiguous tensor of a dtype in `reducible`; any shape, the same on every rank.
-            name: identifies the exchange; unique among those in progress at the same time.
+            name: of the exchange, in messages; Horovod matches the ranks' by it.  Several in progress at the
+                same time may have the same one if all ranks start, and wait for, these in the same order.
             op: how values are combined.
 
         Returns:

@@ -26,6 +26,7 @@ from speechdp.parallel.replica import Replica, name_of
 from speechdp.parallel.script_checks import (
     check_loadable,
     check_model,
+    check_norm,
     check_same,
     check_same_call,
     check_saved_together,
@@ -109,6 +110,7 @@ class DataParallel:
             self.strategy: Strategy = parse_strategy(settings["strategy"])
             check_strategy(self.strategy, comm, num_steps)
             check_model(model)
+            check_norm(max_gradient_norm)
             check_same(model, optimizer, comm)
             if comm.rank == 0:
                 note_left_out(model, optimizer)
@@ -135,6 +137,9 @@ class DataParallel:
         self._total_weight = torch.zeros(1, dtype=torch.float64)  # of all ranks, in the step under way
         self._weighing: Work | None = None
         self._losses: Tensor | None = None  # sum of those that have not been looked at
+        #: What the communicator had sent when the step under way began, and what it has sent in steps.
+        self._sent_before = self._sent_bytes = 0.0
+        self._begun_s = 0.0  # training time of earlier processes
         self._loaded: dict[str, Any] | None = None
         self._stop: StopWatch | None = None
         #: Step with which training is cut off; 0: with none.
@@ -290,8 +295,8 @@ class DataParallel:
     def _gather_timing(self) -> dict[str, Any] | None:
         """Return on rank 0 what stands in timing.json.  Collective."""
         others = {
-            "sent_bytes": round(self.comm.sent_bytes + self.strategy.peer_bytes),
-            "trained_s": self.timeline.training_time_s,
+            "sent_bytes": round(self._sent_bytes + self.strategy.peer_bytes),
+            "trained_s": self.timeline.training_time_s - self._begun_s,
             "statistics": self.strategy.statistics(),
             "memory": peak_memory(self._device),
         }
@@ -323,9 +328,13 @@ class DataParallel:
             RunError: training has not begun, or has ended.
         """
         self._check_training("step()")
-        number = int(weight)
-        if number != weight or number < 0:
-            raise ConfigError(f"step(weight={weight}): give a number of frames or examples, 0 or more")
+        try:
+            number = int(weight)
+            is_number = bool(number == weight) and number >= 0
+        except (TypeError, ValueError, OverflowError):  # None, several numbers; one that is not finite
+            is_number = False
+        if not is_number:
+            raise ConfigError(f"step(weight={weight}): give a whole number of frames or examples, 0 or more")
         joins_only = self._joiner.joins_only
         return ScriptStep(self, 0 if joins_only else number, joins_only=joins_only)
 
@@ -372,6 +381,7 @@ class DataParallel:
             return self._stop.look(self.steps)
 
     def _begin_step(self, step: TrainingStep) -> None:
+        self._sent_before = self.comm.sent_bytes
         self._replica.bind_parameters()
         self._replica.bind_gradients()
         self._stays_untrained.check()
@@ -393,6 +403,7 @@ class DataParallel:
         done = self.steps / self._num_steps if self._num_steps else 0.0
         time_s = self.timeline.training_time_s
         step.end(Progress(self.steps, self._weight_per_rank, time_s, done), number=self.steps)
+        self._sent_bytes += self.comm.sent_bytes - self._sent_before
         self._replica.unbind_gradients()
         if self._watch.is_due(self.steps) and (scale := self._watch.fallen_scale()) is not None:
             self._refuse(
@@ -696,7 +707,8 @@ class DataParallel:
             self.optimizer.load_state_dict(own["optimizer"])
             # After the parameters: a strategy may keep what depends on them.
             self.strategy.load_state_dict(_copied(state["strategy"]))
-        self.timeline.resume_at(state["time_s"])
+        self._begun_s = state["time_s"]
+        self.timeline.resume_at(self._begun_s)
         self._folder.go_on_after(self.steps)
 
     def _check_new(self, what: str) -> None:

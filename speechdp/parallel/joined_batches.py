@@ -123,5 +123,6 @@ def _length(loader: Iterable[Any]) -> int | None:
     """Return how many batches a loader has; None where it does not know."""
     try:
         return len(loader)  # type: ignore[arg-type]
-    except TypeError:  # no length, or torch's DataLoader of a dataset without one
+    # It has none, as torch's DataLoader of a dataset without one; the second some datasets raise themselves.
+    except (TypeError, NotImplementedError):
         return None

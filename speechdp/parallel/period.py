@@ -14,6 +14,8 @@ from speechdp.errors import ConfigError
 SomePeriod = TypeVar("SomePeriod", bound="Period")
 
 _PATTERN = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>steps?|s|f|kf|mf|frames?)?", re.IGNORECASE)
+#: Frames of a rank are sums of means over ranks, whose rounding must not cost a step.
+_FRAMES_ROUNDING = 1e-3
 _FRAMES = {"f": 1, "frame": 1, "frames": 1, "kf": 1_000, "mf": 1_000_000}
 
 
@@ -40,7 +42,7 @@ class Period:
             ConfigError: anything else, or a period that is not positive.
         """
         match = _PATTERN.fullmatch(text.strip())
-        if match is None or float(match["number"]) <= 0:
+        if match is None or not 0 < float(match["number"]) < math.inf:
             raise ConfigError(f"period {text!r} is not a period; write 16 (steps), 600kf (frames) or 5s")
         number, unit = float(match["number"]), (match["unit"] or "steps").lower()
         if unit == "s":
@@ -77,6 +79,11 @@ class Beginning(Period):
             ConfigError: anything else.
         """
         return cls(0.0) if text.strip() == "0" else super().parse(text)
+
+
+def frames_reach(frames: float, wanted: float) -> bool:
+    """Return whether frames of a rank, a sum of means over ranks, have come to so many."""
+    return frames >= wanted - _FRAMES_ROUNDING
 
 
 def rounds_between(between_nodes: Period, period: Period) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -25,6 +26,8 @@ from speechdp.parallel.untrained import untrained
 from speechdp.process.notices import warn
 
 _LOWER_PRECISION = "for lower precision keep float32 parameters and compute under torch.autocast"
+#: What of an optimizer may differ although it was made alike.
+_STATE = "state of the optimizer"
 #: Options of a strategy that were saved beside another one, had no effect there, and are refused today.
 _WITHOUT_EFFECT = (("gradient_averaging", "compression=powersgd", "overlap=true"),)
 
@@ -101,6 +104,18 @@ def check_model(model: nn.Module) -> None:
         )
 
 
+def check_norm(max_gradient_norm: object) -> None:
+    """Refuse a norm to which no gradient can be clipped.
+
+    Raises:
+        ConfigError: it is refused.
+    """
+    if not (isinstance(max_gradient_norm, numbers.Real) and float(max_gradient_norm) >= 0):
+        raise ConfigError(
+            f"max_gradient_norm={max_gradient_norm}: give a number that is positive, or 0: any norm"
+        )
+
+
 def note_left_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Warn of trainable parameters that the optimizer does not have: a second one finds no gradients."""
     listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -127,16 +142,20 @@ def check_same(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communi
         "number of trainable parameters": sum(math.prod(shape) for _, shape, _ in shapes),
         "trainable parameters (names, shapes)": _checksum(shapes),
         "frozen parameters and buffers (names, shapes)": _checksum(others),
-        "optimizer": f"{type(optimizer).__name__} of {groups}, with {_state_names(optimizer) or 'no'} state",
+        "optimizer": f"{type(optimizer).__name__} of {groups}",
+        _STATE: _state_names(optimizer) or "none",
     }
     ranks = comm.allgather_object(facts)
     for rank, other in enumerate(ranks):
         for name, value in other.items():
             if value != ranks[0][name]:
-                raise ConfigError(
-                    f"{name}: {ranks[0][name]} on rank 0, but {value} on rank {rank}; make the same model "
-                    "and optimizer on every rank"
-                )
+                remedy = "make the same model and optimizer on every rank"
+                if name == _STATE:
+                    remedy = (
+                        "make a new optimizer on every rank: one that has trained may have some on one rank "
+                        "alone, as with parameter_server"
+                    )
+                raise ConfigError(f"{name}: {ranks[0][name]} on rank 0, but {value} on rank {rank}; {remedy}")
 
 
 def _checksum(facts: object) -> str:

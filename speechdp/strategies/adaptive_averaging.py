@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speechdp.errors import ConfigError
-from speechdp.parallel.period import Period, PeriodUnit
+from speechdp.parallel.period import Period, PeriodUnit, frames_reach
 from speechdp.parallel.strategy import Progress, Traits
 from speechdp.strategies.mechanisms.stages import PointUnit, Stages
 from speechdp.strategies.mechanisms.window_loss import WindowLoss
@@ -218,7 +218,10 @@ class AdaptiveAveraging(ModelAveraging):
         self._use_rule(loss / frames)
 
     def _is_early(self, now: float) -> bool:
-        return self._first_loss > 0 and now - self._last_use < self.interval.value
+        if self._first_loss == 0:
+            return False
+        done, wanted = now - self._last_use, self.interval.value
+        return not (frames_reach(done, wanted) if self.interval.unit is PeriodUnit.FRAMES else done >= wanted)
 
     def _use_rule(self, loss: float) -> None:
         rate = self.replica.learning_rate / self.replica.learning_rate_factor

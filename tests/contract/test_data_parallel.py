@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +179,14 @@ def stream(batches: list[Batch]) -> DataLoader[Batch]:
     return DataLoader(WithoutLength(batches), batch_size=None)
 
 
-@pytest.mark.parametrize("make_loader", [list, WithoutLength, stream])
+class RefusesLength(WithoutLength):
+    """Such batches of a class that says by an error of its own that there is no length."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("make_loader", [list, WithoutLength, stream, RefusesLength])
 @pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=2", "dpsgd"])
 def test_ranks_that_run_out_only_join(
     strategy: str, make_loader: Callable[[list[Batch]], Iterable[Batch]]
@@ -332,6 +341,42 @@ def test_a_run_folder_is_one_that_report_reads(tmp_path: Path) -> None:
     model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
     with pytest.raises(ConfigError, match="already holds a run"):
         run_threads(1, lambda comm: Script(comm, "bmuf", options={"folder": tmp_path / "run"}).trained())
+
+
+def _train_and_evaluate(comm: Communicator, folder: Path, evaluations: int) -> None:
+    script = Script(comm, "model_averaging:period=3", options={"folder": folder})
+    with script.run:
+        script.train()
+        for _ in range(evaluations):
+            with script.run.evaluating():
+                pass
+
+
+def test_what_is_sent_beside_training_does_not_count(tmp_path: Path) -> None:
+    """Neither evaluations nor beginning and end: as with `speechdp train`."""
+    model = make_model()
+    vector_bytes = Replica(model, adamw(model)).parameters.whole.nbytes
+    for evaluations in (0, 3):
+        folder = tmp_path / str(evaluations)
+        run_threads(2, partial(_train_and_evaluate, folder=folder, evaluations=evaluations))
+        timing = read_run(folder).timing
+        assert timing is not None
+        assert [rank.sent_bytes for rank in timing.ranks] == [NUM_STEPS // 3 * vector_bytes] * 2
+
+
+def test_the_training_time_of_a_process_is_that_of_its_own_steps(tmp_path: Path) -> None:
+    comm, earlier_s = SerialCommunicator(), 1e6
+    first = Script(comm, "gradient_averaging")
+    with first.run:
+        first.train(0, 2)
+        state = first.run.state_dict()
+    again = Script(comm, "gradient_averaging", options={"folder": tmp_path / "run"})
+    again.run.load_state_dict({**state, "time_s": earlier_s})
+    with again.run:
+        again.train(2)
+    timing = read_run(tmp_path / "run").timing
+    assert timing is not None and timing.ranks[0].trained_s is not None
+    assert timing.ranks[0].trained_s < earlier_s
 
 
 def test_values_of_any_kind_of_number_are_logged(tmp_path: Path) -> None:
@@ -489,12 +534,16 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
         Script(comm, "adaptive_averaging:rule=stages,stages=32@2ep", options={"num_steps": 9})
     with _refused("leave out combine="):
         Script(comm, "model_averaging:combine=3")
+    for norm in (-1.0, math.nan, None):
+        with _refused(f"max_gradient_norm={norm}: give a number that is positive, or 0"):
+            Script(comm, "gradient_averaging", options={"max_gradient_norm": norm})
     script = Script(comm, "gradient_averaging")
     with _refused("is called before `with run`", RunError):
         script.run.step()
     with script.run:
-        with _refused("0 or more"):
-            script.run.step(weight=-1)
+        for weight in (-1, 2.5, math.nan, math.inf, None, torch.ones(2)):
+            with _refused("give a whole number of frames or examples, 0 or more"):
+                script.run.step(weight=weight)  # type: ignore[arg-type]
         with script.run.step(weight=0):
             pass
         with _refused("optimizer.step() was called by the script", RunError):
@@ -608,6 +657,18 @@ def test_ranks_with_other_models_are_refused_before_they_exchange() -> None:
         model = nn.Linear(2, 2 + comm.rank)
         with _refused("number of trainable parameters: 6 on rank 0, but 9 on rank 1"):
             DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), comm)
+
+    run_threads(2, check)
+
+
+def test_an_optimizer_whose_state_one_rank_alone_has_is_to_be_made_anew() -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, "parameter_server:mode=sync", batch_norm=False)
+        script.trained()
+        words = "exp_avg, exp_avg_sq, step on rank 0, but none on rank 1; make a new optimizer on every rank"
+        with _refused(words):
+            DataParallel(script.model, script.optimizer, comm)
+        DataParallel(script.model, adamw(script.model), comm)
 
     run_threads(2, check)
 

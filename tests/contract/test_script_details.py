@@ -31,17 +31,24 @@ def sgd(model: nn.Module, rate: float = 1.0) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), rate)
 
 
+@pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("compression", ["none", "bf16", "fp16"])
-def test_a_compressed_sum_may_be_larger_than_half_precision_holds(compression: str) -> None:
-    """Of 40,000 examples on each rank, whose mean gradient is -1 for the weight and for the bias."""
+def test_a_compressed_sum_may_be_larger_than_half_precision_holds(
+    compression: str, steps_before: int
+) -> None:
+    """Of 100,000 examples on each rank, whose mean gradient is -1 for the weight and for the bias."""
 
     def check(comm: Communicator) -> None:
         model = linear()
         before = values(model).clone()
         strategy = f"gradient_averaging:compression={compression}"
         run = DataParallel(model, sgd(model, 0.25), comm, strategy)
-        with run, run.step(weight=40_000) as step:
-            step.backward(-model(torch.ones(40_000, 4)).sum())
+        with run:
+            for _ in range(steps_before):  # of no weight: they do not tell how large sums are
+                with run.step(weight=0):
+                    pass
+            with run.step(weight=100_000) as step:
+                step.backward(-model(torch.ones(100_000, 4)).sum())
         assert torch.allclose(values(model) - before, torch.full_like(before, 0.25), rtol=1e-2)
 
     run_threads(2, check)

@@ -223,6 +223,8 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
         ("gradient_averaging:every=x", "write a whole number"),
         ("gradient_averaging:overlap=maybe", "write true or false"),
         ("gradient_averaging:bucket_mib=0", "must be positive"),
+        ("gradient_averaging:bucket_mib=inf", "must be positive"),
+        ("gradient_averaging:bucket_mib=nan", "must be positive"),
         ("gradient_averaging:compression=powersgd,rank=0", "rank=0: factors have at least 1 column"),
         (
             "gradient_averaging:rank=2",

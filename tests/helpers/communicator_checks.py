@@ -107,6 +107,20 @@ def names_may_be_used_again(comm: Communicator) -> None:
         assert x.tolist() == [float(step * comm.size)] * 8
 
 
+def exchanges_of_one_name_may_be_under_way(comm: Communicator) -> None:
+    # As those of two runs of a script are, whose steps take turns.
+    for _ in range(2):
+        first, second = torch.tensor([1.0]), torch.tensor([10.0, 20.0])
+        works = [comm.allreduce_async(x, name="twice") for x in (first, second)]
+        works[0].wait()
+        third = torch.tensor([float(comm.rank)])
+        works.append(comm.allreduce_async(third, name="twice", op=ReduceOp.MAX))
+        for work in works:
+            work.wait()
+        assert first.tolist() == [comm.size] and second.tolist() == [10 * comm.size, 20 * comm.size]
+        assert third.item() == comm.size - 1
+
+
 def broadcast_moves_the_bits_of_any_root(comm: Communicator) -> None:
     for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.float16, torch.bool):
         for root in range(comm.size):
@@ -158,6 +172,7 @@ CHECKS: tuple[Callable[[Communicator], None], ...] = (
     parts_of_a_buffer_leave_the_rest_alone,
     many_exchanges_may_be_under_way,
     names_may_be_used_again,
+    exchanges_of_one_name_may_be_under_way,
     broadcast_moves_the_bits_of_any_root,
     objects_of_any_size_come_back_in_rank_order,
     objects_are_broadcast_from_any_root,

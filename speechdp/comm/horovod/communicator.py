@@ -6,6 +6,7 @@ Horovod matches exchanges by name, so their order may differ between ranks.  Fus
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -32,19 +33,33 @@ _OPS = {ReduceOp.SUM: hvd.Sum, ReduceOp.MAX: hvd.Max, ReduceOp.MIN: hvd.Min}
 
 
 class _HorovodWork(Work):
-    def __init__(self, staged: Staged, name: str, op: ReduceOp) -> None:
-        self._staged, self._name = staged, name
+    """A reduction that Horovod has been given.
+
+    Args:
+        staged: what is reduced.
+        name: as messages have it.
+        op: how.
+        under_way: names that Horovod is at work on; this one is added until it has been waited for.
+    """
+
+    def __init__(self, staged: Staged, name: str, op: ReduceOp, under_way: set[str]) -> None:
+        self._staged, self._name, self._under_way = staged, name, under_way
         self._done = False
+        # Horovod refuses a name that it is at work on, as two runs of a script may have it there.
+        numbered = (f"{name}#{number}" for number in itertools.count(2))
+        self._own_name = next(n for n in itertools.chain([name], numbered) if n not in under_way)
         self._handle: int = _checked(
             f"allreduce of {name!r}",
-            lambda: hvd.allreduce_async_(staged.fetch(), name=name, op=_OPS[op]),
+            lambda: hvd.allreduce_async_(staged.fetch(), name=self._own_name, op=_OPS[op]),
         )
+        under_way.add(self._own_name)
 
     def wait(self) -> None:
         if not self._done:
             _checked(f"allreduce of {self._name!r}", lambda: _finish(self._handle))
             self._staged.store()
             self._done = True
+            self._under_way.discard(self._own_name)
 
 
 class HorovodCommunicator(Communicator):
@@ -78,6 +93,8 @@ class HorovodCommunicator(Communicator):
         # Horovod itself has collectives only; the MPI that started its ranks is still there.
         self.has_peers = not environment.started_by_horovodrun()
         self._closed = False
+        #: Names of reductions that have not been waited for.
+        self._under_way: set[str] = set()
 
     def _start_over_mpi(self) -> None:
         # mpi4py first: Horovod joins an MPI that is already there, and leaves it to mpi4py to end it.
@@ -153,7 +170,7 @@ class HorovodCommunicator(Communicator):
         environment.end_process(exit_code or 1)
 
     def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
-        return _HorovodWork(Staged(x, direct=self._reads_cuda), name, op)
+        return _HorovodWork(Staged(x, direct=self._reads_cuda), name, op, self._under_way)
 
     def _broadcast(self, x: Tensor, name: str, root: int) -> None:
         staged = Staged(as_bytes(x), direct=self._reads_cuda)

@@ -56,7 +56,7 @@ class BucketedGradients(Strategy):
     def check_options(self) -> None:
         if self.every < 1:
             raise ConfigError(f"gradient_averaging:every={self.every}: at least 1 backward pass an update")
-        if self.bucket_mib <= 0:
+        if not 0 < self.bucket_mib < math.inf:
             raise ConfigError(f"gradient_averaging:bucket_mib={self.bucket_mib}: must be positive")
         if self.rank < 1:
             raise ConfigError(f"gradient_averaging:rank={self.rank}: factors have at least 1 column")
@@ -193,8 +193,10 @@ class BucketedGradients(Strategy):
         size of a mean.  A power of two loses no bit, and all ranks must use the same one.
         """
         if self._log2_scale is None:
-            frames = torch.tensor([float(max(1, self.replica.frames))], dtype=torch.float64)
+            frames = torch.tensor([float(self.replica.frames)], dtype=torch.float64)
             self.comm.allreduce(frames, name="gradients.scale", op=ReduceOp.MAX)
+            if frames.item() == 0:  # an update without any tells nothing of those to come
+                return 0
             self._log2_scale = math.ceil(math.log2(frames.item() * self.comm.size))
         return self._log2_scale
 

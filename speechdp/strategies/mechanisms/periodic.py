@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speechdp.comm.base import Communicator
-from speechdp.parallel.period import Beginning, Period, PeriodUnit
+from speechdp.parallel.period import Beginning, Period, PeriodUnit, frames_reach
 from speechdp.parallel.strategy import Progress, Strategy, Traits
 from speechdp.strategies.mechanisms.bucketed_gradients import BucketedGradients
 from speechdp.timing.timeline import Span
@@ -20,6 +20,8 @@ from speechdp.timing.timeline import Span
 #: Weight of a rank that had no frame since the last average: nothing beside a frame (weight 1), yet an
 #: average in which no rank had one is still their mean.  A power of two scales without rounding.
 NO_FRAMES = 2.0**-64
+#: More steps than any training has, and few enough for a message.
+_MOST_STEPS = 2**62
 #: What becomes of the optimizer's state at an exchange: each rank's own, the ranks' mean, or zero.
 MomentumRule = Literal["keep", "average", "reset"]
 
@@ -116,7 +118,7 @@ class PeriodicStrategy(Strategy):
         if self.begin.unit is PeriodUnit.STEPS:
             return progress.step >= self.begin.value
         if self.begin.unit is PeriodUnit.FRAMES:
-            return progress.frames_per_rank >= self.begin.value
+            return frames_reach(progress.frames_per_rank, self.begin.value)
         if progress.step < self._next_look:
             return False
         # Rank 0's clock, looked at by all at steps 1, 2, 4, ... at most, and where it says it will be over.
@@ -136,7 +138,7 @@ class PeriodicStrategy(Strategy):
         if period.unit is PeriodUnit.STEPS:
             return self._window_steps >= period.value
         if period.unit is PeriodUnit.FRAMES:
-            return progress.frames_per_rank - self._last_frames >= period.value
+            return frames_reach(progress.frames_per_rank - self._last_frames, period.value)
         return self._window_steps >= self._steps_a_period
 
     @property
@@ -181,6 +183,7 @@ class PeriodicStrategy(Strategy):
             # turns the seconds into steps at its own pace, once per period.
             pace_s = (progress.time_s - self._last_time_s) / self._window_steps
             wanted = max(1, round(self.current_period.value / max(pace_s, 1e-9)))
+            wanted = min(wanted, _MOST_STEPS)
             self._steps_a_period = self._agree(wanted, "steps_a_period")
         self._window_frames = self._window_steps = 0
         self._last_frames = progress.frames_per_rank

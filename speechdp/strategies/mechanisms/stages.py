@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from speechdp.errors import ConfigError
-from speechdp.parallel.period import Period, PeriodUnit, plain_number
+from speechdp.parallel.period import Period, PeriodUnit, frames_reach, plain_number
 from speechdp.parallel.strategy import Progress
 
 _PATTERN = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>%|ep|epochs?)", re.IGNORECASE)
@@ -65,7 +65,7 @@ class Point:
         if self.unit is PointUnit.STEPS:
             return progress.step >= self.value
         if self.unit is PointUnit.FRAMES:
-            return progress.frames_per_rank >= self.value
+            return frames_reach(progress.frames_per_rank, self.value)
         if self.unit is PointUnit.EPOCHS:
             return progress.epoch >= self.value - _ROUNDING
         return progress.epoch / progress.num_epochs >= self.value / 100 - _ROUNDING

@@ -135,12 +135,31 @@ def periods_in_frames_and_seconds_are_agreed(comm: Communicator) -> None:
             run.step([make_batch(comm.rank, step)], mean_frames=10.0)
             is_due = run.strategy.state_dict()["window_steps"] == 0
             assert is_due == (step % 3 == 2), f"{strategy}:period=25f after step {step + 1}"
+        run = StrategyRun(comm, f"{strategy}:period=10f")
+        for step in range(9):  # three means of 10 / 3 are less than 10, where many have come before
+            run.step([make_batch(comm.rank, step)], mean_frames=10 / 3)
+            is_due = run.strategy.state_dict()["window_steps"] == 0
+            assert is_due == (step % 3 == 2), f"{strategy}:period=10f after step {step + 1}"
         run = StrategyRun(comm, f"{strategy}:period=5s")
         for step in range(11):
             # Rank 0 needs 1 s a step, the others believe in other times: rank 0's count.
             run.step([make_batch(comm.rank, step)], time_s=float((step + 1) * (1 + 3 * comm.rank)))
             is_due = run.strategy.state_dict()["window_steps"] == 0
             assert is_due == (step in (0, 5, 10)), f"{strategy}:period=5s after step {step + 1}"
+
+
+def a_period_in_seconds_may_be_longer_than_any_training(comm: Communicator) -> None:
+    run = StrategyRun(comm, f"model_averaging:period={10**20}s")
+    run.train(comm.rank, 0, 3)
+    assert run.strategy.state_dict()["window_steps"] == 2  # the first step has ended one, for its pace
+
+
+def an_interval_in_frames_is_as_long_as_it_says(comm: Communicator) -> None:
+    run = StrategyRun(comm, "adaptive_averaging:period=10f,interval=10f")
+    for step in range(9):
+        run.step([make_batch(comm.rank, step)], mean_frames=10 / 3)
+        if step % 3 == 2:
+            assert run.strategy.state_dict()["last_use"] == run.frames, f"after step {step + 1}"
 
 
 def until_it_begins_it_is_gradient_averaging(comm: Communicator) -> None:
@@ -199,6 +218,8 @@ CHECKS: tuple[Callable[[Communicator], None], ...] = (
     ranks_without_frames_weigh_nothing,
     a_window_without_any_frame_changes_nothing,
     periods_in_frames_and_seconds_are_agreed,
+    a_period_in_seconds_may_be_longer_than_any_training,
+    an_interval_in_frames_is_as_long_as_it_says,
     until_it_begins_it_is_gradient_averaging,
     what_begins_later_begins_a_window_then,
     beginnings_in_frames_and_seconds_are_agreed,

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speechdp.errors import ConfigError
-from speechdp.parallel.period import Beginning, Period, PeriodUnit
+from speechdp.parallel.period import Beginning, Period, PeriodUnit, frames_reach
+from speechdp.parallel.strategy import Progress
+from speechdp.strategies.mechanisms.stages import Point
 
 STEPS, FRAMES, SECONDS = PeriodUnit.STEPS, PeriodUnit.FRAMES, PeriodUnit.SECONDS
 
@@ -39,11 +41,18 @@ def test_what_is_written_is_read(text: str, value: float, unit: PeriodUnit, writ
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "0s", "-1", "x", "16 steps", "1e3", "nan", "infs", "5m", "kf", "1,5s"]
+    "text", ["", "0", "0s", "-1", "x", "16 steps", "1e3", "nan", "infs", "5m", "kf", "1,5s", "9" * 400]
 )
 def test_anything_else_is_refused_with_the_ways_to_write_it(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a period; write 16 \(steps\), 600kf \(frames\) or 5s"):
         Period.parse(text)
+
+
+def test_frames_that_rounding_has_taken_away_are_there() -> None:
+    tenths = sum([0.1] * 10)  # the mean over ten ranks of which one has a frame
+    assert tenths < 1 and frames_reach(tenths, 1)
+    assert Point.parse("1f").is_reached(Progress(10, tenths, 0.0))
+    assert not frames_reach(1 - 0.01, 1)
 
 
 def test_part_of_a_step_is_refused() -> None:
