@@ -24,7 +24,13 @@ from speechdp.cli.support.console import describe_terminal
 from speechdp.comm.environment import announced
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
-from speechdp.launching.allocation import Allocation, Scheduler, check_hosts, find_allocation
+from speechdp.launching.allocation import (
+    Allocation,
+    Scheduler,
+    check_hosts,
+    find_allocation,
+    with_names_of_slurm,
+)
 from speechdp.launching.command import (
     Controller,
     Launcher,
@@ -419,7 +425,7 @@ class _Starter:
         self._starts += 1
         argv, environment = self.prepare(hosts, arguments, reason)
         end = run_job(argv, environment, _stop_policy(self._options, hosts), request=self._request)
-        return replace(end, faults=located(end.faults, hosts))
+        return replace(end, faults=located(end.faults, hosts, was_killed=end.killed_by is not None))
 
     def prepare(
         self, hosts: tuple[Host, ...], arguments: tuple[str, ...], reason: str = ""
@@ -493,6 +499,8 @@ def _find_place(options: LaunchCommand) -> _JobPlace:
         raise ConfigError("--requeue: this is not a batch job; leave it out, or start it by speechdp submit")
     if options.hostfile is not None:
         hostfile = read_hostfile(options.hostfile)
+        if allocation is not None:
+            hostfile = with_names_of_slurm(allocation, hostfile)
     elif allocation is not None:
         hostfile = allocation.hostfile
     elif options.num_ranks is None:
