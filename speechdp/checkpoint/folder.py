@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,16 +18,8 @@ from speechdp.checkpoint.state import (
     last_checkpoint_note,
 )
 from speechdp.files import cannot_be_written, hand_over, sync, sync_name, write_synced
-from speechdp.watchdog.watchdog import Stillness
 
 _KEPT = 2
-#: Seconds until what rank 0 writes must be seen on all hosts; NFS looks again after a while only.
-_VISIBLE_S = 65.0
-#: Seconds that a folder may give errors instead of its names: a network disk recovers.
-_UNREADABLE_S = 3.0
-#: Of a look at the disk only so many seconds count as waiting, s: a disk that stands still proves nothing.
-LOOK_S = 1.0
-
 #: What a rank tells of its file: its name, sha256 and bytes, or the problem and its errno.
 Entry = dict[str, Any]
 
@@ -45,38 +36,6 @@ class CheckpointPlace:
 def entry_name(rank: int) -> str:
     """Return the file in which a rank other than 0 tells of its part."""
     return f"rank-{rank:04d}.json"
-
-
-class Patience:
-    """Errors of reading a folder that others write to are borne for a while."""
-
-    def __init__(self) -> None:
-        self._failing, self._num_read = Stillness(time.monotonic(), LOOK_S), 0
-
-    def bear(self, error: OSError | None) -> None:
-        """Take the outcome of one more look.  Raises the error if there have been only such for long."""
-        self._num_read += error is None
-        failing_s = self._failing.look(time.monotonic(), self._num_read)
-        if error is not None and failing_s > _UNREADABLE_S:
-            raise error
-
-
-def is_seen(path: Path) -> bool:
-    """Return whether a file is there, or comes to be seen soon.  Raises OSError: its folder is unreadable."""
-    looking, patience = Stillness(time.monotonic(), LOOK_S), Patience()
-    while True:
-        # Listing a folder makes NFS look again; asking for the file alone may answer from memory.
-        try:
-            if path in path.parent.iterdir():
-                return True
-            patience.bear(None)
-        except FileNotFoundError:
-            patience.bear(None)
-        except OSError as error:
-            patience.bear(error)
-        if looking.look(time.monotonic(), 0) > _VISIBLE_S or not path.parent.parent.is_dir():
-            return False
-        time.sleep(0.05)
 
 
 def read_entries(folder: Path, ranks: list[int]) -> dict[int, Entry]:

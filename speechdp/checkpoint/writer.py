@@ -18,13 +18,10 @@ from pathlib import Path
 
 from speechdp import remedies
 from speechdp.checkpoint.folder import (
-    LOOK_S,
     CheckpointPlace,
     Entry,
-    Patience,
     bytes_written,
     commit,
-    is_seen,
     not_saved,
     prune,
     read_entries,
@@ -36,6 +33,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.environment import host_name
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_read, disk_reason
+from speechdp.watchdog.shared_disk import LOOK_S, Patience, is_seen, not_shared
 from speechdp.watchdog.watchdog import Stillness
 
 #: Seconds that rank 0 waits while no file of the others grows; once one could not write, for them to end.
@@ -130,10 +128,7 @@ class CheckpointWriter:
             return cannot_be_read(self._folder, told, remedies.going_on())
 
     def _not_seen(self, rank: int, why: str) -> str:
-        return why or (
-            f"{self._folder}: rank {rank} on {self._hosts[rank]} does not see what rank 0 on "
-            f"{self._hosts[0]} writes there; put RUN on a disk all hosts share"
-        )
+        return why or not_shared(self._folder, rank, self._hosts)
 
     def go_on_from(self, step: int) -> None:
         """Note which checkpoint could be read: it is kept until newer ones take its place."""

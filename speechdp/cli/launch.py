@@ -24,7 +24,13 @@ from speechdp.cli.support.console import describe_terminal
 from speechdp.comm.environment import announced
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
-from speechdp.launching.allocation import Allocation, Scheduler, check_hosts, find_allocation
+from speechdp.launching.allocation import (
+    Allocation,
+    Scheduler,
+    check_hosts,
+    find_allocation,
+    with_names_of_slurm,
+)
 from speechdp.launching.command import (
     Controller,
     Launcher,
@@ -75,6 +81,8 @@ from speechdp.process.output import STDERR, is_read, losses_noted_in
 _RESTART_DELAY_S = 1.0
 #: Default of --grace-s.
 _GRACE_S = 30.0
+#: Other hosts to which the way over --interface is tried.
+_MOST_PROBED = 8
 #: Of which a machine with a GPU has at least one: NVIDIA's, AMD's, and Windows' for Linux.
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 #: Where Open MPI looks for slots, and how many ranks it lets these take: settings of the user's environment.
@@ -195,6 +203,7 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         if options.dry_run:
             _print_command(*starter.prepare(restarts.begin(), command))
             return 0
+        _check_way(options, hosts, starter)
         requeued_by = scheduler if options.requeue else None
         end, result = _run_until_done(starter, restarts, command, request, requeued_by=requeued_by)
     if place.allocation is None:
@@ -304,6 +313,25 @@ def _check_interface(name: str, hosts: Sequence[Host]) -> None:
         raise ConfigError(
             f"--interface {name}: {socket.gethostname()} has no such network interface, but "
             f"{', '.join(known)}; give one that all hosts have"
+        )
+
+
+def _check_way(options: LaunchCommand, hosts: Sequence[Host], starter: _Starter) -> None:
+    """Refuse an interface over which hosts are not reached that are without it.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if options.interface is None or options.launcher == "srun":  # whose daemons go over Slurm's network
+        return
+    others = [host for host in hosts if not is_this_machine(host.name)][:_MOST_PROBED]
+    reached = starter.reachable(others)
+    silent = [host for host in others if host not in reached]
+    led = starter.reachable(silent, by_interface=False)
+    if led:
+        raise ConfigError(
+            f"--interface {options.interface}: mpirun starts nothing on {led[0].name} over it, but does "
+            "without it; give the interface of the network that joins the hosts, or leave it out"
         )
 
 
@@ -419,7 +447,7 @@ class _Starter:
         self._starts += 1
         argv, environment = self.prepare(hosts, arguments, reason)
         end = run_job(argv, environment, _stop_policy(self._options, hosts), request=self._request)
-        return replace(end, faults=located(end.faults, hosts))
+        return replace(end, faults=located(end.faults, hosts, was_killed=end.killed_by is not None))
 
     def prepare(
         self, hosts: tuple[Host, ...], arguments: tuple[str, ...], reason: str = ""
@@ -459,10 +487,13 @@ class _Starter:
             return srun_command(job, environment), srun_environment(job, environment)
         return mpirun_command(job, self._mpi, environment), environment
 
-    def reachable(self, hosts: Sequence[Host]) -> list[Host]:
+    def reachable(self, hosts: Sequence[Host], *, by_interface: bool = True) -> list[Host]:
         """Return the hosts on which mpirun can start a process.
 
         Also for horovodrun, which starts processes in the same way (ssh), but has no such test.
+
+        Args:
+            by_interface: over the interface of the options, if they have one.
         """
         _, environment = self.prepare(tuple(hosts), ())
 
@@ -471,7 +502,7 @@ class _Starter:
                 hosts=(replace(host, slots=1),),
                 program=("true",),
                 arguments=(),
-                interface=self._options.interface,
+                interface=self._options.interface if by_interface else None,
                 extra_options=split_words("--mpi-args", self._options.mpi_args),
             )
             if self._options.launcher == "srun":
@@ -493,6 +524,8 @@ def _find_place(options: LaunchCommand) -> _JobPlace:
         raise ConfigError("--requeue: this is not a batch job; leave it out, or start it by speechdp submit")
     if options.hostfile is not None:
         hostfile = read_hostfile(options.hostfile)
+        if allocation is not None:
+            hostfile = with_names_of_slurm(allocation, hostfile)
     elif allocation is not None:
         hostfile = allocation.hostfile
     elif options.num_ranks is None:

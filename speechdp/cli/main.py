@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import tyro
 
 from speechdp import __version__, exit_codes, remedies
+from speechdp.cli.support.config_file import with_config
 from speechdp.cli.support.help_text import option_rules, wrapped_paragraphs
 from speechdp.comm.environment import announced
 from speechdp.counting import did_you_mean
@@ -223,7 +224,7 @@ def run(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     options = set[str]()
     try:
-        command = parse(name, rest)
+        command = parse(name, _with_config(name, rest))
         options = _options_of(command)
         with remedies.of_command(options):
             exit_code: int = command.run()
@@ -308,6 +309,31 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
             inner = next((word for word in arguments if word in SUBCOMMANDS), "train")
             print(f"speechdp {name}: write -- before the command: ... -- {inner} ...", file=sys.stderr)
         raise
+
+
+def _with_config(name: str, arguments: Sequence[str]) -> Sequence[str]:
+    """Return a subcommand's command line with the options of --config, those of a forwarded command too.
+
+    Raises:
+        ConfigError: as `with_config`.
+    """
+    if not any(word.startswith("--config") for word in arguments):
+        return arguments
+    if name in _WITH_COMMAND and "--" in arguments:
+        place = arguments.index("--") + 1
+        own, forwarded = arguments[:place], arguments[place:]
+        if forwarded and forwarded[0] in SUBCOMMANDS:
+            forwarded = [forwarded[0], *_with_config(forwarded[0], forwarded[1:])]
+        return [*own, *forwarded]
+    command = SUBCOMMANDS[name]
+    of_script = bool(command.script_class_name) and _has_script(arguments)
+
+    def of_command() -> type:
+        module = importlib.import_module(f"speechdp.cli.{command.module}")
+        found: type = getattr(module, command.script_class_name if of_script else command.class_name)
+        return found
+
+    return with_config(arguments, of_command)
 
 
 def _has_script(arguments: Sequence[str]) -> bool:
@@ -401,4 +427,5 @@ def _overview() -> str:
     lines = ["usage: speechdp COMMAND ...", "", "Train speech models data-parallel on several ranks.", ""]
     for heading, names in _HEADINGS.items():
         lines += [f"{heading}:", *(f"  {name:<10} {SUBCOMMANDS[name].summary}" for name in names), ""]
-    return "\n".join([*lines, "speechdp COMMAND --help shows a command's options."])
+    lines += ["speechdp COMMAND --help shows a command's options; --config FILE.json gives them by a file."]
+    return "\n".join(lines)

@@ -23,6 +23,7 @@ from speechdp.decode.graphs.graph import DecodingGraph, LexiconTransducer
 from speechdp.decode.language_model import StoredModel
 from speechdp.errors import one_line
 from speechdp.files import atomic_path, write_text_atomically
+from speechdp.json_input import parse_json
 from speechdp.process.notices import warn
 
 #: In a run directory; what it holds.
@@ -87,6 +88,16 @@ class KeptGraph:
             graph = self._read(key, words)
         return build() if graph is None else graph
 
+    def put(self, key: str, graph: DecodingGraph) -> None:
+        """Keep a graph that is there already, unless it is the one that is kept.  Rank 0 writes.
+
+        Args:
+            key: `graph_key`.
+            graph: as it was built, without an insertion score.
+        """
+        if (self._comm is None or self._comm.rank == 0) and self._record().get("key") != key:
+            self._keep(key, graph)
+
     def discard(self) -> None:
         """Remove the graph that is kept, if there is one."""
         if self._comm is None or self._comm.rank == 0:
@@ -96,10 +107,18 @@ class KeptGraph:
                     path.unlink(missing_ok=True)
                 self._folder.rmdir()
 
+    def _record(self) -> dict[str, Any]:
+        """Return the record of the graph that is kept; empty: none is, or its record is damaged."""
+        try:
+            record = parse_json((self._folder / RECORD_NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return record if isinstance(record, dict) else {}
+
     def _read(self, key: str, words: tuple[str, ...]) -> DecodingGraph | None:
         """Return the graph that is kept, if it is that of the key and undamaged."""
         try:
-            record = json.loads((self._folder / RECORD_NAME).read_text(encoding="utf-8"))
+            record = self._record()
             if record["key"] != key:
                 return None
             # Another command may put its own graph in place of this one meanwhile: it is opened once.

@@ -238,6 +238,26 @@ class Recogniser:
         self.rescoring_remark = ""
         self.use(options)
 
+    def _place_of(self, lm_scale: float) -> tuple[KeptGraph, str] | None:
+        """Return where a graph is kept, and its key; None: it is built quickly, or there is no such place."""
+        stored = self._language_model if self.grammar is Grammar.NGRAM else None
+        if stored is None or self._kept is None or stored.num_bytes < LARGE_MODEL_BYTES:
+            return None
+        return self._kept, graph_key(self.transducer, stored, lm_scale)
+
+    def keep_graph(self, options: DecodingOptions) -> None:
+        """Search with these options, as `use`, and keep their graph, not the one that was made last.
+
+        Collective among the ranks of `kept`.
+        """
+        place = self._place_of(options.lm_scale)
+        if place is not None:
+            kept, key = place
+            graph = self._graph_with(options.lm_scale)
+            graph.set_insertion(0.0)  # as it was built
+            kept.put(key, graph)
+        self.use(options)
+
     def _build(self, lm_scale: float) -> DecodingGraph:
         stored = self._language_model if self.grammar is Grammar.NGRAM else None
 
@@ -250,9 +270,11 @@ class Recogniser:
                 lm_scale=lm_scale,
             )
 
-        if stored is None or self._kept is None or stored.num_bytes < LARGE_MODEL_BYTES:
+        place = self._place_of(lm_scale)
+        if place is None:
             return build()
-        return self._kept.get(graph_key(self.transducer, stored, lm_scale), self.transducer.words, build)
+        kept, key = place
+        return kept.get(key, self.transducer.words, build)
 
     def _graph_with(self, lm_scale: float) -> DecodingGraph:
         """Return a graph that is there, or build it; as many are kept as memory bears."""

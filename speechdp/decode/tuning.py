@@ -248,6 +248,7 @@ def tune(
         fewest = min(tried_weights, key=lambda t: (t["errors"], abs(t["rescore_weight"] - given)))
         best = dataclasses.replace(best, rescore_weight=fewest["rescore_weight"])
         chosen["rescore_weight"], errors = fewest["rescore_weight"], int(fewest["errors"])
+    recogniser.keep_graph(best)  # which is decoded with next
     record = {
         "split": split,
         "chosen": chosen,

@@ -15,9 +15,12 @@ Slurm alone tells how many cores of each host are the job's, by SLURM_JOB_CPUS_P
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Literal
 
@@ -84,6 +87,46 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     return None
 
 
+def with_names_of_slurm(allocation: Allocation, hostfile: Hostfile) -> Hostfile:
+    """Return a hostfile whose addresses are called by what the Slurm job calls these nodes.
+
+    mpirun and srun know the nodes of a job by these names only.  Names are resolved where the file has an
+    address; one that stands for none of the nodes, as far as these are known by name here, stays.
+
+    Raises:
+        ConfigError: a node stands in the file by its name, or another address, as well.
+    """
+    if allocation.scheduler != "slurm" or not any(is_address(host.name) for host in hostfile.hosts):
+        return hostfile
+    names = [host.name for host in allocation.hostfile.hosts]
+    called = {address: name for name in names for address in _addresses_of(name)}
+    own = next(filter(is_this_machine, names), None)
+    given: dict[str, str] = {}
+    hosts: list[Host] = []
+    for host in hostfile.hosts:
+        name = called.get(host.name, host.name)
+        if is_address(name) and own is not None and is_this_machine(name):
+            name = own  # which may stand for loopback
+        other = given.setdefault(name.lower(), host.name)
+        if other != host.name:
+            raise ConfigError(
+                f"{hostfile.source}: {other} and {host.name} are both the node {name}; keep one line and add "
+                "up its slots"
+            )
+        hosts.append(Host(name, host.slots))
+    return Hostfile(hostfile.source, tuple(hosts))
+
+
+@lru_cache(maxsize=4096)
+def _addresses_of(name: str) -> tuple[str, ...]:
+    """Return a host's IPv4 addresses, without loopback's; none where the name is not known."""
+    try:
+        addresses = socket.gethostbyname_ex(name)[2]
+    except (OSError, UnicodeError):
+        return ()
+    return tuple(address for address in addresses if not IPv4Address(address).is_loopback)
+
+
 def check_hosts(
     allocation: Allocation, hosts: Sequence[Host], source: str, environ: Mapping[str, str], *, by_srun: bool
 ) -> None:
@@ -121,13 +164,15 @@ def check_hosts(
 def _check_names(allocation: Allocation, hosts: Iterable[Host], source: str, *, launcher: str) -> None:
     """Refuse hosts that cannot be the job's.  Raises ConfigError.
 
-    An address, this machine by any of its names, or a name with another domain may be one of them.
+    This machine by any of its names, a name with another domain, and an address where not all names of the
+    job are known here may be one of them.
     """
     names = [host.name for host in allocation.hostfile.hosts]
     known = {_first_label(name) for name in names}
     for host in hosts:
         is_here = is_this_machine(host.name) and any(map(is_this_machine, names))
-        if is_here or is_address(host.name) or _first_label(host.name) in known:
+        is_unknown = is_address(host.name) and not all(map(_addresses_of, names))
+        if is_here or is_unknown or _first_label(host.name) in known:
             continue
         shown = ", ".join(names[:_SHOWN_HOSTS]) + (", ..." if len(names) > _SHOWN_HOSTS else "")
         raise ConfigError(

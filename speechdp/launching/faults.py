@@ -11,8 +11,21 @@ from speechdp import exit_codes
 from speechdp.launching.hostfile import Host
 
 FaultKind = Literal[
-    "said", "killed", "exited", "host lost", "aborted", "not reached", "no program", "no folder", "start hung"
+    "said",
+    "killed",
+    "exited",
+    "host lost",
+    "aborted",
+    "not reached",
+    "no program",
+    "no folder",
+    "start hung",
+    "step aborted",
+    "step timed out",
 ]
+#: What srun says about all ranks: that it ends them, and that it has waited in vain for some to end.  No
+#: fault by itself: it tells which hosts are lost (`located`).
+_OF_STEP = ("step aborted", "step timed out")
 
 
 #: What ssh returns, whatever ended the program on the other side.
@@ -27,7 +40,7 @@ class Fault:
         kind: a rank's own message, a rank killed by a signal or ended with an exit code, a host lost, a rank
             that aborted all others, having said why, a host on which no daemon could be started, or one
             without the program, a launcher that can make no folder for itself, or ranks that waited in vain
-            for others to start.
+            for others to start; and what srun says of all ranks.
         rank: index of the rank, None where the launcher does not tell.
         host: its host, None likewise.
         signal: what killed it.
@@ -63,6 +76,8 @@ class Fault:
             "no folder": f"mpirun cannot make its folder {self.detail}; let TMPDIR name one that can be "
             "written on every host",
             "no program": f"this Python is not on {self.host}; install speechdp there under the same path",
+            "step aborted": "srun has ended all ranks",
+            "step timed out": "srun has waited in vain for ranks to end",
         }[self.kind]
 
 
@@ -72,18 +87,21 @@ def ends_job(fault: Fault, *, tolerates_loss: bool = False) -> bool:
     Args:
         tolerates_loss: the ranks go on without one that is gone (--tolerate-loss).
     """
+    if fault.kind in _OF_STEP:
+        return False
     if fault.kind in ("killed", "exited"):
         return not tolerates_loss
     return fault.kind != "said" or fault.rank is not None
 
 
-def located(faults: Sequence[Fault], hosts: Sequence[Host]) -> tuple[Fault, ...]:
+def located(faults: Sequence[Fault], hosts: Sequence[Host], *, was_killed: bool = False) -> tuple[Fault, ...]:
     """Return the faults with hosts called as the hostfile has them, also where the launcher tells none.
 
     A host that is an address or an alias there calls itself something else.
 
     Args:
         hosts: of the job, filled with ranks in order; `slots` are the ranks placed.
+        was_killed: the launcher was, as it did not end in time.
     """
     of_rank = [host.name for host in hosts for _ in range(host.slots)]
     known = {short_name(host.name): host.name for host in hosts}
@@ -97,7 +115,27 @@ def located(faults: Sequence[Fault], hosts: Sequence[Host]) -> tuple[Fault, ...]
             host = fault.host  # which tells more
         return replace(fault, host=host or fault.host)
 
-    return tuple(map(locate, faults))
+    return tuple(map(locate, _after_srun(faults, hosts, was_killed=was_killed)))
+
+
+def _after_srun(faults: Sequence[Fault], hosts: Sequence[Host], *, was_killed: bool) -> list[Fault]:
+    """Return the faults with the hosts that srun has lost.
+
+    When ranks fail it kills those that are left, and tells of each how it has ended.  It waits for those of
+    a lost node, of which Slurm knows only minutes later: hosts that it tells nothing of are lost, and ranks
+    that it has killed are no cause.
+    """
+    told = [fault for fault in faults if fault.kind not in _OF_STEP]
+    kinds = [fault.kind for fault in faults]
+    if "step aborted" not in kinds or not (was_killed or "step timed out" in kinds):
+        return told
+    heard = {short_name(f.host) for f in told if f.kind in ("killed", "exited") and f.host is not None}
+    lost = [host.name for host in hosts if short_name(host.name) not in heard]
+    if len(lost) in (0, len(hosts)):
+        return told
+    killed = [fault for fault in faults[kinds.index("step aborted") :] if fault.kind == "killed"]
+    rest = [fault for fault in told if fault not in killed]
+    return [*(Fault("host lost", host=host) for host in lost), *rest]
 
 
 def short_name(host: str) -> str:

@@ -160,10 +160,14 @@ _LINES = (
         _exited,
     ),
     _Banner(re.compile(r"^srun: error: Node failure on (?P<host>\S+)"), _host_lost),
+    _Banner(re.compile(r"^srun: Job step aborted"), lambda _: Fault("step aborted")),
+    _Banner(
+        re.compile(r"^srun: error: Timed out waiting for job step to complete"),
+        lambda _: Fault("step timed out"),
+    ),
     _Banner(
         re.compile(
-            r"^srun: (Job step aborted|Terminating StepId|launch/slurm: _step_signal"
-            r"|error: Timed out waiting for job step to complete"
+            r"^srun: (Terminating StepId|launch/slurm: _step_signal"
             r"|cluster configuration lacks support for cpu binding)"  # of which srun_command asks for none
         ),
         _nothing,

@@ -36,11 +36,12 @@ from speechdp.files import (
 )
 from speechdp.launching.variables import FOLDER, RESUME
 from speechdp.ownership.claimant import START_VARIABLE
-from speechdp.ownership.owner import FolderOwner
+from speechdp.ownership.owner import OWNER_FILE, FolderOwner
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.process.notices import warn
 from speechdp.timing.gather import write_timing
 from speechdp.timing.gpu import gpu_facts
+from speechdp.watchdog.shared_disk import why_not_shared
 
 #: What to do with a state in a file of the script's, where an experiment runs the script several times.
 OWN_STATE = (
@@ -72,6 +73,8 @@ class ScriptFolder:
         self.path, self._comm = path, comm
         self.run_id = ""
         self._owner: FolderOwner | None = None
+        #: Whether all ranks see it; None: that is not known yet.
+        self._is_shared: bool | None = None
         #: Whether checkpoints were looked for, and whether the run goes on from a state.
         self._has_looked, self._goes_on = False, False
         #: Where this rank writes the record: rank 0, if there is a folder.
@@ -134,6 +137,16 @@ class ScriptFolder:
             owner.acquire()
             self._owner = owner
         self._comm.barrier()
+        self._tell_whether_shared()
+
+    def _tell_whether_shared(self) -> None:
+        """Warn, once, where a rank does not see the folder: checkpoints need it, training does not."""
+        if self._is_shared is not None or self.path is None:
+            return
+        problem = why_not_shared(self.path, self.path / OWNER_FILE, self._comm, what="it")
+        self._is_shared = problem is None
+        if problem is not None and self._comm.rank == 0:
+            warn(f"{problem}; until then no checkpoint can be saved")
 
     def release(self) -> None:
         """Give the folder up."""

@@ -9,9 +9,11 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
+from typing import Protocol
 
 import torch
 
@@ -70,6 +72,75 @@ class StopRequest:
             os.write(STDERR, _ON_INTERRUPT)
 
 
+class StopSource(Protocol):
+    """Whatever knows of a request to stop: a StopRequest, or a LoneStop."""
+
+    @property
+    def received(self) -> str | None:
+        """Name of the signal; None: there was none."""
+        ...
+
+
+class LoneStop:
+    """Tells rank 0, which works while the others wait for it, of a signal that any of them has got.
+
+    Args:
+        request: of this rank; None: it has none.
+        comm: all ranks.
+
+    Example::
+
+        lone = LoneStop(request, comm)
+        with lone.while_others_wait():
+            if comm.rank == 0:
+                train(stop=lone)
+    """
+
+    def __init__(self, request: StopSource | None, comm: Communicator) -> None:
+        self._request, self._comm = request, comm
+        self._elsewhere: str | None = None
+        #: The thread whose `received` may exchange; None: the others do not wait.
+        self._thread: int | None = None
+        self._last_s = time.monotonic()
+
+    @property
+    def received(self) -> str | None:
+        """Name of the signal that a rank got, as known about a second ago; None: there was none."""
+        is_due = time.monotonic() - self._last_s >= _INTERVAL_S and self._own is None
+        if is_due and self._elsewhere is None and self._thread == threading.get_ident():
+            self._exchange(is_over=False)
+        return self._own or self._elsewhere
+
+    @contextmanager
+    def while_others_wait(self) -> Iterator[None]:
+        """Run the block on all ranks, and let the others wait then until rank 0 has left it.  Collective."""
+        if self._comm.rank > 0:
+            yield
+            while not self._exchange(is_over=False):
+                pass
+            return
+        self._thread = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._thread = None
+        self._exchange(is_over=True)
+
+    @property
+    def _own(self) -> str | None:
+        return None if self._request is None else self._request.received
+
+    def _exchange(self, *, is_over: bool) -> bool:
+        """Tell each other of signals, and whether rank 0 is over with its work; return the latter."""
+        number = 0 if self._own is None else int(signal.Signals[self._own])
+        values = torch.tensor([number, is_over], dtype=torch.float64)
+        self._comm.allreduce(values, name="lone.stop", op=ReduceOp.MAX)
+        self._last_s = time.monotonic()
+        if number := int(values[0]):
+            self._elsewhere = signal.Signals(number).name
+        return bool(values[1])
+
+
 class StopAgreement:
     """Makes all ranks learn at the same step that one of them was asked to stop.
 
@@ -78,7 +149,7 @@ class StopAgreement:
     follow from what was exchanged.
     """
 
-    def __init__(self, request: StopRequest | None, comm: Communicator) -> None:
+    def __init__(self, request: StopSource | None, comm: Communicator) -> None:
         self._request = request
         self._comm = comm
         self._work: Work | None = None

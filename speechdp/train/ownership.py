@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from speechdp.comm.startup.folder_owner import OwningProcess, owner_of
-from speechdp.ownership.owner import FolderOwner, StopAsked
+from speechdp.errors import RunError
+from speechdp.ownership.owner import OWNER_FILE, FolderOwner, StopAsked
 from speechdp.process.ending import StoppedBefore
 from speechdp.train.session import Session
+from speechdp.watchdog.shared_disk import why_not_shared
 
 
 @contextmanager
@@ -21,7 +23,7 @@ def owned(session: Session, folder: Path, command: str) -> Iterator[FolderOwner 
 
     Raises:
         ConfigError: on rank 0, another owns the folder.
-        RunError: on rank 0, the folder cannot be written.
+        RunError: on rank 0, the folder cannot be written; on all, a rank does not see it.
         StoppedBefore: a signal came while it was not known whether another owner still lives.
     """
     owner = None
@@ -31,6 +33,8 @@ def owned(session: Session, folder: Path, command: str) -> Iterator[FolderOwner 
     if not session.comm.broadcast_object(_acquired(owner)):
         raise StoppedBefore(folder)
     try:
+        if problem := why_not_shared(folder, folder / OWNER_FILE, session.comm):
+            raise RunError(problem)
         yield owner
     finally:
         if owner is not None:

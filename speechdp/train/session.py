@@ -12,7 +12,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.data.loading.source_options import SourceOpener
 from speechdp.data.shards.dataset import Dataset
-from speechdp.parallel.stop import StopRequest
+from speechdp.parallel.stop import StopSource
 from speechdp.train.progress import Reporter, SilentReporter
 
 
@@ -35,7 +35,7 @@ class Session:
     comm: Communicator
     device: torch.device
     reporter: Reporter = field(default_factory=SilentReporter)
-    stop: StopRequest | None = None
+    stop: StopSource | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     feeders: SourceOpener | None = None
     pause_at: int = 0
@@ -44,7 +44,11 @@ class Session:
         """Return whether this rank has been asked to stop; the others may not know."""
         return self.stop is not None and self.stop.received is not None
 
-    def alone(self) -> Session:
-        """Return the session of this rank by itself, on rank 0: of the hosts it has the first."""
+    def alone(self, stop: StopSource) -> Session:
+        """Return the session of this rank by itself, on rank 0: of the hosts it has the first.
+
+        Args:
+            stop: knows of signals that the others get while they wait.
+        """
         facts = {**self.facts, "hosts": self.facts.get("hosts", [])[:1]}
-        return dataclasses.replace(self, comm=SerialCommunicator(), facts=facts)
+        return dataclasses.replace(self, comm=SerialCommunicator(), stop=stop, facts=facts)

@@ -32,6 +32,7 @@ from speechdp.experiments.race.record import (
 )
 from speechdp.experiments.race.run import hold_race
 from speechdp.options.run import TrainOptions
+from speechdp.parallel import stop
 from speechdp.parallel.registry import StrategyChoice, strategy_names
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Stopped
@@ -380,6 +381,46 @@ def test_a_request_to_stop_ends_a_long_turn_early(
     assert 0 < after < steps / 2 and find_race(tmp_path, 2) is None
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_request_to_a_rank_that_waits_ends_a_long_turn_of_rank_0_alone(
+    dataset: Dataset, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was noticed when that turn was over."""
+    steps, after = 200, 0
+    averaging = StrategyChoice("gradient_averaging")
+    settings = [RaceSetting(text, StrategyChoice(text)) for text in ("gradient_averaging", "bmuf:period=2")]
+    settings.append(RaceSetting("one-rank", averaging, alone=True, batch_of=2))
+    plan = RaceOptions(ROUNDS, steps).plan(2, 1, settings, {})
+    stops = [StopRequest(), StopRequest()]
+    turn, advance = race_run._Race._turn, Trainer.advance
+    monkeypatch.setattr(racer, "_LONG_TURN_S", 0.0)
+    monkeypatch.setattr(stop, "_INTERVAL_S", 0.0)
+    due: list[str] = []
+
+    def note(self: race_run._Race, of_round: int, name: str) -> object:
+        if self._session.comm.rank == 0 and (of_round, name) == (number, "one-rank"):
+            due.append(name)
+        return turn(self, of_round, name)
+
+    def ask(self: Trainer, loader: Any) -> object:
+        nonlocal after
+        if due:
+            assert self.parts.comm.size == 1
+            stops[1].received = "SIGTERM"
+            after += 1
+        return advance(self, loader)
+
+    monkeypatch.setattr(race_run._Race, "_turn", note)
+    monkeypatch.setattr(Trainer, "advance", ask)
+
+    def race(comm: Communicator) -> None:
+        hold_race(Session(dataset, comm, CPU, stop=stops[comm.rank]), OPTIONS, plan, tmp_path)
+
+    with pytest.raises(Stopped):
+        run_threads(2, race, 300.0)
+    assert 0 < after < steps / 2 and find_race(tmp_path, 2) is None
+
+
 @pytest.mark.parametrize("asynchronous", ["ad_psgd", "easgd:period=2"])
 def test_a_request_to_stop_ends_all_ranks_and_leaves_no_record(
     dataset: Dataset, tmp_path: Path, asynchronous: str, monkeypatch: pytest.MonkeyPatch
@@ -389,10 +430,10 @@ def test_a_request_to_stop_ends_all_ranks_and_leaves_no_record(
     turn = race_run._Race._turn
 
     def ask(self: race_run._Race, number: int, name: str) -> object:
-        stop = self._session.stop
+        request = self._session.stop
         if number == 1 and self._session.comm.rank == 1:
-            assert stop is not None
-            stop.received = "SIGTERM"
+            assert isinstance(request, StopRequest)
+            request.received = "SIGTERM"
         return turn(self, number, name)
 
     monkeypatch.setattr(race_run._Race, "_turn", ask)

@@ -13,6 +13,7 @@ import socket
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from importlib.metadata import version
 from ipaddress import ip_address
 from typing import Any
 
@@ -29,12 +30,7 @@ def gloo_is_better(mpi: Communicator) -> bool:
     """Return whether Gloo should carry Horovod.  Collective.
 
     The user's HOROVOD_CONTROLLER or HOROVOD_CPU_OPERATIONS decides; else Gloo, unless the ranks are on
-    several hosts
-
-    - joined by InfiniBand that MPI uses, which Gloo cannot, or
-    - of which one's own name does not stand for the address that its ranks are to be reached at, but for
-      127.0.1.1, say, as on Debian: Horovod 0.28.1 gives HOROVOD_GLOO_IFACE to the first of its connections
-      only (GlooContext::InitializeForProcessSet), and tells the others to look for a rank there.
+    several hosts joined by InfiniBand that MPI uses, which Gloo cannot.
     """
     if mpi.size == 1:
         return False
@@ -43,34 +39,42 @@ def gloo_is_better(mpi: Communicator) -> bool:
         [environment.horovod_controller(), environment.host_name(), uses_infiniband]
     )
     chosen = everyone[0][0]
-    hosts = [host for _, host, _ in everyone]
     if chosen is not None:
         return bool(chosen == "gloo")
-    if len(set(hosts)) == 1:
-        return True
-    if all(infiniband for _, _, infiniband in everyone):
-        return False
-    interface = network.interface_between(mpi.rank, hosts)
-    return all(mpi.allgather_object(network.address_of_own_name() == interface.address))
+    is_one_host = len({host for _, host, _ in everyone}) == 1
+    return is_one_host or not all(infiniband for _, _, infiniband in everyone)
 
 
-def check_own_name() -> None:
-    """Refuse to let Horovod's ranks on other hosts look for this one at an address of theirs.
+def check_own_name(reached_at: str | None = None) -> None:
+    """Refuse to let Horovod's ranks on other hosts look for this one at an address where it is not.
 
-    It would end all of them by a signal.
+    Horovod 0.28.1 itself gives HOROVOD_GLOO_IFACE to the first of its connections only
+    (GlooContext::InitializeForProcessSet), and tells the others to look for a rank at what its host's own
+    name stands for, 127.0.1.1, say, as on Debian.  It would end all of them by a signal.
+
+    Args:
+        reached_at: this host's address for the others; None: any that is not loopback.
 
     Raises:
-        CommunicationError: this host's own name stands for no address but loopback.
+        CommunicationError: this Horovod is such a one, and the name stands for another address.
     """
+    if _keeps_to_interface():
+        return
     address = network.address_of_own_name()
-    if address is not None and not ip_address(address.partition("%")[0]).is_loopback:
+    leads_here = address is not None and not ip_address(address.partition("%")[0]).is_loopback
+    if leads_here and reached_at in (None, address):
         return
     name, stands = socket.gethostname(), "no address of its own" if address is None else address
     raise CommunicationError(
-        f"on {environment.host_name()} its name {name} stands for {stands}, where Horovod over Gloo would "
-        "let other hosts look for its ranks; let it stand for the host's address in /etc/hosts there, or "
-        f"start with mpirun and choose {remedies.backend('mpi')}"
+        f"on {environment.host_name()} its name {name} stands for {stands}, where this build of Horovod over "
+        "Gloo would let other hosts look for its ranks; build it again with launch/build_horovod --install, "
+        f"or start with mpirun and choose {remedies.backend('mpi')}"
     )
+
+
+def _keeps_to_interface() -> bool:
+    """Return whether all of Horovod's connections take HOROVOD_GLOO_IFACE, by launch/horovod_recipe."""
+    return version("horovod").partition("+")[2] == "iface"
 
 
 @dataclass(frozen=True)
@@ -123,9 +127,9 @@ class GlooMeeting:
     def __init__(self, mpi: Communicator) -> None:
         hosts: list[str] = mpi.allgather_object(environment.host_name())
         places = _places(hosts)
-        if len(set(hosts)) > 1:
-            check_own_name()
         interface = network.interface_between(mpi.rank, hosts)
+        if len(set(hosts)) > 1:
+            check_own_name(interface.address)
         self._server: _Server | None = None
         self._thread: threading.Thread | None = None
         secret = secrets.token_hex(16)

@@ -88,11 +88,16 @@ def _range(text: str | None) -> tuple[int, int] | None:
 
 
 def rows_of_segments(
-    table: Mapping[str, MatrixPlace], segments: Mapping[str, Segment], frame_shift_s: float, path: Path
+    table: Mapping[str, MatrixPlace],
+    segments: Mapping[str, Segment],
+    frame_shift_s: float,
+    path: Path,
+    *,
+    snipped: int = 0,
 ) -> dict[str, MatrixPlace]:
     """Cut features of whole recordings into utterances, as Kaldi's extract-feature-segments counts frames.
 
-    Times are rounded to frames, as it does since 2015.  No frames are taken off the ends: --snip-edges=false.
+    Times are rounded to frames, as it does since 2015.
 
     Args:
         table: features by recording; those that are there already by utterance are returned as they are.
@@ -100,6 +105,7 @@ def rows_of_segments(
             not exist is returned whole, for the caller to miss.
         frame_shift_s: seconds between frames.
         path: of the segments, for messages.
+        snipped: frames to be taken off the ends, as by its --snip-edges=true, its default.
 
     Raises:
         ConfigError: a stretch ends 0.5 s or more beyond its recording; names it.
@@ -124,7 +130,7 @@ def rows_of_segments(
             cut[utterance] = place
             continue
         start = frames(segment.start_s)
-        end = num if segment.end_s is None else frames(segment.end_s)
+        end = num if segment.end_s is None else frames(segment.end_s) - snipped
         if start >= num or end >= num + frames(MAX_OVERSHOOT_S) or start >= end:
             raise ConfigError(
                 f"{path}: utterance {utterance} is frames {start} to {end} of recording {recording}, which "

@@ -12,6 +12,7 @@ import numpy as np
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
 from speechdp.data.corpora.kaldi_dir import (
     ReadingRules,
+    Segment,
     left_out,
     read_audio_table,
     read_segments,
@@ -33,6 +34,7 @@ from speechdp.data.prepare.kaldi_settings import (
     feature_settings,
     frame_shift_ms,
     manifest_like,
+    snipped_frames,
 )
 from speechdp.data.prepare.kaldi_shards import KaldiShard, KaldiUtterance
 from speechdp.data.prepare.like import open_like
@@ -111,6 +113,7 @@ class _Listed:
     gone: Sequence[str]  # the table has them, but their file does not exist, or is empty
     unreadable: Sequence[str] = ()  # the table has them, but their audio cannot be read
     outside: Sequence[str] = ()  # the table has them, but their recording ends before
+    cut: _CutFeatures | None = None  # the features are of whole recordings
 
     @classmethod
     def read(cls, folder: Path, rules: ReadingRules, config: FeatureConfig, *, feats: bool) -> _Listed:
@@ -118,7 +121,8 @@ class _Listed:
         table = "feats.scp" if feats else "wav.scp"
         # What segments has, and the table has not, is left out and said, as with features.
         lenient = replace(rules, skip_incomplete=True)
-        read = _features_table(folder, rules, config) if feats else read_audio_table(folder, lenient)
+        cut = _CutFeatures.read(folder, rules, config) if feats else None
+        read = read_audio_table(folder, lenient) if cut is None else cut.places(snip_edges=config.snip_edges)
         sources = _with_files(folder, table, read, rules)
         gone = [utterance for utterance in read if utterance not in sources]
         speakers = read_speakers(folder)
@@ -129,7 +133,7 @@ class _Listed:
             for u, speaker in speakers.items()
             if u in sources
         ]
-        return cls(folder, table, sources, speakers, utterances, gone)
+        return cls(folder, table, sources, speakers, utterances, gone, cut=cut)
 
     def with_readable_audio(self, options: PrepareOptions, progress: Progress) -> _Listed:
         """Leave out utterances without audio that can be read to its end, if incomplete ones are."""
@@ -167,13 +171,60 @@ class _Listed:
         return left_out(reasons) + left_out(not_there, max_named=5)
 
 
-def _features_table(folder: Path, rules: ReadingRules, config: FeatureConfig) -> dict[str, MatrixPlace]:
-    """Read where the features of each utterance are; those of whole recordings are cut by segments."""
-    table = read_scp(folder / "feats.scp", rules)
-    segments = folder / "segments"
-    if not segments.is_file():
-        return table
-    return rows_of_segments(table, read_segments(segments), frame_shift_ms(folder, config) / 1000.0, segments)
+@dataclass(frozen=True)
+class _CutFeatures:
+    """Where features are: those of feats.scp, and the stretches that segments cuts out of recordings.
+
+    Attributes:
+        table: of feats.scp.
+        segments: None: there are none.
+        path: of segments.
+        frame_shift_s: between two frames.
+        snipped: frames that are taken off the ends of utterances with snip_edges.
+    """
+
+    table: Mapping[str, MatrixPlace]
+    segments: Mapping[str, Segment] | None
+    path: Path
+    frame_shift_s: float
+    snipped: int
+
+    @classmethod
+    def read(cls, folder: Path, rules: ReadingRules, config: FeatureConfig) -> _CutFeatures:
+        """Read feats.scp and segments.  Raises ConfigError."""
+        path, shift_ms = folder / "segments", frame_shift_ms(folder, config)
+        return cls(
+            read_scp(folder / "feats.scp", rules),
+            read_segments(path) if path.is_file() else None,
+            path,
+            shift_ms / 1000.0,
+            snipped_frames(replace(config, frame_shift_ms=shift_ms)),
+        )
+
+    def places(self, *, snip_edges: bool) -> Mapping[str, MatrixPlace]:
+        """Return where the features of each utterance are.  Raises ConfigError."""
+        if self.segments is None:
+            return self.table
+        snipped = self.snipped if snip_edges else 0
+        return rows_of_segments(self.table, self.segments, self.frame_shift_s, self.path, snipped=snipped)
+
+    def snipped_to_fit(self, utterances: Sequence[KaldiUtterance]) -> list[KaldiUtterance] | None:
+        """Return the utterances as snip_edges cuts them, where only so all of them fit their alignments."""
+        if self.segments is None or not self.table.keys().isdisjoint(self.segments) or _fit(utterances):
+            return None
+        try:
+            places = self.places(snip_edges=True)
+        except ConfigError:  # one has fewer frames than would be taken off
+            return None
+        cut = [replace(u, source=places[u.utterance_id]) for u in utterances]
+        return cut if _fit(cut) else None
+
+
+def _fit(utterances: Sequence[KaldiUtterance]) -> bool:
+    """Tell whether all have as many rows of features as frames in their alignments."""
+    places = [u.source for u in utterances if isinstance(u.source, MatrixPlace)]
+    rows = [place.rows for place in places]
+    return [u.num_frames for u in utterances] == [r[1] - r[0] + 1 for r in rows if r is not None]
 
 
 def _with_files(
@@ -204,7 +255,11 @@ def _align(
     if not found.aligned:
         raise ConfigError(f"{listed.folder}: none of its utterances has an alignment; check --ali")
     utterances = sorted(found.aligned, key=lambda utterance: utterance.utterance_id)
+    snipped = None if listed.cut is None else listed.cut.snipped_to_fit(utterances)
+    utterances = utterances if snipped is None else snipped
     config, sampling_rate = feature_settings(options, utterances, progress)
+    if snipped is not None:
+        config = replace(config, snip_edges=True)
     num_classes = alignments.num_pdfs or found.max_pdf + 1
     rule, splits, unseparated = _divide(listed.folder, options, utterances)
     manifest = Manifest(sampling_rate, config, num_classes, "kaldi", rule, {}, options.store)

@@ -127,6 +127,11 @@ def _with_edges(
     raise frames_differ(utterances[first], num_frames)
 
 
+def snipped_frames(config: FeatureConfig) -> int:
+    """Return how many frames `extract-feature-segments --snip-edges=true` takes off each utterance's end."""
+    return max(0, math.ceil((config.frame_length_ms - config.frame_shift_ms) / config.frame_shift_ms))
+
+
 def manifest_like(like: Dataset, stored: Stored) -> Manifest:
     """Return what holds for data to be scored with a model that was trained on `like`.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 import json
 import shutil
-from collections import OrderedDict
 from dataclasses import asdict
 from pathlib import Path
 
@@ -30,8 +29,6 @@ IntArray = npt.NDArray[np.int64]
 
 _STAGE = "dealing utterances"
 _EVERY = 256
-#: Shards read from whose files are open at a time; a process may open 1024 files on many systems.
-_MOST_OPEN = 128
 
 
 def reshard(options: ReshardOptions, progress: Progress) -> Dataset:
@@ -101,12 +98,11 @@ class _Count:
 
 
 class _Source:
-    """A split's shards, of which at most _MOST_OPEN have their file open."""
+    """A split's shards, and which utterance is where."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self.shards = shards
         self.first = np.cumsum([0, *(shard.num_utterances for shard in shards)])
-        self._recent: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_frames(self) -> IntArray:
@@ -116,11 +112,6 @@ class _Source:
     def find(self, utterance: int) -> tuple[Shard, int]:
         """Return the shard of an utterance, and its place there."""
         number = int(np.searchsorted(self.first, utterance, side="right")) - 1
-        self._recent[number] = None
-        self._recent.move_to_end(number)
-        if len(self._recent) > _MOST_OPEN:
-            oldest, _ = self._recent.popitem(last=False)
-            self.shards[oldest].close()
         return self.shards[number], utterance - int(self.first[number])
 
 

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -66,6 +67,29 @@ class ArrayPlace:
         return 0 if self.offset_bytes is None else self.offset_bytes + self.shape[0] * self.row_bytes
 
 
+#: Readers of an OpenFiles with an open file; a process may open 1024 files on many systems.
+_MOST_OPEN = 128
+
+
+class OpenFiles:
+    """Keeps the files of few readers open, those that were read last; safe from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._recent: OrderedDict[RowReader, None] = OrderedDict()
+
+    def has_read(self, reader: RowReader) -> None:
+        """Note that a reader has its file open; where many have, close the one that was read longest ago."""
+        oldest = None
+        with self._lock:
+            self._recent[reader] = None
+            self._recent.move_to_end(reader)
+            if len(self._recent) > _MOST_OPEN:
+                oldest, _ = self._recent.popitem(last=False)
+        if oldest is not None:
+            oldest.close()  # once its own read, if it is at one, is over
+
+
 class RowReader:
     """Read rows of one file's datasets; safe from several threads.
 
@@ -73,10 +97,15 @@ class RowReader:
     takes a lock a call; chunked datasets, which other tools may have made, go through h5py, which reads
     and unpacks whole chunks however few rows are wanted.  Files are opened at the first read, read-only and
     unlocked, in the process that reads, because an HDF5 handle does not survive a fork.
+
+    Args:
+        path: the file.
+        open_files: closes the file once many others have been read; None: it stays open until `close`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, open_files: OpenFiles | None = None) -> None:
         self._path = path
+        self._open_files = open_files
         self._lock = threading.Lock()
         self._fd: int | None = None
         self._file: Any = None
@@ -104,18 +133,20 @@ class RowReader:
         if place.offset_bytes is None:
             self._read_chunked(place, start, num, out)
             return
-        fd = self.descriptor()
         position = place.offset_bytes + start * place.row_bytes
-        try:
-            got = preadv(fd, [out], position)
-            if got < num_bytes:
-                self._read_rest(fd, out, got, position)
-        except OSError as error:
-            raise ShardError(cannot_be_read(self._path, error)) from error
+        if self._open_files is None:
+            self._read_contiguous(self.descriptor(), out, position)
+            return
+        with self._lock:  # others may have it closed meanwhile
+            self._read_contiguous(self._opened(), out, position)
+        self._open_files.has_read(self)
 
     def descriptor(self) -> int:
-        """Return the open file's descriptor, for reads of contiguous datasets."""
-        return self._fd if self._fd is not None else self._open()
+        """Return the open file's descriptor, for contiguous datasets; only without `open_files`."""
+        if self._fd is not None:
+            return self._fd
+        with self._lock:
+            return self._opened()
 
     def close(self) -> None:
         """Close what the reads opened; a later read opens it again."""
@@ -127,6 +158,14 @@ class RowReader:
                 self._file.close()
                 self._file = None
 
+    def _read_contiguous(self, fd: int, out: memoryview, position: int) -> None:
+        try:
+            got = preadv(fd, [out], position)
+            if got < out.nbytes:
+                self._read_rest(fd, out, got, position)
+        except OSError as error:
+            raise ShardError(cannot_be_read(self._path, error)) from error
+
     def _read_rest(self, fd: int, out: memoryview, got: int, position: int) -> None:
         # The kernel may hand over less than asked (at most 2 GiB a call); only 0 means the end.
         view = np.frombuffer(out, dtype=np.uint8).data
@@ -136,17 +175,17 @@ class RowReader:
                 raise ShardError(f"{self._path}: truncated; {_AGAIN}")
             got += more
 
-    def _open(self) -> int:
-        with self._lock:
-            if self._fd is None:
-                try:
-                    self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-                except OSError as error:
-                    then = "run again"
-                    if error.errno == errno.EMFILE:
-                        then = "run again; or write fewer shards with `speechdp shard`"
-                    raise ShardError(cannot_be_read(self._path, error, then)) from error
-            return self._fd
+    def _opened(self) -> int:
+        """Return the descriptor; its caller has the lock."""
+        if self._fd is None:
+            try:
+                self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                then = "run again"
+                if error.errno == errno.EMFILE:
+                    then = "run again; or write fewer shards with `speechdp shard`"
+                raise ShardError(cannot_be_read(self._path, error, then)) from error
+        return self._fd
 
     def _read_chunked(self, place: ArrayPlace, start: int, num: int, out: memoryview) -> None:
         rows = np.frombuffer(out, dtype=place.dtype).reshape(num, *place.shape[1:])
@@ -155,6 +194,8 @@ class RowReader:
                 self._dataset(place).read_direct(rows, np.s_[start : start + num])
         except (OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise self._unreadable(place, error) from error
+        if self._open_files is not None:
+            self._open_files.has_read(self)
 
     def _read_objects(self, place: ArrayPlace, start: int, num: int) -> npt.NDArray[Any]:
         try:
@@ -162,6 +203,8 @@ class RowReader:
                 rows: npt.NDArray[Any] = self._dataset(place)[start : start + num]
         except (OSError, KeyError, RuntimeError) as error:
             raise self._unreadable(place, error) from error
+        if self._open_files is not None:
+            self._open_files.has_read(self)
         return rows
 
     def _dataset(self, place: ArrayPlace) -> Any:

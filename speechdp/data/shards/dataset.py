@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from speechdp.data.shards.contiguous import OpenFiles
 from speechdp.data.shards.layout import VERSION_OF, ShardHeader, Stored, check_format, stored_in
 from speechdp.data.shards.shard import Shard
 from speechdp.data.shards.writer import ShardWriter
@@ -213,10 +214,10 @@ class Dataset:
         """Return the number of utterances of a split."""
         return self._split(split).utterances
 
-    def open_shard(self, split: str, index: int) -> Shard:
+    def open_shard(self, split: str, index: int, open_files: OpenFiles | None = None) -> Shard:
         """Open a shard and check that it is the one data.json names.  Raises ShardError."""
         entry = self._split(split).shards[index]
-        shard = Shard(self.path / entry.file)
+        shard = Shard(self.path / entry.file, open_files)
         header = shard.header
         for what, found, expected in (
             ("features", header.features, self.features),
@@ -238,10 +239,14 @@ class Dataset:
 
     @contextmanager
     def open_shards(self, split: str) -> Iterator[list[Shard]]:
-        """Open all shards of a split for the block, as `open_shard`, in the order of data.json."""
+        """Open all shards of a split for the block, as `open_shard`, in the order of data.json.
+
+        Few have their file open at a time: there may be more than a process may open files.
+        """
+        open_files = OpenFiles()
         with ExitStack() as stack:
             indices = range(len(self._split(split).shards))
-            yield [stack.enter_context(self.open_shard(split, index)) for index in indices]
+            yield [stack.enter_context(self.open_shard(split, index, open_files)) for index in indices]
 
     def check_num_classes(self, path: Path, found: int) -> None:
         """Compare data.json's number of classes with that of their list at `path`.  Raises ConfigError."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.data.shards.contiguous import ArrayPlace, RowReader
+from speechdp.data.shards.contiguous import ArrayPlace, OpenFiles, RowReader
 from speechdp.data.shards.hdf5_input import HDF5_ERRORS, open_hdf5
 from speechdp.data.shards.layout import (
     SHARD_FORMAT,
@@ -59,11 +59,15 @@ class Shard:
         targets_place: where the targets int32 lie: (F,), or as many as there are symbols.
         storage: how the file is laid out: "contiguous", which reads fastest, "chunked", "chunked gzip", ...
 
+    Args:
+        path: the file.
+        open_files: as of RowReader.
+
     Raises:
         ShardError: not a shard, of another version, truncated or damaged; names file and remedy.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, open_files: OpenFiles | None = None) -> None:
         self.path = path
         opened = _open(path)
         self.header = opened.header
@@ -78,7 +82,7 @@ class Shard:
         self._strings = [opened.places[name] for name in STRING_NAMES]
         slow = {self._content.storage, self.targets_place.storage} - {"contiguous"}
         self.storage = max(slow, key=len, default="contiguous")  # a compressed array costs most
-        self.reader = RowReader(path)
+        self.reader = RowReader(path, open_files)
         rows = self.offsets if self.sample_offsets is None else self.sample_offsets
         self._rows: npt.NDArray[np.int64] = rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from speechdp.experiments.race.record import (
     write_race,
 )
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.stop import LoneStop
 from speechdp.process.ending import Stopped
 from speechdp.report.kit import formatting
 from speechdp.timing.load import LoadMeter
@@ -97,6 +98,8 @@ class _Race:
         self._session, self._options, self._plan, self._out = session, options, plan, out
         #: By the settings' names; None on ranks that have no part in one.
         self._racers: dict[str, Racer | None] = {}
+        self._lone = LoneStop(session.stop, session.comm)
+        self._is_alone = {setting.name: setting.alone for setting in plan.settings}
         self._left_out = dict(plan.left_out)
         self._turns: list[Turn] = []
 
@@ -158,7 +161,7 @@ class _Race:
         group = RaceSession.of(self._session)
         if self._session.comm.rank > 0:
             return group, None
-        return group, RaceSession.of(self._session.alone())
+        return group, RaceSession.of(self._session.alone(self._lone))
 
     def _enter(
         self, setting: RaceSetting, session: RaceSession, base: RaceBase, stack: ExitStack
@@ -248,13 +251,14 @@ class _Race:
             racer.ready()
         comm.barrier()
         begun_s, frames, seconds, steps = time.perf_counter(), 0, 0.0, 0
-        if racer is not None:
-            try:
-                with self._named(name):
-                    frames, steps = racer.run(), racer.steps
-            except RunError as error:
-                raise RunError(f"{name}: {error}") from error
-            seconds = time.perf_counter() - begun_s
+        with self._lone.while_others_wait() if self._is_alone[name] else nullcontext():
+            if racer is not None:
+                try:
+                    with self._named(name):
+                        frames, steps = racer.run(), racer.steps
+                except RunError as error:
+                    raise RunError(f"{name}: {error}") from error
+                seconds = time.perf_counter() - begun_s
         comm.barrier()
         if racer is not None:
             racer.settle()

@@ -27,6 +27,7 @@ from speechdp.experiments.sweep.plan import (
 from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
+from speechdp.parallel.stop import LoneStop
 from speechdp.process.ending import Stopped
 from speechdp.report.runs.results import ONE_RANK
 from speechdp.tasks.model_file import load_model
@@ -201,29 +202,31 @@ def race_of(
 def _train_one_rank(
     session: Session, options: TrainOptions, plan: SweepPlan, run_dir: Path, place: str
 ) -> str | None:
-    """Time rank 0 by itself while the others sleep in the exchange after it; return None, or why it failed.
+    """Time rank 0 by itself while the others wait; return None, or why it failed.  Collective.
 
     Args:
         place: begins the line that says so, as it does those of other runs.
     """
     stopped, message = False, None
-    if session.comm.rank == 0:
-        session.reporter.notice(
-            f"{place}: rank 0 alone for {plan.one_rank_steps} steps, to compare the speed with"
-        )
-        alone = session.alone()
-        # Resolved for all ranks, so that this one has the batch of one of them, not that of all together.
-        own = dataclasses.replace(
-            options.resolve(session.comm.size),
-            strategy=SEQUENTIAL,
-            max_steps=plan.one_rank_steps,
-        )
-        try:
-            message = failure_of(
-                alone.comm, run_dir, lambda: train_or_go_on(alone, own, run_dir), synchronous=True
+    lone = LoneStop(session.stop, session.comm)
+    with lone.while_others_wait():
+        if session.comm.rank == 0:
+            session.reporter.notice(
+                f"{place}: rank 0 alone for {plan.one_rank_steps} steps, to compare the speed with"
             )
-        except Stopped:
-            stopped = True
+            alone = session.alone(lone)
+            # Resolved for all ranks, so that this one has the batch of one of them, not that of all together.
+            own = dataclasses.replace(
+                options.resolve(session.comm.size),
+                strategy=SEQUENTIAL,
+                max_steps=plan.one_rank_steps,
+            )
+            try:
+                message = failure_of(
+                    alone.comm, run_dir, lambda: train_or_go_on(alone, own, run_dir), synchronous=True
+                )
+            except Stopped:
+                stopped = True
     # The others have not trained, but must leave, or know of a failure, as well.
     stopped, message = session.comm.broadcast_object([stopped, message])
     if stopped:

@@ -20,7 +20,6 @@ import torch
 
 import speechdp
 from speechdp import remedies
-from speechdp.checkpoint import folder as checkpoint_folder
 from speechdp.checkpoint import state as checkpoint
 from speechdp.checkpoint.state import (
     RankState,
@@ -35,6 +34,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, RunError
+from speechdp.watchdog import shared_disk
 from tests.helpers.faulty_disk import Crash, faulty_disk, full
 
 ALONE = SerialCommunicator()
@@ -219,7 +219,7 @@ def test_one_rank_that_cannot_write_leaves_the_last_checkpoint_of_all(
 
 def test_a_disk_the_hosts_do_not_share_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 writes on a disk of its own, where rank 0 has made no folder; or there was one of old."""
-    monkeypatch.setattr(checkpoint_folder, "_VISIBLE_S", 0.1)
+    monkeypatch.setattr(shared_disk, "_VISIBLE_S", 0.1)
     for _ in range(2):
         with pytest.raises(
             RunError, match=r"host\d/checkpoints: rank 1 on \S+ does not see what rank 0 .* share"
@@ -231,7 +231,7 @@ def test_a_disk_the_hosts_do_not_share_is_noticed(tmp_path: Path, monkeypatch: p
 def test_a_folder_that_a_rank_may_not_list_is_not_taken_for_another_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_folder, "_UNREADABLE_S", 0.1)
+    monkeypatch.setattr(shared_disk, "_UNREADABLE_S", 0.1)
     iterdir = Path.iterdir
 
     def refused(path: Path) -> Iterator[Path]:
@@ -257,9 +257,9 @@ def test_a_disk_that_stands_still_at_the_start_is_waited_for(
         return iter([path / "probe"] if looks == 3 else [])
 
     clock = SimpleNamespace(monotonic=lambda: looks * 100.0, sleep=lambda seconds: None)
-    monkeypatch.setattr(checkpoint_folder, "time", clock)
+    monkeypatch.setattr(shared_disk, "time", clock)
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    assert checkpoint_folder.is_seen(tmp_path / "checkpoints" / "probe")
+    assert shared_disk.is_seen(tmp_path / "checkpoints" / "probe")
 
 
 # --- broken checkpoints -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.data.shards.dataset import Dataset
-from speechdp.decode import kept_graph, recogniser
+from speechdp.decode import kept_graph, recogniser, tuning
 from speechdp.decode.graphs.graph import CtcTransducer, DecodingGraph, LexiconTransducer
 from speechdp.decode.kept_graph import GRAPH_FOLDER, GRAPH_NAME, RECORD_NAME, KeptGraph, graph_key
 from speechdp.decode.language_model import StoredModel, save_language_model
@@ -114,6 +114,22 @@ def test_tuning_uses_it(dataset: Dataset, tmp_path: Path, built: list[float]) ->
 
     assert len(set(run_threads(2, chosen))) == 1
     assert len(built) == len(set(built)) and (run / GRAPH_FOLDER / GRAPH_NAME).is_file()
+
+
+def test_what_was_chosen_is_not_built_again(
+    dataset: Dataset, tmp_path: Path, built: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was, where another setting was tried after it; and it is kept without an insertion score."""
+    monkeypatch.setattr(tuning, "_VALUES", {"lm_scale": (1.0, 1.4, 2.0), "insertion_log_prob": (-9.0, 0.0)})
+    comm, trained = SerialCommunicator(), oracle(dataset.num_classes)
+    given = DecodingOptions(insertion_log_prob=-9.0)
+    (tmp_path / "run").mkdir()
+    tuned = tune(trained, dataset, "test", given, comm, kept=KeptGraph(tmp_path / "run", comm))
+    assert built == [1.0, 1.4, 2.0] and tuned.options.lm_scale == 1.0
+    after = decode_split(trained, dataset, "test", tmp_path / "run", given, comm)
+    assert built == [1.0, 1.4, 2.0]
+    anew = decode_split(trained, dataset, "test", tmp_path / "other", given, comm)
+    assert told(after) == told(anew) and len(built) == 4
 
 
 def cut(folder: Path) -> None:

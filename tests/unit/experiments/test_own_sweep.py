@@ -19,11 +19,14 @@ from speechdp.data.shards.dataset import FLAT, Dataset
 from speechdp.decode.results import has_word_errors, wer_path
 from speechdp.errors import ConfigError, DivergedError, RunError, SpeechDPError
 from speechdp.experiments.race.plan import RaceOptions
-from speechdp.experiments.sweep import failures
+from speechdp.experiments.sweep import failures, training
 from speechdp.experiments.sweep.failures import failure_of, has_failed
 from speechdp.experiments.sweep.plan import SweepPlan
-from speechdp.experiments.sweep.training import check_sweep, run_sweep
+from speechdp.experiments.sweep.training import _train_one_rank, check_sweep, run_sweep
 from speechdp.options.run import ModelOptions, TrainOptions
+from speechdp.parallel import stop
+from speechdp.parallel.stop import StopRequest
+from speechdp.process.ending import Stopped
 from speechdp.report.sweep.report import write_report
 from speechdp.train.progress import SilentReporter
 from speechdp.train.session import Session
@@ -54,8 +57,6 @@ def sweep(dataset: Dataset, out: Path, *periods: str) -> int:
 def test_a_run_that_diverges_ends_no_other_and_is_shown(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from speechdp.experiments.sweep import training  # noqa: PLC0415 - the module is patched
-
     train = training.train_or_go_on
 
     def diverge(session: Session, options: TrainOptions, run_dir: Path) -> None:
@@ -226,3 +227,46 @@ def test_a_decoding_without_its_errors_by_utterance_is_made_again(tmp_path: Path
     assert not has_word_errors(tmp_path, "test")
     path.write_text("u1 0 1 0 4\nu2 0 0 1 4\n")
     assert has_word_errors(tmp_path, "test")
+
+
+def test_rank_0_alone_hears_of_a_signal_that_another_has_got(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others waited for the end of its run, deaf to signals."""
+    stops, asked = [StopRequest(), StopRequest()], 0
+
+    def train(session: Session, options: TrainOptions, run_dir: Path) -> None:
+        nonlocal asked
+        assert session.comm.size == 1
+        while asked < 10_000:
+            asked += 1
+            stops[1].received = "SIGUSR1"
+            if session.is_asked_to_stop():
+                assert session.stop is not None and session.stop.received == "SIGUSR1"
+                raise Stopped
+
+    monkeypatch.setattr(training, "train_or_go_on", train)
+    monkeypatch.setattr(stop, "_INTERVAL_S", 0.0)
+
+    def rank(comm: Communicator) -> None:
+        session = Session(dataset, comm, torch.device("cpu"), stop=stops[comm.rank])
+        with pytest.raises(Stopped):
+            _train_one_rank(session, OPTIONS, plan("1"), tmp_path, "1 of 1")
+
+    run_threads(2, rank)
+    assert asked < 100 and stops[0].received is None
+
+
+def test_rank_0_alone_that_fails_lets_the_others_know(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(session: Session, options: TrainOptions, run_dir: Path) -> None:
+        raise DivergedError(DIVERGED)
+
+    monkeypatch.setattr(training, "train_or_go_on", train)
+
+    def rank(comm: Communicator) -> str | None:
+        session = Session(dataset, comm, torch.device("cpu"))
+        return _train_one_rank(session, OPTIONS, plan("1"), tmp_path, "1 of 1")
+
+    assert run_threads(2, rank) == [DIVERGED, DIVERGED]

@@ -6,13 +6,16 @@ import contextlib
 import re
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from speechdp.cli.main import run
 from speechdp.errors import ConfigError
+from speechdp.launching import allocation
 from speechdp.launching.allocation import find_allocation
 from speechdp.launching.hostfile import Host, is_host_name
 from speechdp.launching.hostlist import MAX_HOSTS, HostListError, expand_host_list, expand_task_counts
@@ -338,6 +341,45 @@ def test_hosts_that_slurm_has_not_given_the_job_are_refused(
     code, told = run(words), capsys.readouterr().err
     assert (code, told.startswith(f"speechdp: {file}: ")) == ((1, True) if said else (0, False)), told
     assert said in told
+
+
+#: By name; that of this machine is the second, as Debian writes it.
+_ADDRESSES = {"n1": ["10.0.0.1", "10.1.0.1"], "n2": ["127.0.1.1"], "n3": ["10.0.0.3"]}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lines", "shown"),
+    [
+        ("n[1-3]", "10.1.0.1 slots=1\n10.0.0.2 slots=2\nn3 slots=1\n", "n1:1,n2:2,n3:1"),
+        ("n[1-3]", "10.9.9.9 slots=1\n", "10.9.9.9:1"),  # an address of n2 that is not known here, maybe
+        ("n[1,3]", "10.9.9.9 slots=1\n", "10.9.9.9 is not one of the hosts of Slurm job 7 (n1, n3)"),
+        ("n[1-3]", "N1 slots=1\n10.0.0.1 slots=1\n", "N1 and 10.0.0.1 are both the node n1; keep one line"),
+    ],
+)
+def test_addresses_of_a_hostfile_are_nodes_of_the_slurm_job(
+    nodes: str,
+    lines: str,
+    shown: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """mpirun took them for hosts without slots, and srun for nodes that there are not."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": "2(x3)"}
+    if nodes == "n[1,3]":
+        job["SLURM_TASKS_PER_NODE"] = "2(x2)"
+    for name, value in job.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(socket, "gethostname", lambda: "n2")
+    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], _ADDRESSES[name]))
+    own = {"eth0": [SimpleNamespace(address="10.0.0.2")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: own)
+    allocation._addresses_of.cache_clear()
+    file = write(tmp_path, lines)
+    run(["launch", "--dry-run", "--hostfile", file, "--", "train", "D", "R"])
+    told = capsys.readouterr()
+    assert shown in told.out + told.err
+    allocation._addresses_of.cache_clear()
 
 
 def test_srun_starts_no_more_ranks_than_there_are_cores_for_all_of_each(

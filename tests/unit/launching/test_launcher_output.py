@@ -91,6 +91,8 @@ def read(text: str, piece: int | None = None) -> tuple[str, list[Fault]]:
         ("srun: error: n2: task 1: Killed\n", Fault("killed", 1, "n2", signal=9)),
         ("srun: error: n2: tasks 1-2: Exited with exit code 70\n", Fault("exited", 1, "n2", exit_code=70)),
         ("srun: error: Node failure on n3\n", Fault("host lost", host="n3")),
+        ("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n", Fault("step aborted")),
+        ("srun: error: Timed out waiting for job step to complete\n", Fault("step timed out")),
     ],
 )
 def test_a_known_text_is_a_fault_and_not_shown(text: str, fault: Fault, piece: int | None) -> None:
@@ -126,12 +128,46 @@ def test_anything_else_is_passed_on_as_it_is(text: str, piece: int | None) -> No
     [
         "slurmstepd: error: *** STEP 8.0 ON n1 CANCELLED AT 2026-11-28T16:45:34 ***\n",
         "slurmstepd-n1: error: *** STEP 8.0 ON n1 CANCELLED AT 2026-11-28T16:45:34 ***\n",  # Debian's
-        "srun: error: Timed out waiting for job step to complete\n",
         "srun: cluster configuration lacks support for cpu binding\n",
     ],
 )
 def test_what_srun_says_besides_is_not_shown(text: str, piece: int | None) -> None:
     assert read("before\n" + text + "after\n", piece) == ("before\nafter\n", [])
+
+
+#: Of srun, when n3 is lost: rank 1 has noticed it, and rank 0 is killed for that.
+ABORTED_BY_SRUN = (
+    "speechdp: rank 1 on n2: allreduce of 'parameters' failed\n"
+    "slurmstepd-n1: error: *** STEP 2.0 ON n1 CANCELLED AT 2026-11-28T22:06:49 ***\n"
+    "srun: Job step aborted: Waiting up to 4 seconds for job step to finish.\n"
+    "srun: error: n1: task 0: Killed\n"
+    "srun: error: n2: task 1: Exited with exit code 70\n"
+)
+KILLED_BEFORE = "srun: error: n3: task 2: Killed\n"
+TIMED_OUT = "srun: error: Timed out waiting for job step to complete\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "was_killed", "cause"),
+    [
+        (ABORTED_BY_SRUN + TIMED_OUT, False, Fault("host lost", host="n3.cluster")),
+        (ABORTED_BY_SRUN, True, Fault("host lost", host="n3.cluster")),  # KillWait is 30 s by default
+        # It has ended by itself: the ranks on n3 as well, with exit code 0.
+        (ABORTED_BY_SRUN, False, Fault("killed", 0, "n1", signal=9)),
+        # One that was killed before the others were ended is the cause.
+        (
+            "srun: error: n3: task 2: Killed\n" + ABORTED_BY_SRUN,
+            True,
+            Fault("killed", 2, "n3.cluster", signal=9),
+        ),
+    ],
+)
+def test_the_host_that_srun_waits_for_is_the_lost_one(text: str, was_killed: bool, cause: Fault) -> None:
+    """The rank that was killed for that was said to have failed, and restarts left out its host."""
+    hosts = [Host("n1", 1), Host("n2", 1), Host("n3.cluster", 1)]
+    faults = located(read(text)[1], hosts, was_killed=was_killed)
+    assert first_cause(faults) == cause
+    assert not [fault for fault in faults if fault.kind.startswith("step ")]
 
 
 def test_hosts_are_called_as_in_the_hostfile() -> None:

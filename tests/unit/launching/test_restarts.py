@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from speechdp.cli.launch import LaunchCommand, check_options
+from speechdp.cli.main import run
 from speechdp.errors import ConfigError
 from speechdp.launching.faults import Fault
 from speechdp.launching.hostfile import Host, Hostfile
@@ -290,3 +291,42 @@ def test_a_script_is_started_again_as_it_is_whatever_it_failed_with() -> None:
     script.next_hosts(failed.faults)
     assert script.going_on(["train.py", "--overwrite"]) == ("train.py", "--overwrite")
     assert "--max-restarts 1 are used up" in (script.why_not(failed, 1) or "")
+
+
+@pytest.mark.parametrize(
+    ("over_it", "without", "said"),
+    [
+        (("n1", "n2", "n3"), (), ""),
+        (
+            ("n1", "n3"),
+            ("n2",),
+            "--interface lo: mpirun starts nothing on n2 over it, but does without it",
+        ),
+        (("n1", "n3"), (), ""),  # down, say, of which the start itself tells
+    ],
+)
+def test_an_interface_that_leads_nowhere_is_told_before_the_start(
+    over_it: tuple[str, ...],
+    without: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """mpirun spoke of a firewall, and launch of what ssh says, which said nothing."""
+    started: list[Sequence[str]] = []
+
+    def reachable(self: object, hosts: Sequence[Host], *, by_interface: bool = True) -> list[Host]:
+        return [host for host in hosts if host.name in (over_it if by_interface else without)]
+
+    def run_job(argv: Sequence[str], *_: object, **__: object) -> JobEnd:
+        started.append(argv)
+        return JobEnd(0, None)
+
+    monkeypatch.setattr("speechdp.cli.launch._Starter.reachable", reachable)
+    monkeypatch.setattr("speechdp.cli.launch.run_job", run_job)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"{host.name} slots=1\n" for host in HOSTS))
+    words = ["launch", "--hostfile", str(hosts), "--interface", "lo", "--", "python", "script.py"]
+    assert run(words) == (1 if said else 0)
+    assert said in capsys.readouterr().err and len(started) == (not said)

@@ -34,12 +34,14 @@ from speechdp.ownership.claimant import Claimant
 from speechdp.ownership.overwrite import RUN, TUNE, check_overwrite, empty
 from speechdp.ownership.owner import OWNER_FILE, FolderOwner, Surroundings
 from speechdp.parallel.run_files import Metrics
+from speechdp.parallel.script_folder import ScriptFolder
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Ended
 from speechdp.tasks.metrics import Metric
 from speechdp.train.ownership import owned
 from speechdp.train.progress import SilentReporter
 from speechdp.train.session import Session
+from speechdp.watchdog import shared_disk
 from tests.helpers.corpora import needs_espeak
 from tests.helpers.jobs import SPEECHDP
 from tests.helpers.mpi import REPOSITORY, job_environment
@@ -524,3 +526,40 @@ def test_half_an_old_directory_is_not_brought_back(
     with new_data_dir(data, overwrite=False) as directory:
         (directory / "newer").touch()
     assert os.listdir(tmp_path) == ["data"] and os.listdir(data) == ["newer"]  # noqa: PTH208
+
+
+def test_a_folder_that_a_rank_does_not_see_is_refused_before_anything_is_done_in_it(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told at the first checkpoint, hours later where alignments were made before."""
+    monkeypatch.setattr(shared_disk, "_VISIBLE_S", 0.1)
+    (tmp_path / "host1" / "run").mkdir(parents=True)
+
+    def own(comm: Communicator) -> None:
+        folder = tmp_path / f"host{comm.rank}" / "run"
+        with (
+            pytest.raises(
+                RunError, match=r"/run: rank 1 on \S+ does not see what rank 0 .*; put RUN on a disk"
+            ),
+            owned(Session(dataset, comm, torch.device("cpu")), folder, "train"),
+        ):
+            pytest.fail("begun")
+
+    run_threads(2, own)
+    assert not (tmp_path / "host0" / "run").exists()  # nor kept
+
+
+def test_a_script_is_told_at_its_start_that_it_will_not_be_able_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Where it saves nothing, it can train all the same."""
+    monkeypatch.setattr(shared_disk, "_VISIBLE_S", 0.1)
+
+    def begin(comm: Communicator) -> None:
+        folder = ScriptFolder(tmp_path / f"host{comm.rank}" / "run", comm)
+        folder.begin({}, torch.device("cpu"), state_of=None)
+        folder.release()
+
+    run_threads(2, begin)
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "does not see" in line]
+    assert line.startswith("speechdp: warning: ") and line.endswith("until then no checkpoint can be saved")

@@ -365,6 +365,36 @@ def test_segments_are_cut_out_of_features_of_recordings(options: PrepareOptions)
         prepare(changed(options, overwrite=True), no_progress)
 
 
+def test_segments_whose_ends_kaldi_has_snipped_are_cut_so(options: PrepareOptions, tmp_path: Path) -> None:
+    """As `extract-feature-segments` does by default; the alignment tells, and data like it have none."""
+    folder = kaldi_of(options)[0]
+    long = np.concatenate(list(FEATURES.values()))  # 93 frames
+    write_feats(folder, {"rec": long})
+    spans = {f"utt{n}": (8 * n, 8 * n + 20) for n in range(8)} | {"utt7": (80, 94)}
+    (folder / "segments").write_text(
+        "".join(f"{u} rec {first / 100 + 1e-6} {end / 100 + 1e-6}\n" for u, (first, end) in spans.items())
+    )
+    frames = {u: end - 2 - first for u, (first, end) in spans.items()}
+    ali = ali_dir(tmp_path / "snipped", alignments_for(frames))
+    dataset = prepared(changed(options, ali=ali)).dataset
+    assert dataset.features.snip_edges
+    found = utterances_of(dataset)
+    for name, (first, end) in spans.items():
+        expected = normalise(long[first : end - 2], OF_KALDI)
+        np.testing.assert_allclose(found[name].content, expected, atol=1e-6)
+    like = PrepareOptions(
+        (tmp_path / "alike",), from_kaldi=KaldiOptions(kaldi=folder), like=dataset.path, workers=1
+    )
+    alike = utterances_of(prepared(like).dataset)
+    assert {name: one.content.tobytes() for name, one in alike.items()} == {
+        name: one.content.tobytes() for name, one in found.items()
+    }
+    # One that fits neither is named, with the frames of segments as they are.
+    ali = ali_dir(tmp_path / "odd", alignments_for(frames | {"utt3": 19}))
+    with pytest.raises(ConfigError, match=r"utterance utt.: 20 frames of features, 18 in its alignment"):
+        prepare(changed(options, ali=ali, overwrite=True), no_progress)
+
+
 def test_archives_of_another_machine_are_found_by_a_map(options: PrepareOptions) -> None:
     folder = kaldi_of(options)[0]
     (folder / "data").mkdir()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -14,15 +12,16 @@ import numpy as np
 import pytest
 
 from speechdp.cli import main
-from speechdp.data.prepare import reshard as reshard_module
 from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.prepare.reshard import deal_by_frames, reshard
+from speechdp.data.shards import contiguous
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError, ShardError
 from speechdp.options.prepare import PrepareOptions
 from speechdp.options.reshard import Balance, ReshardOptions
 from tests.helpers.corpora import digit_folder, no_progress
 from tests.helpers.faulty_disk import faulty_disk, full
+from tests.helpers.limits import few_files
 from tests.helpers.tiny_data import TinySizes, flip_byte, write_tiny_data
 
 
@@ -110,16 +109,10 @@ def test_one_split_is_dealt_and_the_others_are_copied(dataset: Dataset, tmp_path
 def test_splits_that_stay_may_have_more_shards_than_a_process_may_open_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reshard_module, "_MOST_OPEN", 1)
+    monkeypatch.setattr(contiguous, "_MOST_OPEN", 1)
     dataset = write_tiny_data(tmp_path / "data", TinySizes(train=40, dev=40, test=40, shards=40))
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = os.open(tmp_path, os.O_RDONLY)  # the lowest number that is free
-    os.close(free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 30, limits[1]))
-    try:
+    with few_files(30):
         new = reshard(ReshardOptions(dataset.path, tmp_path / "new", 2, split="train"), no_progress)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert contents(new, "dev") == contents(dataset, "dev")
 
 
@@ -157,7 +150,7 @@ def test_chunked_shards_become_contiguous(dataset: Dataset, tmp_path: Path) -> N
 def test_few_files_are_open_at_a_time(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reshard_module, "_MOST_OPEN", 1)
+    monkeypatch.setattr(contiguous, "_MOST_OPEN", 1)
     new = reshard(ReshardOptions(dataset.path, tmp_path / "new", 2), no_progress)
     assert contents(new, "train") == contents(dataset, "train")
 

@@ -6,6 +6,7 @@ import fcntl
 import gc
 import tracemalloc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -20,6 +21,8 @@ from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, ShardError
 from tests.helpers.corpora import write_shard
 from tests.helpers.faulty_reads import FaultyReads
+from tests.helpers.limits import few_files
+from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
 HOSTILE = ("../../etc/passwd", "a\nb", 'q"\\', "\x1b[31m", "\u202e", "é" * 300, " ", "-rf", "$(id)", "")
 
@@ -148,6 +151,25 @@ def test_a_file_truncated_in_mid_epoch(tmp_path: Path, chunked: bool) -> None:
         file.truncate(shard.path.stat().st_size // 3)
     with pytest.raises(ShardError, match=rf"{shard.path.name}: .*(truncated|damaged)"):
         shard.verify()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_split_may_have_more_shards_than_a_process_may_open_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunked: bool
+) -> None:
+    monkeypatch.setattr(contiguous, "_MOST_OPEN", 4)
+    dataset = write_tiny_data(tmp_path / "data", TinySizes(train=40, shards=40))
+    if chunked:
+        for path in dataset.shard_paths("train"):
+            recompressed(path, path.with_suffix(".new"), compression="gzip").close()
+            path.with_suffix(".new").replace(path)
+    with dataset.open_shards("train") as shards:
+        expected = [shard.read_utterance(0) for shard in shards]
+    with few_files(20), dataset.open_shards("train") as shards, ThreadPoolExecutor(3) as threads:
+        read = threads.map(lambda place: shards[place % 40].read_utterance(0), range(200))
+        for place, utterance in enumerate(read):
+            assert utterance.utterance_id == expected[place % 40].utterance_id
+            np.testing.assert_array_equal(utterance.targets, expected[place % 40].targets)
 
 
 def test_targets_of_an_alignment_fail_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

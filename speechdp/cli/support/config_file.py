@@ -1,0 +1,109 @@
+"""Options of a command from a file: --config FILE.json, a JSON object of options or a run's run.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import tyro
+
+from speechdp.counting import did_you_mean
+from speechdp.errors import ConfigError
+from speechdp.files import cannot_be_read
+from speechdp.json_input import parse_json
+
+_OPTION = "--config"
+_RUN_FORMAT = "speechdp-run"
+#: Of the options that run.json records: what they came to on that run's ranks.
+_RESOLVED = "resolved"
+
+
+def with_config(arguments: Sequence[str], of_command: Callable[[], type]) -> list[str]:
+    """Return a command line with the options of its --config in place of that, before the others, which win.
+
+    Args:
+        arguments: of a subcommand; what follows `--` is another's.
+        of_command: returns the dataclass of the subcommand's options.
+
+    Raises:
+        ConfigError: the file cannot be read, holds no options, or one that the subcommand has not.
+    """
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    own, rest = list(arguments[:end]), list(arguments[end:])
+    places = [place for place, word in enumerate(own) if word.partition("=")[0] == _OPTION]
+    if not places:
+        return [*own, *rest]
+    if len(places) > 1:
+        raise ConfigError(f"{_OPTION} is given {len(places)} times; put all options into one file")
+    (place,) = places
+    _, equals, value = own.pop(place).partition("=")
+    if not equals:
+        if place == len(own):
+            raise ConfigError(f"{_OPTION} needs a file: {_OPTION} FILE.json")
+        value = own.pop(place)
+    words = list(_words(Path(value), _options_of(of_command())))
+    first = next((i for i, word in enumerate(own) if word.startswith("-")), len(own))
+    return [*own[:first], *words, *own[first:], *rest]
+
+
+def _options_of(command: type) -> dict[str, bool]:
+    """Return the options of a command and its groups, and whether each is a flag: --like or --no-like."""
+    found: dict[str, bool] = {}
+    for name, hint in get_type_hints(command, include_extras=True).items():
+        marks = getattr(hint, "__metadata__", ())
+        kind = hint.__origin__ if marks else hint
+        if tyro.conf.Positional in marks or tyro.conf.Suppress in marks:
+            continue
+        is_value = any(isinstance(mark, tyro.constructors.PrimitiveConstructorSpec) for mark in marks)
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not is_value:
+            found |= _options_of(kind)
+        else:
+            found["--" + name.replace("_", "-")] = kind is bool
+    return found
+
+
+def _words(path: Path, known: Mapping[str, bool]) -> Iterator[str]:
+    try:
+        values = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(cannot_be_read(path, error, f"give {_OPTION} a file of options")) from error
+    except ValueError as error:
+        raise ConfigError(f'{path}: is no JSON ({error}); write {{"batch-size": 8}}, say') from error
+    if isinstance(values, dict) and values.get("format") == _RUN_FORMAT:
+        values = values.get("options")
+        if isinstance(values, dict):
+            values = {name: value for name, value in values.items() if name != _RESOLVED}
+    if not isinstance(values, dict):
+        raise ConfigError(f'{path}: holds no options; write a JSON object, {{"batch-size": 8}}, say')
+    for name, value in _flat(values):
+        option = "--" + name.replace("_", "-")
+        if option not in known:
+            meant = did_you_mean(option, known)
+            raise ConfigError(f"{path}: {name!r} is no option of this command{meant or '; leave it out'}")
+        yield from _of(path, option, value, is_flag=known[option])
+
+
+def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a file, those of groups, as in run.json, too; null is one that is not given."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value)
+        elif value is not None:
+            yield name, value
+
+
+def _of(path: Path, option: str, value: Any, *, is_flag: bool) -> list[str]:
+    if is_flag and isinstance(value, bool):
+        return [option if value else f"--no-{option.removeprefix('--')}"]
+    if isinstance(value, list) and all(isinstance(one, (str, int, float)) for one in value):
+        return [option, *map(_text, value)] if value else []
+    if isinstance(value, (str, int, float)):
+        return [f"{option}={_text(value)}"]
+    raise ConfigError(f"{path}: {option} is {json.dumps(value)[:80]}; write a text, a number, true or a list")
+
+
+def _text(value: str | float) -> str:
+    return str(value)

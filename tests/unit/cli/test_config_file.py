@@ -1,0 +1,123 @@
+"""--config FILE.json: options of a file, as if they were given, and the command line wins over it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speechdp.cli import main
+from speechdp.cli.support.config_file import _options_of
+from speechdp.cli.train import TrainCommand
+from speechdp.errors import ConfigError
+
+
+def trained(*words: str) -> TrainCommand:
+    command = main.parse("train", list(main._with_config("train", ["D", "R", *words])))
+    assert isinstance(command, TrainCommand)
+    return command
+
+
+def file_of(folder: Path, content: Any) -> str:
+    path = folder / "options.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_options_of_a_file_are_as_if_they_were_given(tmp_path: Path) -> None:
+    values = {"batch_size": 3, "flat-start": True, "spec_augment": False, "learning-rate": 1e-3, "seed": None}
+    values["bidirectional"] = True  # no flag: it takes True or False
+    file = file_of(tmp_path, {**values, "strategy": "model_averaging:period=4", "held_out": "train"})
+    given = [
+        "--batch-size",
+        "3",
+        "--bidirectional",
+        "True",
+        "--flat-start",
+        "--no-spec-augment",
+        "--learning-rate",
+        "0.001",
+    ]
+    expected = trained(*given, "--strategy", "model_averaging:period=4", "--held-out", "train")
+    for words in (["--config", file], [f"--config={file}"]):
+        assert trained(*words) == expected
+    assert expected.options.to_json()["batch"]["batch_size"] == 3  # as run.json records it
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_command_line_wins(before: bool, tmp_path: Path) -> None:
+    config = ["--config", file_of(tmp_path, {"epochs": 3, "seed": 7, "flat_start": True})]
+    own = ["--epochs", "5", "--no-flat-start"]
+    options = trained(*(own + config if before else config + own)).options
+    assert (options.epochs, options.seed, options.flat_start) == (5, 7, False)
+
+
+def test_a_run_is_repeated_by_its_record(tmp_path: Path) -> None:
+    words = ["--batch-size", "3", "--speed-perturb", "--strategy", "bmuf:period=2", "--epochs", "2"]
+    options = trained(*words, "--seed", "5", "--optimizer", "sgd", "--slow-ranks", "1:2").options
+    record = {"format": "speechdp-run", "seed": 1, "options": options.to_json(2)}
+    again = trained("--config", file_of(tmp_path, record)).options
+    assert again == options
+    other = trained("--config", file_of(tmp_path, record), "--seed", "6").options
+    assert other == dataclasses.replace(options, seed=6)
+
+
+def test_forwarded_commands_and_scripts_have_their_own(tmp_path: Path) -> None:
+    file = file_of(tmp_path, {"epochs": 3})
+    launch = ["-np", "2", "--", "train", "D", "R", "--config", file, "--seed", "2"]
+    assert main._with_config("launch", launch) == [*launch[:6], "--epochs=3", *launch[8:]]
+    script = ["--", "python", "train.py", "--config", file]
+    assert main._with_config("launch", script) == script
+    own = ["D", "--script", "train.py", "--", "--config", file]
+    assert main._with_config("compare", own) == own
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"batchsize": 3}, "'batchsize' is no option of this command; did you mean --batch-size?"),
+        ({"model": {"cels": 3}}, "'cels' is no option of this command; did you mean --cells?"),
+        ({"qqqqqq": 3}, "'qqqqqq' is no option of this command; leave it out"),
+        ({"run_dir": "D"}, "'run_dir' is no option of this command"),
+        ({"epochs": [[3]]}, "--epochs is [[3]]; write a text, a number, true or a list"),
+        ([3], "holds no options; write a JSON object"),
+        ({"format": "speechdp-run"}, "holds no options"),
+        ("{", "is no JSON"),
+    ],
+)
+def test_what_is_no_option_is_refused_by_name(content: Any, message: str, tmp_path: Path) -> None:
+    file = file_of(tmp_path, content)
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: {message}")) as caught:
+        trained("--config", file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there_or_not_given(tmp_path: Path) -> None:
+    for words, message in (
+        (["--config", str(tmp_path / "none.json")], "none.json: cannot be read (No such file"),
+        (["--config"], "--config needs a file"),
+        (["--config", "a", "--config=b"], "--config is given 2 times"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            trained(*words)
+
+
+def test_every_option_of_help_may_stand_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """But for those that start other commands: --config stands after -- there."""
+    for name, command in main.SUBCOMMANDS.items():
+        if name in ("launch", "submit", "doctor"):
+            continue
+        module = importlib.import_module(f"speechdp.cli.{command.module}")
+        known = _options_of(getattr(module, command.class_name)).keys()
+        with pytest.raises(SystemExit):
+            main.parse(name, ["--help"])
+        shown = set(
+            re.findall(r"^[│ ]{0,4}(?:-\w, )?(--[a-z][a-z0-9-]*)", capsys.readouterr().out, re.MULTILINE)
+        )
+        assert len(shown) > 2 or name in ("inspect", "report")
+        assert shown - {"--help", "--script"} <= known  # --script: how another form is asked for
