@@ -208,7 +208,7 @@ def _describe_precision(session: Session, options: TrainOptions) -> list[str]:
         formats.append(f"{options.precision} (autocast) in training and evaluation, weights in float32")
     elif session.device.type == "cpu" and has_amx():
         formats.append(
-            "fp32; LSTMs train faster with --precision bf16 on this CPU, which has AMX (docs/training.md)"
+            "fp32; LSTMs may train faster with --precision bf16 on this CPU, which has AMX (docs/training.md)"
         )
     if session.device.type == "cuda":
         formats.append(tf32_in_force())
