@@ -495,7 +495,13 @@ class _Starter:
         Args:
             by_interface: over the interface of the options, if they have one.
         """
+        if not hosts:
+            return []
+        of_job = dict(
+            self._environ
+        )  # these may be some of its hosts: what they share cores by is not for all
         _, environment = self.prepare(tuple(hosts), ())
+        self._environ = of_job
 
         def probe(host: Host) -> list[str]:
             job = LaunchJob(

@@ -319,7 +319,9 @@ def _with_config(name: str, arguments: Sequence[str]) -> Sequence[str]:
     """
     if not any(word.startswith("--config") for word in arguments):
         return arguments
-    if name in _WITH_COMMAND and "--" in arguments:
+    if name in _WITH_COMMAND:
+        if "--" not in arguments:
+            return arguments  # which is refused, with what to write
         place = arguments.index("--") + 1
         own, forwarded = arguments[:place], arguments[place:]
         if forwarded and forwarded[0] in SUBCOMMANDS:

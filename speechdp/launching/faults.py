@@ -145,6 +145,7 @@ def short_name(host: str) -> str:
 
 def first_cause(faults: Sequence[Fault]) -> Fault | None:
     """Return the fault that tells most about why a job ended: what came first, a message before others."""
+    faults = [fault for fault in faults if fault.kind not in _OF_STEP]
     said = next((fault for fault in faults if fault.kind == "said"), None)
     # Behind ssh a killed rank looks like this; those who speak have only noticed it.
     speakers = {fault.rank for fault in faults if fault.kind == "said"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import tyro
 
@@ -19,6 +19,10 @@ _OPTION = "--config"
 _RUN_FORMAT = "speechdp-run"
 #: Of the options that run.json records: what they came to on that run's ranks.
 _RESOLVED = "resolved"
+#: What a run.json may hold relative to the folder that its run was started in.
+_OF_PATHS = ("--alignments", "--initial-model")
+#: How the value of an option is written: as --like or --no-like, as a value, or the option again for each.
+_Kind = Literal["flag", "value", "repeated"]
 
 
 def with_config(arguments: Sequence[str], of_command: Callable[[], type]) -> list[str]:
@@ -44,14 +48,15 @@ def with_config(arguments: Sequence[str], of_command: Callable[[], type]) -> lis
         if place == len(own):
             raise ConfigError(f"{_OPTION} needs a file: {_OPTION} FILE.json")
         value = own.pop(place)
-    words = list(_words(Path(value), _options_of(of_command())))
+    given = {word.partition("=")[0] for word in own}
+    words = list(_words(Path(value), _options_of(of_command()), given))
     first = next((i for i, word in enumerate(own) if word.startswith("-")), len(own))
     return [*own[:first], *words, *own[first:], *rest]
 
 
-def _options_of(command: type) -> dict[str, bool]:
-    """Return the options of a command and its groups, and whether each is a flag: --like or --no-like."""
-    found: dict[str, bool] = {}
+def _options_of(command: type) -> dict[str, _Kind]:
+    """Return the options of a command and its groups, each with the way its value is written."""
+    found: dict[str, _Kind] = {}
     for name, hint in get_type_hints(command, include_extras=True).items():
         marks = getattr(hint, "__metadata__", ())
         kind = hint.__origin__ if marks else hint
@@ -61,11 +66,21 @@ def _options_of(command: type) -> dict[str, bool]:
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not is_value:
             found |= _options_of(kind)
         else:
-            found["--" + name.replace("_", "-")] = kind is bool
+            repeated = tyro.conf.UseAppendAction in marks
+            found["--" + name.replace("_", "-")] = (
+                "flag" if kind is bool else "repeated" if repeated else "value"
+            )
     return found
 
 
-def _words(path: Path, known: Mapping[str, bool]) -> Iterator[str]:
+def _words(path: Path, known: Mapping[str, _Kind], given: Collection[str]) -> Iterator[str]:
+    """Yield the words of a file's options.  Raises ConfigError.
+
+    Args:
+        known: options of the command.
+        given: those of the command line, which win; what is repeated would be added to them.
+    """
+    began_in = ""
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -73,7 +88,7 @@ def _words(path: Path, known: Mapping[str, bool]) -> Iterator[str]:
     except ValueError as error:
         raise ConfigError(f'{path}: is no JSON ({error}); write {{"batch-size": 8}}, say') from error
     if isinstance(values, dict) and values.get("format") == _RUN_FORMAT:
-        values = values.get("options")
+        began_in, values = str(values.get("directory", "")), values.get("options")
         if isinstance(values, dict):
             values = {name: value for name, value in values.items() if name != _RESOLVED}
     if not isinstance(values, dict):
@@ -83,7 +98,10 @@ def _words(path: Path, known: Mapping[str, bool]) -> Iterator[str]:
         if option not in known:
             meant = did_you_mean(option, known)
             raise ConfigError(f"{path}: {name!r} is no option of this command{meant or '; leave it out'}")
-        yield from _of(path, option, value, is_flag=known[option])
+        if known[option] == "repeated" and option in given:
+            continue
+        relative = option in _OF_PATHS and isinstance(value, str)
+        yield from _of(path, option, str(Path(began_in) / value) if relative else value, known[option])
 
 
 def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -95,10 +113,12 @@ def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _of(path: Path, option: str, value: Any, *, is_flag: bool) -> list[str]:
-    if is_flag and isinstance(value, bool):
+def _of(path: Path, option: str, value: Any, kind: _Kind) -> list[str]:
+    if kind == "flag" and isinstance(value, bool):
         return [option if value else f"--no-{option.removeprefix('--')}"]
     if isinstance(value, list) and all(isinstance(one, (str, int, float)) for one in value):
+        if kind == "repeated":
+            return [f"{option}={_text(one)}" for one in value]
         return [option, *map(_text, value)] if value else []
     if isinstance(value, (str, int, float)):
         return [f"{option}={_text(value)}"]

@@ -212,8 +212,9 @@ class _CutFeatures:
         """Return the utterances as snip_edges cuts them, where only so all of them fit their alignments."""
         if self.segments is None or not self.table.keys().isdisjoint(self.segments) or _fit(utterances):
             return None
+        aligned = {u.utterance_id: self.segments[u.utterance_id] for u in utterances}
         try:
-            places = self.places(snip_edges=True)
+            places = replace(self, segments=aligned).places(snip_edges=True)
         except ConfigError:  # one has fewer frames than would be taken off
             return None
         cut = [replace(u, source=places[u.utterance_id]) for u in utterances]

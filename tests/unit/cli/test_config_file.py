@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from speechdp.cli import main
+from speechdp.cli.prepare import PrepareCommand
 from speechdp.cli.support.config_file import _options_of
 from speechdp.cli.train import TrainCommand
 from speechdp.errors import ConfigError
@@ -121,3 +122,33 @@ def test_every_option_of_help_may_stand_in_a_file(capsys: pytest.CaptureFixture[
         )
         assert len(shown) > 2 or name in ("inspect", "report")
         assert shown - {"--help", "--script"} <= known  # --script: how another form is asked for
+
+
+def test_paths_of_a_runs_record_are_relative_to_where_it_was_started(tmp_path: Path) -> None:
+    options = {"alignments": "R/alignments/1", "initial_model": "/models/R", "epochs": 3}
+    record = {"format": "speechdp-run", "directory": "/started/here", "options": options}
+    options = trained("--config", file_of(tmp_path, record)).options
+    assert str(options.alignments) == "/started/here/R/alignments/1"
+    assert str(options.initial_model) == "/models/R"
+    own = trained("--config", file_of(tmp_path, {"alignments": "R/alignments/1"})).options
+    assert str(own.alignments) == "R/alignments/1"
+
+
+def test_an_option_that_is_repeated_is_so_for_each_value(tmp_path: Path) -> None:
+    def maps(*words: str) -> tuple[str, ...]:
+        config = ["--config", file_of(tmp_path, {"path_map": ["/a=/b", "/c=/d"]})]
+        command = main.parse("prepare", list(main._with_config("prepare", ["C", "D", *config, *words])))
+        assert isinstance(command, PrepareCommand)
+        return command.files.path_map
+
+    assert maps() == ("/a=/b", "/c=/d")
+    assert maps("--path-map", "/e=/f") == ("/e=/f",)
+
+
+def test_the_file_of_a_launched_command_stands_after_two_dashes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = file_of(tmp_path, {"epochs": 3})
+    with pytest.raises(SystemExit):
+        main.run(["launch", "-np", "1", "train", "D", "R", "--config", file])
+    assert "write -- before the command: ... -- train" in capsys.readouterr().err

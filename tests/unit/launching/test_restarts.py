@@ -330,3 +330,18 @@ def test_an_interface_that_leads_nowhere_is_told_before_the_start(
     words = ["launch", "--hostfile", str(hosts), "--interface", "lo", "--", "python", "script.py"]
     assert run(words) == (1 if said else 0)
     assert said in capsys.readouterr().err and len(started) == (not said)
+
+
+def test_an_interface_of_one_machine_is_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is no other host to ask."""
+    started: list[Sequence[str]] = []
+
+    def run_job(argv: Sequence[str], *_: object, **__: object) -> JobEnd:
+        started.append(argv)
+        return JobEnd(0, None)
+
+    monkeypatch.setattr("speechdp.cli.launch.run_job", run_job)
+    assert run(["launch", "-np", "1", "--interface", "lo", "--", "python", "script.py"]) == 0
+    assert len(started) == 1, capsys.readouterr().err
