@@ -446,6 +446,9 @@ class _Starter:
         """
         self._starts += 1
         argv, environment = self.prepare(hosts, arguments, reason)
+        # Packed otherwise after a fault, ranks must not compute otherwise: sums would round differently.
+        if "OMP_NUM_THREADS" in environment:
+            self._environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
         end = run_job(argv, environment, _stop_policy(self._options, hosts), request=self._request)
         return replace(end, faults=located(end.faults, hosts, was_killed=end.killed_by is not None))
 
@@ -465,9 +468,6 @@ class _Starter:
         )
         cores = share_of_cores(hosts, self._place.allocation, available_cores())
         environment = child_environment(job, self._mpi, self._environ, is_root=os.geteuid() == 0, cores=cores)
-        # Packed otherwise after a fault, ranks must not compute otherwise: sums would round differently.
-        if "OMP_NUM_THREADS" in environment:
-            self._environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
         environment[TERMINAL] = describe_terminal()
         # By this a further start knows whose place it takes in the folder that the one before has owned.
         if self._starts:
@@ -497,11 +497,7 @@ class _Starter:
         """
         if not hosts:
             return []
-        of_job = dict(
-            self._environ
-        )  # these may be some of its hosts: what they share cores by is not for all
         _, environment = self.prepare(tuple(hosts), ())
-        self._environ = of_job
 
         def probe(host: Host) -> list[str]:
             job = LaunchJob(

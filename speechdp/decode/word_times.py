@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,9 @@ from speechdp.labels.hmm import (
 )
 from speechdp.labels.lexicon import SILENCE, Lexicon
 from speechdp.labels.transcript_hmm import BLANK
+
+#: A word's visits to states, or to classes: [first, end).
+_Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -58,25 +61,16 @@ def word_spans(
             visit += 1
         return visit
 
-    # Depth first: a pronunciation may be the beginning of another, and may itself begin or end with silence.
-    paths: list[tuple[int, tuple[tuple[int, int], ...]]] = [(0, ())]
-    tried: set[tuple[int, int]] = set()  # in vain, by now: else there may be as many paths as 2 ** words
-    while paths:
-        visit, placed = paths.pop()
-        if (visit, len(placed)) in tried:
-            continue
-        tried.add((visit, len(placed)))
-        if len(placed) == len(words):
-            if after_silence(visit) == len(visited):
-                pairs = zip(words, placed, strict=True)
-                return [WordSpan(word, int(begins[a]), int(ends[b - 1])) for word, (a, b) in pairs]
-            continue
+    def places(visit: int, number: int) -> Iterator[_Place]:
         for first in range(visit, after_silence(visit) + 1):
-            for variant in reversed(variants[len(placed)]):
+            for variant in reversed(variants[number]):
                 if visited[first : first + len(variant)] == variant:
-                    end = first + len(variant)
-                    paths.append((end, (*placed, (first, end))))
-    raise AssertionError("the alignment is not one of this transcript")
+                    yield first, first + len(variant)
+
+    placed = _placed(len(words), places, lambda visit: after_silence(visit) == len(visited))
+    return [
+        WordSpan(word, int(begins[a]), int(ends[b - 1])) for word, (a, b) in zip(words, placed, strict=True)
+    ]
 
 
 def ctc_word_spans(
@@ -111,27 +105,46 @@ def ctc_word_spans(
         [[c for c in phones_of(v, inventory) if c != BLANK] for v in lexicon.pronunciations[word]]
         for word in words
     ]
-    paths: list[tuple[int, tuple[tuple[int, int], ...]]] = [(0, ())]
-    tried: set[tuple[int, int]] = set()  # as in `word_spans`
+
+    def places(visit: int, number: int) -> Iterator[_Place]:
+        for first in (visit - 1, visit) if visit else (visit,):  # the last is tried first
+            for variant in reversed(variants[number]):
+                if visited[first : first + len(variant)] == variant and (variant or first == visit):
+                    yield first, first + len(variant)
+
+    placed = _placed(len(words), places, lambda visit: visit == len(visited))
+    return _divided(words, placed, begins, ends)
+
+
+def _placed(
+    num_words: int, places: Callable[[int, int], Iterable[_Place]], is_end: Callable[[int], bool]
+) -> tuple[_Place, ...]:
+    """Return the visits [first, end) of each word of an alignment.
+
+    Depth first: a pronunciation may be the beginning of another, and may itself begin or end with silence.
+
+    Args:
+        num_words: of the transcript.
+        places: given the visit behind the word before and a word's number, where it may be; the last is
+            tried first.
+        is_end: whether no word is missing where the last one ends.
+    """
+    paths: list[tuple[int, tuple[_Place, ...]]] = [(0, ())]
+    tried: set[tuple[int, int]] = set()  # in vain, by now: else there may be as many paths as 2 ** words
     while paths:
         visit, placed = paths.pop()
         if (visit, len(placed)) in tried:
             continue
         tried.add((visit, len(placed)))
-        if len(placed) == len(words):
-            if visit == len(visited):
-                return _divided(words, placed, begins, ends)
-            continue
-        for first in (visit - 1, visit) if visit else (visit,):  # the last is tried first
-            for variant in reversed(variants[len(placed)]):
-                if visited[first : first + len(variant)] == variant and (variant or first == visit):
-                    end = first + len(variant)
-                    paths.append((end, (*placed, (first, end))))
+        if len(placed) < num_words:
+            paths += ((end, (*placed, (first, end))) for first, end in places(visit, len(placed)))
+        elif is_end(visit):
+            return placed
     raise AssertionError("the alignment is not one of this transcript")
 
 
 def _divided(
-    words: Sequence[str], placed: Sequence[tuple[int, int]], begins: IntArray, ends: IntArray
+    words: Sequence[str], placed: Sequence[_Place], begins: IntArray, ends: IntArray
 ) -> list[WordSpan]:
     """Return the words' frames; a visit to a phone that several words share has a part for each."""
     sharing: dict[int, list[int]] = {}

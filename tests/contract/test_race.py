@@ -49,6 +49,8 @@ OPTIONS = options_with(layers=1, cells=6, dropout=0.0, batch_size=2)
 #: An epoch of 41 utterances has a dozen steps: turns end within epochs.
 SIZES = TinySizes(train=41)
 ROUNDS, STEPS = 2, 5
+#: Steps of a turn that would last for a while, and the setting of rank 0 alone.
+LONG_TURN, ALONE = 200, "one-rank"
 #: What adapts to training does not race.
 RACING = [name for name in strategy_names() if name != "adaptive_averaging"]
 
@@ -162,14 +164,14 @@ def test_one_rank_alone_races_beside_all(
 ) -> None:
     averaging = StrategyChoice("gradient_averaging")
     settings = [
-        RaceSetting("one-rank", averaging, alone=True, batch_of=2),
+        RaceSetting(ALONE, averaging, alone=True, batch_of=2),
         RaceSetting("gradient_averaging", averaging),
         RaceSetting("period 4", StrategyChoice("model_averaging:period=4")),
     ]
     race, _ = raced(dataset, tmp_path, settings, monkeypatch)
     assert race.plan.baseline == "gradient_averaging"
-    assert all(turn.frames[1] == 0 for turn in race.turns if turn.setting == "one-rank")
-    assert set(race.speeds()) == {"one-rank", "gradient_averaging", "period 4"}
+    assert all(turn.frames[1] == 0 for turn in race.turns if turn.setting == ALONE)
+    assert set(race.speeds()) == {ALONE, "gradient_averaging", "period 4"}
     assert {turn.steps for turn in race.turns if turn.setting == "period 4"} == {8}
 
 
@@ -343,29 +345,36 @@ def test_a_rank_that_is_lost_in_a_turn_ends_the_race(
     assert find_failure(failure_path(tmp_path, 2)) is None  # it is no fault of the setting
 
 
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("strategy", ["gradient_averaging", "delayed_averaging:period=2", "easgd:period=2"])
-def test_a_request_to_stop_ends_a_long_turn_early(
-    dataset: Dataset, tmp_path: Path, strategy: str, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was noticed between turns, of which one can last for longer than a launcher waits."""
-    steps, after = 200, 0
-    others = [text for text in ("gradient_averaging", "model_averaging:period=2") if text != strategy]
-    settings = [RaceSetting(text, StrategyChoice(text)) for text in (strategy, others[0])]
-    plan = RaceOptions(ROUNDS, steps).plan(2, 1, settings, {})
+def steps_after_a_request(
+    dataset: Dataset,
+    folder: Path,
+    settings: list[RaceSetting],
+    turn: tuple[int, str],
+    rank: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> int:
+    """Ask rank 1 of a race to stop in a long turn, hold the race, which ends; return what `rank` still does.
+
+    Args:
+        turn: the round and the setting's name.
+        rank: whose steps of that turn are counted, from the one before which rank 1 is asked.
+    """
+    plan = RaceOptions(ROUNDS, LONG_TURN).plan(2, 1, settings, {})
     stops = [StopRequest(), StopRequest()]
-    turn, advance = race_run._Race._turn, Trainer.advance
+    take_turn, advance = race_run._Race._turn, Trainer.advance
     monkeypatch.setattr(racer, "_LONG_TURN_S", 0.0)  # the first turn counts as long in any case
     due: list[str] = []
+    after = 0
 
     def note(self: race_run._Race, of_round: int, name: str) -> object:
-        if self._session.comm.rank == 1 and (of_round, name) == (number, strategy):
+        if self._session.comm.rank == rank and (of_round, name) == turn:
             due.append(name)
-        return turn(self, of_round, name)
+        return take_turn(self, of_round, name)
 
     def ask(self: Trainer, loader: Any) -> object:
         nonlocal after
-        if due and self.parts.comm.rank == 1:
+        if due and self.parts.comm.rank == rank:
+            assert self.parts.comm.size == (1 if turn[1] == ALONE else 2)
             stops[1].received = "SIGTERM"
             after += 1
         return advance(self, loader)
@@ -374,11 +383,24 @@ def test_a_request_to_stop_ends_a_long_turn_early(
     monkeypatch.setattr(Trainer, "advance", ask)
 
     def race(comm: Communicator) -> None:
-        hold_race(Session(dataset, comm, CPU, stop=stops[comm.rank]), OPTIONS, plan, tmp_path)
+        hold_race(Session(dataset, comm, CPU, stop=stops[comm.rank]), OPTIONS, plan, folder)
 
     with pytest.raises(Stopped):
         run_threads(2, race, 300.0)
-    assert 0 < after < steps / 2 and find_race(tmp_path, 2) is None
+    assert find_race(folder, 2) is None
+    return after
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "delayed_averaging:period=2", "easgd:period=2"])
+def test_a_request_to_stop_ends_a_long_turn_early(
+    dataset: Dataset, tmp_path: Path, strategy: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was noticed between turns, of which one can last for longer than a launcher waits."""
+    others = [text for text in ("gradient_averaging", "model_averaging:period=2") if text != strategy]
+    settings = [RaceSetting(text, StrategyChoice(text)) for text in (strategy, others[0])]
+    after = steps_after_a_request(dataset, tmp_path, settings, (number, strategy), 1, monkeypatch)
+    assert 0 < after < LONG_TURN / 2
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -386,39 +408,12 @@ def test_a_request_to_a_rank_that_waits_ends_a_long_turn_of_rank_0_alone(
     dataset: Dataset, tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was noticed when that turn was over."""
-    steps, after = 200, 0
     averaging = StrategyChoice("gradient_averaging")
     settings = [RaceSetting(text, StrategyChoice(text)) for text in ("gradient_averaging", "bmuf:period=2")]
-    settings.append(RaceSetting("one-rank", averaging, alone=True, batch_of=2))
-    plan = RaceOptions(ROUNDS, steps).plan(2, 1, settings, {})
-    stops = [StopRequest(), StopRequest()]
-    turn, advance = race_run._Race._turn, Trainer.advance
-    monkeypatch.setattr(racer, "_LONG_TURN_S", 0.0)
+    settings.append(RaceSetting(ALONE, averaging, alone=True, batch_of=2))
     monkeypatch.setattr(stop, "_INTERVAL_S", 0.0)
-    due: list[str] = []
-
-    def note(self: race_run._Race, of_round: int, name: str) -> object:
-        if self._session.comm.rank == 0 and (of_round, name) == (number, "one-rank"):
-            due.append(name)
-        return turn(self, of_round, name)
-
-    def ask(self: Trainer, loader: Any) -> object:
-        nonlocal after
-        if due:
-            assert self.parts.comm.size == 1
-            stops[1].received = "SIGTERM"
-            after += 1
-        return advance(self, loader)
-
-    monkeypatch.setattr(race_run._Race, "_turn", note)
-    monkeypatch.setattr(Trainer, "advance", ask)
-
-    def race(comm: Communicator) -> None:
-        hold_race(Session(dataset, comm, CPU, stop=stops[comm.rank]), OPTIONS, plan, tmp_path)
-
-    with pytest.raises(Stopped):
-        run_threads(2, race, 300.0)
-    assert 0 < after < steps / 2 and find_race(tmp_path, 2) is None
+    after = steps_after_a_request(dataset, tmp_path, settings, (number, ALONE), 0, monkeypatch)
+    assert 0 < after < LONG_TURN / 2
 
 
 @pytest.mark.parametrize("asynchronous", ["ad_psgd", "easgd:period=2"])

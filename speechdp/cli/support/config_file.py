@@ -14,9 +14,9 @@ from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError
 from speechdp.files import cannot_be_read
 from speechdp.json_input import parse_json
+from speechdp.parallel.run_files import RUN_FORMAT
 
 _OPTION = "--config"
-_RUN_FORMAT = "speechdp-run"
 #: Of the options that run.json records: what they came to on that run's ranks.
 _RESOLVED = "resolved"
 #: What a run.json may hold relative to the folder that its run was started in.
@@ -87,7 +87,7 @@ def _words(path: Path, known: Mapping[str, _Kind], given: Collection[str]) -> It
         raise ConfigError(cannot_be_read(path, error, f"give {_OPTION} a file of options")) from error
     except ValueError as error:
         raise ConfigError(f'{path}: is no JSON ({error}); write {{"batch-size": 8}}, say') from error
-    if isinstance(values, dict) and values.get("format") == _RUN_FORMAT:
+    if isinstance(values, dict) and values.get("format") == RUN_FORMAT:
         began_in, values = str(values.get("directory", "")), values.get("options")
         if isinstance(values, dict):
             values = {name: value for name, value in values.items() if name != _RESOLVED}
@@ -118,12 +118,8 @@ def _of(path: Path, option: str, value: Any, kind: _Kind) -> list[str]:
         return [option if value else f"--no-{option.removeprefix('--')}"]
     if isinstance(value, list) and all(isinstance(one, (str, int, float)) for one in value):
         if kind == "repeated":
-            return [f"{option}={_text(one)}" for one in value]
-        return [option, *map(_text, value)] if value else []
+            return [f"{option}={one}" for one in value]
+        return [option, *map(str, value)] if value else []
     if isinstance(value, (str, int, float)):
-        return [f"{option}={_text(value)}"]
+        return [f"{option}={value}"]
     raise ConfigError(f"{path}: {option} is {json.dumps(value)[:80]}; write a text, a number, true or a list")
-
-
-def _text(value: str | float) -> str:
-    return str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +40,7 @@ from speechdp.data.prepare.kaldi_settings import (
 from speechdp.data.prepare.kaldi_shards import KaldiShard, KaldiUtterance
 from speechdp.data.prepare.like import open_like
 from speechdp.data.prepare.reading import reading_rules
-from speechdp.data.prepare.unreadable import (
-    HAVE_TIMES_OUTSIDE,
-    HAVE_UNREADABLE_AUDIO,
-    find_outside,
-    find_unreadable,
-)
+from speechdp.data.prepare.unreadable import without_audio
 from speechdp.data.shards.dataset import Manifest
 from speechdp.data.signal.audio import AudioSource, file_of
 from speechdp.data.signal.features import FeatureConfig
@@ -111,8 +107,8 @@ class _Listed:
     speakers: Mapping[str, str]
     utterances: list[KaldiUtterance]
     gone: Sequence[str]  # the table has them, but their file does not exist, or is empty
-    unreadable: Sequence[str] = ()  # the table has them, but their audio cannot be read
-    outside: Sequence[str] = ()  # the table has them, but their recording ends before
+    #: The table has them, but not their audio; by what is said of them.
+    without_audio: Mapping[str, Sequence[str]] = field(default_factory=dict)
     cut: _CutFeatures | None = None  # the features are of whole recordings
 
     @classmethod
@@ -140,16 +136,13 @@ class _Listed:
         audio = {u: source for u, source in self.sources.items() if not isinstance(source, MatrixPlace)}
         if not (options.files.skip_incomplete and audio):
             return self
-        spoilt = find_unreadable(map(file_of, audio.values()), options.workers, progress)
-        unreadable = [u for u, source in audio.items() if file_of(source) in spoilt]
-        outside = find_outside({u: source for u, source in audio.items() if file_of(source) not in spoilt})
-        without = {*unreadable, *outside}
+        found = without_audio(audio, options.workers, progress)
+        without = {*chain.from_iterable(found.values())}
         return replace(
             self,
             sources={u: source for u, source in self.sources.items() if u not in without},
             utterances=[u for u in self.utterances if u.utterance_id not in without],
-            unreadable=unreadable,
-            outside=outside,
+            without_audio=found,
         )
 
     def left_out(
@@ -157,7 +150,7 @@ class _Listed:
     ) -> tuple[str, ...]:
         """Say which utterances are not `taken`, and why; those `aligned` are not listed completely."""
         ids = {utterance.utterance_id for utterance in taken}
-        listed = {*self.sources, *self.gone, *self.unreadable, *self.outside}
+        listed = {*self.sources, *self.gone, *chain.from_iterable(self.without_audio.values())}
         reasons = {
             f"are in {self.table} with a file that does not exist or is empty": self.gone,
             f"are not in {self.table}": [u for u in self.speakers if u not in listed],
@@ -167,8 +160,7 @@ class _Listed:
                 u for u in aligned if u not in listed and u not in self.speakers
             ],
         }
-        not_there = {HAVE_UNREADABLE_AUDIO: self.unreadable, HAVE_TIMES_OUTSIDE: self.outside}
-        return left_out(reasons) + left_out(not_there, max_named=5)
+        return left_out(reasons) + left_out(self.without_audio, max_named=5)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 from pathlib import Path
 
 from speechdp.data.corpora.corpus import Corpus
@@ -12,12 +13,7 @@ from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.corpora.pipes import PipeRunner
 from speechdp.data.corpora.reader import read_corpus, reader_of
 from speechdp.data.prepare.jobs import Progress
-from speechdp.data.prepare.unreadable import (
-    HAVE_TIMES_OUTSIDE,
-    HAVE_UNREADABLE_AUDIO,
-    find_outside,
-    find_unreadable,
-)
+from speechdp.data.prepare.unreadable import without_audio
 from speechdp.data.signal.audio import file_of
 from speechdp.errors import ConfigError
 from speechdp.options.prepare import PrepareOptions
@@ -90,13 +86,8 @@ def _with_audio(corpus: Corpus, rules: ReadingRules, *, is_kaldi: bool) -> Corpu
 
 def _with_readable_audio(corpus: Corpus, num_workers: int | None, progress: Progress) -> Corpus:
     """Leave out utterances without audio that can be read to its end, before splits and words are chosen."""
-    unreadable = find_unreadable((file_of(u.audio) for u in corpus.utterances), num_workers, progress)
-    spoilt = [u.utterance_id for u in corpus.utterances if file_of(u.audio) in unreadable]
-    outside = find_outside(
-        {u.utterance_id: u.audio for u in corpus.utterances if file_of(u.audio) not in unreadable}
-    )
-    gone = {*spoilt, *outside}
+    without = without_audio({u.utterance_id: u.audio for u in corpus.utterances}, num_workers, progress)
+    gone = {*chain.from_iterable(without.values())}
     there = tuple(u for u in corpus.utterances if u.utterance_id not in gone)
-    reasons = {HAVE_UNREADABLE_AUDIO: spoilt, HAVE_TIMES_OUTSIDE: outside}
-    notices = corpus.notices + left_out(reasons, max_named=5)
+    notices = corpus.notices + left_out(without, max_named=5)
     return dataclasses.replace(corpus, utterances=there, notices=notices)

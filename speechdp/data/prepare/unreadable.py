@@ -8,15 +8,34 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from speechdp.data.prepare.jobs import Progress
-from speechdp.data.signal.audio import AudioSource, probe, read_through
+from speechdp.data.signal.audio import AudioSource, file_of, probe, read_through
 from speechdp.errors import ConfigError, OutsideRecordingError, UnreadableAudioError
-
-#: What is said of utterances that are left out for it.
-HAVE_UNREADABLE_AUDIO = "have unreadable audio"
-HAVE_TIMES_OUTSIDE = "have times outside of the recording"
 
 _MAX_NAMED = 5
 _AS_THE_OPTION_DOES = ", as --skip-incomplete does"
+
+
+def without_audio(
+    sources: Mapping[str, AudioSource], num_workers: int | None, progress: Progress
+) -> dict[str, list[str]]:
+    """Return the utterances whose audio cannot be read to its end, or that are no stretch of it.
+
+    Args:
+        sources: the audio of utterances, by their ids.
+        num_workers, progress: as of `find_unreadable`.
+
+    Returns:
+        Their ids, by what is said of them.
+
+    Raises:
+        ConfigError: no utterance has any; or a file is missing, or of 0 bytes.
+    """
+    spoilt = find_unreadable(map(file_of, sources.values()), num_workers, progress)
+    readable = {utterance: source for utterance, source in sources.items() if file_of(source) not in spoilt}
+    return {
+        "have unreadable audio": [utterance for utterance in sources if utterance not in readable],
+        "have times outside of the recording": find_outside(readable),
+    }
 
 
 def find_unreadable(files: Iterable[Path], num_workers: int | None, progress: Progress) -> frozenset[Path]:

@@ -293,6 +293,19 @@ def test_a_script_is_started_again_as_it_is_whatever_it_failed_with() -> None:
     assert "--max-restarts 1 are used up" in (script.why_not(failed, 1) or "")
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """Take what `launch` starts for done; return the argv of each."""
+    jobs: list[Sequence[str]] = []
+
+    def run_job(argv: Sequence[str], *_: object, **__: object) -> JobEnd:
+        jobs.append(argv)
+        return JobEnd(0, None)
+
+    monkeypatch.setattr("speechdp.cli.launch.run_job", run_job)
+    return jobs
+
+
 @pytest.mark.parametrize(
     ("over_it", "without", "said"),
     [
@@ -309,22 +322,17 @@ def test_an_interface_that_leads_nowhere_is_told_before_the_start(
     over_it: tuple[str, ...],
     without: tuple[str, ...],
     said: str,
+    started: list[Sequence[str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """mpirun spoke of a firewall, and launch of what ssh says, which said nothing."""
-    started: list[Sequence[str]] = []
 
     def reachable(self: object, hosts: Sequence[Host], *, by_interface: bool = True) -> list[Host]:
         return [host for host in hosts if host.name in (over_it if by_interface else without)]
 
-    def run_job(argv: Sequence[str], *_: object, **__: object) -> JobEnd:
-        started.append(argv)
-        return JobEnd(0, None)
-
     monkeypatch.setattr("speechdp.cli.launch._Starter.reachable", reachable)
-    monkeypatch.setattr("speechdp.cli.launch.run_job", run_job)
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"{host.name} slots=1\n" for host in HOSTS))
     words = ["launch", "--hostfile", str(hosts), "--interface", "lo", "--", "python", "script.py"]
@@ -333,15 +341,8 @@ def test_an_interface_that_leads_nowhere_is_told_before_the_start(
 
 
 def test_an_interface_of_one_machine_is_taken(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    started: list[Sequence[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There is no other host to ask."""
-    started: list[Sequence[str]] = []
-
-    def run_job(argv: Sequence[str], *_: object, **__: object) -> JobEnd:
-        started.append(argv)
-        return JobEnd(0, None)
-
-    monkeypatch.setattr("speechdp.cli.launch.run_job", run_job)
     assert run(["launch", "-np", "1", "--interface", "lo", "--", "python", "script.py"]) == 0
     assert len(started) == 1, capsys.readouterr().err
