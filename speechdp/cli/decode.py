@@ -59,6 +59,8 @@ class DecodeCommand:
     backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
     """Library the ranks communicate with.
     auto: horovod if installed, else mpi; torch: torch.distributed; serial: a single rank."""
+    task: Annotated[str | None, shown("NAME|MODULE:CLASS", "none")] = None
+    """Task that the model was trained as, where its network is one of your own (docs/api.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: on a GPU if there is one, else on the CPU."""
 
@@ -88,11 +90,13 @@ class DecodeCommand:
         from speechdp.decode.split import decode_split, opened_split  # noqa: PLC0415
         from speechdp.decode.tuning import tune  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
+        from speechdp.tasks.registry import networks_of  # noqa: PLC0415
 
         self._decoding_options(self.search)
         dataset = Dataset.open(self.data)
         check_world(comm, {"data checksum": dataset.checksum, "configuration": repr(self)})
-        trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank), ctc=True)
+        device = choose_device(self.device, comm.local_rank)
+        trained = load_model(self.run_dir, device, ctc=True, own=networks_of(self.task))
         if is_ctc(trained.config):
             self.search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
         options, tuning = self._decoding_options(*self._with_earlier_weights(dataset, comm)), None

@@ -36,6 +36,8 @@ class PosteriorsCommand:
     log_posterior: the model's output as it is."""
     prior_scale: Annotated[float, shown("SCALE")] = 1.0
     """Scale of the log-priors that are subtracted for log_likelihood, 0 to 1."""
+    task: Annotated[str | None, shown("NAME|MODULE:CLASS", "none")] = None
+    """Task that the model was trained as, where its network is one of your own (docs/api.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: on a GPU if there is one, else on the CPU."""
     overwrite: bool = False
@@ -57,6 +59,7 @@ class PosteriorsCommand:
         from speechdp.decode.posteriors import PosteriorOptions, write_posteriors  # noqa: PLC0415
         from speechdp.errors import ConfigError  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
+        from speechdp.tasks.registry import networks_of  # noqa: PLC0415
 
         if comm.size > 1:
             raise ConfigError(f"posteriors writes one archive and runs on one rank, not {comm.size}")
@@ -64,7 +67,8 @@ class PosteriorsCommand:
         scp = None if self.scp is None else output_file(self.scp, overwrite=self.overwrite)
         options = PosteriorOptions(self.split, out, scp, self.kind, self.prior_scale)
         dataset = Dataset.open(self.data)
-        trained = load_model(self.run_dir, choose_device(self.device, comm.local_rank))
+        device = choose_device(self.device, comm.local_rank)
+        trained = load_model(self.run_dir, device, own=networks_of(self.task))
         with progress_bar(Console(stderr=True)) as progress:
             result = write_posteriors(
                 trained, dataset, options, lambda done, total: progress("scoring", done, total)

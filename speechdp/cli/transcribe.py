@@ -56,6 +56,8 @@ class TranscribeCommand:
     """Cut recordings that are longer than this, at pauses: a model hears best what is as long as its training
     utterances were."""
     search: Annotated[RecognitionOptions, heading("search")] = field(default_factory=RecognitionOptions)
+    task: Annotated[str | None, shown("NAME|MODULE:CLASS", "none")] = None
+    """Task that the model was trained as, where its network is one of your own (docs/api.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: on a GPU if there is one, else on the CPU."""
     overwrite: bool = False
@@ -71,6 +73,7 @@ class TranscribeCommand:
         from speechdp.decode.origin import is_ctc  # noqa: PLC0415
         from speechdp.decode.transcribe import Transcriber, kept_data  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
+        from speechdp.tasks.registry import networks_of  # noqa: PLC0415
 
         launch = announced()
         if launch is not None and launch.size > 1:
@@ -80,7 +83,8 @@ class TranscribeCommand:
         printed, outputs = self._printed(), self._outputs()
         recordings = self._recordings()
         _refuse_to_replace(recordings.values(), outputs)
-        trained = load_model(self.run_dir, choose_device(self.device, 0), ctc=True)
+        device = choose_device(self.device, 0)
+        trained = load_model(self.run_dir, device, ctc=True, own=networks_of(self.task))
         if is_ctc(trained.config):
             self.search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
         kept = kept_data(self.run_dir)

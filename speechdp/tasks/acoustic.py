@@ -5,7 +5,6 @@ Legend: B batch, T frames, C classes, H what the output layer sees.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from speechdp.errors import ConfigError
+from speechdp.extensions import write_options
 from speechdp.labels.transcript_hmm import TranscriptOptions, num_ctc_classes
 from speechdp.models.lstm_config import LstmConfig
 from speechdp.models.precision import at_least_float32
@@ -21,11 +21,10 @@ from speechdp.tasks.base import LOSS, FrameScores, LossSum, Stage, Task, TaskDat
 from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB, RECORDS, SPEECH_ACCURACY, TRANSCRIPT_LOG_PROB
 
 if TYPE_CHECKING:  # options know the task, and --help and the launcher do without torch and HDF5
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from speechdp.data.loading.batch import Batch
     from speechdp.data.shards.dataset import Dataset
-    from speechdp.models.lstm_am import LstmAcousticModel
     from speechdp.tasks.model_file import ClassCounts
 
 #: Of all log-probabilities in --criterion full-sum.  Neighbouring frames are not independent: with scale 1
@@ -89,20 +88,37 @@ class AcousticTask(Task):
 
         return replace(self, silence=classes_of(dataset).silence)
 
-    def make_model(self, data: TaskData) -> LstmAcousticModel:
-        """Return the LSTM with initial weights."""
+    def make_network(self, feature_dim: int, num_classes: int) -> nn.Module:
+        """Return the network with initial weights, drawn from torch's random numbers, on the CPU.
+
+        A task derived from this one has another network by this method alone.  Decoding makes it again, of
+        the options that were trained with, and gives it the weights of the model file.
+
+        Returns:
+            Maps features (B, T, F) and lengths (B,), on the CPU, to logits (B, T, C).  If it also has
+            `encode`, of the same arguments, to (B, T, H), and `output`, from (..., H) to logits, only frames
+            with a target are classified in training, and `profile` times both parts.
+        """
         from speechdp.models.lstm_am import LstmAcousticModel  # noqa: PLC0415
 
-        return LstmAcousticModel(data.feature_dim, data.num_classes, self.sizes)
+        return LstmAcousticModel(feature_dim, num_classes, self.sizes)
 
-    def loss(self, model: LstmAcousticModel, batch: Batch) -> LossSum:
+    def make_model(self, data: TaskData) -> Any:
+        """Return the network for these data."""
+        return self.make_network(data.feature_dim, self.num_outputs(data))
+
+    def num_outputs(self, data: TaskData) -> int:
+        """Return how many classes the network tells apart: those of the targets."""
+        return data.num_classes
+
+    def loss(self, model: Any, batch: Batch) -> LossSum:
         """Return the summed cross-entropy of a batch with at least one frame."""
         from torch import nn  # noqa: PLC0415
 
         logits, targets = self._learnt_frames(model, batch)
         return LossSum(nn.functional.cross_entropy(logits, targets, reduction="sum"), batch.num_frames)
 
-    def score(self, model: LstmAcousticModel, batch: Batch) -> FrameScores:
+    def score(self, model: Any, batch: Batch) -> FrameScores:
         """Score a batch (Kaldi's log-probability per frame and frame accuracy, as sums)."""
         import torch  # noqa: PLC0415
 
@@ -114,18 +130,18 @@ class AcousticTask(Task):
             {LOG_PROB.key: log_prob.item(), **accuracy.sums}, batch.num_frames, accuracy.counts
         )
 
-    def stages(self, model: LstmAcousticModel) -> tuple[Stage, ...]:
-        """Return the LSTM stack (with the choice of learnt frames), the output layer, cross-entropy."""
+    def stages(self, model: Any) -> tuple[Stage, ...]:
+        """Return the network but its output layer (with the choice of learnt frames), that, cross-entropy."""
         from torch import nn  # noqa: PLC0415
 
         from speechdp.data.loading.batch import IGNORED_TARGET  # noqa: PLC0415
 
         def encode(values: Values, batch: Batch) -> Values:
             learnt = batch.targets != IGNORED_TARGET  # (B, T)
-            return {"encoded": model.encode(batch.features, batch.lengths)[learnt]}  # (frames, H)
+            return {"encoded": _encoded(model, batch)[learnt]}  # (frames, H)
 
         def classify(values: Values, batch: Batch) -> Values:
-            return {"logits": model.output(values["encoded"])}  # (frames, C)
+            return {"logits": _classified(model, values["encoded"])}  # (frames, C)
 
         def lose(values: Values, batch: Batch) -> Values:
             targets = batch.targets[batch.targets != IGNORED_TARGET]
@@ -141,22 +157,28 @@ class AcousticTask(Task):
         return {**super().describe_data(data), "classes_sha256": classes_of(data.dataset).sha256}
 
     def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
-        """Write the model with the counts that decoding needs; another model than ours as any task's."""
+        """Write the model with the counts that decoding needs; one that is not decoded as any task's."""
         from speechdp.tasks.model_file import save_model  # noqa: PLC0415
 
         if not self.decodes:
             super().save(run_dir, model, facts, counts)
             return
-        assert counts is not None
-        save_model(run_dir, model, counts, facts)
+        save_model(run_dir, model, counts, {**self._made_by(model), **facts})
 
-    def _learnt_frames(self, model: LstmAcousticModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _made_by(self, model: Any) -> dict[str, Any]:
+        """Return what a model file says of a network that is not ours: the task that makes it again."""
+        from speechdp.models.lstm_am import LstmAcousticModel  # noqa: PLC0415
+
+        is_ours = isinstance(model, LstmAcousticModel)
+        return {} if is_ours else {"task": self.name, "options": write_options(self)}
+
+    def _learnt_frames(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         from speechdp.data.loading.batch import IGNORED_TARGET  # noqa: PLC0415
 
         # Padding and context leave before the output layer: with 32,000 classes it is most of the work.
         learnt = batch.targets != IGNORED_TARGET  # (B, T)
-        encoded = model.encode(batch.features, batch.lengths)[learnt]  # (frames, H)
-        return at_least_float32(model.output(encoded)), batch.targets[learnt]
+        logits = _classified(model, _encoded(model, batch)[learnt])  # (frames, C)
+        return at_least_float32(logits), batch.targets[learnt]
 
     def _accuracy(self, correct: Tensor, targets: Tensor, num_frames: int) -> FrameScores:
         """Count the frames that are right, and those of them that are not silence.
@@ -183,13 +205,30 @@ class AcousticTask(Task):
         return (targets != IGNORED_TARGET) & ~torch.isin(targets, silence)
 
 
+def _has_parts(model: Any) -> bool:
+    return hasattr(model, "encode") and hasattr(model, "output")
+
+
+def _encoded(model: Any, batch: Batch) -> Tensor:
+    """Return what a network's output layer sees, (B, T, H); the logits where it has no such parts."""
+    network = model.encode if _has_parts(model) else model
+    encoded: Tensor = network(batch.features, batch.lengths)
+    return encoded
+
+
+def _classified(model: Any, encoded: Tensor) -> Tensor:
+    """Return the logits, (..., C), of what `_encoded` gives or of some of its frames, (..., H)."""
+    logits: Tensor = model.output(encoded) if _has_parts(model) else encoded
+    return logits
+
+
 class TranscriptTask(AcousticTask):
     """An acoustic model that learns transcripts as a whole, without an alignment.
 
     An utterance with fewer frames than its transcript needs is left out.
     """
 
-    def loss(self, model: LstmAcousticModel, batch: Batch) -> LossSum:
+    def loss(self, model: Any, batch: Batch) -> LossSum:
         """Return the summed loss of a batch with at least one frame."""
         return LossSum(self.total(model, model(batch.features, batch.lengths), batch), batch.num_frames)
 
@@ -197,7 +236,7 @@ class TranscriptTask(AcousticTask):
     def total(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
         """Return the summed loss of a batch by its logits (B, T, C)."""
 
-    def score(self, model: LstmAcousticModel, batch: Batch) -> FrameScores:
+    def score(self, model: Any, batch: Batch) -> FrameScores:
         """Score a batch: log-probability of the transcripts by the posteriors alone, and frame accuracy."""
         import torch  # noqa: PLC0415
 
@@ -215,14 +254,14 @@ class TranscriptTask(AcousticTask):
         counts = {key: count for key, count in accuracy.counts.items() if key in declared}
         return FrameScores(declared, batch.num_frames, counts)
 
-    def stages(self, model: LstmAcousticModel) -> tuple[Stage, ...]:
-        """Return the LSTM stack, the output layer, and the sum over state sequences."""
+    def stages(self, model: Any) -> tuple[Stage, ...]:
+        """Return the network but its output layer, that, and the sum over state sequences."""
 
         def encode(values: Values, batch: Batch) -> Values:
-            return {"encoded": model.encode(batch.features, batch.lengths)}  # (B, T, H)
+            return {"encoded": _encoded(model, batch)}  # (B, T, H)
 
         def classify(values: Values, batch: Batch) -> Values:
-            return {"logits": model.output(values["encoded"])}  # (B, T, C)
+            return {"logits": _classified(model, values["encoded"])}  # (B, T, C)
 
         def lose(values: Values, batch: Batch) -> Values:
             return {LOSS: self.total(model, values["logits"], batch)}
@@ -269,8 +308,8 @@ class FullSumTask(TranscriptTask):
         if not 0 <= self.prior_scale <= 1:
             raise ConfigError(f"--prior-scale {self.prior_scale}: must be from 0 to 1")
 
-    def make_model(self, data: TaskData) -> LstmAcousticModel:
-        """Return the LSTM with initial weights, and beside them the running average of its posteriors."""
+    def make_model(self, data: TaskData) -> Any:
+        """Return the network with initial weights, and beside them the running average of its posteriors."""
         import torch  # noqa: PLC0415
 
         model = super().make_model(data)
@@ -326,12 +365,9 @@ class CtcTask(TranscriptTask):
     modules = TranscriptTask.modules
     transcripts: ClassVar[TranscriptOptions] = TranscriptOptions("ctc")
 
-    def make_model(self, data: TaskData) -> LstmAcousticModel:
-        """Return the LSTM with initial weights."""
-        from speechdp.models.lstm_am import LstmAcousticModel  # noqa: PLC0415
-
-        num_classes = num_ctc_classes(data.dataset.num_classes)
-        return LstmAcousticModel(data.feature_dim, num_classes, self.sizes)
+    def num_outputs(self, data: TaskData) -> int:
+        """Return how many classes the network tells apart: phones and a blank."""
+        return num_ctc_classes(data.dataset.num_classes)
 
     def describe_data(self, data: TaskData) -> dict[str, Any]:
         """Return what the model file says of the data, with the number of CTC's classes."""
@@ -339,15 +375,11 @@ class CtcTask(TranscriptTask):
             raise ConfigError(
                 "--alignments: has states in context, which --criterion ctc does not learn; leave it out"
             )
-        num_classes = num_ctc_classes(data.dataset.num_classes)
-        return {**super().describe_data(data), "num_classes": num_classes}
+        return {**super().describe_data(data), "num_classes": self.num_outputs(data)}
 
     def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
         """Write the model, which says of itself that it is CTC's."""
-        from speechdp.tasks.model_file import save_any_model  # noqa: PLC0415
-
-        sizes = dataclasses.asdict(self.sizes)
-        save_any_model(run_dir, model, {"criterion": "ctc", "lstm": sizes, **facts})
+        super().save(run_dir, model, {"criterion": "ctc", **facts}, None)
 
     def total(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
         from speechdp.labels.forward_backward import full_sum  # noqa: PLC0415

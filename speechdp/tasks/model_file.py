@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,9 @@ _VERSION = 1
 _LARGEST_SMALL_SIZE = 1000
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
+#: By a task's name and options in a model file what makes its network, of the sizes of a frame and of the
+#: classes; None: it is not the task that was given.
+Networks: TypeAlias = Callable[[str, str], Callable[[int, int], nn.Module] | None]
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,14 @@ class LoadedModel:
     """A model ready to decode with.
 
     Attributes:
-        model: in evaluation mode.
+        model: in evaluation mode; maps features (B, T, F) and lengths (B,) to logits (B, T, C).
         class_log_prior: (C,) log-probability of each class in training; 0 for CTC's, which has none.
         self_loop: (C,) probability of staying in an HMM state for another frame; 0 for CTC's.
         config: sizes and the data it was trained on.
         tying: what its classes are where states depend on context; None: they do not.
     """
 
-    model: LstmAcousticModel
+    model: nn.Module
     class_log_prior: Tensor
     self_loop: Tensor
     config: dict[str, Any]
@@ -99,17 +102,26 @@ class LoadedSynthesis:
     config: dict[str, Any]
 
 
-def save_model(run_dir: Path, model: LstmAcousticModel, counts: ClassCounts, facts: dict[str, Any]) -> Path:
-    """Write RUN/model.safetensors atomically.
+def save_model(run_dir: Path, model: nn.Module, counts: ClassCounts | None, facts: dict[str, Any]) -> Path:
+    """Write RUN/model.safetensors of an acoustic model atomically.
 
     Args:
+        run_dir: the run.
+        model: an LstmAcousticModel, or another network, of which `facts` say the task and its options.
+        counts: what decoding needs of the targets; None: it is CTC's, which has neither states nor priors.
         facts: JSON-like; recorded with the sizes (feature_dim, num_classes, data checksum, ...).
 
     Raises:
         RunError: the disk is full.
     """
-    tensors = {"class_frames": torch.from_numpy(counts.frames), "class_runs": torch.from_numpy(counts.runs)}
-    return _save(run_dir, model, {"lstm": dataclasses.asdict(model.config), **facts}, tensors)
+    tensors = {}
+    if counts is not None:
+        tensors = {
+            "class_frames": torch.from_numpy(counts.frames),
+            "class_runs": torch.from_numpy(counts.runs),
+        }
+    sizes = {"lstm": dataclasses.asdict(model.config)} if isinstance(model, LstmAcousticModel) else {}
+    return _save(run_dir, model, {**sizes, **facts}, tensors)
 
 
 def save_synthesis_model(run_dir: Path, model: Tacotron, facts: dict[str, Any]) -> Path:
@@ -147,42 +159,47 @@ def _save(run_dir: Path, model: nn.Module, facts: dict[str, Any], tensors: dict[
     return path
 
 
-def load_model(run_dir: Path, device: torch.device, *, ctc: bool = False) -> LoadedModel:
-    """Load RUN/model.safetensors.
+def load_model(
+    run_dir: Path, device: torch.device, *, ctc: bool = False, own: Networks | None = None
+) -> LoadedModel:
+    """Load RUN/model.safetensors of an acoustic model.
 
     Args:
         run_dir: the run.
         device: where the model is to be.
         ctc: a model of --criterion ctc will do, too, which has neither states nor priors: for words alone.
+        own: `networks_of` of the task whose network it may be; None: only ours. The file alone, which others
+            may have written, does not decide what code is imported.
 
     Raises:
-        RunError: missing, damaged or of another version, or one of CTC's.
+        RunError: missing, damaged or of another version, one of CTC's, or another task's.
+        ConfigError: of `own`.
     """
     with _reading(run_dir) as file:
-        _check_task(file, "acoustic")
-        head = file.head
+        head, is_ours = file.head, not _is_of_another_class(file)
         if is_ctc(head) and not ctc:
             raise RunError(
                 f"{file.path}: is a model of --criterion ctc, which has no states and which only decode "
                 "and transcribe take; train with another"
             )
-        config = LstmConfig(**head["lstm"])
-        model = file.built(lambda: LstmAcousticModel(head["feature_dim"], head["num_classes"], config))
-        model.load_state_dict(file.weights)
+        if is_ours:
+            config = LstmConfig(**head["lstm"])
+            model: nn.Module = file.built(
+                lambda: LstmAcousticModel(head["feature_dim"], head["num_classes"], config)
+            )
+            model.load_state_dict(file.weights)
         if is_ctc(head):
-            nothing = torch.zeros(head["num_classes"], dtype=torch.float64)
-            return LoadedModel(model.to(device).eval(), nothing, nothing, head)
-        frames, runs = file.tensors["class_frames"].numpy(), file.tensors["class_runs"].numpy()
+            prior = self_loop = torch.zeros(head["num_classes"], dtype=torch.float64)
+        else:
+            frames, runs = file.tensors["class_frames"].numpy(), file.tensors["class_runs"].numpy()
+            prior = torch.from_numpy(log_priors(frames))
+            self_loop = torch.from_numpy(self_loop_probabilities(frames, runs))
         tying = StateTying.from_json(head["tying"]) if "tying" in head else None
         if tying is not None and tying.num_classes != head["num_classes"]:
             raise ValueError(f"{tying.num_classes} tied states for {head['num_classes']} classes")
-    return LoadedModel(
-        model=model.to(device).eval(),
-        class_log_prior=torch.from_numpy(log_priors(frames)),
-        self_loop=torch.from_numpy(self_loop_probabilities(frames, runs)),
-        config=head,
-        tying=tying,
-    )
+    if not is_ours:  # out of the block: an error in its code is not one of the file
+        model = _network_of(file, own)
+    return LoadedModel(model.to(device).eval(), prior, self_loop, head, tying)
 
 
 def load_synthesis_model(run_dir: Path, device: torch.device) -> LoadedSynthesis:
@@ -247,6 +264,41 @@ def _check_task(file: _ModelFile, expected: str) -> None:
     if task != expected:
         own = f"a model of --task {task}; load it with safetensors, in a program of that task's"
         raise RunError(f"{file.path}: is {_USES.get(str(task), own)}")
+
+
+def _is_of_another_class(file: _ModelFile) -> bool:
+    """Tell whether an acoustic model is no LstmAcousticModel.  Raises RunError: it is no acoustic model."""
+    is_acoustic = is_ctc(file.head) or "class_frames" in file.tensors
+    if is_acoustic and file.head.get("task", "acoustic") not in _USES:
+        return True
+    _check_task(file, "acoustic")
+    return False
+
+
+def _network_of(file: _ModelFile, own: Networks | None) -> nn.Module:
+    """Make a network of another class with the weights of a file.
+
+    Raises:
+        RunError: its task was not given, or makes another network now.
+        ConfigError: the task has other options now.
+    """
+    name, options = str(file.head["task"]), str(file.head["options"])
+    make = None if own is None else own(name, options)
+    if make is None:
+        raise RunError(f"{file.path}: its network is that of a task of your own; give --task {name}")
+    model, weights = make(file.head["feature_dim"], file.head["num_classes"]), file.weights
+    expected, found = (
+        {name: tuple(value.shape) for name, value in each.items()} for each in (model.state_dict(), weights)
+    )
+    for weight in sorted(expected.keys() | found.keys()):
+        if expected.get(weight) != found.get(weight):
+            raise RunError(
+                f"{file.path}: --task {name} makes another network now: {weight} has shape "
+                f"{expected.get(weight, 'none')} in it and {found.get(weight, 'none')} in the file; give the "
+                "class that it was trained with, or train again"
+            )
+    model.load_state_dict(weights)
+    return model
 
 
 def _numbers(head: dict[str, Any]) -> Iterator[int]:

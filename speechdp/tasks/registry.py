@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from speechdp.errors import ConfigError
 from speechdp.extensions import ExtensionPoint, read_options
 from speechdp.tasks.base import Task
 from speechdp.tasks.metrics import Metric, is_reserved
+
+if TYPE_CHECKING:  # --help and the launcher do without torch
+    from torch import nn
 
 _Class = TypeVar("_Class", bound=type[Task])
 #: Ours, by name: imported when they are used, which takes their models' time.
@@ -101,6 +105,35 @@ def task_options(text: str) -> dict[str, Any]:
             remedy += f"; for options of its own {cls.__name__} declares presets = () and model_options = ()"
         raise ConfigError(f"--task {text}: {remedy}")
     return read_options(cls.name, cls, rest, kind="task")
+
+
+def networks_of(given: str | None) -> Callable[[str, str], Callable[[int, int], nn.Module] | None]:
+    """Return what makes the networks of models of a task, by what their files say; see `load_model`.
+
+    Args:
+        given: the task as in `--task`, with the options that a network was made with or none; None: no task.
+
+    Raises:
+        ConfigError: there is no such task.  What is returned raises it where a file has other options.
+    """
+    if given is None:
+        return lambda name, options: None
+    cls, said = task_class(given), task_options(given)
+
+    def network_of(name: str, options: str) -> Callable[[int, int], nn.Module] | None:
+        make = getattr(cls, "make_network", None)
+        if name != cls.name or make is None:
+            return None
+        made = cls(**task_options(f"{name}:{options}" if options else name))
+        for option, value in said.items():
+            if getattr(made, option) != value:
+                raise ConfigError(
+                    f"--task {given}: the network was made with {option}={getattr(made, option)}; "
+                    f"give {name} without options"
+                )
+        return partial(make, made)
+
+    return network_of
 
 
 def _find(text: str) -> tuple[type[Task], str]:

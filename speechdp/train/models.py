@@ -19,13 +19,13 @@ from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.kaldi_pdfs import classes_of, is_kaldi_pdfs
 from speechdp.labels.state_tying import StateTying, tying_in
-from speechdp.models.lstm_am import LstmAcousticModel
 from speechdp.models.precision import Precision
 from speechdp.models.without_weights import without_weights
 from speechdp.options.run import TrainOptions
-from speechdp.tasks.base import TaskData
+from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.base import Task, TaskData
 from speechdp.tasks.model_file import ClassCounts, load_model
-from speechdp.tasks.registry import is_ours
+from speechdp.tasks.registry import is_ours, networks_of
 from speechdp.train.session import Session
 
 #: Ranks that are threads draw from the same generator: weights of one made meanwhile would be others.
@@ -51,19 +51,37 @@ def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
     """Build the model with weights that depend on the seed alone.
 
     Raises:
-        ConfigError: the task says that `decode` reads its models, and this one it does not.
+        ConfigError: the task says that `decode` reads its models, and could not make this one again.
     """
     task = options.make_task()
     data = task_data(dataset, options)
     with _ONE_AT_A_TIME:
         torch.manual_seed(options.seed)
         model = task.make_model(data)
-    if task.decodes and not isinstance(model, LstmAcousticModel):
-        raise ConfigError(
-            f"--task {task.name}: its model is a {type(model).__name__}, and decode reads LstmAcousticModel "
-            "alone; declare decodes = False in the task's class"
-        )
+        if task.decodes and not is_ours(options.task):
+            _refuse_unlike_network(task, model, data)
     return model
+
+
+def _refuse_unlike_network(task: Task, model: nn.Module, data: TaskData) -> None:
+    """Refuse a model that decoding, which knows the task alone, makes otherwise.  Raises ConfigError."""
+    if not isinstance(task, AcousticTask):
+        raise ConfigError(
+            f"--task {task.name}: decode reads models of tasks derived from AcousticTask alone; derive the "
+            "class from it, or declare decodes = False"
+        )
+    with torch.random.fork_rng(devices=[]):
+        network = task.make_network(data.feature_dim, task.num_outputs(data))
+    made, again = (
+        {name: value.shape for name, value in each.state_dict().items()} for each in (model, network)
+    )
+    if made != again:
+        raise ConfigError(
+            f"--task {task.name}: its model is a {type(model).__name__}, and decode would make "
+            f"{'another ' if type(network) is type(model) else ''}{type(network).__name__}; make it by "
+            "make_network(feature_dim, num_classes), which is for networks of your own, or declare "
+            "decodes = False in the task's class"
+        )
 
 
 def outline(dataset: Dataset, options: TrainOptions) -> nn.Module:
@@ -115,7 +133,7 @@ def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptio
         return
     from speechdp.decode.origin import check_origin  # noqa: PLC0415
 
-    trained = load_model(folder, torch.device("cpu"))
+    trained = load_model(folder, torch.device("cpu"), own=networks_of(options.task_class.name))
     # --like alone puts all utterances into test.
     remedy = f"leave --initial-model out, or prepare the data with --like {folder} --split random:dev=0.1"
     if is_kaldi_pdfs(dataset.classes_path):

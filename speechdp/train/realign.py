@@ -28,6 +28,7 @@ from speechdp.options.run import TrainOptions
 from speechdp.parallel.run_files import RunDirectory
 from speechdp.process.ending import Stopped
 from speechdp.tasks.model_file import LoadedModel, load_model
+from speechdp.tasks.registry import networks_of
 from speechdp.train.models import check_initial_model
 from speechdp.train.run import check_beginning, is_done, train_run
 from speechdp.train.session import Session
@@ -414,7 +415,7 @@ def align(
         Stopped: a rank was asked to; it aligned no further.
         RunError: nothing could be aligned, or a rank is gone.
     """
-    trained = load_model(run_dir, session.device)
+    trained = load_model(run_dir, session.device, own=networks_of(options.task_class.name))
     scorer = _scorer(trained, session)
     aligner = _aligner(session.dataset, trained.self_loop.numpy())
     how = _HowToAlign(f"realigned-{output.name}", aligner, scorer.score, inputs_of(trained.config), made_by)

@@ -31,6 +31,7 @@ from speechdp.parallel.stop import LoneStop
 from speechdp.process.ending import Stopped
 from speechdp.report.runs.results import ONE_RANK
 from speechdp.tasks.model_file import load_model
+from speechdp.tasks.registry import networks_of
 from speechdp.train.build import check_shards
 from speechdp.train.ownership import owned
 from speechdp.train.progress import Reporter
@@ -170,7 +171,7 @@ def _train_and_decode(session: Session, options: TrainOptions, split: str, run_d
         synchronous=options.strategy.parsed.traits.synchronous,
     )
     if message is None and split:
-        _decode(session, options.held_out, split, run_dir)
+        _decode(session, options, split, run_dir)
     return message
 
 
@@ -234,23 +235,25 @@ def _train_one_rank(
     return None if message is None else str(message)
 
 
-def _decode(session: Session, held_out: str, split: str, run_dir: Path) -> None:
+def _decode(session: Session, options: TrainOptions, split: str, run_dir: Path) -> None:
     """Decode a split once; a result that stands there is kept.  Raises Stopped, having kept nothing."""
     comm = session.comm
     kept = KeptGraph(run_dir, comm)
     try:
-        _decode_once(session, held_out, split, run_dir, kept)
+        _decode_once(session, options, split, run_dir, kept)
     finally:
         kept.discard()  # each run has another; of many runs they would fill a disk
 
 
-def _decode_once(session: Session, held_out: str, split: str, run_dir: Path, kept: KeptGraph) -> None:
+def _decode_once(
+    session: Session, trained_by: TrainOptions, split: str, run_dir: Path, kept: KeptGraph
+) -> None:
     dataset, comm = session.dataset, session.comm
     if comm.broadcast_object(has_word_errors(run_dir, split)):
         return
-    trained = load_model(run_dir, session.device, ctc=True)
+    trained = load_model(run_dir, session.device, ctc=True, own=networks_of(trained_by.task_class.name))
     options, tuning = DecodingOptions(), None
-    tune_on = split_to_tune_on(dataset.path, held_out, split)
+    tune_on = split_to_tune_on(dataset.path, trained_by.held_out, split)
     if tune_on is not None:
         session.reporter.notice(f"{run_dir.name}: choosing the scales for decoding on {tune_on}")
         tuned = tune(trained, dataset, tune_on, options, comm, session.is_asked_to_stop, kept=kept)
