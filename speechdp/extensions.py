@@ -146,9 +146,16 @@ class ExtensionPoint(Generic[_T]):
                 f"{where}: {module} is not the name of a module; write MODULE:CLASS, e.g. "
                 f"my_{self.kind}:My{self.kind.capitalize()}"
             )
-        found = imported(
-            f"{where}:", lambda: _attribute(module, class_name), "the module has to be found on every host"
+        found: Any = imported(
+            f"{where}:",
+            lambda: importlib.import_module(module),
+            "the module has to be found on every host, in the working directory or by PYTHONPATH",
         )
+        for part in class_name.split("."):
+            if not hasattr(found, part):
+                classes = [key for key, value in vars(found).items() if isinstance(value, type)]
+                raise ConfigError(f"{where}: {module} has no class {class_name}{did_you_mean(part, classes)}")
+            found = getattr(found, part)
         self.check(where, found)
         if "name" not in vars(found):
             found.name = f"{module}:{class_name}"
@@ -166,13 +173,6 @@ class ExtensionPoint(Generic[_T]):
         )
         if self.registered.get(point.name) is not cls:
             self.register(point.name, cls)
-
-
-def _attribute(module: str, name: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
 
 
 def imported(where: str, load: Callable[[], Any], remedy: str) -> Any:

@@ -187,7 +187,7 @@ def test_the_network_of_the_documentation_learns_decodes_and_is_timed(
     (tmp_path / "own.py").write_text(blocks[0])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    own, data, run = "own:Convolutional:width=48", str(trained.data), str(tmp_path / "run")
+    own, data, run = "own_network_of_docs:Convolutional:width=48", str(trained.data), str(tmp_path / "run")
     task_contract(own)
     learn = ["--task", own, "--flat-start", "--epochs", "12"]
     assert speechdp(["train", data, run, *learn, *BRIEFLY]) == 0

@@ -208,7 +208,14 @@ def test_a_module_that_fails_is_named_with_the_line(
     [
         ("nothing", "unknown task 'nothing'; there are: acoustic, synthesis"),
         ("no_such_module:Task", "--task no_such_module:Task: cannot be imported (No module named"),
-        ("predictive_coding:Nothing", "--task predictive_coding:Nothing: cannot be imported (module"),
+        (
+            "predictive_coding:Nothing",
+            "--task predictive_coding:Nothing: predictive_coding has no class Nothing",
+        ),
+        (
+            "predictive_coding:PredictiveCodin",
+            "has no class PredictiveCodin; did you mean PredictiveCoding?",
+        ),
         ("predictive_coding:Predictor", "is not a dataclass derived from speechdp.tasks.base.Task"),
         (f"{OWN}:depth=3", f"task {OWN} has no option 'depth'; it has: ahead, width"),
         (f"{OWN}:ahead=x", f"{OWN}:ahead='x': write a whole number"),
