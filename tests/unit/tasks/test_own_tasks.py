@@ -210,7 +210,7 @@ def test_a_module_that_fails_is_named_with_the_line(
         ("no_such_module:Task", "--task no_such_module:Task: cannot be imported (No module named"),
         (
             "predictive_coding:Nothing",
-            "--task predictive_coding:Nothing: predictive_coding has no class Nothing",
+            "predictive_coding has no class Nothing",
         ),
         (
             "predictive_coding:PredictiveCodin",
