@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +81,21 @@ class LoadedModel:
     self_loop: Tensor
     config: dict[str, Any]
     tying: StateTying | None = None
+
+
+@dataclass(frozen=True)
+class LoadedWeights:
+    """What a trained acoustic model has learnt, for another training to begin with.
+
+    Attributes:
+        weights: by their names in the network's state_dict.
+        config: sizes and the data it was trained on.
+        tying: what its classes are where states depend on context; None: they do not.
+    """
+
+    weights: dict[str, Tensor]
+    config: dict[str, Any]
+    tying: StateTying | None
 
 
 @dataclass(frozen=True)
@@ -177,11 +192,8 @@ def load_model(
     """
     with _reading(run_dir) as file:
         head, is_ours = file.head, not _is_of_another_class(file)
-        if is_ctc(head) and not ctc:
-            raise RunError(
-                f"{file.path}: is a model of --criterion ctc, which has no states and which only decode "
-                "and transcribe take; train with another"
-            )
+        if not ctc:
+            _refuse_ctc(file)
         if is_ours:
             config = LstmConfig(**head["lstm"])
             model: nn.Module = file.built(
@@ -194,12 +206,22 @@ def load_model(
             frames, runs = file.tensors["class_frames"].numpy(), file.tensors["class_runs"].numpy()
             prior = torch.from_numpy(log_priors(frames))
             self_loop = torch.from_numpy(self_loop_probabilities(frames, runs))
-        tying = StateTying.from_json(head["tying"]) if "tying" in head else None
-        if tying is not None and tying.num_classes != head["num_classes"]:
-            raise ValueError(f"{tying.num_classes} tied states for {head['num_classes']} classes")
+        tying = _tying(head)
     if not is_ours:  # out of the block: an error in its code is not one of the file
         model = _network_of(file, own)
     return LoadedModel(model.to(device).eval(), prior, self_loop, head, tying)
+
+
+def load_weights(run_dir: Path) -> LoadedWeights:
+    """Load what RUN/model.safetensors of an acoustic model holds, whatever network that is of.
+
+    Raises:
+        RunError: missing, damaged or of another version, of CTC, or another task's.
+    """
+    with _reading(run_dir) as file:
+        _is_of_another_class(file)
+        _refuse_ctc(file)
+        return LoadedWeights(file.weights, file.head, _tying(file.head))
 
 
 def load_synthesis_model(run_dir: Path, device: torch.device) -> LoadedSynthesis:
@@ -264,6 +286,22 @@ def _check_task(file: _ModelFile, expected: str) -> None:
     if task != expected:
         own = f"a model of --task {task}; load it with safetensors, in a program of that task's"
         raise RunError(f"{file.path}: is {_USES.get(str(task), own)}")
+
+
+def _refuse_ctc(file: _ModelFile) -> None:
+    if is_ctc(file.head):
+        raise RunError(
+            f"{file.path}: is a model of --criterion ctc, which has no states and which only decode "
+            "and transcribe take; train with another"
+        )
+
+
+def _tying(head: Mapping[str, Any]) -> StateTying | None:
+    """Return how the states of a model are tied.  Raises ValueError: otherwise than its classes are."""
+    tying = StateTying.from_json(head["tying"]) if "tying" in head else None
+    if tying is not None and tying.num_classes != head["num_classes"]:
+        raise ValueError(f"{tying.num_classes} tied states for {head['num_classes']} classes")
+    return tying
 
 
 def _is_of_another_class(file: _ModelFile) -> bool:

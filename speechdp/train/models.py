@@ -24,8 +24,8 @@ from speechdp.models.without_weights import without_weights
 from speechdp.options.run import TrainOptions
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import Task, TaskData
-from speechdp.tasks.model_file import ClassCounts, load_model
-from speechdp.tasks.registry import is_ours, networks_of
+from speechdp.tasks.model_file import ClassCounts, load_weights
+from speechdp.tasks.registry import is_ours
 from speechdp.train.session import Session
 
 #: Ranks that are threads draw from the same generator: weights of one made meanwhile would be others.
@@ -133,13 +133,13 @@ def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptio
         return
     from speechdp.decode.origin import check_origin  # noqa: PLC0415
 
-    trained = load_model(folder, torch.device("cpu"), own=networks_of(options.task_class.name))
+    trained = load_weights(folder)
     # --like alone puts all utterances into test.
     remedy = f"leave --initial-model out, or prepare the data with --like {folder} --split random:dev=0.1"
     if is_kaldi_pdfs(dataset.classes_path):
         remedy = "leave --initial-model out: data of Kaldi that are made --like its run are only to be scored"
     check_origin(trained.config, dataset, classes_of(dataset), remedy)
-    weights, own = trained.model.state_dict(), model.state_dict()
+    weights, own = trained.weights, model.state_dict()
     tying = tying_in(options.alignments)
     if trained.tying is not None and options.aligns:
         raise ConfigError(
