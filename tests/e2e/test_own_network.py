@@ -186,11 +186,9 @@ def test_the_network_of_the_documentation_learns_decodes_and_is_timed(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (REPOSITORY / "docs" / "api.md").read_text()
-    blocks = [
-        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "make_network" in block
-    ]
-    assert len(blocks) == 1
-    (tmp_path / "own.py").write_text(blocks[0])
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (example,) = (example for example in examples if "make_network" in example)
+    (tmp_path / "own_network_of_docs.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     own, data, run = "own_network_of_docs:Convolutional:width=48", str(trained.data), str(tmp_path / "run")
