@@ -141,6 +141,9 @@ class ExtensionPoint(Generic[_T]):
         here = str(Path.cwd())
         if here not in sys.path and "" not in sys.path:
             sys.path.append(here)
+        name = module.removesuffix(".py")
+        if name != module and name.isidentifier() and Path(module).is_file():
+            raise ConfigError(f"{where}: {module} is the file of a module; write {name}:{class_name}")
         if not all(part.isidentifier() for part in module.split(".")):
             raise ConfigError(
                 f"{where}: {module} is not the name of a module; write MODULE:CLASS, e.g. "

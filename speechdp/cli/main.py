@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import tyro
 
 from speechdp import __version__, exit_codes, remedies
-from speechdp.cli.support.config_file import with_config
+from speechdp.cli.support.config_file import refuse_unknown, with_config
 from speechdp.cli.support.help_text import option_rules, wrapped_paragraphs
 from speechdp.comm.environment import announced
 from speechdp.counting import did_you_mean
@@ -291,12 +291,14 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     module = importlib.import_module(f"speechdp.cli.{command.module}")
     internal, shown = _take_internal(command, _with_quoted_options(given))
     refused = {} if of_script else command.refused
+    kind = getattr(module, command.script_class_name if of_script else command.class_name)
     if name not in _WITH_COMMAND or "--" in given:  # else the option may be the script's
         _refuse_others(name, refused, given)
+        refuse_unknown(shown, kind, name)
     try:
         with wrapped_paragraphs():
             options = tyro.cli(
-                getattr(module, command.script_class_name if of_script else command.class_name),
+                kind,
                 prog=f"speechdp {name}",
                 args=shown,
                 config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),

@@ -177,12 +177,20 @@ class TranscribeCommand:
             recording_names,
             without_converted,
         )
+        from speechdp.parallel.run_files import RunDirectory  # noqa: PLC0415
 
         if not self.files:
             raise ConfigError("no audio files given; name some after RUN, or a folder that holds some")
         found: dict[str, Path] = {}
         for given in without_converted(self.files):
-            files = find_audio(given, unreadable=True) if given.is_dir() else [given]
+            try:
+                files = find_audio(given, unreadable=True) if given.is_dir() else [given]
+            except ConfigError:
+                if not RunDirectory(given).is_begun:
+                    raise
+                raise ConfigError(
+                    f"{given}: is a run, and holds no audio; RUN stands first: transcribe RUN FILE|FOLDER ..."
+                ) from None
             for path, name in recording_names(given if given.is_dir() else given.parent, files).items():
                 if name in found and path.absolute() == found[name].absolute():
                     raise ConfigError(f"{path}: is given twice; leave one out")

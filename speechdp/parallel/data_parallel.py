@@ -745,7 +745,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
         self._run, self._joins_only = run, joins_only
         self._step = TrainingStep(run.strategy, run.timeline, weight)
         self._forward: AbstractContextManager[None] | None = None
-        self._is_complete = False
+        self._is_open = self._is_complete = False
 
     @property
     def weight(self) -> int:
@@ -756,7 +756,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
         run = self._run
         with self._calls():
             run._begin_step(self._step)
-        run._is_in_step = True
+        run._is_in_step = self._is_open = True
         self._begin_forward()
         return self
 
@@ -770,10 +770,15 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
 
         Raises:
             ConfigError: the loss cannot be differentiated: it is no tensor of one number that requires grad.
-            RunError: a pass after the last.
+            RunError: a pass after the last, or outside of the `with` of the step.
             DivergedError: the loss is not finite, which on a GPU is seen within 20 steps.  One that a
                 scaler, or a strategy that mends it, may leave out is none.
         """
+        if not self._is_open:
+            raise RunError(
+                "step.backward() is called outside of `with run.step() as step:`, whose end exchanges and "
+                "updates; call it inside that block"
+            )
         self._end_forward()
         if self._is_complete:
             raise RunError(
@@ -797,7 +802,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end_forward()
-        self._run._is_in_step = False
+        self._run._is_in_step = self._is_open = False
         try:
             if error is None:
                 with self._calls():

@@ -39,6 +39,7 @@ def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequenc
     - one rank alone is plain SGD;
     - all ranks begin with rank 0's parameters, and hold the same bits after `finish`;
     - evaluating shows the same model on all ranks, and training goes on as if nothing had been evaluated;
+    - `finish` ends with the model that an evaluation just before shows, unless it still applies gradients;
     - a rank without frames keeps joining;
     - saved and loaded it goes on: a synchronous one ends with the same bits as one left alone;
     - training lowers the loss over all ranks' batches;
@@ -66,7 +67,10 @@ def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequenc
         options = split_options(given) | split_options(neutral)
         plain = ":".join(filter(None, (name, ",".join(f"{key}={value}" for key, value in options.items()))))
         run_threads(1, lambda comm: _one_rank_is_plain_sgd(comm, plain))
-    checks = (_ranks_agree, _evaluation_leaves_no_trace, _empty_ranks_join, _state_is_whole, _loss_falls)
+    checks = [_ranks_agree, _evaluation_leaves_no_trace, _empty_ranks_join, _state_is_whole, _loss_falls]
+    # One rank alone ends elsewhere where the gradients of an incomplete round are still to be applied.
+    if run_threads(1, partial(_moved_by_finish, strategy=strategy))[0] <= TOLERANCE:
+        checks.append(_ends_as_evaluated)
     for size in sizes:
         for check in checks:
             before = set(threading.enumerate())
@@ -109,6 +113,22 @@ def _evaluation_leaves_no_trace(comm: Communicator, strategy: str) -> None:
         unseen = StrategyRun(comm, strategy, make_replica(Sgd(momentum=0.9)))
         unseen.train(comm.rank)
         assert torch.equal(final, unseen.finish()), f"{strategy}: evaluation changed training"
+
+
+def _moved_by_finish(comm: Communicator, strategy: str) -> float:
+    """Return the largest difference of a parameter between an evaluation and the end just after it."""
+    run = StrategyRun(comm, strategy, make_replica(Sgd(momentum=0.9)))
+    run.train(comm.rank)
+    run.strategy.pause()
+    with run.strategy.evaluation_parameters():
+        shown = run.parameters()
+    run.strategy.resume()
+    return float((run.finish() - shown).abs().max())
+
+
+def _ends_as_evaluated(comm: Communicator, strategy: str) -> None:
+    moved = _moved_by_finish(comm, strategy)
+    assert moved <= TOLERANCE, f"{strategy}: finish ends {moved:g} from the model that was evaluated last"
 
 
 def _empty_ranks_join(comm: Communicator, strategy: str) -> None:

@@ -12,9 +12,11 @@ import torch
 
 from speechdp import DataParallel, exit_codes
 from speechdp.parallel import script_folder, stop
-from speechdp.parallel.registry import strategy_names
+from speechdp.parallel.registry import STRATEGIES, strategy_names
 from speechdp.report.runs.folders import read_run
-from speechdp.testing import task_contract
+from speechdp.tasks.base import LOSS
+from speechdp.tasks.registry import task_class
+from speechdp.testing import make_batch, task_contract
 from tests.unit.parallel.test_stop import Clock
 
 DOC = Path(__file__).parents[2] / "docs" / "api.md"
@@ -46,6 +48,7 @@ def run_example(number: int) -> None:
 def _two_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEECHDP_BACKEND", "threads:2")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(STRATEGIES, "registered", dict(STRATEGIES.registered))  # forget the page's own
 
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
@@ -110,6 +113,15 @@ def test_the_example_with_epochs_may_be_stopped_anywhere(
 
 def test_the_task_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (written,) = [example for example in EXAMPLES if "class Frames(Task)" in example]
-    (tmp_path / "own.py").write_text(written)
+    (stages,) = re.findall(r"^    modules = .*?\n(?=\S)", DOC.read_text(), re.MULTILINE | re.DOTALL)
+    imports = "from speechdp.tasks.base import LOSS, Stage\n"
+    (tmp_path / "own.py").write_text(f"{imports}{written}\n{stages}")
     monkeypatch.syspath_prepend(tmp_path)
     task_contract("own:Frames:width=8")
+    task = task_class("own:Frames")()
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4))  # of make_batch's features and classes
+    batch = make_batch(0, 0)
+    values: dict[str, torch.Tensor] = {}
+    for stage in task.stages(model.double()):
+        values |= stage.run(values, batch)
+    assert torch.equal(values[LOSS], task.loss(model, batch).total)

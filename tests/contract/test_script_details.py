@@ -184,6 +184,19 @@ def test_zero_grad_after_the_backward_pass_is_refused() -> None:
         script.optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_backward_pass_outside_of_its_step_is_refused(is_over: bool) -> None:
+    """Nothing would be exchanged or updated, and training would end as if it had learnt."""
+    script = Script(SerialCommunicator(), "gradient_averaging")
+    x, y = make_batch(0, 0)
+    with refused("step.backward() is called outside of `with run.step() as step:`"), script.run:
+        step = script.run.step(weight=len(x))
+        if is_over:
+            with step:
+                step.backward(script.loss(script.model, (x, y)))
+        step.backward(script.loss(script.model, (x, y)))
+
+
 def _clamped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -68,6 +68,15 @@ class EndsApart(_Every3):
         return None
 
 
+class GoesHalfWay(_Every3):
+    """Goes half of the way to the average, and so ends with what rank 0 has come to."""
+
+    def exchange(self) -> None:
+        own = self.replica.parameters.values.clone()
+        self.average_parameters()
+        self.replica.parameters.values.lerp_(own, 0.5)
+
+
 class EvaluatesForGood(_Every3):
     """Goes on training from the average that was evaluated."""
 
@@ -92,6 +101,7 @@ class DoesNotMove(PeriodicStrategy):
     [
         (ForgetsItsCounter, "", "resumed differs from uninterrupted"),
         (EndsApart, "", "after finish: ranks hold different bits"),
+        (GoesHalfWay, "", "from the model that was evaluated last"),
         (EvaluatesForGood, "", "evaluation changed the parameters"),
         (DoesNotMove, "", "plain SGD: differs"),
         (DoesNotMove, None, "the loss went from"),

@@ -208,6 +208,7 @@ def test_what_cannot_be_transcribed(
         ((run, recording, "-o", str(tmp_path / "out.txt")), "out.txt: exists; give another name"),
         ((str(tmp_path / "run"), recording), "run: no such folder"),
         ((run, str(tmp_path / "empty")), "empty: holds no audio"),
+        ((recording, run), f"{run}: is a run, and holds no audio; RUN stands first: transcribe RUN FILE"),
         ((run, recording, recording, "--ctm", str(tmp_path / "ctm")), "is given twice; leave one out"),
         ((run, recording, str(copy), "--ctm", str(tmp_path / "ctm")), "are both named"),
         ((run, str(tmp_path / "gone.wav")), "gone.wav: no such audio file"),  # nothing is summed up

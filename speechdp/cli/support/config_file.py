@@ -1,26 +1,34 @@
-"""Options of a command from a file: --config FILE.json, a JSON object of options or a run's run.json."""
+"""The options that a command has, and --config FILE.json: a JSON object of them, or a run's run.json."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 import tyro
 
+from speechdp import exit_codes
 from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError
-from speechdp.files import cannot_be_read
+from speechdp.files import named_file_cannot_be_read
 from speechdp.json_input import parse_json
 from speechdp.parallel.run_files import RUN_FORMAT
+from speechdp.process.notices import tell
 
 _OPTION = "--config"
 #: Of the options that run.json records: what they came to on that run's ranks.
 _RESOLVED = "resolved"
 #: What a run.json may hold relative to the folder that its run was started in.
 _OF_PATHS = ("--alignments", "--initial-model")
+#: What helps where an unknown option is like none that a command has.
+_LISTED = "; speechdp {} --help lists them"
+#: An option with one dash too few; -np is a name.
+_LIKE_AN_OPTION = re.compile("-[a-z][a-z-]{2,}")
 #: How the value of an option is written: as --like or --no-like, as a value, or the option again for each.
 _Kind = Literal["flag", "value", "repeated"]
 
@@ -49,12 +57,12 @@ def with_config(arguments: Sequence[str], of_command: Callable[[], type]) -> lis
             raise ConfigError(f"{_OPTION} needs a file: {_OPTION} FILE.json")
         value = own.pop(place)
     given = {word.partition("=")[0] for word in own}
-    words = list(_words(Path(value), _options_of(of_command()), given))
+    words = list(_words(Path(value), options_of(of_command()), given))
     first = next((i for i, word in enumerate(own) if word.startswith("-")), len(own))
     return [*own[:first], *words, *own[first:], *rest]
 
 
-def _options_of(command: type) -> dict[str, _Kind]:
+def options_of(command: type) -> dict[str, _Kind]:
     """Return the options of a command and its groups, each with the way its value is written."""
     found: dict[str, _Kind] = {}
     for name, hint in get_type_hints(command, include_extras=True).items():
@@ -64,13 +72,47 @@ def _options_of(command: type) -> dict[str, _Kind]:
             continue
         is_value = any(isinstance(mark, tyro.constructors.PrimitiveConstructorSpec) for mark in marks)
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not is_value:
-            found |= _options_of(kind)
+            found |= options_of(kind)
         else:
             repeated = tyro.conf.UseAppendAction in marks
-            found["--" + name.replace("_", "-")] = (
-                "flag" if kind is bool else "repeated" if repeated else "value"
-            )
+            for spelling in _spellings(name, marks):
+                found[spelling] = "flag" if kind is bool else "repeated" if repeated else "value"
     return found
+
+
+def _spellings(name: str, marks: Sequence[Any]) -> Iterator[str]:
+    """Yield an option's name, by its field or as declared beside it, and its other long names."""
+    declared = [mark for mark in marks if hasattr(mark, "aliases")]  # what tyro.conf.arg returns
+    named = [mark.name for mark in declared if mark.name is not None]
+    yield "--" + (named[-1] if named else name).replace("_", "-")
+    for mark in declared:
+        yield from (alias for alias in mark.aliases or () if alias.startswith("--"))
+
+
+def refuse_unknown(arguments: Sequence[str], command: type, name: str) -> None:
+    """Refuse what looks like an option and is none, before a word behind it is taken for an argument.
+
+    Args:
+        arguments: of a subcommand; what follows `--` is another's.
+        command: the dataclass of the subcommand's options.
+        name: of the subcommand.
+
+    Raises:
+        SystemExit: having said so.
+    """
+    known = options_of(command)
+    negated = (f"--no-{option[2:]}" for option, kind in known.items() if kind == "flag")
+    names = {"--help", *known, *negated}
+    for word in takewhile(lambda word: word != "--", arguments):
+        given = word.partition("=")[0]
+        option = given.replace("_", "-")
+        if given.startswith("--"):
+            meant = "" if option in names else did_you_mean(option, known) or _LISTED.format(name)
+        else:  # -epochs; a short name, a negative number or - is like no option
+            meant = did_you_mean(f"-{option}", known) if _LIKE_AN_OPTION.fullmatch(option) else ""
+        if meant:
+            tell(f"{name} has no option {given}{meant}")
+            raise SystemExit(exit_codes.USAGE)
 
 
 def _words(path: Path, known: Mapping[str, _Kind], given: Collection[str]) -> Iterator[str]:
@@ -84,7 +126,7 @@ def _words(path: Path, known: Mapping[str, _Kind], given: Collection[str]) -> It
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(cannot_be_read(path, error, f"give {_OPTION} a file of options")) from error
+        raise ConfigError(f"{_OPTION} {named_file_cannot_be_read(path, error)}") from error
     except ValueError as error:
         raise ConfigError(f'{path}: is no JSON ({error}); write {{"batch-size": 8}}, say') from error
     if isinstance(values, dict) and values.get("format") == RUN_FORMAT:

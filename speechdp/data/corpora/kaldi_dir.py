@@ -68,7 +68,7 @@ class ReadingRules:
             first = next(iter(texts))
             programs = ", ".join(dict.fromkeys(Pipe.parse(texts[first], where[first]).programs))
             raise ConfigError(
-                f"{where[first]}: a pipe ({first}) runs {programs} ({len(texts)} pipes in all); "
+                f"{where[first]}: a pipe ({first}) runs {programs} ({counted(len(texts), 'pipe')} in all); "
                 "let the programs run with --allow-pipes, or write their output to files"
             )
         return self.pipes.run(

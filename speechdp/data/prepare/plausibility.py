@@ -48,8 +48,8 @@ def _too_few_frames(lengths: Sequence[SpokenLength]) -> tuple[str, ...]:
     worst = min(short, key=lambda length: length.num_frames / length.num_states)
     utterances = said_of(len(short), "utterance", "have fewer frames than the transcript has states")
     return (
-        f"warning: {utterances}, worst {worst.utterance_id} ({worst.num_frames} frames, {worst.num_states} "
-        "states); their flat alignment skips states",
+        f"warning: {utterances}, worst {worst.utterance_id} ({counted(worst.num_frames, 'frame')}, "
+        f"{counted(worst.num_states, 'state')}); their flat alignment skips states",
     )
 
 

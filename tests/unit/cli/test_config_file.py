@@ -13,7 +13,7 @@ import pytest
 
 from speechdp.cli import main
 from speechdp.cli.prepare import PrepareCommand
-from speechdp.cli.support.config_file import _options_of
+from speechdp.cli.support.config_file import options_of
 from speechdp.cli.train import TrainCommand
 from speechdp.errors import ConfigError
 
@@ -30,7 +30,7 @@ def file_of(folder: Path, content: Any) -> str:
     return str(path)
 
 
-def test_options_of_a_file_are_as_if_they_were_given(tmp_path: Path) -> None:
+def testoptions_of_a_file_are_as_if_they_were_given(tmp_path: Path) -> None:
     values = {"batch_size": 3, "flat-start": True, "spec_augment": False, "learning-rate": 1e-3, "seed": None}
     values["bidirectional"] = True  # no flag: it takes True or False
     file = file_of(tmp_path, {**values, "strategy": "model_averaging:period=4", "held_out": "train"})
@@ -114,7 +114,7 @@ def test_every_option_of_help_may_stand_in_a_file(capsys: pytest.CaptureFixture[
         if name in ("launch", "submit", "doctor"):
             continue
         module = importlib.import_module(f"speechdp.cli.{command.module}")
-        known = _options_of(getattr(module, command.class_name)).keys()
+        known = options_of(getattr(module, command.class_name)).keys()
         with pytest.raises(SystemExit):
             main.parse(name, ["--help"])
         shown = set(
@@ -152,3 +152,43 @@ def test_the_file_of_a_launched_command_stands_after_two_dashes(
     with pytest.raises(SystemExit):
         main.run(["launch", "-np", "1", "train", "D", "R", "--config", file])
     assert "write -- before the command: ... -- train" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_a_wrong_path(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        trained("--config", str(tmp_path / "none.json"))
+    assert str(refusal.value) == (
+        f"--config {tmp_path}/none.json: cannot be read (No such file or directory); check the path"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        # Behind an unknown option its value is taken for DATA: that was said to be missing.
+        ("train --straegy bmuf DATA RUN", "train has no option --straegy; did you mean --strategy?"),
+        ("train DATA --epohcs=3 RUN", "train has no option --epohcs; did you mean --epochs?"),
+        ("train -epochs 3 DATA RUN", "train has no option -epochs; did you mean --epochs?"),
+        ("train --zzz DATA RUN", "train has no option --zzz; speechdp train --help lists them"),
+        ("launch --intrface a -- train D R", "launch has no option --intrface; did you mean --interface?"),
+        ("compare --script s.py --strategis a OUT", "compare has no option --strategis; did you mean"),
+    ],
+)
+def test_an_unknown_option_is_named_wherever_it_stands(
+    command: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.run(command.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"speechdp: {says}")
+
+
+def test_no_option_of_a_command_is_unknown() -> None:
+    """All spellings: short and other names, underscores, what is switched off; numbers and - are values."""
+    main.parse("train", ["D", "R", "--flat_start", "--no-spec-augment", "--batch-size=3", "--seed", "1"])
+    main.parse("doctor", ["-np", "2", "--run", "R", "--json", "f.json", "--data", "D"])
+    size = "--nodes 1 --ranks-per-node 1 --time 1:00:00"
+    main.parse("submit", f"--partition p {size} -- python s.py --zzz".split())
+    main.parse("launch", ["-np", "2", "--mpi-args", "--zzz 1", "--", "python", "s.py", "--zzz"])
+    main.parse("decode", ["R", "D", "--insertion-log-prob", "-4"])
+    main.parse("transcribe", ["R", "a.wav", "-o", "-"])

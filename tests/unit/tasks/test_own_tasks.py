@@ -233,6 +233,14 @@ def test_what_is_no_task_is_refused(text: str, message: str) -> None:
         TrainOptions(task=text)
 
 
+def test_the_file_of_a_module_is_not_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("tdnn.py").touch()
+    message = "--task tdnn.py:Tdnn: tdnn.py is the file of a module; write tdnn:Tdnn"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        TrainOptions(task="tdnn.py:Tdnn")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -101,6 +102,12 @@ def test_pipes_run_only_where_they_may(tmp_path: Path) -> None:
         f"{source / 'wav.scp'}:1: a pipe (utt0) runs cat (3 pipes in all); let the programs run with "
         "--allow-pipes, or write their output to files"
     )
+
+
+def test_one_pipe_is_counted_as_one(tmp_path: Path) -> None:
+    source = piped(kaldi_folder(tmp_path / "kaldi", 1))
+    with pytest.raises(ConfigError, match=re.escape("a pipe (utt0) runs cat (1 pipe in all); ")):
+        read_kaldi_dir(source)
 
 
 def test_the_output_of_pipes_is_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
