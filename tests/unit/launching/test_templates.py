@@ -322,6 +322,14 @@ def test_the_script_itself_warns_where_the_batch_system_does_not(
 
 
 @pytest.mark.parametrize("scheduler", ["pbs", "sge"])
+def test_the_warning_goes_by_no_clock_that_may_be_set(scheduler: Scheduler, tmp_path: Path) -> None:
+    """SECONDS follows the clock, and begins with what the job's environment has by that name."""
+    python, resources = tmp_path / "python", Resources(1, 1, "0:00:03")
+    job = replace(PLAIN, resources=resources, python=python, folder=tmp_path, signal_s=2)
+    assert warned(render(scheduler, job), tmp_path, SECONDS="-3600") == 75
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "sge"])
 def test_the_files_in_launch_warn_before_another_limit(
     scheduler: Scheduler, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
