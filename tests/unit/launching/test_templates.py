@@ -142,6 +142,14 @@ def test_lsf_directives() -> None:
     }
 
 
+def test_lsf_would_warn_a_job_as_it_starts_that_is_as_short_in_minutes() -> None:
+    job = replace(JOB, resources=Resources(1, 2, "0:02:00"), signal_s=61)
+    with pytest.raises(ConfigError, match="--signal-s 61: LSF warns in whole minutes, 2 before the limit"):
+        render("lsf", job)
+    render("lsf", replace(job, signal_s=60))
+    render("slurm", job)
+
+
 def test_pbs_directives() -> None:
     job = replace(JOB, placement=replace(JOB.placement, output="logs/all.txt"))
     assert parse("pbs", render("pbs", job)) == {
