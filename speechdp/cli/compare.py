@@ -21,6 +21,7 @@ from speechdp.cli.support.script_options import (
     inputs_of,
     owned_folder,
     say_how_many_failed,
+    until_stopped,
 )
 from speechdp.counting import counted
 from speechdp.options.run import TrainOptions
@@ -255,7 +256,6 @@ def _compare(
     from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
     from speechdp.experiments.compare.run import Comparer  # noqa: PLC0415
     from speechdp.experiments.compare.training import LOGS  # noqa: PLC0415
-    from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
     from speechdp.experiments.record import FAILED  # noqa: PLC0415
     from speechdp.ownership.overwrite import COMPARISON  # noqa: PLC0415
 
@@ -265,15 +265,15 @@ def _compare(
     with owned_folder(out, "compare", say, COMPARISON):
         for line in announcement:
             say(line)
-        try:
+
+        def work() -> int:
             record = comparer.run()
-        except JobStopped:
-            say(f"stopped as requested; the same command continues {out.path}")
-            return exit_codes.STOPPED
-    print_report(out.path, target, metric)
-    failed = sum(run.state == FAILED for run in record.runs)
-    say_how_many_failed(failed, len(record.runs), out.path / LOGS)
-    return 1 if failed or record.failed_races else 0
+            print_report(out.path, target, metric)
+            failed = sum(run.state == FAILED for run in record.runs)
+            say_how_many_failed(failed, len(record.runs), out.path / LOGS)
+            return 1 if failed or record.failed_races else 0
+
+        return until_stopped(out.path, say, work)
 
 
 def _announcement(request: CompareRequest) -> list[str]:

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import tyro
 
 from speechdp import exit_codes
 from speechdp.cli.support.console import make_console
+from speechdp.cli.support.outputs import output_file
 from speechdp.comm.environment import announced
 from speechdp.doctor.examine import DoctorRequest, Examination, examine, to_json
 from speechdp.doctor.finding import Finding
 from speechdp.doctor.table import print_findings
-from speechdp.errors import ConfigError
-from speechdp.files import write_text_atomically
+from speechdp.errors import ConfigError, RunError
+from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.launching.allocation import Allocation, find_allocation
 from speechdp.launching.command import Controller, Launcher, check_controller
 from speechdp.launching.forwarded_options import split_words
 from speechdp.launching.hostfile import Host, Hostfile, local_hosts, read_hostfile
 from speechdp.options.shown import shown
+from speechdp.ownership.owner import check_no_file
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,14 @@ class DoctorCommand:
     def run(self) -> int:
         """Examine and print; return 1 if anything is red."""
         console = make_console()
-        signal.signal(signal.SIGTERM, _leave)
+        file = None if self.json_file is None else output_file(self.json_file, overwrite=True)
         result = self._examine(lambda line: console.print(line, markup=False, highlight=False))
         print_findings(console, result.findings)
-        if self.json_file is not None:
-            write_text_atomically(self.json_file, json.dumps(to_json(result), indent=2) + "\n")
+        if file is not None:
+            try:
+                write_text_atomically(file, json.dumps(to_json(result), indent=2) + "\n")
+            except OSError as error:
+                raise RunError(cannot_be_written(file, error)) from error
         return 0 if result.is_sound else exit_codes.FAILED
 
     def _examine(self, tell: Callable[[str], None]) -> Examination:
@@ -133,12 +136,13 @@ class DoctorCommand:
         return local_hosts(self.num_ranks) if allocation is None else allocation.hostfile
 
 
-def _leave(signum: int, _frame: FrameType | None) -> NoReturn:
-    """Leave by an exception, so that the job is ended on the way."""
-    raise SystemExit(128 + signum)
-
-
 def _folder_of(run: Path) -> Path:
-    """Return the folder to be tested: the run's own if it is there, else the nearest one it will stand in."""
+    """Return the folder to be tested: the run's own if it is there, else the nearest one it will stand in.
+
+    Raises:
+        ConfigError: a file, or a link that leads nowhere, has the name of the run or of a folder above it.
+    """
     run = run.absolute()
-    return next(folder for folder in (run, *run.parents) if folder.is_dir())
+    folder = next(path for path in (run, *run.parents) if os.path.lexists(path))
+    check_no_file(folder)
+    return folder

@@ -134,7 +134,8 @@ class LaunchCommand:
     """Return a batch job to the queue after a signal has stopped it and it has saved, to continue later.
     A Python script has saved if it ended with exit code 75 (run.should_stop, docs/api.md)."""
     grace_s: Annotated[float, shown("SECONDS")] = _GRACE_S
-    """Time for the ranks to save and exit after SIGTERM or SIGINT; after a second signal they end at once."""
+    """Time for the ranks to save and exit after SIGTERM, SIGINT or a batch system's warning.
+    After a second SIGTERM or SIGINT they end at once."""
     dry_run: bool = False
     """Print the launcher's command line and environment variables instead of running it."""
 

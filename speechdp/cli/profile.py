@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from speechdp import exit_codes
 from speechdp.cli.support.script_options import (
     OutFolder,
     StartsJobs,
@@ -19,6 +18,7 @@ from speechdp.cli.support.script_options import (
     inputs_of,
     owned_folder,
     say_how_many_failed,
+    until_stopped,
 )
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import BATCH_JOB_OR_HERE, heading, shown
@@ -97,7 +97,6 @@ class ProfileCommand(StartsJobs):
         from speechdp.cli.report import print_report  # noqa: PLC0415
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
         from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
-        from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
         from speechdp.experiments.profile.jobs import LOGS, Profiler  # noqa: PLC0415
         from speechdp.experiments.profile.record import STRONG, threads_before  # noqa: PLC0415
         from speechdp.experiments.record import FAILED  # noqa: PLC0415
@@ -119,16 +118,16 @@ class ProfileCommand(StartsJobs):
                 say(f"note: {note}")
             if [job.entry.ranks for job in request.jobs if job.entry.kind == STRONG] == [1]:
                 say("note: strong on 1 rank alone: there is nothing to scale; give --ranks 1,2")
-            try:
+
+            def work() -> int:
                 record = profiler.run()
-            except JobStopped:
-                say(f"stopped as requested; the same command continues {self.out_dir}")
-                return exit_codes.STOPPED
-        failed = [job for job in record.jobs if job.state == FAILED]
-        if len(failed) < len(record.jobs):
-            print_report(self.out_dir, None)
-        say_how_many_failed(len(failed), len(record.jobs), self.out_dir / LOGS, "jobs")
-        return 1 if failed else 0
+                failed = [job for job in record.jobs if job.state == FAILED]
+                if len(failed) < len(record.jobs):
+                    print_report(self.out_dir, None)
+                say_how_many_failed(len(failed), len(record.jobs), self.out_dir / LOGS, "jobs")
+                return 1 if failed else 0
+
+            return until_stopped(self.out_dir, say, work)
 
     def _plan(self) -> ProfilePlan:
         from speechdp.experiments.compare.plan import whole_numbers  # noqa: PLC0415

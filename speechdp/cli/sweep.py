@@ -18,6 +18,7 @@ from speechdp.cli.support.script_options import (
     inputs_of,
     owned_folder,
     say_how_many_failed,
+    until_stopped,
 )
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
@@ -190,7 +191,6 @@ class SweepScriptCommand:
         from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
         from speechdp.experiments.compare.script_training import ScriptTraining  # noqa: PLC0415
         from speechdp.experiments.compare.training import LOGS  # noqa: PLC0415
-        from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
         from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
         from speechdp.experiments.sweep.plan import SweepPlan, threads_before  # noqa: PLC0415
         from speechdp.experiments.sweep.script import ScriptSweep, run_script_sweep  # noqa: PLC0415
@@ -212,14 +212,14 @@ class SweepScriptCommand:
         say, script = line_printer(make_console()), self.script.user_script(self.script_arguments)
         training = ScriptTraining(script, starter, RaceOptions(self.race, self.race_steps), say)
         with owned_folder(OutFolder(self.out_dir, self.overwrite), "sweep", say, SWEEP):
-            try:
+
+            def work() -> int:
                 failed, has_race_failed = run_script_sweep(sweep, training, say)
-            except JobStopped:
-                say(f"stopped as requested; the same command continues {self.out_dir}")
-                return exit_codes.STOPPED
-        print_report(self.out_dir, self.script.target, self.script.metric)
-        say_how_many_failed(failed, len(names), self.out_dir / LOGS)
-        return 1 if failed or has_race_failed else 0
+                print_report(self.out_dir, self.script.target, self.script.metric)
+                say_how_many_failed(failed, len(names), self.out_dir / LOGS)
+                return 1 if failed or has_race_failed else 0
+
+            return until_stopped(self.out_dir, say, work)
 
 
 def _split(periods: str) -> tuple[str, ...]:

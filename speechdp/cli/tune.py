@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -21,11 +22,13 @@ from speechdp.cli.support.script_options import (
     check_training,
     inputs_of,
     owned_folder,
+    until_stopped,
 )
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import BATCH_JOB_OR_HERE, heading, shown
+from speechdp.process.ending import Ended
 
 if TYPE_CHECKING:
     from speechdp.cli.support.starting import JobHosts
@@ -395,27 +398,28 @@ def _search(request: TuneRequest, jobs: Callable[[Callable[[str], None]], TunedJ
     from speechdp.cli.report import print_report  # noqa: PLC0415
     from speechdp.cli.support.console import make_console  # noqa: PLC0415
     from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
-    from speechdp.experiments.jobs import JobStopped  # noqa: PLC0415
     from speechdp.experiments.tune.record import holds_other_unmeasured  # noqa: PLC0415
     from speechdp.experiments.tune.run import Tuner  # noqa: PLC0415
     from speechdp.options.run import TrainOptions  # noqa: PLC0415
     from speechdp.ownership.overwrite import TUNE, empty  # noqa: PLC0415
 
     say = line_printer(make_console())
-    code = 0
     # Before the folder is emptied: what cannot be searched is refused here.
     tuner = Tuner(request, jobs(say), say)
     with owned_folder(out, "tune", say, TUNE) as owner:
         if holds_other_unmeasured(request.out, request.settings, TrainOptions().to_json()):
             say(f"{request.out}: a search was begun otherwise and measured nothing yet; it is begun anew")
             empty(owner, TUNE)
-        try:
+
+        def work() -> int:
             tuner.run()
-        except JobStopped:
-            say(f"stopped as requested; the same command continues {request.out}")
-            code = exit_codes.STOPPED
-    if not code or _has_best(request.out):
-        print_report(request.out, None)
+            print_report(request.out, None)
+            return 0
+
+        code = until_stopped(request.out, say, work)
+        if code == exit_codes.STOPPED and _has_best(request.out):
+            with suppress(Ended):  # the end may be asked for again
+                print_report(request.out, None)
     return code
 
 

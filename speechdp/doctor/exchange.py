@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import shutil
 import time
@@ -16,9 +17,12 @@ from speechdp.comm.base import Communicator, ReduceOp
 from speechdp.comm.startup.create import choose_backend, create_communicator
 from speechdp.comm.startup.world import check_sum
 from speechdp.doctor.links import slow_links
+from speechdp.files import disk_reason, remedy_of
 
 #: A network disk may show a new file late.
 _VISIBLE_WITHIN_S = 3.0
+#: What a folder says that is not there, or not for this user.
+_NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
 _CLOCK_ROUNDS = 7
 _LATENCY_ROUNDS = 20
 _SPEED_ROUNDS = 3
@@ -35,17 +39,19 @@ def folder_facts(comm: Communicator, folder: Path, prefix: str, token: str) -> d
         token: what they hold.
 
     Returns:
-        "error": why this rank cannot write, or ""; "unseen": ranks whose file this one does not see (of rank
-        0 alone, but rank 0 looks for all); "free_bytes": -1 where it cannot be told.
+        "error": why this rank cannot write, or ""; "remedy": what helps against a disk that takes nothing, or
+        ""; "unseen": ranks whose file this one does not see (of rank 0 alone, but rank 0 looks for all);
+        "free_bytes": -1 where it cannot be told.
     """
     own = folder / f"{prefix}{comm.rank}"
-    error, is_made = "", False
+    error, remedy, is_made = "", "", False
     try:
         with own.open("x", encoding="utf-8") as file:
             is_made = True
             file.write(token)
     except OSError as problem:
-        error = problem.strerror or str(problem)
+        error = disk_reason(problem)
+        remedy = "" if problem.errno in _NO_PLACE else remedy_of(problem)
     try:
         written = [not theirs for theirs in comm.allgather_object(error)]
         wanted = range(comm.size) if comm.rank == 0 else range(1)
@@ -56,7 +62,7 @@ def folder_facts(comm: Communicator, folder: Path, prefix: str, token: str) -> d
         if is_made:
             with contextlib.suppress(OSError):  # it says nothing that the checks have not found
                 own.unlink()
-    return {"error": error, "unseen": unseen, "free_bytes": _free_bytes(folder)}
+    return {"error": error, "remedy": remedy, "unseen": unseen, "free_bytes": _free_bytes(folder)}
 
 
 def clock_facts(comm: Communicator) -> dict[str, Any]:

@@ -47,10 +47,13 @@ def judge_folder(ranks: Sequence[Rank], folder: str) -> list[Finding]:
     if not told:
         return []
     findings = []
-    errors = {host: str(facts["error"]) for host, facts in by_host(ranks, "folder").items()}
-    for error, owners in grouped(errors).items():
+    facts_of = by_host(ranks, "folder")
+    remedies = {str(facts["error"]): str(facts["remedy"]) for facts in facts_of.values()}
+    for error, owners in grouped({host: facts["error"] for host, facts in facts_of.items()}).items():
         if error:
             remedy = f"make {folder} on storage that every host mounts, with rights to write for you"
+            if remedies[error]:
+                remedy = f"{remedies[error]}, or choose another folder"
             findings.append(
                 Finding("run folder", "fail", f"{folder} cannot be written: {error}", owners, remedy)
             )
@@ -62,7 +65,7 @@ def judge_folder(ranks: Sequence[Rank], folder: str) -> list[Finding]:
         found = f"{folder} there is not the {folder} of {first}"
         remedy = "give a run folder on storage that every host mounts (NFS, Lustre), not a local disk or /tmp"
         findings.append(Finding("run folder", "fail", found, tuple(sorted(apart)), remedy))
-    free = {host: int(facts["free_bytes"]) for host, facts in by_host(ranks, "folder").items()}
+    free = {host: int(facts["free_bytes"]) for host, facts in facts_of.items()}
     free = {host: count for host, count in free.items() if count >= 0}
     if free and min(free.values()) < _NEARLY_FULL_BYTES:
         least = min(free.values())

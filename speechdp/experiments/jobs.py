@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import shlex
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from speechdp.errors import RunError
 from speechdp.files import cannot_be_written, refused_by_disk
 from speechdp.launching.forwarded_options import has_option
 from speechdp.launching.supervise import JobEnd, StopPolicy, run_job
+from speechdp.process.ending import Ended
 from speechdp.process.notices import WARNING
 
 #: `speechdp launch` gives its ranks 30 s to save (--grace-s), and a second signal would cut that short.
@@ -25,7 +27,20 @@ _UNCAUGHT = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)(: .*)?")
 
 
 class JobStopped(Exception):  # noqa: N818 (not an error)
-    """The user asked for the end while a job was under way: the same command goes on."""
+    """The user or a batch system asked for the end: the same command goes on."""
+
+
+@contextmanager
+def stops_between_jobs() -> Iterator[None]:
+    """Take a signal that comes while no job is under way as one that comes during a job.
+
+    Raises:
+        JobStopped: in place of `Ended` and KeyboardInterrupt.
+    """
+    try:
+        yield
+    except (Ended, KeyboardInterrupt) as end:
+        raise JobStopped from end
 
 
 @dataclass(frozen=True)

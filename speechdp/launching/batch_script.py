@@ -150,7 +150,18 @@ class BatchJob:
 
 
 def render(scheduler: Scheduler, job: BatchJob) -> str:
-    """Return the script that `scheduler` is given for `job`."""
+    """Return the script that `scheduler` is given for `job`.
+
+    Raises:
+        ConfigError: LSF, which counts in minutes, would warn it as it starts.
+    """
+    warned_min = _whole_minutes(job.signal_s)
+    if scheduler == "lsf" and warned_min >= _whole_minutes(job.resources.time_s):
+        raise ConfigError(
+            f"--signal-s {job.signal_s}: LSF warns in whole minutes, {warned_min} before the limit, and "
+            f"--time {job.resources.time} is no more; the job would be told to stop as it starts: lower "
+            "--signal-s or raise --time"
+        )
     words = {
         "by_hand": False,
         "title": f"Written by speechdp submit: {job.resources.nodes} nodes, "

@@ -31,6 +31,8 @@ _SAID = re.compile(
 _SIGNAL_NAMES = {signal.strsignal(number): int(number) for number in signal.Signals}
 #: How a hung rank's line begins (watchdog/watchdog.py, watchdog/script_watchdog.py).
 _HUNG = ("no step ended for ", "waited in vain ")
+#: What a command of one rank says that a signal has ended (process/ending.py): it cleans up first.
+_ENDED = re.compile(r"ended by (?P<name>SIG[A-Z0-9]+)")
 _LATE = re.compile(r"rank (?P<rank>\d+) on (?P<host>[^\s:,;]+) \(no sign of life")
 
 
@@ -286,6 +288,11 @@ class LauncherOutput:
         # horovodrun ends with 1 whatever a rank ended with.
         exit_code = exit_codes.HUNG if match["text"].startswith(_HUNG) else None
         rank = None if match["rank"] is None else int(match["rank"])
+        ended = _ENDED.fullmatch(match["text"].strip())
+        if ended is not None and ended["name"] in signal.Signals.__members__:
+            number = signal.Signals[ended["name"]]
+            self.faults.append(Fault("killed", rank, match["host"], signal=number))
+            return True
         self.faults.append(Fault("said", rank, match["host"], exit_code=exit_code, silent_hosts=silent))
         return True
 

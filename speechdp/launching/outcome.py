@@ -142,7 +142,21 @@ def last_checkpoint(target: Target) -> Path | None:
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """Return the newest whole checkpoint somewhere in a folder; None: there is none."""
+    """Return the newest whole checkpoint somewhere in a folder; None: there is none.
+
+    Of one run it is that of the last step, with which the run goes on, whatever the clock has been set to.
+    """
+    changes = {
+        path: changed_ns
+        for path in whole_checkpoints(directory)
+        if (changed_ns := _changed_ns(path)) is not None
+    }
+    last_of_runs = {path.parent: path for path in sorted(changes, key=_step_key)}
+    return max(last_of_runs.values(), key=lambda path: (changes[path], path.name), default=None)
+
+
+def whole_checkpoints(directory: Path) -> list[Path]:
+    """Return all whole checkpoints somewhere in a folder."""
     found: list[Path] = []
     # Others may delete meanwhile, which ends a glob by an error.
     for name, folders, _files in os.walk(directory):
@@ -153,14 +167,18 @@ def newest_checkpoint(directory: Path) -> Path | None:
             whole = [step for step in steps if step.removeprefix("step-").replace("-", "").isdigit()]
             found += [folder / step for step in whole]
             folders.clear()
-    return max(found, key=_age_key, default=None)
+    return found
 
 
-def _age_key(path: Path) -> tuple[int, str]:
+def _step_key(path: Path) -> list[int]:
+    return [int(number) for number in path.name.removeprefix("step-").split("-") if number]
+
+
+def _changed_ns(path: Path) -> int | None:
     try:
-        return path.stat().st_mtime_ns, path.name
+        return path.stat().st_mtime_ns
     except OSError:  # deleted meanwhile
-        return 0, path.name
+        return None
 
 
 @dataclass(frozen=True)

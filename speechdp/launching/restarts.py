@@ -16,7 +16,7 @@ from speechdp.errors import ConfigError
 from speechdp.launching.faults import Fault, first_cause, short_name
 from speechdp.launching.forwarded_options import has_option, plain_option
 from speechdp.launching.hostfile import Host, Hostfile, is_this_machine
-from speechdp.launching.outcome import Target, has_tried_all, last_checkpoint
+from speechdp.launching.outcome import Target, has_tried_all, whole_checkpoints
 from speechdp.launching.processes import descendants, kill
 from speechdp.launching.supervise import JobEnd
 
@@ -110,14 +110,14 @@ class Restarts:
     is_script: bool = False
     number: int = 0
     left_out: tuple[str, ...] = ()
-    _checkpoint: _State | None = None
+    _checkpoints: frozenset[_State] = frozenset()
     _record: _State | None = None
     _failures: Counter[str] = field(default_factory=Counter)
 
     def begin(self) -> tuple[Host, ...]:
         """Return the hosts of the first start.  Raises ConfigError: too few slots."""
         self._record = self._present_record()
-        self._checkpoint = self._newest_checkpoint()
+        self._checkpoints = self._present_checkpoints()
         return self.hostfile.allocate(self.num_ranks)
 
     def why_not(self, end: JobEnd, exit_code: int) -> str | None:
@@ -156,7 +156,7 @@ class Restarts:
                 f"(no answer: {', '.join(self.left_out)}); "
                 "mend them, add hosts to the hostfile, or lower --min-ranks"
             )
-        self._checkpoint = self._newest_checkpoint()
+        self._checkpoints = self._present_checkpoints()
         left = replace(self.hostfile, hosts=tuple(usable))
         return left.allocate(min(self.num_ranks, slots))
 
@@ -180,11 +180,11 @@ class Restarts:
         return exit_code == exit_codes.FAILED
 
     def _has_gone_on(self) -> bool:
-        newest = self._newest_checkpoint()
-        return newest is not None and newest != self._checkpoint
+        return bool(self._present_checkpoints() - self._checkpoints)
 
-    def _newest_checkpoint(self) -> _State | None:
-        return None if self.target is None else _state(last_checkpoint(self.target))
+    def _present_checkpoints(self) -> frozenset[_State]:
+        paths = [] if self.target is None else whole_checkpoints(self.target.directory)
+        return frozenset(state for state in map(_state, paths) if state is not None)
 
     def _present_record(self) -> _State | None:
         """Return the state of the file that every run, or sweep, writes when it begins."""
@@ -195,9 +195,9 @@ class Restarts:
         )
 
 
-def _state(path: Path | None) -> _State | None:
+def _state(path: Path) -> _State | None:
     try:
-        return None if path is None else (path, path.stat().st_mtime_ns, path.stat().st_ino)
+        return (path, path.stat().st_mtime_ns, path.stat().st_ino)
     except OSError:
         return None
 

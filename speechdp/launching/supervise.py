@@ -30,7 +30,8 @@ from speechdp.process.file_limit import raise_file_limit_of_launcher
 
 #: Batch systems warn by SIGUSR1 or SIGUSR2 before they end a job.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-#: A batch system's warning may be followed by others: only these, sent again, mean haste.
+#: A batch system may send others after its warning, with time left before SIGKILL: only these mean haste, and
+#: only if they come twice.
 _URGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 #: Signals within so long are one request, s: the death of a process is told once a thread (PR_SET_PDEATHSIG),
 #: and a batch system may signal both this process and its group.
@@ -94,21 +95,27 @@ class SupervisorStop:
     Attributes:
         signals: those that came, in order.
         since: when the first came, by the monotonic clock.
-        again: when the user asked once more, and means haste.
+        urgent_since: when the first came by which a user ends a job.
+        again: when the user asked so once more, and means haste.
         clock: that tells s.
     """
 
     signals: list[int] = field(default_factory=list)
     since: float = 0.0
+    urgent_since: float | None = None
     again: float | None = None
     clock: Callable[[], float] = time.monotonic
 
     def note(self, signum: int, _frame: FrameType | None) -> None:
         """Note a signal; this is the handler of all of them."""
+        now = self.clock()
         if not self.signals:
-            self.since = self.clock()
-        elif self.again is None and signum in _URGENT_SIGNALS and self.clock() - self.since >= _AT_ONCE_S:
-            self.again = self.clock()
+            self.since = now
+        if signum in _URGENT_SIGNALS:
+            if self.urgent_since is None:
+                self.urgent_since = now
+            elif self.again is None and now - self.urgent_since >= _AT_ONCE_S:
+                self.again = now
         self.signals.append(signum)
 
 
@@ -121,8 +128,7 @@ def run_job(
 ) -> JobEnd:
     """Run `argv` to its end in a process group of its own.
 
-    To be called in the main thread (signal handlers). A second request by SIGINT or SIGTERM skips the grace
-    period.
+    To be called in the main thread (signal handlers). A second SIGINT or SIGTERM skips the grace period.
 
     Args:
         output: file for what it prints; None: this process's stdout and stderr, without what launchers

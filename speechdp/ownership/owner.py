@@ -366,13 +366,7 @@ class FolderOwner:
         folder = self.file.parent
         if folder.is_dir():
             return
-        if folder.is_symlink():
-            raise ConfigError(
-                f"{folder}: is a symbolic link to {folder.readlink()}, where there is no folder; "
-                "make one there, or remove the link"
-            )
-        if folder.exists():
-            raise ConfigError(f"{folder}: is a file; give the name of a folder")
+        check_no_file(folder)
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         for path in reversed(missing):
             path.mkdir(exist_ok=True)
@@ -383,6 +377,19 @@ class FolderOwner:
         with contextlib.suppress(OSError):
             while self._made:
                 self._made.pop().rmdir()
+
+
+def check_no_file(folder: Path) -> None:
+    """Refuse a name that a file has, or a link that leads to no folder.  Raises ConfigError."""
+    if folder.is_dir():
+        return
+    if folder.is_symlink():
+        raise ConfigError(
+            f"{folder}: is a symbolic link to {folder.readlink()}, where there is no folder; "
+            "make one there, or remove the link"
+        )
+    if folder.exists():
+        raise ConfigError(f"{folder}: is a file; give the name of a folder")
 
 
 def is_owners(name: str) -> bool:

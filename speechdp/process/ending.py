@@ -1,4 +1,4 @@
-"""End on SIGTERM or SIGHUP as on an error: clean up on the way, one line, the exit code of that signal."""
+"""End on a signal as on an error: clean up on the way, one line, the exit code of that signal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+#: Batch systems warn by SIGUSR1 or SIGUSR2 ahead of a time limit.
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Ended(BaseException):
@@ -59,7 +60,7 @@ def describe_end(error: KeyboardInterrupt | Ended) -> tuple[str, int]:
 
 
 def end_by_exception() -> None:
-    """Let SIGTERM and SIGHUP raise `Ended` in the main thread; where they are ignored (nohup) they stay so.
+    """Let these signals raise `Ended` in the main thread; where they are ignored (nohup) they stay so.
 
     More of them do not disturb the cleaning up after the first.
     """

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 import tyro
 
+from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.options.shown import BATCH_JOB_OR_HERE, shown
 from speechdp.process.notices import tell
@@ -148,6 +149,24 @@ def say_how_many_failed(failed: int, runs: int, logs: Path | None, what: str = "
             f"{failed} of {runs} {what} failed; their messages are above{output}; the same command tries "
             "them again"
         )
+
+
+def until_stopped(out: Path, say: Callable[[str], None], work: Callable[[], int]) -> int:
+    """Do the work in OUT, its report included, and return its exit code, or that of a stop as requested.
+
+    Args:
+        out: folder that the command writes.
+        say: takes a line of progress.
+        work: what a signal may stop at any time: what it has finished is kept.
+    """
+    from speechdp.experiments.jobs import JobStopped, stops_between_jobs  # noqa: PLC0415 - keeps --help fast
+
+    try:
+        with stops_between_jobs():
+            return work()
+    except JobStopped:
+        say(f"stopped as requested; the same command continues {out}")
+        return exit_codes.STOPPED
 
 
 def check_target(target: float | None, task: TaskRecord) -> None:

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable
 
 from speechdp.errors import ConfigError, RunError
-from speechdp.experiments.jobs import JobStopped
+from speechdp.experiments.jobs import JobStopped, stops_between_jobs
 from speechdp.experiments.race.record import FOLDER as RACES
 from speechdp.experiments.tune.choice import choose_again, choose_soonest
 from speechdp.experiments.tune.halving import Halving
@@ -57,8 +57,9 @@ class Tuner:
             )
         search.keep()
         try:
-            search.jobs.begin()
-            self._go_through_stages()
+            with stops_between_jobs():
+                search.jobs.begin()
+                self._go_through_stages()
         except (JobStopped, ConfigError, RunError):
             with contextlib.suppress(RunError):  # of a full disk, which is told already
                 search.keep()

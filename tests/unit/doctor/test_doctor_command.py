@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,6 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[DoctorRequest]:
         return Examination([])
 
     monkeypatch.setattr(doctor, "examine", examine)
-    monkeypatch.setattr(doctor.signal, "signal", lambda *_: None)
     return seen
 
 
@@ -63,6 +64,55 @@ def test_options_that_cannot_be(
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert requests == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--json", "HERE/nowhere/doctor.json"],
+            "HERE/nowhere: no such folder; give a name in a folder that",
+        ),
+        (["--json", "HERE"], "HERE: is a folder; give the name of a file"),
+        (["--run", "HERE/file"], "HERE/file: is a file; give the name of a folder"),
+        (["--run", "HERE/file/run"], "HERE/file: is a file; give the name of a folder"),
+        (
+            ["--run", "HERE/link"],
+            "HERE/link: is a symbolic link to nowhere, where there is no folder; make one",
+        ),
+    ],
+)
+def test_files_that_cannot_be_are_refused_before_anything_is_started(
+    options: list[str],
+    said: str,
+    tmp_path: Path,
+    requests: list[DoctorRequest],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    assert run(["doctor", *(word.replace("HERE", str(tmp_path)) for word in options)]) == 1
+    error = capsys.readouterr().err
+    assert said.replace("HERE", str(tmp_path)) in error and error.count("\n") == 1
+    assert requests == []
+
+
+def test_findings_that_the_disk_does_not_take_are_shown_all_the_same(
+    tmp_path: Path,
+    requests: list[DoctorRequest],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(_path: Path, _text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(doctor, "write_text_atomically", refuse)
+    assert run(["doctor", "--json", str(tmp_path / "doctor.json")]) == 1
+    assert len(requests) == 1
+    said = (
+        f"speechdp: {tmp_path / 'doctor.json'}: cannot be written (No space left on device); free some space"
+    )
+    assert said in capsys.readouterr().err
 
 
 def test_a_run_is_looked_for_in_the_nearest_folder_there_is(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ CONNECT: dict[str, Any] = {
     "mpi_library": "Open MPI v4.1.8",
 }
 DATA = {"checksum": "c" * 64, "shards": 3, "missing": [], "verified": False}
-FOLDER = {"error": "", "unseen": [], "free_bytes": 50 * GIB}
+FOLDER = {"error": "", "remedy": "", "unseen": [], "free_bytes": 50 * GIB}
 HOROVOD = {
     "rank": 0,
     "size": 2,
@@ -146,6 +146,12 @@ CASES = [
     (part("data", missing=["train-0001.h5"]), "data", "fail", "copy DATA"),
     (part("data", checksum="d" * 64), "data", "fail", "prepare the data once"),
     (part("folder", error="Permission denied"), "run folder", "fail", "rights to write"),
+    (
+        part("folder", error="Disk quota exceeded", remedy="free some space"),
+        "run folder",
+        "fail",
+        "free some",
+    ),
     (part("folder", unseen=[0]), "run folder", "fail", "not a local disk"),
     (lambda ranks: ranks[0].facts["folder"].update(unseen=[1]), "run folder", "fail", "not a local disk"),
     (part("folder", free_bytes=GIB // 2), "disk", "warn", "make room"),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from speechdp import exit_codes
 from speechdp.launching.faults import Fault, first_cause, located
 from speechdp.launching.hostfile import Host
 from speechdp.launching.launcher_output import LauncherOutput
+from speechdp.launching.outcome import Verdict, verdict
+from speechdp.launching.supervise import JobEnd
+from speechdp.process.ending import Ended, describe_end
 
 RULE = "-" * 74 + "\n"
 PRIMARY = (
@@ -236,6 +241,14 @@ def test_a_rank_that_does_not_know_its_number_is_noted() -> None:
     assert shown == "speechdp: DATA/data.json: is not there; prepare the data first\n"
     assert faults[0] == Fault("said") and first_cause(faults) == faults[0]
     assert faults[0].describe() == "a rank failed, its message stands above"
+
+
+def test_a_rank_that_a_signal_has_ended_has_not_failed() -> None:
+    line = f"speechdp: {describe_end(Ended(signal.SIGUSR1))[0]}\n"
+    shown, faults = read(line)
+    assert shown == line and faults == [Fault("killed", signal=signal.SIGUSR1)]
+    stopped = verdict(JobEnd(1, signal.SIGTERM, tuple(faults)), None)  # horovodrun's own is 1
+    assert stopped == Verdict(143, "the job was stopped by SIGTERM")
 
 
 def test_a_hung_ranks_line_names_the_hosts_that_gave_no_sign_of_life() -> None:

@@ -19,7 +19,7 @@ from speechdp.cli.main import run
 from speechdp.errors import ConfigError
 from speechdp.launching.faults import Fault
 from speechdp.launching.hostfile import Host, Hostfile
-from speechdp.launching.outcome import Target
+from speechdp.launching.outcome import Target, newest_checkpoint
 from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
 from speechdp.launching.supervise import JobEnd
 
@@ -194,6 +194,17 @@ def test_a_checkpoint_that_was_only_deleted_is_no_progress(tmp_path: Path) -> No
     assert "it would fail in the same way" in str(job.why_not(refused, 1))
     save(tmp_path, 100)  # written anew, at the same step
     assert job.why_not(refused, 1) is None
+
+
+def test_a_checkpoint_by_a_clock_that_was_set_back_is_progress(tmp_path: Path) -> None:
+    save(tmp_path, 100)
+    job = restarts(tmp_path)
+    save(tmp_path, 200)
+    os.utime(tmp_path / "checkpoints" / "step-00000200", (1, 1))
+    assert job.why_not(JobEnd(1, None, (Fault("said", 0, "n1"),)), 1) is None
+    assert newest_checkpoint(tmp_path) == tmp_path / "checkpoints" / "step-00000200"
+    save(tmp_path / "realign" / "1", 9)  # of another run, a later one
+    assert newest_checkpoint(tmp_path) == tmp_path / "realign" / "1" / "checkpoints" / "step-00000009"
 
 
 def test_hosts_that_cannot_be_reached_are_no_refusal(tmp_path: Path) -> None:

@@ -91,6 +91,24 @@ def test_a_signal_that_comes_twice_at_once_is_no_haste() -> None:
     assert request.again == 101.5 and len(request.signals) == 3
 
 
+@pytest.mark.parametrize(
+    "signals",
+    [
+        (signal.SIGUSR1, signal.SIGTERM),  # Slurm: a pre-emption, and the end of its GraceTime
+        (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT),  # LSF: the warning, and the limit
+    ],
+)
+def test_what_a_batch_system_sends_after_its_warning_is_no_haste(signals: Sequence[signal.Signals]) -> None:
+    now = [100.0]
+    request = SupervisorStop(clock=lambda: now[0])
+    for signum in signals:
+        request.note(signum, None)
+        now[0] += 10.0
+    assert request.again is None and request.since == 100.0
+    request.note(signal.SIGTERM, None)
+    assert request.again == now[0]
+
+
 def test_a_launcher_that_is_killed_is_told_from_one_that_returns_so() -> None:
     end = run_job(["sh", "-c", "kill -9 $$"], os.environ, StopPolicy())
     assert (end.exit_code, end.killed_by) == (137, signal.SIGKILL)

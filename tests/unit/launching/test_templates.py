@@ -142,6 +142,14 @@ def test_lsf_directives() -> None:
     }
 
 
+def test_lsf_would_warn_a_job_as_it_starts_that_is_as_short_in_minutes() -> None:
+    job = replace(JOB, resources=Resources(1, 2, "0:02:00"), signal_s=61)
+    with pytest.raises(ConfigError, match="--signal-s 61: LSF warns in whole minutes, 2 before the limit"):
+        render("lsf", job)
+    render("lsf", replace(job, signal_s=60))
+    render("slurm", job)
+
+
 def test_pbs_directives() -> None:
     job = replace(JOB, placement=replace(JOB.placement, output="logs/all.txt"))
     assert parse("pbs", render("pbs", job)) == {
@@ -319,6 +327,14 @@ def test_the_script_itself_warns_where_the_batch_system_does_not(
     python, resources = tmp_path / "python", Resources(1, 1, "0:00:03")
     job = replace(PLAIN, resources=resources, python=python, folder=tmp_path, signal_s=2)
     assert warned(render(scheduler, job), tmp_path) == 75
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "sge"])
+def test_the_warning_goes_by_no_clock_that_may_be_set(scheduler: Scheduler, tmp_path: Path) -> None:
+    """SECONDS follows the clock, and begins with what the job's environment has by that name."""
+    python, resources = tmp_path / "python", Resources(1, 1, "0:00:03")
+    job = replace(PLAIN, resources=resources, python=python, folder=tmp_path, signal_s=2)
+    assert warned(render(scheduler, job), tmp_path, SECONDS="-3600") == 75
 
 
 @pytest.mark.parametrize("scheduler", ["pbs", "sge"])

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,6 +29,7 @@ LINE = (
     "speechdp: standard output: cannot be written (No space left on device), lines are lost; "
     "free some space there, or send it elsewhere\n"
 )
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAINING = (*TINY_MODEL, "--epochs", "1", "--backend", "serial", "--sample-hz", "0")
 
 
@@ -39,7 +41,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, str]]]:
     """Run `speechdp ARGUMENTS` in this process over streams of its own; return exit code and stderr."""
-    signals = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    signals = {number: signal.getsignal(number) for number in ENDING}
     kept = {descriptor: os.dup(descriptor) for descriptor in (0, 1, 2)}
     streams = sys.stdout, sys.stderr
     errors = tmp_path / "stderr"
@@ -185,7 +187,7 @@ def test_a_stream_that_blocks_loses_nothing() -> None:
 # --- signals ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", ENDING)
 def test_a_signal_ends_a_command_in_one_line(
     command: Command,
     dataset: Dataset,
@@ -216,6 +218,37 @@ def test_decode_is_ended_likewise(
     )
     code, said = command(tmp_path / "stdout", "decode", tmp_path, dataset.path, "--backend", "serial")
     assert (code, said) == (143, "speechdp: ended by SIGTERM\n")
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("arguments", "work"),
+    [
+        (("compare", "DATA", "OUT"), "speechdp.experiments.compare.run.Comparer.run"),
+        (("compare", "DATA", "OUT"), "speechdp.cli.report.print_report"),
+        (("tune", "DATA", "OUT", "--ranks", "2"), "speechdp.experiments.tune.run.measure"),
+        (("profile", "DATA", "OUT"), "speechdp.experiments.profile.jobs.Profiler.run"),
+        (("sweep", "--script", __file__, "OUT"), "speechdp.experiments.sweep.script.run_script_sweep"),
+    ],
+)
+def test_an_experiment_stops_between_two_jobs_as_in_one(
+    command: Command,
+    dataset: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: Sequence[str],
+    work: str,
+    signum: signal.Signals,
+) -> None:
+    """So that a batch job that is warned then goes on, too, when it is started again."""
+    places = {"DATA": dataset.path, "OUT": tmp_path / "out"}
+    monkeypatch.setattr("speechdp.experiments.compare.run.Comparer.run", lambda _: SimpleNamespace(runs=()))
+    monkeypatch.setattr(work, lambda *_args, **_options: signal.raise_signal(signum))
+    code, said = command(tmp_path / "stdout", *(places.get(word, word) for word in arguments))
+    assert (code, said) == (75, "")
+    news = (tmp_path / "stdout").read_text()
+    assert f"stopped as requested; the same command continues {tmp_path / 'out'}" in news
+    assert not (tmp_path / "out" / "owner.json").exists()
 
 
 def test_a_terminal_that_closes_stops_training_but_for_nohup() -> None:
