@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from speechdp.options.batch import BatchOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import TrainOptions
 from speechdp.tasks.model_file import load_model
-from speechdp.tasks.registry import TASKS
+from speechdp.tasks.registry import TASKS, networks_of, task
 from speechdp.testing import task_contract
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
@@ -137,6 +138,31 @@ def test_what_was_spoken_becomes_more_likely_and_the_model_decodes(mmi: ModuleTy
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["heldout_mmi_log_ratio"] > lines[0]["heldout_mmi_log_ratio"]
     assert load_model(run_dir, CPU).config["num_classes"] == dataset.num_classes
+
+
+def test_a_network_of_ones_own_learns_by_it_and_is_read_without_data(
+    mmi: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delitem(sys.modules, "tdnn", raising=False)
+    monkeypatch.syspath_prepend(REPOSITORY / "examples" / "own_network")
+    import tdnn  # noqa: PLC0415
+
+    cls = dataclasses.make_dataclass("TdnnMmi", [], bases=(tdnn.Tdnn, mmi.Mmi), frozen=True)
+    task("tdnn_mmi")(cls)
+    dataset = write_tiny_data(tmp_path / "data", TinySizes(train=24, dev=8))
+    sizes = "width=16,inner=6,layers=3,bottleneck=8,dropout=0"
+    options = TrainOptions(
+        batch=BatchOptions(batch_size=4),
+        optimizer=OptimizerOptions(learning_rate=0.01),
+        task=f"tdnn_mmi:{sizes}",
+        epochs=3,
+    )
+    run_dir = tmp_path / "run"
+    run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, run_dir))
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["heldout_mmi_log_ratio"] > lines[0]["heldout_mmi_log_ratio"]
+    model = load_model(run_dir, CPU, own=networks_of("tdnn_mmi")).model
+    assert isinstance(model, tdnn.TdnnNetwork) and not hasattr(model, "denominator")
 
 
 def test_targets_of_another_folder_than_those_trained_on_are_refused(mmi: ModuleType, tmp_path: Path) -> None:
