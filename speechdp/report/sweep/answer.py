@@ -314,7 +314,7 @@ def _pauses(row: RunFigures) -> str:
     """Say for how long training paused, where that is long: no share of the step time and no speed has it."""
     ranks = row.run.timing.ranks if row.run.timing else ()
     paused = [(rank.eval_s, rank.checkpoint_s) for rank in ranks]
-    whole_s = sum(rank.wall_s for rank in ranks) + sum(map(sum, paused))
+    whole_s = sum(rank.training_s for rank in ranks) + sum(map(sum, paused))
     found = [
         (sum(seconds) / whole_s, name)
         for seconds, name in zip(zip(*paused, strict=True), ("evaluations", "checkpoints"), strict=True)
