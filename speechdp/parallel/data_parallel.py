@@ -376,7 +376,7 @@ class DataParallel:
         self._check_training("should_stop")
         if self._stop is None:
             together = self.strategy.traits.synchronous
-            self._stop = StopWatch(self.comm, together=together, pause=Pause.of_environment())
+            self._stop = StopWatch(self.comm, self.timeline, together=together, pause=Pause.of_environment())
         with self._calls.of("run.should_stop"):
             return self._stop.look(self.steps)
 
