@@ -263,7 +263,8 @@ def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], lab
         undecoded = [row for row in with_period if _awaits_decoding(row, rows)]
         if len(undecoded) == len(with_period):
             return "No averaging period has been decoded yet."
-        return f"No averaging period {'that has been decoded ' if undecoded else ''}{keeps}."
+        which = "that has been decoded " if undecoded else ""
+        return f"No averaging period {which}seems to {keeps.replace('keeps', 'keep', 1)}."
     fastest, alike = choose_fastest(fitting, _rate)
     label, kind = labels[fastest.run.name], _kind(fastest, fitting, "averaging period")
     claim = f"{formatting.capital(label)} seems the fastest {kind} that {keeps}"
