@@ -44,8 +44,8 @@ class AdaptiveAveraging(ModelAveraging):
         K <- ceil(K0 / f * sqrt((lr0 F) / (lr F0))), at most growth * K0
     with F the mean training loss a frame of all ranks since the rule was last used, F0 that of the first
     window, lr the schedule's learning rate, lr0 that of the first window.  A loss below 0, the lower bound
-    that the paper takes, counts as 0, and is refused in the first window.  If K did not shrink although lr did
-    not fall either, K is halved (halve).  f = 1 with learning_rate=keep.
+    that the paper takes, counts as 0, and is refused in the first window.  If K did not shrink although lr
+    did not fall either, K is halved (halve).  f = 1 with learning_rate=keep.
 
     learning_rate=scale multiplies the learning rate by f, which rises linearly from 1 to
         f = min(max(P^2 / K0, 1), P),  P learners,
