@@ -126,7 +126,8 @@ def trainer_loop(comm: Communicator, dataset: Dataset, options: TrainOptions) ->
         trainer, sources = build_trainer(session, options, folder, stack)
         loader = stack.enter_context(open_loader(sources.training, options, comm.rank, comm.size))
         trainer.parts.model.train()
-        stop, strategy = StopAgreement(session.stop, comm), trainer.parts.strategy
+        parts = trainer.parts
+        stop, strategy = StopAgreement(session.stop, comm, parts.timeline), parts.strategy
 
         def advance() -> int:
             step = trainer.advance(loader)

@@ -33,7 +33,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.environment import host_name
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_read, disk_reason
-from speechdp.watchdog.shared_disk import LOOK_S, Patience, is_seen, not_shared
+from speechdp.watchdog.shared_disk import LOOK_S, Patience, not_shared, why_unseen
 from speechdp.watchdog.watchdog import Stillness
 
 #: Seconds that rank 0 waits while no file of the others grows; once one could not write, for them to end.
@@ -94,10 +94,16 @@ class CheckpointWriter:
         nonce, problem = comm.broadcast_object((nonce, problem))
         if problem is None:
             probe = self._folder / f".{nonce}.probe"
-            seen = comm.allgather_object((host_name(), self._look_for(probe)))
-            self._hosts = [host for host, _ in seen]
-            not_seen = [self._not_seen(rank, why) for rank, (_, why) in enumerate(seen) if why is not None]
-            problem = not_seen[0] if not_seen else None
+            told = comm.allgather_object((host_name(), *self._look_for(probe)))
+            self._hosts = [host for host, _, _ in told]
+            problem = next(
+                (
+                    unreadable or not_shared(self._folder, rank, self._hosts, unseen)
+                    for rank, (_, unseen, unreadable) in enumerate(told)
+                    if unreadable or unseen
+                ),
+                None,
+            )
             if comm.rank == 0:
                 with contextlib.suppress(OSError):  # the next start clears it
                     probe.unlink(missing_ok=True)
@@ -118,17 +124,14 @@ class CheckpointWriter:
             return not_saved(self._run_dir, error)
         return None
 
-    def _look_for(self, probe: Path) -> str | None:
-        """Return None if this rank sees the file, the line that says what the disk does, or ""."""
+    def _look_for(self, probe: Path) -> tuple[str | None, str | None]:
+        """Return why this rank does not see the file, and the line on a folder that cannot be read."""
         try:
-            return None if is_seen(probe) else ""
+            return why_unseen(probe), None
         except OSError as error:
             entry = self._problem(error)
             told = OSError(entry["errno"], entry["problem"])
-            return cannot_be_read(self._folder, told, remedies.going_on())
-
-    def _not_seen(self, rank: int, why: str) -> str:
-        return why or not_shared(self._folder, rank, self._hosts)
+            return None, cannot_be_read(self._folder, told, remedies.going_on())
 
     def go_on_from(self, step: int) -> None:
         """Note which checkpoint could be read: it is kept until newer ones take its place."""

@@ -337,7 +337,10 @@ def _with_config(name: str, arguments: Sequence[str]) -> Sequence[str]:
         found: type = getattr(module, command.script_class_name if of_script else command.class_name)
         return found
 
-    return with_config(arguments, of_command)
+    launch = announced()
+    is_first = launch is None or launch.rank == 0
+    refused = {} if of_script else command.refused
+    return with_config(arguments, of_command, refused, tell if is_first else lambda text: None)
 
 
 def _has_script(arguments: Sequence[str]) -> bool:

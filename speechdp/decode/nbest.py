@@ -24,8 +24,9 @@ from speechdp.language.ngram import NgramModel
 
 _LN_10 = math.log(10.0)
 #: A lattice that would have more states when it is determinised is made again with half the lattice beam,
-#: down to this one; then the best path alone is returned.
-_MAX_STATES = 200_000
+#: down to this one; then the best path alone is returned.  What a state takes grows with the paths that lead
+#: to it: where scores tell nothing, ten times as many take minutes an utterance.
+_MAX_STATES = 20_000
 _NARROWEST_BEAM = 0.25
 
 

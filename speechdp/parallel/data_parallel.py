@@ -376,7 +376,7 @@ class DataParallel:
         self._check_training("should_stop")
         if self._stop is None:
             together = self.strategy.traits.synchronous
-            self._stop = StopWatch(self.comm, together=together, pause=Pause.of_environment())
+            self._stop = StopWatch(self.comm, self.timeline, together=together, pause=Pause.of_environment())
         with self._calls.of("run.should_stop"):
             return self._stop.look(self.steps)
 
@@ -764,7 +764,8 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
         """Compute the gradients of `loss` and add them to this step's.
 
         Args:
-            loss: a scalar, summed over (part of) what the step's weight counts.
+            loss: a scalar, summed over (part of) what the step's weight counts; with weight 0 it has no
+                gradients, whatever it is.
             last: no other backward pass follows in this step.  Say False in all but the last of several:
                 gradients are exchanged while the last one runs.
 
@@ -792,9 +793,11 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
                     f"step.backward(loss) takes a scalar tensor that requires grad, and was given "
                     f"{given_for_loss(loss)}"
                 )
-            self._run._note_loss(loss, self.weight)
-            self._run._replica.bind_gradients()  # optimizer.zero_grad() may have let go of them
-            self._step.backward(loss, last=last)
+            if self.weight > 0:
+                self._run._note_loss(loss, self.weight)
+                self._run._replica.bind_gradients()  # optimizer.zero_grad() may have let go of them
+                self._step.backward(loss, last=last)
+            # Else there is nothing to sum over: some strategies would count the gradients, others not.
         if not last:
             self._begin_forward()
 

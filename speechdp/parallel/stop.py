@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Protocol
@@ -22,6 +22,7 @@ from speechdp.errors import ConfigError
 from speechdp.launching.variables import PAUSE
 from speechdp.process.notices import warn
 from speechdp.process.output import STDERR
+from speechdp.timing.timeline import Span, Timeline
 
 #: Seconds between two agreements on whether to stop.
 _INTERVAL_S = 1.0
@@ -145,13 +146,21 @@ class StopAgreement:
     """Makes all ranks learn at the same step that one of them was asked to stop.
 
     About once a second of training an allreduce of two numbers is started, and its result is read at the
-    next such step, so no rank waits for it.  The steps between are the same on every rank because they
-    follow from what was exchanged.
+    next such step, so that only a rank waits for it that is further ahead of another.  The steps between are
+    the same on every rank because they follow from what was exchanged.
+
+    Args:
+        request: of this rank; None: it has none.
+        comm: the ranks.
+        timeline: has what this rank waits as communication of the step that follows; None: nothing is timed.
     """
 
-    def __init__(self, request: StopSource | None, comm: Communicator) -> None:
+    def __init__(
+        self, request: StopSource | None, comm: Communicator, timeline: Timeline | None = None
+    ) -> None:
         self._request = request
         self._comm = comm
+        self._timeline = timeline
         self._work: Work | None = None
         self._values = torch.zeros(2, dtype=torch.float64)
         self._interval = 1
@@ -168,7 +177,8 @@ class StopAgreement:
         self._last_s = now
         stop = False
         if self._work is not None:
-            self._work.wait()
+            with nullcontext() if self._timeline is None else self._timeline.span(Span.COMM):
+                self._work.wait()
             asked, slowest_step_s = self._values.tolist()
             stop = asked > 0
             self._interval = max(1, min(2 * self._interval, int(_INTERVAL_S / max(slowest_step_s, 1e-6))))
@@ -225,15 +235,18 @@ class StopWatch:
         comm: the ranks.
         together: they take their steps together.  Otherwise they agree where they meet: whoever lets them
             meet adds up `is_asked` over them, and sets `is_agreed`.
+        timeline: has what a rank waits for others.
         pause: where to stop in any case: as all ranks have it, they need not agree on a step.
     """
 
-    def __init__(self, comm: Communicator, *, together: bool, pause: Pause | None = None) -> None:
+    def __init__(
+        self, comm: Communicator, timeline: Timeline, *, together: bool, pause: Pause | None = None
+    ) -> None:
         self.pause = pause
         self._request = StopRequest()
         if threading.current_thread() is threading.main_thread():
             self._request.__enter__()
-        self._agreement = StopAgreement(self._request, comm) if together else None
+        self._agreement = StopAgreement(self._request, comm, timeline) if together else None
         self._step = -1
         #: Whether all ranks know that they are to stop, and whether the loop has been told.
         self.is_agreed = self.is_told = False

@@ -12,6 +12,7 @@ from torch import Tensor
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period, PeriodUnit, frames_reach
 from speechdp.parallel.strategy import Progress, Traits
+from speechdp.process.notices import warn
 from speechdp.strategies.mechanisms.stages import PointUnit, Stages
 from speechdp.strategies.mechanisms.window_loss import WindowLoss
 from speechdp.strategies.model_averaging import ModelAveraging
@@ -21,6 +22,9 @@ from speechdp.timing.timeline import Span
 _WARMUP_SHARE = 0.25
 #: Steps of the longest period: a learning rate near 0 asks for one without end.
 _LONGEST = 2.0**31
+#: Frames or seconds of the shortest period: an average at every step.
+_SHORTEST = 1e-3
+_POSITIVE = "add a constant that keeps the loss positive, which changes no gradient"
 #: Options that only one rule reads.
 _RULE_OF = {
     "interval": "adacomm",
@@ -39,7 +43,8 @@ class AdaptiveAveraging(ModelAveraging):
     Update rule: as model_averaging.  rule=adacomm: at the first average after each `interval`
         K <- ceil(K0 / f * sqrt((lr0 F) / (lr F0))), at most growth * K0
     with F the mean training loss a frame of all ranks since the rule was last used, F0 that of the first
-    window, lr the schedule's learning rate, lr0 that of the first window.  If K did not shrink although lr
+    window, lr the schedule's learning rate, lr0 that of the first window.  A loss below 0, the lower bound
+    that the paper takes, counts as 0, and is refused in the first window.  If K did not shrink although lr
     did not fall either, K is halved (halve).  f = 1 with learning_rate=keep.
 
     learning_rate=scale multiplies the learning rate by f, which rises linearly from 1 to
@@ -151,6 +156,7 @@ class AdaptiveAveraging(ModelAveraging):
         self._last_use = 0.0  # step, frames per rank or seconds on rank 0, as `interval` has it
         self._first_loss = 0.0  # 0: not known yet
         self._first_rate = self._last_rate = 0.0
+        self._has_warned = False
         self._noted = 0.0  # the period in force as this process has recorded it
 
     def observe_loss(self, total: Tensor, frames: int) -> None:
@@ -229,22 +235,37 @@ class AdaptiveAveraging(ModelAveraging):
             self._value = self._next_value(loss, rate)
         elif 0 < loss < math.inf:
             self._first_loss, self._first_rate = loss, rate
+        elif -math.inf < loss < 0:
+            raise ConfigError(
+                f"{self.name}:rule=adacomm: the training loss is {loss:.4g} a frame in the first window, and "
+                f"a period that follows losses needs them above 0; {_POSITIVE}, or give rule=qsr or stages"
+            )
         self._last_rate = rate
 
     def _next_value(self, loss: float, rate: float) -> float:
-        if not 0 <= loss < math.inf:
+        if not -math.inf < loss < math.inf:
             return self._value
+        if loss < 0 and not self._has_warned and self.comm.rank == 0:
+            warn(
+                f"{self.name}:rule=adacomm: the training loss has fallen below 0 ({loss:.4g} a frame), which "
+                f"the rule takes for 0, so that ranks average at every step; {_POSITIVE}"
+            )
+        self._has_warned |= loss < 0
         # A schedule that warms up from 0 has no ratio to go by.
         rates = self._first_rate / rate if rate > 0 and self._first_rate > 0 else 1.0
         shortened = self.period.value / self.replica.learning_rate_factor
-        wanted = self._whole(shortened * math.sqrt(rates * loss / self._first_loss))
+        wanted = self._whole(shortened * math.sqrt(rates * max(loss, 0.0) / self._first_loss))
         if self.halve and wanted >= self._value and rate >= self._last_rate:
             wanted = self._whole(self._value / 2)
         return min(wanted, self.growth * self.period.value)
 
     def _whole(self, value: float) -> float:
         # Rounding of a ratio that is 1 must not cost a step.
-        return max(1.0, math.ceil(value - 1e-6)) if self.period.unit is PeriodUnit.STEPS else value
+        return (
+            max(1.0, math.ceil(value - 1e-6))
+            if self.period.unit is PeriodUnit.STEPS
+            else max(_SHORTEST, value)
+        )
 
     def statistics(self) -> dict[str, Any]:
         return {**super().statistics(), "period": str(self.current_period)}

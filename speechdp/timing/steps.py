@@ -9,7 +9,10 @@ from typing import Any
 
 #: Order of the step spans in every list; the enum in timeline.py numbers them so.
 STEP_SPAN_NAMES = ("data_wait", "h2d", "forward", "backward", "comm", "update")
-EVENT_NAMES = ("eval", "checkpoint", "capture", "meeting")
+MEETING = "meeting"
+#: What is no training time.
+_PAUSES = ("eval", "checkpoint", "capture")
+EVENT_NAMES = (*_PAUSES, MEETING)
 #: Spans whose host time is kept beside the device's: there the host blocks.
 HOST_TIMED = (STEP_SPAN_NAMES.index("data_wait"), STEP_SPAN_NAMES.index("comm"))
 
@@ -141,6 +144,8 @@ class _Sums:
     spans_s: list[float] = field(default_factory=lambda: [0.0] * len(STEP_SPAN_NAMES))
     host_s: dict[int, float] = field(default_factory=dict)
     overlapped_s: dict[int, float] = field(default_factory=dict)
+    #: Seconds of the meetings that followed these steps.
+    meeting_s: float = 0.0
     #: Seconds of communication of each step, 4 bytes per step.
     comm_of_steps: array[float] = field(default_factory=lambda: array("f"))
 
@@ -167,7 +172,7 @@ class StepTotals:
         self._warmup_steps = warmup_steps
         self._warmup = _Sums()
         self._measured = _Sums()
-        self._events_s = dict.fromkeys(EVENT_NAMES, 0.0)
+        self._events_s = dict.fromkeys(_PAUSES, 0.0)
 
     def add(self, step: ResolvedStep) -> None:
         """Count a step."""
@@ -175,8 +180,12 @@ class StepTotals:
         (self._warmup if in_warmup else self._measured).add(step)
 
     def add_event(self, name: str, wall_s: float) -> None:
-        """Count an event."""
-        self._events_s[name] += wall_s
+        """Count an event, after all steps before it."""
+        if name == MEETING:
+            # It waits for what others have left to do of the steps before it.
+            (self._measured if self._measured.steps > 0 else self._warmup).meeting_s += wall_s
+        else:
+            self._events_s[name] += wall_s
 
     @property
     def comm_of_steps(self) -> list[float]:
@@ -201,4 +210,5 @@ class StepTotals:
         if sums.overlapped_s:
             names = STEP_SPAN_NAMES + EVENT_NAMES
             result["overlapped_s"] = {names[i]: s for i, s in sorted(sums.overlapped_s.items())}
-        return result | {f"{name}_s": seconds for name, seconds in self._events_s.items()}
+        result |= {f"{name}_s": seconds for name, seconds in self._events_s.items()}
+        return result | {f"{MEETING}_s": sums.meeting_s}

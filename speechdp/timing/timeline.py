@@ -274,13 +274,15 @@ class Timeline:
         if self._device_events is not None:
             self._device_events.synchronize()
         now = perf_counter_ns()
+        self._resolve()  # the steps before the event count before it
         # Evaluation reads data and runs the model too: what it opened is no part of the step.
         del self._marks[num_marks:]
         if self._device_events is not None:
             self._device_events.recycle(self._events[num_marks // 2 :])
             del self._events[num_marks // 2 :]
         self._event_start_ns = None
-        if self._step_start_ns is not None or num_marks:
+        is_training = self._step_start_ns is not None or num_marks > 0
+        if is_training:
             self._excluded_ns += now - start_ns
             if span is Span.MEETING:
                 self._trained_ns += now - start_ns
@@ -291,7 +293,8 @@ class Timeline:
         else:
             self._lead_ns = self._excluded_ns
         wall_s = (now - start_ns) / 1e9
-        self._totals.add_event(span.value, wall_s)
+        if is_training or span is not Span.MEETING:
+            self._totals.add_event(span.value, wall_s)
         if self._file is not None:
             t = self._resumed_time_s + (start_ns - self._origin_ns) / 1e9
             self._file.write(json.dumps({"event": span.value, "t": round(t, 6), "wall": round(wall_s, 6)}))

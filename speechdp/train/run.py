@@ -165,7 +165,8 @@ def _run_to_end(session: Session, trainer: Trainer, loader: StepLoader, dealing:
     """Train; close the dealing with all ranks together, also where they were asked to stop."""
     stopped: Stopped | None = None
     try:
-        trainer.run(loader, StopAgreement(session.stop, session.comm), session.pause_at)
+        stop = StopAgreement(session.stop, session.comm, trainer.parts.timeline)
+        trainer.run(loader, stop, session.pause_at)
     except Stopped as request:
         stopped = request
     if dealing is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,10 @@ from speechdp.watchdog.watchdog import Stillness
 
 #: Seconds until what rank 0 writes must be seen on all hosts; NFS looks again after a while only.
 _VISIBLE_S = 65.0
+#: File systems that this host alone writes to, or serves: what is not seen there at once is never seen.
+_OF_ONE_HOST = frozenset(
+    ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
+)
 #: Seconds that a folder may give errors instead of its names: a network disk recovers.
 _UNREADABLE_S = 3.0
 #: Of a look at the disk only so many seconds count as waiting, s: a disk that stands still proves nothing.
@@ -32,22 +37,48 @@ class Patience:
             raise error
 
 
-def is_seen(path: Path) -> bool:
-    """Return whether a file is there, or comes to be seen soon.  Raises OSError: its folder is unreadable."""
+def why_unseen(path: Path) -> str | None:
+    """Return None if a file is there, or comes to be seen soon, else how that is known, a few words.
+
+    A disk of this host's own is not waited for.  A network disk may hide a new file, and new folders above
+    it, for a minute.
+
+    Raises:
+        OSError: its folder is unreadable.
+    """
     looking, patience = Stillness(time.monotonic(), LOOK_S), Patience()
     while True:
+        error = None
         # Listing a folder makes NFS look again; asking for the file alone may answer from memory.
         try:
             if path in path.parent.iterdir():
-                return True
-            patience.bear(None)
+                return None
         except FileNotFoundError:
-            patience.bear(None)
-        except OSError as error:
-            patience.bear(error)
-        if looking.look(time.monotonic(), 0) > _VISIBLE_S or not path.parent.parent.is_dir():
-            return False
+            pass
+        except OSError as failure:
+            error = failure
+        patience.bear(error)
+        if error is None and (system := file_system(path)) in _OF_ONE_HOST:
+            return f"{system} is a disk of that host's own"
+        if looking.look(time.monotonic(), 0) > _VISIBLE_S:
+            return f"it was looked for during {_VISIBLE_S:g} s"
         time.sleep(0.05)
+
+
+def file_system(path: Path) -> str:
+    """Return the kind of file system that a path is, or would be, on, e.g. `nfs4`; "": that is not known."""
+    place = Path(os.path.realpath(path))
+    try:
+        there = os.open(next(part for part in (place, *place.parents) if part.exists()), os.O_PATH)
+        try:
+            about = Path(f"/proc/self/fdinfo/{there}").read_text()
+        finally:
+            os.close(there)
+        number = about.partition("mnt_id:")[2].split()[0]
+        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        return next(mount[mount.index("-") + 1] for mount in mounts if mount[0] == number)
+    except (OSError, ValueError, LookupError, StopIteration):
+        return ""
 
 
 def why_not_shared(folder: Path, file: Path, comm: Communicator, *, what: str = "RUN") -> str | None:
@@ -62,21 +93,25 @@ def why_not_shared(folder: Path, file: Path, comm: Communicator, *, what: str = 
     if comm.size == 1:
         return None
     try:
-        found = is_seen(file)
+        unseen = why_unseen(file)
     except OSError:
-        found = True
-    hosts, seen = zip(*comm.allgather_object([host_name(), found]), strict=True)
-    return None if all(seen) else not_shared(folder, seen.index(False), hosts, what)
+        unseen = None
+    told = comm.allgather_object([host_name(), unseen])
+    hosts = [host for host, _ in told]
+    return next(
+        (not_shared(folder, rank, hosts, why, what) for rank, (_, why) in enumerate(told) if why), None
+    )
 
 
-def not_shared(folder: Path, rank: int, hosts: Sequence[str], what: str = "RUN") -> str:
+def not_shared(folder: Path, rank: int, hosts: Sequence[str], why: str, what: str = "RUN") -> str:
     """Return the line on a rank that does not see what rank 0 writes.
 
     Args:
         hosts: of all ranks.
+        why: this is known, as of `why_unseen`.
         what: the folder is called in the remedy.
     """
     return (
-        f"{folder}: rank {rank} on {hosts[rank]} does not see what rank 0 on {hosts[0]} writes there; put "
-        f"{what} on a disk all hosts share"
+        f"{folder}: rank {rank} on {hosts[rank]} does not see what rank 0 on {hosts[0]} writes there "
+        f"({why}); put {what} on a disk all hosts share"
     )

@@ -46,6 +46,28 @@ def filled(model: nn.Module) -> nn.Module:
 # -- steps ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=1"])
+def test_the_loss_of_a_step_of_no_weight_has_no_gradients(strategy: str) -> None:
+    """Gradient averaging added them to the others' sum, averages of parameters left them out."""
+
+    def check(comm: Communicator) -> Tensor:
+        script = Script(comm, strategy)
+        with script.run, script.run.step(weight=3 - 3 * comm.rank) as step:
+            loss = loss_sum(script.model, make_batch(0, 0))
+            step.backward(loss if comm.rank == 0 else 1e3 * loss)
+        return values(script.model).clone()
+
+    def without(comm: Communicator) -> Tensor:
+        script = Script(comm, strategy)
+        with script.run, script.run.step(weight=3) as step:
+            step.backward(loss_sum(script.model, make_batch(0, 0)))
+        return values(script.model).clone()
+
+    (alone,) = run_threads(1, without)
+    for found in run_threads(2, check):
+        assert_close(found, alone, strategy)
+
+
 @pytest.mark.parametrize("max_norm", [0.0, 0.1])
 def test_a_step_of_no_weight_leaves_the_model_alone_also_where_a_gpu_has_the_count(
     max_norm: float, monkeypatch: pytest.MonkeyPatch

@@ -29,16 +29,26 @@ _OF_PATHS = ("--alignments", "--initial-model")
 _LISTED = "; speechdp {} --help lists them"
 #: An option with one dash too few; -np is a name.
 _LIKE_AN_OPTION = re.compile("-[a-z][a-z-]{2,}")
+#: An option of each command that trains, as a run of `train` does.
+_OF_TRAINING = "--preset"
 #: How the value of an option is written: as --like or --no-like, as a value, or the option again for each.
 _Kind = Literal["flag", "value", "repeated"]
 
 
-def with_config(arguments: Sequence[str], of_command: Callable[[], type]) -> list[str]:
+def with_config(
+    arguments: Sequence[str],
+    of_command: Callable[[], type],
+    refused: Mapping[str, str],
+    tell: Callable[[str], None],
+) -> list[str]:
     """Return a command line with the options of its --config in place of that, before the others, which win.
 
     Args:
         arguments: of a subcommand; what follows `--` is another's.
         of_command: returns the dataclass of the subcommand's options.
+        refused: options that the subcommand has no use for, with what to do instead.  The record of a run has
+            them all, and they are left out.
+        tell: is told which of these that run was given.
 
     Raises:
         ConfigError: the file cannot be read, holds no options, or one that the subcommand has not.
@@ -57,9 +67,22 @@ def with_config(arguments: Sequence[str], of_command: Callable[[], type]) -> lis
             raise ConfigError(f"{_OPTION} needs a file: {_OPTION} FILE.json")
         value = own.pop(place)
     given = {word.partition("=")[0] for word in own}
-    words = list(_words(Path(value), options_of(of_command()), given))
+    options = _Options(options_of(of_command()), {_option(name): why for name, why in refused.items()})
+    words = list(_words(Path(value), options, given, tell))
     first = next((i for i, word in enumerate(own) if word.startswith("-")), len(own))
     return [*own[:first], *words, *own[first:], *rest]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The options of a command, and those of training that it has no use for, with what to do instead."""
+
+    known: Mapping[str, _Kind]
+    refused: Mapping[str, str]
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def options_of(command: type) -> dict[str, _Kind]:
@@ -84,7 +107,7 @@ def _spellings(name: str, marks: Sequence[Any]) -> Iterator[str]:
     """Yield an option's name, by its field or as declared beside it, and its other long names."""
     declared = [mark for mark in marks if hasattr(mark, "aliases")]  # what tyro.conf.arg returns
     named = [mark.name for mark in declared if mark.name is not None]
-    yield "--" + (named[-1] if named else name).replace("_", "-")
+    yield _option(named[-1] if named else name)
     for mark in declared:
         yield from (alias for alias in mark.aliases or () if alias.startswith("--"))
 
@@ -115,14 +138,49 @@ def refuse_unknown(arguments: Sequence[str], command: type, name: str) -> None:
             raise SystemExit(exit_codes.USAGE)
 
 
-def _words(path: Path, known: Mapping[str, _Kind], given: Collection[str]) -> Iterator[str]:
+def _words(
+    path: Path, options: _Options, given: Collection[str], tell: Callable[[str], None]
+) -> Iterator[str]:
     """Yield the words of a file's options.  Raises ConfigError.
 
     Args:
-        known: options of the command.
+        options: of the command.
         given: those of the command line, which win; what is repeated would be added to them.
+        tell: is told what a run was given that the command has no use for.
     """
-    began_in = ""
+    known, left_out = options.known, []
+    values, began_in = _values_of(path, known)
+    for name, value in _flat(values):
+        option = _option(name)
+        if option in options.refused:
+            if began_in is None:
+                raise ConfigError(
+                    f"{path}: {name!r} does not apply to this command: {options.refused[option]}"
+                )
+            if option not in given and not _is_default(name, value):
+                left_out.append(option if value is True else f"{option} {value}")
+            continue
+        if option not in known:
+            meant = did_you_mean(option, known)
+            raise ConfigError(f"{path}: {name!r} is no option of this command{meant or '; leave it out'}")
+        if known[option] == "repeated" and option in given:
+            continue
+        relative = option in _OF_PATHS and isinstance(value, str)
+        yield from _of(path, option, str(Path(began_in or "") / value) if relative else value, known[option])
+    if left_out:
+        tell(f"{path}: left out, as this command has no use for them: {', '.join(left_out)}")
+
+
+def _values_of(path: Path, known: Mapping[str, _Kind]) -> tuple[dict[str, Any], str | None]:
+    """Return a file's options, and the folder that its run was started in; None: it is no record of a run.
+
+    Args:
+        known: options of the command.
+
+    Raises:
+        ConfigError: the file cannot be read, or has no options that the command could have.
+    """
+    began_in = None
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -130,20 +188,24 @@ def _words(path: Path, known: Mapping[str, _Kind], given: Collection[str]) -> It
     except ValueError as error:
         raise ConfigError(f'{path}: is no JSON ({error}); write {{"batch-size": 8}}, say') from error
     if isinstance(values, dict) and values.get("format") == RUN_FORMAT:
+        if _OF_TRAINING not in known:
+            raise ConfigError(
+                f"{path}: is the record of a run, whose options are those of train, sweep, compare, tune and "
+                f"profile; give {_OPTION} a file with options of this command"
+            )
         began_in, values = str(values.get("directory", "")), values.get("options")
         if isinstance(values, dict):
             values = {name: value for name, value in values.items() if name != _RESOLVED}
     if not isinstance(values, dict):
         raise ConfigError(f'{path}: holds no options; write a JSON object, {{"batch-size": 8}}, say')
-    for name, value in _flat(values):
-        option = "--" + name.replace("_", "-")
-        if option not in known:
-            meant = did_you_mean(option, known)
-            raise ConfigError(f"{path}: {name!r} is no option of this command{meant or '; leave it out'}")
-        if known[option] == "repeated" and option in given:
-            continue
-        relative = option in _OF_PATHS and isinstance(value, str)
-        yield from _of(path, option, str(Path(began_in) / value) if relative else value, known[option])
+    return values, began_in
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Tell whether a run would have had that value of an option, as its record has it, without being told."""
+    from speechdp.options.run import TrainOptions  # noqa: PLC0415 - fast --help
+
+    return (name, value) in _flat(TrainOptions().to_json())
 
 
 def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

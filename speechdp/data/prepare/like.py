@@ -81,7 +81,9 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
     inventory = _inventory_of(like, options.like)
     users = users_model(options.for_language_model)
     lexicon, spelt = _lexicon(like, options, inventory, () if users is None else users.words)
-    corpus = read_whole_corpus(options, scratch, progress, needs_text=False)
+    corpus = read_whole_corpus(
+        options, scratch, progress, needs_text=False, features=lambda rate: like.features
+    )
     corpus = plainly_spelt(corpus, lexicon, needs_text=False)
     divided = DividedCorpus.of(corpus, options, progress, like)
     num_frames = frames_of(divided, like.features)

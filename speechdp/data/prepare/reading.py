@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.corpora.pipes import PipeRunner
 from speechdp.data.corpora.reader import read_corpus, reader_of
 from speechdp.data.prepare.jobs import Progress
-from speechdp.data.prepare.unreadable import without_audio
+from speechdp.data.prepare.unreadable import find_without_frame, without_audio
 from speechdp.data.signal.audio import file_of
+from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError
 from speechdp.options.prepare import PrepareOptions
 
@@ -33,9 +35,18 @@ def reading_rules(
 
 
 def read_whole_corpus(
-    options: PrepareOptions, scratch: Path, progress: Progress, *, needs_text: bool = True
+    options: PrepareOptions,
+    scratch: Path,
+    progress: Progress,
+    *,
+    needs_text: bool = True,
+    features: Callable[[int], FeatureConfig] | None = None,
 ) -> Corpus:
     """Read SOURCE.
+
+    Args:
+        features: those of audio of a sampling rate, in Hz: with --skip-incomplete audio of no frame is left
+            out; None: such audio is left to the caller.
 
     Raises:
         ConfigError: it cannot be used, or names audio files that do not exist or are empty; options for the
@@ -51,7 +62,7 @@ def read_whole_corpus(
     corpus = dataclasses.replace(corpus, notices=corpus.notices + notices)
     corpus = _with_audio(corpus, rules, is_kaldi=is_kaldi)
     if rules.skip_incomplete:
-        corpus = _with_readable_audio(corpus, options.workers, progress)
+        corpus = _with_readable_audio(corpus, options.workers, progress, features)
     rules.path_map.refuse_unused(source)
     return corpus
 
@@ -84,10 +95,19 @@ def _with_audio(corpus: Corpus, rules: ReadingRules, *, is_kaldi: bool) -> Corpu
     return dataclasses.replace(corpus, utterances=there, notices=corpus.notices + left_out(gone))
 
 
-def _with_readable_audio(corpus: Corpus, num_workers: int | None, progress: Progress) -> Corpus:
+def _with_readable_audio(
+    corpus: Corpus,
+    num_workers: int | None,
+    progress: Progress,
+    features: Callable[[int], FeatureConfig] | None,
+) -> Corpus:
     """Leave out utterances without audio that can be read to its end, before splits and words are chosen."""
     without = without_audio({u.utterance_id: u.audio for u in corpus.utterances}, num_workers, progress)
     gone = {*chain.from_iterable(without.values())}
+    if features is not None:
+        left = {u.utterance_id: u.audio for u in corpus.utterances if u.utterance_id not in gone}
+        without["have less than one frame of audio"] = find_without_frame(left, features)
+        gone.update(without["have less than one frame of audio"])
     there = tuple(u for u in corpus.utterances if u.utterance_id not in gone)
     notices = corpus.notices + left_out(without, max_named=5)
     return dataclasses.replace(corpus, utterances=there, notices=notices)

@@ -21,6 +21,7 @@ from speechdp.data.prepare.language_model import (
 )
 from speechdp.data.prepare.plausibility import SpokenLength, warn_of_lengths
 from speechdp.data.prepare.reading import read_whole_corpus
+from speechdp.data.prepare.unreadable import AS_THE_OPTION_DOES
 from speechdp.data.prepare.vocabulary import choose_vocabulary, given_lexicon, plainly_spelt
 from speechdp.data.shards.dataset import FLAT, Manifest
 from speechdp.data.shards.layout import AudioUtterance, ShardHeader, Utterance
@@ -68,7 +69,7 @@ def read_corpus_for_recognition(options: PrepareOptions, scratch: Path, progress
     Raises:
         ConfigError: the corpus, its audio, the lexicon or the split cannot be used.
     """
-    corpus = read_whole_corpus(options, scratch, progress)
+    corpus = read_whole_corpus(options, scratch, progress, features=options.feature_config)
     given = given_lexicon(options.lexicon)
     division = divide(plainly_spelt(corpus, given), options)
     users = users_model(options.for_language_model)
@@ -170,7 +171,10 @@ def _refuse_empty(
         short = [utterance.audio for utterance in utterances if num_frames[utterance.audio] == 0]
         if short:
             others = f", as are {len(short) - 1} others of {name}" if len(short) > 1 else ""
-            raise ConfigError(f"{short[0]}: is shorter than one frame{others}; leave it out of the corpus")
+            option = AS_THE_OPTION_DOES if any(num_frames.values()) else ""
+            raise ConfigError(
+                f"{short[0]}: is shorter than one frame{others}; leave it out of the corpus{option}"
+            )
 
 
 def lengths_of(

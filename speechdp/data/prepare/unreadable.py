@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.signal.audio import AudioSource, file_of, probe, read_through
+from speechdp.data.signal.features import FeatureConfig, num_frames_of
 from speechdp.errors import ConfigError, OutsideRecordingError, UnreadableAudioError
 
 _MAX_NAMED = 5
-_AS_THE_OPTION_DOES = ", as --skip-incomplete does"
+AS_THE_OPTION_DOES = ", as --skip-incomplete does"
 
 
 def without_audio(
@@ -86,7 +87,7 @@ def unreadable_error(errors: Mapping[Path, UnreadableAudioError], num_files: int
         return ConfigError(str(first) if num_files == 1 else as_option_does(first))
     named = ", ".join(str(file) for file, _ in others[: _MAX_NAMED - 1])
     more = ", ..." if len(errors) > _MAX_NAMED else ""
-    option = _AS_THE_OPTION_DOES if len(errors) < num_files else ""
+    option = AS_THE_OPTION_DOES if len(errors) < num_files else ""
     return ConfigError(
         f"{first.fault}, and {len(others):,} more of {num_files:,} audio files cannot be read: "
         f"{named}{more}; convert them to mono 16-bit WAV or FLAC, or leave them out{option}"
@@ -114,6 +115,24 @@ def find_outside(sources: Mapping[str, AudioSource]) -> list[str]:
     return list(errors)
 
 
+def find_without_frame(
+    sources: Mapping[str, AudioSource], features: Callable[[int], FeatureConfig]
+) -> list[str]:
+    """Return the utterances whose audio, which can be read, is shorter than one frame; none where all are.
+
+    Args:
+        sources: the audio of utterances, by their ids.
+        features: those of audio of a sampling rate, in Hz.
+    """
+    infos = {utterance: probe(source) for utterance, source in sources.items()}
+    found = [
+        utterance
+        for utterance, info in infos.items()
+        if num_frames_of(info.num_samples, info.sampling_rate, features(info.sampling_rate)) == 0
+    ]
+    return [] if len(found) == len(sources) else found
+
+
 def outside_error(errors: Sequence[OutsideRecordingError], num_utterances: int) -> ConfigError:
     """Return the error for utterances that are no stretches of their recordings.
 
@@ -123,10 +142,10 @@ def outside_error(errors: Sequence[OutsideRecordingError], num_utterances: int) 
     """
     more = f", and {len(errors) - 1:,} more of {num_utterances:,} utterances are outside of theirs"
     what, them = (more, "them") if len(errors) > 1 else ("", "the utterance")
-    option = _AS_THE_OPTION_DOES if len(errors) < num_utterances else ""
+    option = AS_THE_OPTION_DOES if len(errors) < num_utterances else ""
     return ConfigError(f"{errors[0].fault}{what}; mend the times in segments, or leave {them} out{option}")
 
 
 def as_option_does(error: UnreadableAudioError) -> str:
     """Return the message of an error with the option that does what its end advises: leave it out."""
-    return f"{error}{_AS_THE_OPTION_DOES}"
+    return f"{error}{AS_THE_OPTION_DOES}"

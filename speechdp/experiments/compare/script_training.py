@@ -135,7 +135,7 @@ class _Shown:
             return None
         last = [rank.last_step or rank.steps for rank in ranks]
         job_s = RunDirectory(run_dir).script_s
-        timed_s = max(rank.wall_s + rank.eval_s + rank.checkpoint_s for rank in ranks)
+        timed_s = max(rank.training_s + rank.eval_s + rank.checkpoint_s for rank in ranks)
         return cls(
             min(last),
             max(rank.wall_s / rank.steps for rank in ranks),

@@ -156,7 +156,8 @@ class Racer:
         with self._random:
             self.trainer.parts.strategy.resume()
             is_long = self.steps * self._step_s > _LONG_TURN_S
-            stop = StopAgreement(self._session.stop, self._session.comm) if is_long else None
+            timeline = self.trainer.parts.timeline
+            stop = StopAgreement(self._session.stop, self._session.comm, timeline) if is_long else None
             frames = self._turns.run(self.steps, stop)
         if self._session.device.type == "cuda":
             torch.cuda.synchronize(self._session.device)

@@ -188,7 +188,7 @@ class ScriptRace:
             setting.name,
             max(rank.steps for rank in ranks),
             (*(rank.frames for rank in ranks), *[0] * idle),
-            (*(rank.wall_s for rank in ranks), *[0.0] * idle),
+            (*(rank.training_s for rank in ranks), *[0.0] * idle),
         )
         if not setting.alone:
             self._hosts = tuple(rank.host for rank in ranks)

@@ -385,5 +385,5 @@ def besides_steps_s(run_dir: Path, wall_s: float) -> float:
         wall_s: all that it took.
     """
     timing = read_run(run_dir).timing
-    trained = 0.0 if timing is None else max((rank.wall_s for rank in timing.ranks), default=0.0)
+    trained = 0.0 if timing is None else max((rank.training_s for rank in timing.ranks), default=0.0)
     return max(0.0, wall_s - trained)

@@ -55,7 +55,8 @@ def throughput(terms: Terms) -> FigureColumn:
     amount = terms.amount
     return Column(
         f"{amount}_per_s", f"{amount}/s", "",
-        f"{terms.kind.counted} of all ranks over the longest rank's step time, warm-up left out.",
+        f"{terms.kind.counted} of all ranks over the longest rank's training time (steps, and waiting for "
+        "others before evaluations), warm-up left out.",
         lambda row: row.frames_per_s, formatting.count,
     )  # fmt: skip
 

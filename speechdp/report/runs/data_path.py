@@ -72,7 +72,7 @@ class DataFigures:
 
 def data_wait(timing: RunTiming) -> DataWait | None:
     """Return how long the ranks wait for data; None where no step was timed."""
-    shares = [(rank.data_wait_s / rank.wall_s, rank.rank) for rank in timing.ranks if rank.wall_s > 0]
+    shares = [(rank.data_wait_s / rank.training_s, rank.rank) for rank in timing.ranks if rank.wall_s > 0]
     if not shares:
         return None
     largest, worst = max(shares)
@@ -88,7 +88,7 @@ def data_figures(timing: RunTiming, order: str = "") -> DataFigures | None:
         return None
     # Batches made by feeders may be counted again where they arrive.
     makers = fed or own
-    training_s = max(rank.trained_s or rank.wall_s for rank in timing.ranks)
+    training_s = max(rank.trained_s or rank.training_s for rank in timing.ranks)
     blocking = order == BLOCKING_ORDER
     apart = timing.exchange_s is None  # known of all ranks that take their steps together
     ways = [*((times, blocking or apart) for times in own), *((times, blocking) for times in fed)]

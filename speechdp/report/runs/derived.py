@@ -32,7 +32,7 @@ class RankSkew:
 
 @dataclass(frozen=True)
 class Losses:
-    """Shares of the step time that do not train, mean over ranks, 0 to 1.
+    """Shares of the training time that do not train, mean over ranks, 0 to 1.
 
     Attributes:
         exchange: communication of the rank that waits least, step by step: the exchange itself.
@@ -144,14 +144,14 @@ def mean_age(ages: Sequence[int]) -> float | None:
 
 
 def frames_per_s(timing: RunTiming) -> float | None:
-    """Return the job's throughput: frames of all ranks over the longest rank's time."""
-    wall_s = max(rank.wall_s for rank in timing.ranks)
-    return sum(rank.frames for rank in timing.ranks) / wall_s if wall_s > 0 else None
+    """Return the job's throughput: frames of all ranks over the longest rank's training time."""
+    training_s = max(rank.training_s for rank in timing.ranks)
+    return sum(rank.frames for rank in timing.ranks) / training_s if training_s > 0 else None
 
 
 def mean_share(timing: RunTiming, seconds: Sequence[float]) -> float | None:
-    """Return the mean over ranks of seconds / step time; `seconds` in the order of `timing.ranks`."""
-    shares = [s / rank.wall_s for s, rank in zip(seconds, timing.ranks, strict=True) if rank.wall_s > 0]
+    """Return the mean over ranks of seconds / training time; `seconds` in the order of `timing.ranks`."""
+    shares = [s / rank.training_s for s, rank in zip(seconds, timing.ranks, strict=True) if rank.training_s]
     return fmean(shares) if shares else None
 
 
@@ -177,22 +177,24 @@ def rank_skew(timing: RunTiming) -> RankSkew | None:
 
 def losses(timing: RunTiming, baseline: RunTiming | None) -> Losses | None:
     """Split the time that does not train into causes; None where no step was timed."""
-    timed = [rank for rank in timing.ranks if rank.wall_s > 0]
+    timed = [rank for rank in timing.ranks if rank.training_s > 0]
     if not timed:
         return None
-    shares = [rank.comm_s / rank.wall_s for rank in timed]
-    exchange = min(shares)
+    shares = [rank.comm_s / rank.training_s for rank in timed]
+    # Where ranks meet between steps, none exchanges anything.
+    exchange = min((rank.comm_s - rank.meeting_s) / rank.training_s for rank in timed)
     if timing.exchange_s is not None:
-        exchange = min(exchange, timing.exchange_s / fmean(rank.wall_s for rank in timed))
-    waiting, data_wait = fmean(shares) - exchange, fmean(rank.data_wait_s / rank.wall_s for rank in timed)
+        exchange = min(exchange, timing.exchange_s / fmean(rank.training_s for rank in timed))
+    waiting = fmean(shares) - exchange
+    data_wait = fmean(rank.data_wait_s / rank.training_s for rank in timed)
     last = min(timed, key=_comm_per_step)
-    for_its_data = min(max(last.data_wait_s / last.wall_s - data_wait, 0.0), waiting)
+    for_its_data = min(max(last.data_wait_s / last.training_s - data_wait, 0.0), waiting)
     return Losses(
         exchange=exchange,
         waiting=waiting - for_its_data,
         data_wait=data_wait + for_its_data,
-        update=fmean(rank.spans_s.get("update", 0.0) / rank.wall_s for rank in timed),
-        other=fmean(rank.other_s / rank.wall_s for rank in timed),
+        update=fmean(rank.spans_s.get("update", 0.0) / rank.training_s for rank in timed),
+        other=fmean(rank.other_s / rank.training_s for rank in timed),
         slower_compute=None if baseline is None else _slower_compute(timing, baseline),
     )
 

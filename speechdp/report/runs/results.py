@@ -117,6 +117,7 @@ class RankTiming:
             None where they were not recorded.
         sent_bytes: payload this rank sent while training, warm-up included; None where it was not counted.
         trained_s: training time of the same steps.
+        meeting_s: waiting for slower ranks between these steps, before an evaluation.
         statistics: what the strategy tells besides; e.g. `staleness`: counts of exchanges by age.
         data: its data path; None where it was not recorded.
         memory: what it has held at most.
@@ -132,6 +133,7 @@ class RankTiming:
     spans_s: dict[str, float]
     eval_s: float = 0.0
     checkpoint_s: float = 0.0
+    meeting_s: float = 0.0
     first_step: int | None = None
     last_step: int | None = None
     sent_bytes: float | None = None
@@ -143,9 +145,14 @@ class RankTiming:
     gpu: GpuConditions | None = None
 
     @property
+    def training_s(self) -> float:
+        """Seconds of the steps, and of the meetings between them."""
+        return self.wall_s + self.meeting_s
+
+    @property
     def comm_s(self) -> float:
-        """Seconds in exchanges, waiting for other ranks included."""
-        return self.spans_s.get("comm", 0.0)
+        """Seconds in exchanges, waiting for other ranks included, also where they meet between steps."""
+        return self.spans_s.get("comm", 0.0) + self.meeting_s
 
     @property
     def data_wait_s(self) -> float:

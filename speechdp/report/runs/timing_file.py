@@ -29,10 +29,11 @@ from speechdp.report.runs.results import (
     RunTiming,
 )
 from speechdp.timing.gpu import CLOCK_LIMITS
+from speechdp.timing.steps import MEETING
 
 DEFAULT_WARMUP_STEPS = 4
 #: What stands between steps.
-_EVENTS = ("eval", "checkpoint")
+_EVENTS = ("eval", "checkpoint", MEETING)
 
 
 def read_timing(run_dir: Path, problems: list[str]) -> RunTiming | None:
@@ -115,6 +116,7 @@ def _rank_timing(entry: Any) -> RankTiming | None:
         spans_s={name: seconds or 0.0 for name, seconds in spans.items()},
         eval_s=number(entry, "eval_s") or 0.0,
         checkpoint_s=number(entry, "checkpoint_s") or 0.0,
+        meeting_s=number(entry, f"{MEETING}_s") or 0.0,
         first_step=_step_number(entry, "first_step"),
         last_step=_step_number(entry, "last_step"),
         sent_bytes=number(entry, "sent_bytes"),
@@ -260,7 +262,7 @@ class _Sums:
 
     def __init__(self) -> None:
         self.num_damaged = 0
-        #: Evaluations and checkpoints: the step that was done before, name, seconds.
+        #: Evaluations, checkpoints and meetings: the step that was done before, name, seconds.
         self._events: list[tuple[float, str, float]] = []
         #: Columns with a row each line that is of a step, and each of its spans.
         self._step, self._frames, self._wall_s = array("d"), array("d"), array("d")
@@ -309,15 +311,20 @@ class _Sums:
             spans_s=spans_s,
             eval_s=self._event_s("eval", begin),
             checkpoint_s=self._event_s("checkpoint", begin),
+            meeting_s=self._event_s(MEETING, int(self._step[kept[0]]) - 1, begun=True) if kept else 0.0,
             # Where steps before are left out, these are not all that the run has made.
             first_step=int(self._step[kept[0]]) if begin and kept else None,
             last_step=int(self._step[kept[-1]]) if begin and kept else None,
         )
         return timing, len(ordered) > DEFAULT_WARMUP_STEPS
 
-    def _event_s(self, name: str, begin: int) -> float:
-        """Return the seconds of the events of a kind that came after a step after `begin`; 0: all of them."""
-        counted_from = begin + 1 if begin else 0
+    def _event_s(self, name: str, begin: int, *, begun: bool = False) -> float:
+        """Return the seconds of the events of a kind that came after a step after `begin`; 0: all of them.
+
+        Args:
+            begun: none that came before all steps.
+        """
+        counted_from = begin + 1 if begin or begun else 0
         return math.fsum(s for step, event, s in self._events if event == name and step >= counted_from)
 
 

@@ -263,7 +263,8 @@ def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], lab
         undecoded = [row for row in with_period if _awaits_decoding(row, rows)]
         if len(undecoded) == len(with_period):
             return "No averaging period has been decoded yet."
-        return f"No averaging period {'that has been decoded ' if undecoded else ''}{keeps}."
+        which = "that has been decoded " if undecoded else ""
+        return f"No averaging period {which}seems to {keeps.replace('keeps', 'keep', 1)}."
     fastest, alike = choose_fastest(fitting, _rate)
     label, kind = labels[fastest.run.name], _kind(fastest, fitting, "averaging period")
     claim = f"{formatting.capital(label)} seems the fastest {kind} that {keeps}"
@@ -314,7 +315,7 @@ def _pauses(row: RunFigures) -> str:
     """Say for how long training paused, where that is long: no share of the step time and no speed has it."""
     ranks = row.run.timing.ranks if row.run.timing else ()
     paused = [(rank.eval_s, rank.checkpoint_s) for rank in ranks]
-    whole_s = sum(rank.wall_s for rank in ranks) + sum(map(sum, paused))
+    whole_s = sum(rank.training_s for rank in ranks) + sum(map(sum, paused))
     found = [
         (sum(seconds) / whole_s, name)
         for seconds, name in zip(zip(*paused, strict=True), ("evaluations", "checkpoints"), strict=True)

@@ -118,8 +118,8 @@ def draw_data_rates(ax: Axes, rows: Sequence[RunFigures], canvas: Canvas) -> boo
 
 
 def _draw_bar(ax: Axes, y: float, rank: RankTiming, label: str, canvas: Canvas) -> None:
-    seconds_of = {**rank.spans_s, "other": rank.other_s}
-    total = max(rank.wall_s, sum(seconds_of.values())) or 1.0
+    seconds_of = {**rank.spans_s, "comm": rank.comm_s, "other": rank.other_s}
+    total = max(rank.training_s, sum(seconds_of.values())) or 1.0
     left = 0.0
     for name in BAR_ORDER:
         share = 100 * seconds_of.get(name, 0.0) / total

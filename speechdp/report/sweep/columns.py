@@ -79,8 +79,8 @@ def _before_metrics(terms: Terms) -> tuple[FigureColumn, ...]:
         ),
         Column(
             "communication_share", "communi\u00adcation", "%",
-            "Share of the step time in exchanges, mean over ranks: communication itself and waiting for "
-            "slower ranks together, which the answer tells apart.",
+            "Share of the training time in exchanges, mean over ranks: communication itself and waiting for "
+            "slower ranks (also before evaluations) together, which the answer tells apart.",
             lambda row: row.comm_share, lambda share: formatting.percent(share, 1),
         ),
         DATA_WAIT,

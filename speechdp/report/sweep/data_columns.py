@@ -164,7 +164,7 @@ _TABLE: tuple[FigureColumn, ...] = (
         "frames_per_s",
         "trained on",
         "frames/s",
-        "Frames of all ranks over the longest rank's step time.",
+        "Frames of all ranks over the longest rank's training time.",
         lambda row: row.frames_per_s,
         formatting.count,
     ),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr
 
 import torch
 
 from speechdp.comm.base import Communicator
+from speechdp.errors import ConfigError
+from speechdp.parallel.period import Period
 from speechdp.parallel.strategy import Progress
 from speechdp.testing import (
     Sgd,
@@ -71,6 +75,37 @@ def the_period_follows_the_mean_of_all_ranks(comm: Communicator) -> None:
     expected = math.ceil(4 * math.sqrt(frames[0] / sum(frames)))
     assert run.strategy.statistics()["period"] == str(expected), (run.strategy.statistics(), expected)
     assert len(set(comm.allgather_object(run.strategy.statistics()["period"]))) == 1
+
+
+def a_loss_that_is_negative_at_first_is_refused(comm: Communicator) -> None:
+    """The period stayed as it was given for ever, unsaid."""
+    run = StrategyRun(comm, "adaptive_averaging:period=5,interval=1")
+    _report(run, lambda step: -1.5)
+    try:
+        _ends_of_windows(run, comm.rank, 5)
+    except ConfigError as error:
+        assert "loss is -1.5 a frame in the first window" in str(error), error
+    else:
+        raise AssertionError("a negative loss, and nothing is said")
+
+
+def a_loss_that_becomes_negative_counts_as_none(comm: Communicator) -> None:
+    run = StrategyRun(comm, "adaptive_averaging:period=5,interval=1,halve=false")
+    _report(run, lambda step: 4.0 if step < 5 else -1.0)
+    said = io.StringIO()
+    # Ranks that are threads share their output.
+    with redirect_stderr(said) if comm.size == 1 else nullcontext():
+        ends = _ends_of_windows(run, comm.rank, 13)
+    assert ends == [5, 10, 11, 12, 13], ends
+    assert said.getvalue().count("has fallen below 0") == (comm.size == 1), said.getvalue()
+
+
+def a_period_in_frames_never_becomes_0(comm: Communicator) -> None:
+    run = StrategyRun(comm, "adaptive_averaging:period=20f,interval=1,halve=false")
+    _report(run, lambda step: 4.0 if step < 3 else 0.0)
+    ends = _ends_of_windows(run, comm.rank, 20)
+    assert Period.parse(str(run.strategy.statistics()["period"])).value > 0
+    assert ends[-4:] == [17, 18, 19, 20], ends
 
 
 def a_period_that_does_not_shrink_is_halved(comm: Communicator) -> None:
@@ -254,6 +289,9 @@ CHECKS: tuple[Callable[[Communicator], None], ...] = (
     a_constant_schedule_is_model_averaging,
     the_period_follows_the_loss,
     the_period_follows_the_mean_of_all_ranks,
+    a_loss_that_is_negative_at_first_is_refused,
+    a_loss_that_becomes_negative_counts_as_none,
+    a_period_in_frames_never_becomes_0,
     a_period_that_does_not_shrink_is_halved,
     a_falling_rate_lengthens_the_period_up_to_the_limit,
     the_interval_is_kept,

@@ -258,8 +258,9 @@ def test_a_disk_that_stands_still_at_the_start_is_waited_for(
 
     clock = SimpleNamespace(monotonic=lambda: looks * 100.0, sleep=lambda seconds: None)
     monkeypatch.setattr(shared_disk, "time", clock)
+    monkeypatch.setattr(shared_disk, "file_system", lambda path: "nfs4")
     monkeypatch.setattr(Path, "iterdir", iterdir)
-    assert shared_disk.is_seen(tmp_path / "checkpoints" / "probe")
+    assert shared_disk.why_unseen(tmp_path / "checkpoints" / "probe") is None
 
 
 # --- broken checkpoints -------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from speechdp.cli.prepare import PrepareCommand
 from speechdp.cli.support.config_file import options_of
 from speechdp.cli.train import TrainCommand
 from speechdp.errors import ConfigError
+from speechdp.options.run import TrainOptions
 
 
 def trained(*words: str) -> TrainCommand:
@@ -66,6 +67,44 @@ def test_a_run_is_repeated_by_its_record(tmp_path: Path) -> None:
     assert again == options
     other = trained("--config", file_of(tmp_path, record), "--seed", "6").options
     assert other == dataclasses.replace(options, seed=6)
+
+
+@pytest.mark.parametrize(
+    ("command", "left_out"),
+    [
+        ("sweep", "--strategy bmuf:period=2"),
+        ("compare", "--strategy bmuf:period=2, --seed 5"),
+        ("tune", "--strategy bmuf:period=2, --seed 5"),
+        ("profile", "--flat-start"),
+    ],
+)
+def test_an_experiment_takes_of_a_run_s_record_what_it_has_a_use_for(
+    command: str, left_out: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was refused by an option that nobody had given, as --realign 0."""
+    options = trained("--cells", "8", "--strategy", "bmuf:period=2", "--seed", "5", "--flat-start").options
+    file = file_of(tmp_path, {"format": "speechdp-run", "options": options.to_json(2)})
+    taken = main.parse(command, list(main._with_config(command, ["D", "OUT", "--config", file])))
+    assert taken.options.model.cells == 8
+    line = f"speechdp: {file}: left out, as this command has no use for them: {left_out}\n"
+    assert capsys.readouterr().err == line
+    usual = file_of(tmp_path, {"format": "speechdp-run", "options": TrainOptions().to_json()})
+    main.parse(command, list(main._with_config(command, ["D", "OUT", "--config", usual])))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_command_that_does_not_train_refuses_the_record_of_a_run_as_a_whole(tmp_path: Path) -> None:
+    """It said that 'preset' was no option, and asked for --nbest."""
+    file = file_of(tmp_path, {"format": "speechdp-run", "options": TrainOptions().to_json()})
+    with pytest.raises(ConfigError, match=r"options\.json: is the record of a run, whose options"):
+        main._with_config("decode", ["R", "--config", file])
+
+
+def test_an_option_that_does_not_apply_is_named_with_its_file(tmp_path: Path) -> None:
+    file = file_of(tmp_path, {"strategy": "bmuf"})
+    message = f"{file}: 'strategy' does not apply to this command: use --strategies"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        main._with_config("compare", ["D", "OUT", "--config", file])
 
 
 def test_forwarded_commands_and_scripts_have_their_own(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,6 +103,24 @@ def test_a_lattice_too_large_is_made_narrower(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(nbest_module, "_MAX_STATES", 1)
     (best,) = NBestSearcher(graph, WIDE, 50, 64.0).search_nbest(frames)
     assert best.cost == pytest.approx(whole[0].cost, abs=0.02)
+
+
+def test_scores_that_tell_nothing_do_not_keep_the_search_for_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untrained model's: determinising took minutes an utterance, in which no signal was heard."""
+    states: list[int] = []
+    determinise = nbest_module.determinise_within
+
+    def bounded(words: Any, max_states: int) -> bool:
+        states.append(max_states)
+        return determinise(words, max_states)
+
+    monkeypatch.setattr(nbest_module, "determinise_within", bounded)
+    graph = build_graph(TRANSDUCER, Grammar.WORD_LOOP)
+    frames = np.random.default_rng(1).normal(0, 0.01, (300, INVENTORY.num_classes)).astype(np.float32)
+    found = NBestSearcher(graph, SearchOptions(), 10, 10.0).search_nbest(frames)
+    best = Searcher(graph, SearchOptions()).search(frames)
+    assert best is not None and found[0].cost == pytest.approx(best.cost, abs=0.05)
+    assert states and max(states) <= 20_000
 
 
 def test_what_words_cost_is_in_nats() -> None:

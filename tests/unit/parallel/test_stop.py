@@ -14,7 +14,8 @@ from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.parallel import stop
-from speechdp.parallel.stop import StopAgreement, StopRequest
+from speechdp.parallel.stop import StopAgreement, StopRequest, StopWatch
+from speechdp.timing.timeline import Timeline
 
 
 class Asked(StopRequest):
@@ -94,6 +95,42 @@ def test_ranks_talk_about_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None
         agreement.reached()
     assert comm.num_exchanges >= 190
     agreement.drain()
+
+
+class Watched(SerialCommunicator):
+    """Notes what a timeline says of a wait for an exchange."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__()
+        self._timeline = timeline
+        self.spans: list[str | None] = []
+
+    def allreduce_async(self, x: torch.Tensor, *, name: str, op: ReduceOp = ReduceOp.SUM) -> Work:
+        comm = self
+
+        class Waited(Work):
+            def wait(self) -> None:
+                span = comm._timeline.open_span()
+                comm.spans.append(None if span is None else span[0])
+
+        return Waited()
+
+
+def test_waiting_for_a_rank_that_is_behind_is_communication() -> None:
+    """It was what a loop does beside its steps, and the rank that waited seemed the slow one."""
+    timeline = Timeline(None, rank=0, device=torch.device("cpu"), warmup_steps=0)
+    comm = Watched(timeline)
+    agreement = StopAgreement(None, comm, timeline)
+    for step in (1, 2, 3):
+        timeline.end_step(step, 0, 1)
+        agreement.reached()
+    assert comm.spans and set(comm.spans) == {"comm"}
+    watch = StopWatch(comm, timeline, together=True)
+    comm.spans.clear()
+    for step in (1, 2, 3):
+        watch.look(step)
+    watch.close()
+    assert comm.spans and set(comm.spans) == {"comm"}
 
 
 def test_signals_are_noted_and_handlers_put_back() -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,20 @@ def test_ranks_that_are_late_in_turn_wait_though_their_sums_are_equal() -> None:
     assert lost is not None
     assert lost.exchange == pytest.approx(0.05)
     assert lost.waiting == pytest.approx(0.35)
+
+
+@pytest.mark.parametrize("exchange_s", [0.0, None])
+def test_who_waits_before_an_evaluation_waits_for_slower_ranks(exchange_s: float | None) -> None:
+    """Rank 0 was slow in one epoch, rank 1 in the next, and they averaged at the evaluations alone."""
+    first, second = _rank(0, 6.0, 1000, forward=6.0), _rank(1, 5.0, 1000, forward=5.0)
+    timing = RunTiming(4, (replace(first, meeting_s=4.0), replace(second, meeting_s=5.0)), exchange_s)
+    assert derived.frames_per_s(timing) == 200  # not 333, over 6 s
+    lost = derived.losses(timing, None)
+    assert lost is not None
+    assert (lost.exchange, lost.waiting) == (0, pytest.approx(0.45))
+    assert derived.mean_share(timing, [rank.comm_s for rank in timing.ranks]) == pytest.approx(0.45)
+    skew = derived.rank_skew(timing)
+    assert skew is not None and skew.straggler == 0
 
 
 def test_the_shortest_communication_of_each_step_is_gathered() -> None:
@@ -388,6 +403,21 @@ def test_the_timelines_of_an_unfinished_run_are_summed_line_by_line(
     assert (rank.steps, rank.frames, rank.wall_s, rank.eval_s) == (2, 20, 2.0, 2.0)
     assert rank.spans_s == {"comm": 0.5, "forward": 1.0}
     assert read_run(run, times_unfinished=False).timing is None
+
+
+def test_meetings_count_from_the_first_step_that_does(tmp_path: Path) -> None:
+    """Nobody trains before the first step, and the warm-up's steps do not count either."""
+    run = write_run(MadeUpRun("a", completed=False), tmp_path)
+    (run / "timing.json").unlink()
+    (run / "timeline").mkdir(exist_ok=True)
+    for num_steps, meeting_s in ((3, 1.5), (6, 1.0)):
+        lines = [{"event": "meeting", "wall": 8.0}]
+        for step in range(1, num_steps + 1):
+            lines += [{"step": step, "wall": 1.0, "frames": 1}, {"event": "meeting", "wall": 0.5}]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (run / "timeline" / "rank-0000.jsonl").write_text(text)
+        timing = read_run(run).timing
+        assert timing is not None and timing.ranks[0].meeting_s == meeting_s
 
 
 def test_timelines_of_another_number_of_ranks_are_not_summed_with_those_of_the_last(tmp_path: Path) -> None:

@@ -231,9 +231,21 @@ def test_a_meeting_is_training_time_but_no_step(tmp_path: Path, clock: FakeClock
     timeline.close()
     assert timeline.training_time_s == pytest.approx(1.004)
     summary = timeline.summary()
-    assert (summary["wall_s"], summary["meeting_s"]) == (pytest.approx(0.004), pytest.approx(2.0))
+    assert (summary["wall_s"], summary["meeting_s"]) == (pytest.approx(0.004), pytest.approx(1.0))
     assert (summary["eval_s"], summary["spans_s"]["comm"]) == (pytest.approx(0.06), 0)
     assert [line["wall"] for line in _lines(path) if line.get("event") == "meeting"] == [1.0, 0.5, 0.5]
+
+
+def test_meetings_of_the_warm_up_do_not_count(clock: FakeClock) -> None:
+    timeline = Timeline(None, rank=0, device=CPU, warmup_steps=1)
+    with timeline.event(Span.MEETING):
+        clock.sleep(1.0)
+    for step, meeting_s in ((1, 0.5), (2, 0.25), (3, 0.125)):
+        clock.sleep(0.002)
+        timeline.end_step(step, 0, 1)
+        with timeline.event(Span.MEETING):
+            clock.sleep(meeting_s)
+        assert timeline.summary()["meeting_s"] == pytest.approx({1: 0.5, 2: 0.25, 3: 0.375}[step])
 
 
 def test_a_checkpoint_inside_a_step_leaves_a_gap_in_its_span(clock: FakeClock) -> None:

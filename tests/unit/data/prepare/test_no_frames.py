@@ -19,7 +19,7 @@ from speechdp.decode.recogniser import DecodingOptions
 from speechdp.decode.split import decode_split
 from speechdp.errors import ConfigError, ShardError
 from speechdp.options.batch import BatchOptions
-from speechdp.options.prepare import KaldiOptions, PrepareOptions
+from speechdp.options.prepare import FilesOptions, KaldiOptions, PrepareOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.synthesis.generate import GenerateOptions, Synthesiser
 from speechdp.synthesis.held_out import EvaluationRequest, evaluate_split
@@ -88,6 +88,34 @@ def test_prepare_names_audio_of_no_frame_before_it_works(tmp_path: Path) -> None
         prepare(PrepareOptions((folder, tmp_path / "data")), lambda stage, done, total: stages.append(stage))
     assert set(stages) == {"reading headers"}
     assert [path.name for path in tmp_path.iterdir()] == ["wav"]
+
+
+def test_audio_of_no_frame_is_left_out_as_incomplete(tmp_path: Path) -> None:
+    """--skip-incomplete was told to leave it out of the corpus by hand."""
+    folder = digit_folder(tmp_path / "wav", num_indices=11)
+    for index in (10, 11, 12):
+        write_tone(folder / f"0_ann_{index}.wav", 0.004)
+    files = FilesOptions(skip_incomplete=True)
+    made = prepare(PrepareOptions((folder, tmp_path / "data"), files=files, workers=1), no_progress)
+    left_out = "left out: 3 utterances that have less than one frame of audio, first 0_ann_10"
+    assert any(notice.startswith(left_out) for notice in made.notices)
+    like = PrepareOptions((folder, tmp_path / "like"), like=tmp_path / "data", files=files, workers=1)
+    assert any(notice.startswith(left_out) for notice in prepare(like, no_progress).notices)
+
+
+def test_where_all_audio_is_of_no_frame_nothing_is_advised_that_was_done(tmp_path: Path) -> None:
+    folder = tmp_path / "wav"
+    folder.mkdir()
+    for index in range(8):
+        write_tone(folder / f"0_ann_{index}.wav", 0.004)
+    options = PrepareOptions(
+        (folder, tmp_path / "data"),
+        files=FilesOptions(skip_incomplete=True),
+        split="random:dev=0.3,test=0.3",
+        workers=1,
+    )
+    with pytest.raises(ConfigError, match=r"is shorter than one frame.*; leave it out of the corpus$"):
+        prepare(options, no_progress)
 
 
 def test_an_empty_matrix_of_kaldis(tmp_path: Path) -> None:
