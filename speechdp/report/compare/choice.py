@@ -159,9 +159,8 @@ def _faster_but_worse(
     terms = group_terms([faster])
     name = f"{formatting.capital(faster.label)} is faster on {faster.ranks} ranks, {_pace(faster)}"
     if _score(faster) < _score(best) - tolerance(best):
-        good = f"low in {terms.short_name}" if terms.falls else "accurate"
         gap = terms.gap(_score(faster), _score(best))
-        return [f"{name}, but not {good} enough: {gap}{_may_be_chance(faster, best, accurate)}."]
+        return [f"{name}, but {terms.misses}: {gap}{_may_be_chance(faster, best, accurate)}."]
     if faster.word_errors is None:
         return [f"{name}, but not decoded."]
     return [f"{name}, but has too many word errors: {_accuracy(faster)}."]

@@ -56,6 +56,11 @@ class Terms:
         return f"keeps the {self.short_name} low" if self.falls else "keeps the accuracy"
 
     @property
+    def misses(self) -> str:
+        """What a run is or has that is not near enough to the best."""
+        return f"has too high a {self.short_name}" if self.falls else "is not accurate enough"
+
+    @property
     def is_best(self) -> str:
         """What is said of the run with the best figure."""
         return f"has the {self.best} {self.short_name}" if self.falls else "is the most accurate"

@@ -244,9 +244,8 @@ def _comparison(
         if is_near and _awaits_decoding(fastest, rows):
             return [*sentences, f"{name} is faster ({speed}) but not decoded yet."]
         behind = terms.gap(fastest.score, best.score)
-        good = f"low in {terms.short_name}" if terms.falls else "accurate"
         sentences.append(
-            f"{name} is faster ({speed}) but not {good} enough: {behind}"
+            f"{name} is faster ({speed}) but {terms.misses}: {behind}"
             + (f", WER {_wer(fastest)}." if fastest.word_errors else ".")
         )
     return sentences
