@@ -21,7 +21,7 @@ from speechdp.tasks.acoustic import AcousticTask, CtcTask, FullSumTask
 from speechdp.tasks.model_file import load_model
 from speechdp.tasks.registry import TASKS, networks_of, task
 from speechdp.testing import task_contract
-from tests.helpers.corpora import some_fsdd
+from tests.helpers.corpora import prepared_fsdd
 from tests.helpers.mpi import REPOSITORY
 
 CPU = torch.device("cpu")
@@ -51,14 +51,11 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("own_network")
-    corpus = some_fsdd(folder / "corpus", ("jackson",), tuple(range(12)), digits=5)
-    data, run = folder / "data", folder / "run"
-    split = ("--split", "index:test=0-1,dev=2", "--lm-order", "2", "--dtype", "float32")
-    assert speechdp(["prepare", str(corpus), str(data), *split, "--workers", "1"]) == 0
+    data, recordings = prepared_fsdd(folder)
+    run = folder / "run"
     alignment = ("--flat-start", "--realign", "1", "--realign-epochs", "4", "--context", "left")
     own = ("--task", f"{TASK}:{SIZES}", "--epochs", "16")
     assert speechdp(["train", str(data), str(run), *own, *alignment, *BRIEFLY]) == 0
-    recordings = sorted(path for path in corpus.iterdir() if path.stem.endswith(("_0", "_1")))
     return Trained(run, data, recordings)
 
 

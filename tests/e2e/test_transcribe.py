@@ -27,7 +27,7 @@ from speechdp.labels import decision_tree
 from speechdp.process.ending import Ended
 from speechdp.tasks.model_file import load_model
 from speechdp.train import tied_states
-from tests.helpers.corpora import some_fsdd, tone, write_tone
+from tests.helpers.corpora import prepared_fsdd, tone, write_tone
 
 OPTIONS = ("--layers", "1", "--cells", "32", "--epochs", "8", "--batch-size", "4", "--learning-rate", "0.01")
 
@@ -44,13 +44,10 @@ class Trained:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("transcribe")
-    corpus = some_fsdd(folder / "corpus", ("jackson",), tuple(range(12)), digits=5)
-    data, run = folder / "data", folder / "run"
-    split = ("--split", "index:test=0-1,dev=2", "--lm-order", "2", "--dtype", "float32")
-    assert speechdp(["prepare", str(corpus), str(data), *split, "--workers", "1"]) == 0
+    data, recordings = prepared_fsdd(folder)
+    run = folder / "run"
     assert speechdp(["train", str(data), str(run), "--backend", "serial", "--flat-start", *OPTIONS]) == 0
     assert speechdp(["decode", str(run), str(data), "--backend", "serial"]) == 0
-    recordings = sorted(path for path in corpus.iterdir() if path.stem.endswith(("_0", "_1")))
     return Trained(run, data, recordings)
 
 
@@ -276,7 +273,7 @@ def echo(monkeypatch: pytest.MonkeyPatch) -> Echo:
     monkeypatch.setattr("speechdp.decode.transcribe.kept_data", lambda _run: kept)
     monkeypatch.setattr("speechdp.decode.transcribe.grammar_of", lambda _kept: Grammar.WORD_LOOP)
     model = SimpleNamespace(config={})
-    monkeypatch.setattr("speechdp.tasks.model_file.load_model", lambda _run, _device, ctc: model)
+    monkeypatch.setattr("speechdp.tasks.model_file.load_model", lambda *_, **__: model)
     return heard
 
 

@@ -47,6 +47,16 @@ def some_fsdd(folder: Path, speakers: tuple[str, ...], indices: tuple[int, ...],
     return folder
 
 
+def prepared_fsdd(folder: Path) -> tuple[Path, list[Path]]:
+    """Prepare recordings of five digits by one speaker; return the data and the files of their test part."""
+    from speechdp.cli.main import run as speechdp  # noqa: PLC0415 - most tests do without all commands
+
+    corpus, data = some_fsdd(folder / "corpus", ("jackson",), tuple(range(12)), digits=5), folder / "data"
+    split = ("--split", "index:test=0-1,dev=2", "--lm-order", "2", "--dtype", "float32")
+    assert speechdp(["prepare", str(corpus), str(data), *split, "--workers", "1"]) == 0
+    return data, sorted(path for path in corpus.iterdir() if path.stem.endswith(("_0", "_1")))
+
+
 def tone(seconds: float, sampling_rate: int = 8000, seed: int = 0) -> npt.NDArray[np.float32]:
     """Make noise that swells and fades, as (S,) samples."""
     num = round(seconds * sampling_rate)

@@ -57,8 +57,8 @@ class Terms:
 
     @property
     def misses(self) -> str:
-        """What a run is or has that is not near enough to the best."""
-        return f"has too high a {self.short_name}" if self.falls else "is not accurate enough"
+        """What is said of a run that is not near enough to the best."""
+        return f"its {self.short_name} is too high" if self.falls else "it is not accurate enough"
 
     @property
     def is_best(self) -> str:

@@ -106,7 +106,7 @@ def test_kaldis_own_features_are_timed_by_their_frame_shift(
     config = FeatureConfig(kind="kaldi", kaldi_dim=4, frame_shift_ms=20.0, dtype="float32")
     dataset = write_pdf_dataset(tmp_path / "data", {"a": ("yes", "no") * 25}, 0, config)
     num_frames = len(pdfs_of(*("yes", "no") * 25))
-    monkeypatch.setattr("speechdp.tasks.model_file.load_model", lambda _run, _device, ctc: oracle(NUM_PDFS))
+    monkeypatch.setattr("speechdp.tasks.model_file.load_model", lambda *_, **__: oracle(NUM_PDFS))
     command = DecodeCommand(tmp_path / "run", dataset.path, graph=files.graph, backend="serial", device="cpu")
     command._on_rank(SerialCommunicator())
     assert f", {num_frames * 0.02:.1f} s of speech; " in capsys.readouterr().out
@@ -126,7 +126,7 @@ def test_what_was_tuned_for_graphs_is_used_with_a_graph(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     dataset = write_pdf_dataset(tmp_path / "data", {"a": ("yes", "no")})
-    monkeypatch.setattr("speechdp.tasks.model_file.load_model", lambda _run, _device, ctc: oracle(NUM_PDFS))
+    monkeypatch.setattr("speechdp.tasks.model_file.load_model", lambda *_, **__: oracle(NUM_PDFS))
     where = {"graph": files.graph, "backend": "serial", "device": "cpu"}
     run_dir = tmp_path / "run"
     DecodeCommand(run_dir, dataset.path, tune_on="test", **where)._on_rank(SerialCommunicator())  # type: ignore[arg-type]

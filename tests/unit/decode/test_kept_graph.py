@@ -25,6 +25,7 @@ from speechdp.experiments.sweep import training as sweep_training
 from speechdp.labels.hmm import StateInventory
 from speechdp.labels.lexicon import Lexicon
 from speechdp.language.kneser_ney import estimate
+from speechdp.options.run import TrainOptions
 from tests.helpers.oracle import Spoken, oracle, write_dataset
 
 SHARDS = [
@@ -215,11 +216,11 @@ def test_a_sweep_keeps_none(
         reporter=SimpleNamespace(notice=print),
         is_asked_to_stop=lambda: False,
     )
-    sweep_training._decode(session, "test", "test", tmp_path / "run")  # type: ignore[arg-type]
+    sweep_training._decode(session, TrainOptions(held_out="test"), "test", tmp_path / "run")  # type: ignore[arg-type]
     assert built and (tmp_path / "run" / "wer-test.json").is_file()
     assert not (tmp_path / "run" / GRAPH_FOLDER).exists()
     (tmp_path / "run" / GRAPH_FOLDER).mkdir()  # as where it was killed before it could remove that
-    sweep_training._decode(session, "test", "test", tmp_path / "run")  # type: ignore[arg-type]
+    sweep_training._decode(session, TrainOptions(held_out="test"), "test", tmp_path / "run")  # type: ignore[arg-type]
     assert not (tmp_path / "run" / GRAPH_FOLDER).exists()
 
 

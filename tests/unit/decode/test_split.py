@@ -241,7 +241,7 @@ def test_command_prints_the_error_rate_and_the_file(
 ) -> None:
     asked: list[Path] = []
 
-    def load_model(run_dir: Path, device: torch.device, *, ctc: bool) -> Oracle:
+    def load_model(run_dir: Path, device: torch.device, **_: object) -> Oracle:
         asked.append(run_dir)
         trained = oracle(dataset.num_classes)
         trained.model.to(device)

@@ -219,7 +219,7 @@ def test_command_tunes_and_says_so(
     both["splits"] |= json.loads((other.path / "data.json").read_text())["splits"]
     (dataset.path / "data.json").write_text(json.dumps(both))
 
-    def load_model(_run: Path, device: torch.device, *, ctc: bool) -> Oracle:
+    def load_model(_run: Path, device: torch.device, **_: object) -> Oracle:
         model = unsure(dataset.num_classes)
         model.model.to(device)
         return model
@@ -253,9 +253,7 @@ def test_command_tunes_and_says_so(
 def test_what_cannot_be_decoded_is_refused_before_anything_is_tuned(
     dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "speechdp.tasks.model_file.load_model", lambda _run, _device, ctc: unsure(dataset.num_classes)
-    )
+    monkeypatch.setattr("speechdp.tasks.model_file.load_model", lambda *_, **__: unsure(dataset.num_classes))
     monkeypatch.setattr("speechdp.decode.tuning.tune", None)
     command = DecodeCommand(
         tmp_path / "run", dataset.path, "tset", tune_on="dev", backend="serial", device="cpu"

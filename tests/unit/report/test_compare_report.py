@@ -378,7 +378,7 @@ def test_why_a_faster_strategy_is_not_chosen_is_said(tmp_path: Path) -> None:
     choice = choose(list(_groups(out).values()))
     assert choice.chosen[2].strategy == "b"
     (said,) = (text for text in choice.details if text.startswith("a is faster on 2 ranks, with "))
-    assert ", but is not accurate enough: 0." in said and said.endswith(" nats/frame below the best.")
+    assert ", but it is not accurate enough: 0." in said and said.endswith(" nats/frame below the best.")
 
 
 @pytest.mark.parametrize(("apart", "may_be_chance"), [(0.08, True), (0.4, False)])

@@ -62,7 +62,9 @@ def test_the_answer_is_the_fastest_run_that_keeps_the_accuracy(tmp_path: Path) -
     )
     assert "21,650 frames/s on 2 ranks (1.74 times one rank, efficiency 87 %)" in answer.headline
     assert "gradient averaging" in answer.details[0]
-    assert "Period 64 is faster (22,140 frames/s) but is not accurate enough: 0.054 nats" in answer.details[1]
+    assert (
+        "Period 64 is faster (22,140 frames/s) but it is not accurate enough: 0.054 nats" in answer.details[1]
+    )
     assert "computing slower than one rank does alone" in answer.limit
     improving, one_each = answer.cautions
     assert improving.startswith("Every run was still improving")

@@ -165,6 +165,13 @@ def test_a_target_that_no_model_reaches_is_refused(
         write_report(out, target)
 
 
+@pytest.mark.parametrize(
+    ("task", "said"), [("synthesis", "its L1 error is too high"), ("acoustic", "it is not accurate enough")]
+)
+def test_what_is_far_from_the_best_is_told_in_the_words_of_its_metric(task: str, said: str) -> None:
+    assert Terms(RECORDS[task]).misses == said
+
+
 def test_a_target_in_per_cent_is_held_against_its_limit_in_per_cent() -> None:
     error = replace(FRAME_ACCURACY, name="held-out error rate", higher_is_better=False, limit=0.5)
     terms = Terms(TaskRecord((error,)))
