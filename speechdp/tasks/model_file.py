@@ -200,6 +200,8 @@ def load_model(
                 lambda: LstmAcousticModel(head["feature_dim"], head["num_classes"], config)
             )
             model.load_state_dict(file.weights)
+        else:
+            file.check_own()
         if is_ctc(head):
             prior = self_loop = torch.zeros(head["num_classes"], dtype=torch.float64)
         else:
@@ -262,15 +264,30 @@ class _ModelFile:
         Raises:
             ValueError: they are not; nothing of those sizes has been allocated.
         """
-        shapes = {name: weight.shape for name, weight in self.weights.items()}
-        most = max([_LARGEST_SMALL_SIZE, len(shapes), *(size for shape in shapes.values() for size in shape)])
-        if any(number > most for number in _numbers(self.head)):
-            raise ValueError("its head names sizes that its weights do not have")
+        self._check_sizes()
         with without_weights():
-            expected = {name: weight.shape for name, weight in make().state_dict().items()}
-        if expected != shapes:
+            expected = shapes_of(make().state_dict())
+        if expected != shapes_of(self.weights):
             raise ValueError("its weights do not have the sizes of its head")
         return make()
+
+    def check_own(self) -> None:
+        """Check what makes a network of a task from outside.  Raises KeyError, ValueError: it is damaged."""
+        self._check_sizes()
+        for key, kind in {"task": str, "options": str, "feature_dim": int, "num_classes": int}.items():
+            if not isinstance(self.head[key], kind):
+                raise ValueError(f"{key} is {self.head[key]!r}")
+
+    def _check_sizes(self) -> None:
+        shapes = shapes_of(self.weights)
+        most = max([_LARGEST_SMALL_SIZE, len(shapes), *(size for shape in shapes.values() for size in shape)])
+        if any(not 0 <= number <= most for number in _numbers(self.head)):
+            raise ValueError("its head names sizes that its weights do not have")
+
+
+def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each of a model's weights."""
+    return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 #: What uses the models of a task.
@@ -314,29 +331,46 @@ def _is_of_another_class(file: _ModelFile) -> bool:
 
 
 def _network_of(file: _ModelFile, own: Networks | None) -> nn.Module:
-    """Make a network of another class with the weights of a file.
+    """Make a network of another class with the weights of a file, which has been checked.
 
     Raises:
-        RunError: its task was not given, or makes another network now.
-        ConfigError: the task has other options now.
+        RunError: its task was not given, has other options now, or makes another network.
+        ConfigError: the task fails to make one.
     """
-    name, options = str(file.head["task"]), str(file.head["options"])
-    make = None if own is None else own(name, options)
+    head, weights = file.head, file.weights
+    try:
+        make = None if own is None else own(head["task"], head["options"])
+    except ConfigError as error:
+        raise RunError(f"{file.path}: {error}") from error
     if make is None:
-        raise RunError(f"{file.path}: its network is that of a task of your own; give --task {name}")
-    model, weights = make(file.head["feature_dim"], file.head["num_classes"]), file.weights
-    expected, found = (
-        {name: tuple(value.shape) for name, value in each.items()} for each in (model.state_dict(), weights)
-    )
-    for weight in sorted(expected.keys() | found.keys()):
-        if expected.get(weight) != found.get(weight):
-            raise RunError(
-                f"{file.path}: --task {name} makes another network now: {weight} has shape "
-                f"{expected.get(weight, 'none')} in it and {found.get(weight, 'none')} in the file; give the "
-                "class that it was trained with, or train again"
-            )
+        raise RunError(
+            f"{file.path}: its network is that of a task of your own, {head['task']}; give its --task as in "
+            "training"
+        )
+    sizes = (head["feature_dim"], head["num_classes"])
+    try:
+        with without_weights():
+            outline = make(*sizes)
+    except ConfigError:  # some compute with what only a real device has: they are made at once
+        outline = None
+    if outline is not None:
+        _refuse_unlike(file, outline)
+    model = make(*sizes)
+    _refuse_unlike(file, model)
     model.load_state_dict(weights)
     return model
+
+
+def _refuse_unlike(file: _ModelFile, model: nn.Module) -> None:
+    """Refuse a network that the weights of a file do not fit.  Raises RunError."""
+    expected, found = shapes_of(model.state_dict()), shapes_of(file.weights)
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise RunError(
+                f"{file.path}: --task {file.head['task']} makes another network now: {name} has shape "
+                f"{expected.get(name, 'none')} in it and {found.get(name, 'none')} in the file; give the "
+                "class that it was trained with, or train again"
+            )
 
 
 def _numbers(head: dict[str, Any]) -> Iterator[int]:

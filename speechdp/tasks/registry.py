@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from speechdp.errors import ConfigError
-from speechdp.extensions import ExtensionPoint, read_options
+from speechdp.extensions import ExtensionPoint, code_of, read_options
 from speechdp.tasks.base import Task
 from speechdp.tasks.metrics import Metric, is_reserved
 
@@ -121,19 +121,36 @@ def networks_of(given: str | None) -> Callable[[str, str], Callable[[int, int], 
     cls, said = task_class(given), task_options(given)
 
     def network_of(name: str, options: str) -> Callable[[int, int], nn.Module] | None:
-        make = getattr(cls, "make_network", None)
-        if name != cls.name or make is None:
+        if name != cls.name or not hasattr(cls, "make_network"):
             return None
-        made = cls(**task_options(f"{name}:{options}" if options else name))
+        made = cls(**read_options(cls.name, cls, options, kind="task"))
         for option, value in said.items():
             if getattr(made, option) != value:
                 raise ConfigError(
-                    f"--task {given}: the network was made with {option}={getattr(made, option)}; "
-                    f"give {name} without options"
+                    f"the network was made with {option}={getattr(made, option)}, and --task has another; "
+                    "give it without options"
                 )
-        return partial(make, made)
+        return partial(made_network, made)
 
     return network_of
+
+
+def made_network(task: Any, feature_dim: int, num_classes: int) -> nn.Module:
+    """Return what `make_network` of a task, an AcousticTask, makes.
+
+    Raises:
+        ConfigError: it fails, or returns something else.
+    """
+    from torch import nn  # noqa: PLC0415 - --help and the launcher do without
+
+    with code_of(type(task), f"--task {task.name}: make_network()", "mend the class"):
+        network = task.make_network(feature_dim, num_classes)
+    if not isinstance(network, nn.Module):
+        raise ConfigError(
+            f"--task {task.name}: make_network() of {type(task).__name__} must return a torch.nn.Module; it "
+            f"returned an object of type {type(network).__name__}"
+        )
+    return network
 
 
 def _find(text: str) -> tuple[type[Task], str]:

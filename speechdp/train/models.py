@@ -24,8 +24,8 @@ from speechdp.models.without_weights import without_weights
 from speechdp.options.run import TrainOptions
 from speechdp.tasks.acoustic import AcousticTask
 from speechdp.tasks.base import Task, TaskData
-from speechdp.tasks.model_file import ClassCounts, load_weights
-from speechdp.tasks.registry import is_ours
+from speechdp.tasks.model_file import ClassCounts, load_weights, shapes_of
+from speechdp.tasks.registry import is_ours, made_network
 from speechdp.train.session import Session
 
 #: Ranks that are threads draw from the same generator: weights of one made meanwhile would be others.
@@ -57,31 +57,28 @@ def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
     data = task_data(dataset, options)
     with _ONE_AT_A_TIME:
         torch.manual_seed(options.seed)
+        again = _network_to_decode(task, data) if task.decodes and not is_ours(options.task) else None
+        torch.manual_seed(options.seed)
         model = task.make_model(data)
-        if task.decodes and not is_ours(options.task):
-            _refuse_unlike_network(task, model, data)
+    if again is not None and again[1] != shapes_of(model.state_dict()):
+        other = "another " if again[0] == type(model).__name__ else ""
+        raise ConfigError(
+            f"--task {task.name}: its model is a {type(model).__name__}, and decode would make "
+            f"{other}{again[0]}; make it by make_network(feature_dim, num_classes), which is for networks of "
+            "your own, or declare decodes = False in the task's class"
+        )
     return model
 
 
-def _refuse_unlike_network(task: Task, model: nn.Module, data: TaskData) -> None:
-    """Refuse a model that decoding, which knows the task alone, makes otherwise.  Raises ConfigError."""
+def _network_to_decode(task: Task, data: TaskData) -> tuple[str, dict[str, tuple[int, ...]]]:
+    """Return class and shapes of the network that decoding would make.  Raises ConfigError: there is none."""
     if not isinstance(task, AcousticTask):
         raise ConfigError(
             f"--task {task.name}: decode reads models of tasks derived from AcousticTask alone; derive the "
             "class from it, or declare decodes = False"
         )
-    with torch.random.fork_rng(devices=[]):
-        network = task.make_network(data.feature_dim, task.num_outputs(data))
-    made, again = (
-        {name: value.shape for name, value in each.state_dict().items()} for each in (model, network)
-    )
-    if made != again:
-        raise ConfigError(
-            f"--task {task.name}: its model is a {type(model).__name__}, and decode would make "
-            f"{'another ' if type(network) is type(model) else ''}{type(network).__name__}; make it by "
-            "make_network(feature_dim, num_classes), which is for networks of your own, or declare "
-            "decodes = False in the task's class"
-        )
+    network = made_network(task, data.feature_dim, task.num_outputs(data))
+    return type(network).__name__, shapes_of(network.state_dict())
 
 
 def outline(dataset: Dataset, options: TrainOptions) -> nn.Module:
@@ -158,9 +155,16 @@ def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptio
     if not same_sizes or inputs_of(trained.config) != options.inputs:
         raise ConfigError(
             f"--initial-model {folder}: has other sizes or inputs than the model to be trained; give the "
-            "options of that run (--preset, --layers, --cells, --deltas, ...)"
+            f"options of that run ({_made_by(trained.config)}, --deltas, ...)"
         )
     model.load_state_dict(weights)
+
+
+def _made_by(config: Mapping[str, Any]) -> str:
+    """Return the options of a run that its network was made by, as its model file knows them."""
+    if "lstm" in config:
+        return "--preset, --layers, --cells"
+    return f"--task {config['task']}{':' if config['options'] else ''}{config['options']}"
 
 
 def _with_classes_of(

@@ -415,7 +415,7 @@ def align(
         Stopped: a rank was asked to; it aligned no further.
         RunError: nothing could be aligned, or a rank is gone.
     """
-    trained = load_model(run_dir, session.device, own=networks_of(options.task_class.name))
+    trained = load_model(run_dir, session.device, own=networks_of(options.task))
     scorer = _scorer(trained, session)
     aligner = _aligner(session.dataset, trained.self_loop.numpy())
     how = _HowToAlign(f"realigned-{output.name}", aligner, scorer.score, inputs_of(trained.config), made_by)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from speechdp.cli.main import run as speechdp
@@ -114,15 +115,15 @@ def test_the_file_alone_imports_nothing(
     monkeypatch.delitem(sys.modules, "tdnn")
     assert speechdp(["decode", str(trained.run), str(trained.data), "--backend", "serial"]) != 0
     said = capsys.readouterr().err
-    assert "its network is that of a task of your own; give --task tdnn:Tdnn" in said
+    assert "its network is that of a task of your own, tdnn:Tdnn; give its --task as in training" in said
     assert "Traceback" not in said and "tdnn" not in sys.modules
-    with pytest.raises(RunError, match="give --task tdnn:Tdnn"):
+    with pytest.raises(RunError, match="of your own, tdnn:Tdnn; give its --task"):
         load_model(trained.run, CPU, own=networks_of("acoustic"))
 
 
 def test_other_options_than_it_was_made_with_are_refused(trained: Trained) -> None:
     load_model(trained.run, CPU, own=networks_of(f"{TASK}:{SIZES}"))
-    with pytest.raises(ConfigError, match="made with width=32; give tdnn:Tdnn without options"):
+    with pytest.raises(RunError, match="made with width=32, and --task has another; give it without options"):
         load_model(trained.run, CPU, own=networks_of(f"{TASK}:inner=12,width=64"))
 
 
@@ -141,8 +142,82 @@ def test_a_class_that_was_changed_since_is_refused(trained: Trained, monkeypatch
     with pytest.raises(RunError, match=wrong):
         load_model(trained.run, CPU, own=networks_of(TASK))
     monkeypatch.setattr(tdnn, "TdnnNetwork", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # an error of its code is not one of the file
+    with pytest.raises(ConfigError, match=r"make_network\(\): .*tdnn.*: ZeroDivisionError.*; mend the class"):
         load_model(trained.run, CPU, own=networks_of(TASK))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"options": None}, "damaged"),
+        ({"feature_dim": None}, "damaged"),
+        ({"feature_dim": "x"}, "damaged"),
+        ({"num_classes": -1}, "damaged"),
+        ({"num_classes": 1 << 40}, "damaged"),
+        ({"options": "nonsense=3"}, "has no option 'nonsense'"),
+        ({"options": "width=100000,inner=100000,layers=100"}, "makes another network now"),  # of 8 TB
+    ],
+)
+def test_a_damaged_file_is_told_by_its_name_before_memory_is_taken(
+    trained: Trained, tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    source = trained.run / "model.safetensors"
+    with safetensors.safe_open(str(source), framework="pt") as file:
+        head = json.loads(file.metadata()["speechdp"])
+    head = {key: value for key, value in (head | change).items() if value is not None}
+    tensors = safetensors.torch.load_file(source)
+    safetensors.torch.save_file(tensors, tmp_path / source.name, {"speechdp": json.dumps(head)})
+    with pytest.raises(RunError, match=re.escape(said)) as raised:
+        load_model(tmp_path, CPU, own=networks_of(TASK))
+    assert str(raised.value).startswith(f"{tmp_path / source.name}: ")
+
+
+def test_a_class_may_have_a_name_of_its_own(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tdnn  # noqa: PLC0415
+
+    named = dataclasses.make_dataclass(
+        "Named", [], bases=(tdnn.Tdnn,), frozen=True, namespace={"name": "conv"}
+    )
+    monkeypatch.setattr(tdnn, "Named", named, raising=False)
+    run, own = tmp_path / "run", f"tdnn:Named:{SIZES}"
+    learn = ["--task", own, "--epochs", "1", "--flat-start", "--realign", "1", "--realign-epochs", "1"]
+    assert speechdp(["train", str(trained.data), str(run), *learn, *BRIEFLY]) == 0
+    assert isinstance(load_model(run, CPU, own=networks_of("tdnn:Named")).model, tdnn.TdnnNetwork)
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [
+        (lambda self, feature_dim, num_classes: None, "it returned an object of type NoneType"),
+        (lambda self, feature_dim: torch.nn.Linear(1, 1), "make_network(): "),
+    ],
+)
+def test_what_is_no_network_is_told(
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    network: object,
+    said: str,
+) -> None:
+    import tdnn  # noqa: PLC0415
+
+    monkeypatch.setattr(tdnn.Tdnn, "make_network", network)
+    run = ["train", str(trained.data), str(tmp_path / "run"), "--task", TASK, "--epochs", "1", *BRIEFLY]
+    assert speechdp(run) != 0
+    told = capsys.readouterr().err
+    assert said in told and "Traceback" not in told
+
+
+def test_another_network_than_that_of_the_initial_model_is_told_with_its_options(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tied = str(trained.run / "alignments" / "tied")
+    begin = ["--initial-model", str(trained.run), "--alignments", tied, "--task", f"{TASK}:width=20"]
+    assert speechdp(["train", str(trained.data), str(tmp_path / "run"), *begin, *BRIEFLY]) != 0
+    assert "give the options of that run (--task tdnn:Tdnn:width=32," in capsys.readouterr().err
 
 
 def test_it_is_read_as_it_was_written(trained: Trained) -> None:

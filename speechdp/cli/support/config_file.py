@@ -27,8 +27,8 @@ _RESOLVED = "resolved"
 _OF_PATHS = ("--alignments", "--initial-model")
 #: What helps where an unknown option is like none that a command has.
 _LISTED = "; speechdp {} --help lists them"
-#: An option with one dash too few; -np is a name.
-_LIKE_AN_OPTION = re.compile("-[a-z][a-z-]{2,}")
+#: An option with one dash too few; -np is a name, -inf and -nan are numbers.
+_LIKE_AN_OPTION = re.compile("-(?!inf$|nan$)[a-z][a-z-]{2,}")
 #: An option of each command that trains, as a run of `train` does.
 _OF_TRAINING = "--preset"
 #: How the value of an option is written: as --like or --no-like, as a value, or the option again for each.
@@ -66,7 +66,7 @@ def with_config(
         if place == len(own):
             raise ConfigError(f"{_OPTION} needs a file: {_OPTION} FILE.json")
         value = own.pop(place)
-    given = {word.partition("=")[0] for word in own}
+    given = {word.partition("=")[0].replace("_", "-") for word in own}
     options = _Options(options_of(of_command()), {_option(name): why for name, why in refused.items()})
     words = list(_words(Path(value), options, given, tell))
     first = next((i for i, word in enumerate(own) if word.startswith("-")), len(own))

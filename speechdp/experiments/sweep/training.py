@@ -251,7 +251,7 @@ def _decode_once(
     dataset, comm = session.dataset, session.comm
     if comm.broadcast_object(has_word_errors(run_dir, split)):
         return
-    trained = load_model(run_dir, session.device, ctc=True, own=networks_of(trained_by.task_class.name))
+    trained = load_model(run_dir, session.device, ctc=True, own=networks_of(trained_by.task))
     options, tuning = DecodingOptions(), None
     tune_on = split_to_tune_on(dataset.path, trained_by.held_out, split)
     if tune_on is not None:
