@@ -279,7 +279,7 @@ class _ModelFile:
                 raise ValueError(f"{key} is {self.head[key]!r}")
 
     def _check_sizes(self) -> None:
-        shapes = shapes_of(self.weights)
+        shapes = shapes_of(self.tensors)  # those of the counts, too: a network may divide its classes
         most = max([_LARGEST_SMALL_SIZE, len(shapes), *(size for shape in shapes.values() for size in shape)])
         if any(not 0 <= number <= most for number in _numbers(self.head)):
             raise ValueError("its head names sizes that its weights do not have")
