@@ -71,11 +71,13 @@ def file_system(path: Path) -> str:
     try:
         there = os.open(next(part for part in (place, *place.parents) if part.exists()), os.O_PATH)
         try:
-            about = Path(f"/proc/self/fdinfo/{there}").read_text()
+            about = Path(f"/proc/self/fdinfo/{there}").read_text(encoding="utf-8")
         finally:
             os.close(there)
         number = about.partition("mnt_id:")[2].split()[0]
-        mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+        # Folders may have names that are not UTF-8.
+        table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
+        mounts = [line.split() for line in table.splitlines()]
         return next(mount[mount.index("-") + 1] for mount in mounts if mount[0] == number)
     except (OSError, ValueError, LookupError, StopIteration):
         return ""
