@@ -104,8 +104,10 @@ class AcousticTask(Task):
         return LstmAcousticModel(feature_dim, num_classes, self.sizes)
 
     def make_model(self, data: TaskData) -> Any:
-        """Return the network for these data."""
-        return self.make_network(data.feature_dim, self.num_outputs(data))
+        """Return the network for these data.  Raises ConfigError: `make_network` from outside makes none."""
+        from speechdp.tasks.registry import made_network  # noqa: PLC0415
+
+        return made_network(self, data.feature_dim, self.num_outputs(data))
 
     def num_outputs(self, data: TaskData) -> int:
         """Return how many classes the network tells apart: those of the targets."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -139,15 +140,17 @@ def made_network(task: Any, feature_dim: int, num_classes: int) -> nn.Module:
     """Return what `make_network` of a task, an AcousticTask, makes.
 
     Raises:
-        ConfigError: it fails, or returns something else.
+        ConfigError: one from outside fails, or returns something else.
     """
     from torch import nn  # noqa: PLC0415 - --help and the launcher do without
 
-    with code_of(type(task), f"--task {task.name}: make_network()", "mend the class"):
+    cls = type(task)
+    is_ours = cls.make_network.__module__.startswith("speechdp.")  # its errors are none of a user's class
+    with nullcontext() if is_ours else code_of(cls, f"--task {task.name}: make_network()", "mend the class"):
         network = task.make_network(feature_dim, num_classes)
     if not isinstance(network, nn.Module):
         raise ConfigError(
-            f"--task {task.name}: make_network() of {type(task).__name__} must return a torch.nn.Module; it "
+            f"--task {task.name}: make_network() of {cls.__name__} must return a torch.nn.Module; it "
             f"returned an object of type {type(network).__name__}"
         )
     return network

@@ -22,7 +22,7 @@ from speechdp.labels.state_tying import StateTying, tying_in
 from speechdp.models.precision import Precision
 from speechdp.models.without_weights import without_weights
 from speechdp.options.run import TrainOptions
-from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.acoustic import AcousticTask, FullSumTask
 from speechdp.tasks.base import Task, TaskData
 from speechdp.tasks.model_file import ClassCounts, load_weights, shapes_of
 from speechdp.tasks.registry import is_ours, made_network
@@ -57,28 +57,30 @@ def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
     data = task_data(dataset, options)
     with _ONE_AT_A_TIME:
         torch.manual_seed(options.seed)
-        again = _network_to_decode(task, data) if task.decodes and not is_ours(options.task) else None
-        torch.manual_seed(options.seed)
         model = task.make_model(data)
-    if again is not None and again[1] != shapes_of(model.state_dict()):
-        other = "another " if again[0] == type(model).__name__ else ""
-        raise ConfigError(
-            f"--task {task.name}: its model is a {type(model).__name__}, and decode would make "
-            f"{other}{again[0]}; make it by make_network(feature_dim, num_classes), which is for networks of "
-            "your own, or declare decodes = False in the task's class"
-        )
+        if task.decodes and not is_ours(options.task):
+            _refuse_unlike_network(task, model, data)
     return model
 
 
-def _network_to_decode(task: Task, data: TaskData) -> tuple[str, dict[str, tuple[int, ...]]]:
-    """Return class and shapes of the network that decoding would make.  Raises ConfigError: there is none."""
+def _refuse_unlike_network(task: Task, model: nn.Module, data: TaskData) -> None:
+    """Refuse a model that decoding, which knows the task alone, makes otherwise.  Raises ConfigError."""
     if not isinstance(task, AcousticTask):
         raise ConfigError(
             f"--task {task.name}: decode reads models of tasks derived from AcousticTask alone; derive the "
             "class from it, or declare decodes = False"
         )
-    network = made_network(task, data.feature_dim, task.num_outputs(data))
-    return type(network).__name__, shapes_of(network.state_dict())
+    if type(task).make_model in (AcousticTask.make_model, FullSumTask.make_model):
+        return  # it is what make_network has made
+    with torch.random.fork_rng(devices=[]):
+        network = made_network(task, data.feature_dim, task.num_outputs(data))
+    if shapes_of(model.state_dict()) != shapes_of(network.state_dict()):
+        other = "another " if type(network) is type(model) else ""
+        raise ConfigError(
+            f"--task {task.name}: its model is a {type(model).__name__}, and decode would make "
+            f"{other}{type(network).__name__}; make it by make_network(feature_dim, num_classes), which is "
+            "for networks of your own, or declare decodes = False in the task's class"
+        )
 
 
 def outline(dataset: Dataset, options: TrainOptions) -> nn.Module:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,14 @@ from speechdp.tasks.acoustic import AcousticTask, CtcTask, FullSumTask
 from speechdp.tasks.model_file import load_model
 from speechdp.tasks.registry import TASKS, networks_of, task
 from speechdp.testing import task_contract
-from tests.helpers.corpora import prepared_fsdd
+from tests.helpers.corpora import TrainedOnFsdd, trained_on_fsdd
 from tests.helpers.mpi import REPOSITORY
 
 CPU = torch.device("cpu")
 TASK = "tdnn:Tdnn"
 SIZES = "width=32,inner=12,layers=3,bottleneck=24,dropout=0.1"
-BRIEFLY = ("--backend", "serial", "--batch-size", "4", "--learning-rate", "0.01")
+STEPS = ("--batch-size", "4", "--learning-rate", "0.01")
+BRIEFLY = ("--backend", "serial", *STEPS)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,24 +40,11 @@ def _found_by_python() -> object:
         yield
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A model, the data it was trained on, and recordings of its test part."""
-
-    run: Path
-    data: Path
-    recordings: list[Path]
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("own_network")
-    data, recordings = prepared_fsdd(folder)
-    run = folder / "run"
-    alignment = ("--flat-start", "--realign", "1", "--realign-epochs", "4", "--context", "left")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedOnFsdd:
+    alignment = ("--realign", "1", "--realign-epochs", "4", "--context", "left")
     own = ("--task", f"{TASK}:{SIZES}", "--epochs", "16")
-    assert speechdp(["train", str(data), str(run), *own, *alignment, *BRIEFLY]) == 0
-    return Trained(run, data, recordings)
+    return trained_on_fsdd(tmp_path_factory.mktemp("own_network"), *own, *alignment, *STEPS)
 
 
 def word_errors(run: Path, split: str) -> float:
@@ -69,7 +56,7 @@ def test_it_keeps_what_training_relies_on() -> None:
 
 
 def test_digits_are_recognised_in_data_and_in_files(
-    trained: Trained, capsys: pytest.CaptureFixture[str]
+    trained: TrainedOnFsdd, capsys: pytest.CaptureFixture[str]
 ) -> None:
     decode = ["decode", str(trained.run), str(trained.data), "--backend", "serial", "--task", TASK]
     assert speechdp([*decode, "--tune-on", "dev"]) == 0
@@ -84,7 +71,7 @@ def test_digits_are_recognised_in_data_and_in_files(
 
 
 def test_another_training_begins_from_it_and_its_scores_are_kaldis(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: TrainedOnFsdd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import tdnn  # noqa: PLC0415
 
@@ -102,7 +89,7 @@ def test_another_training_begins_from_it_and_its_scores_are_kaldis(
     assert speechdp(written) == 0 and archive.stat().st_size > 0
 
 
-def test_a_sweep_decodes_its_runs(trained: Trained, tmp_path: Path) -> None:
+def test_a_sweep_decodes_its_runs(trained: TrainedOnFsdd, tmp_path: Path) -> None:
     out, tied = tmp_path / "sweep", trained.run / "alignments" / "tied"
     own = ["--task", f"{TASK}:{SIZES}", "--alignments", str(tied), "--epochs", "1", "--periods", "1,4"]
     assert speechdp(["sweep", str(trained.data), str(out), *own, "--race", "0", *BRIEFLY]) == 0
@@ -110,7 +97,7 @@ def test_a_sweep_decodes_its_runs(trained: Trained, tmp_path: Path) -> None:
 
 
 def test_the_file_alone_imports_nothing(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: TrainedOnFsdd, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "tdnn")
     assert speechdp(["decode", str(trained.run), str(trained.data), "--backend", "serial"]) != 0
@@ -121,13 +108,15 @@ def test_the_file_alone_imports_nothing(
         load_model(trained.run, CPU, own=networks_of("acoustic"))
 
 
-def test_other_options_than_it_was_made_with_are_refused(trained: Trained) -> None:
+def test_other_options_than_it_was_made_with_are_refused(trained: TrainedOnFsdd) -> None:
     load_model(trained.run, CPU, own=networks_of(f"{TASK}:{SIZES}"))
     with pytest.raises(RunError, match="made with width=32, and --task has another; give it without options"):
         load_model(trained.run, CPU, own=networks_of(f"{TASK}:inner=12,width=64"))
 
 
-def test_a_class_that_was_changed_since_is_refused(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_was_changed_since_is_refused(
+    trained: TrainedOnFsdd, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import tdnn  # noqa: PLC0415
 
     made = tdnn.TdnnNetwork
@@ -159,7 +148,7 @@ def test_a_class_that_was_changed_since_is_refused(trained: Trained, monkeypatch
     ],
 )
 def test_a_damaged_file_is_told_by_its_name_before_memory_is_taken(
-    trained: Trained, tmp_path: Path, change: dict[str, object], said: str
+    trained: TrainedOnFsdd, tmp_path: Path, change: dict[str, object], said: str
 ) -> None:
     source = trained.run / "model.safetensors"
     with safetensors.safe_open(str(source), framework="pt") as file:
@@ -173,7 +162,7 @@ def test_a_damaged_file_is_told_by_its_name_before_memory_is_taken(
 
 
 def test_a_class_may_have_a_name_of_its_own(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: TrainedOnFsdd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import tdnn  # noqa: PLC0415
 
@@ -195,7 +184,7 @@ def test_a_class_may_have_a_name_of_its_own(
     ],
 )
 def test_what_is_no_network_is_told(
-    trained: Trained,
+    trained: TrainedOnFsdd,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -212,7 +201,7 @@ def test_what_is_no_network_is_told(
 
 
 def test_another_network_than_that_of_the_initial_model_is_told_with_its_options(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: TrainedOnFsdd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tied = str(trained.run / "alignments" / "tied")
     begin = ["--initial-model", str(trained.run), "--alignments", tied, "--task", f"{TASK}:width=20"]
@@ -220,7 +209,7 @@ def test_another_network_than_that_of_the_initial_model_is_told_with_its_options
     assert "give the options of that run (--task tdnn:Tdnn:width=32," in capsys.readouterr().err
 
 
-def test_it_is_read_as_it_was_written(trained: Trained) -> None:
+def test_it_is_read_as_it_was_written(trained: TrainedOnFsdd) -> None:
     loaded = load_model(trained.run, CPU, own=networks_of(TASK))
     assert loaded.config["options"] == f"{SIZES.replace('layers=3', 'layers=3,stride=3')}"
     dataset = Dataset.open(trained.data)
@@ -234,7 +223,7 @@ def test_it_is_read_as_it_was_written(trained: Trained) -> None:
 
 @pytest.mark.parametrize("criterion", [CtcTask, FullSumTask])
 def test_whole_transcripts_are_learnt_by_the_same_network(
-    trained: Trained, tmp_path: Path, criterion: type[AcousticTask]
+    trained: TrainedOnFsdd, tmp_path: Path, criterion: type[AcousticTask]
 ) -> None:
     import tdnn  # noqa: PLC0415
 
@@ -255,7 +244,7 @@ def test_whole_transcripts_are_learnt_by_the_same_network(
 
 
 def test_the_network_of_the_documentation_learns_decodes_and_is_timed(
-    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: TrainedOnFsdd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = (REPOSITORY / "docs" / "api.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

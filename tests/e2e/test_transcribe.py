@@ -9,7 +9,6 @@ import signal
 import types
 import wave
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,32 +26,20 @@ from speechdp.labels import decision_tree
 from speechdp.process.ending import Ended
 from speechdp.tasks.model_file import load_model
 from speechdp.train import tied_states
-from tests.helpers.corpora import prepared_fsdd, tone, write_tone
+from tests.helpers.corpora import TrainedOnFsdd, tone, trained_on_fsdd, write_tone
 
 OPTIONS = ("--layers", "1", "--cells", "32", "--epochs", "8", "--batch-size", "4", "--learning-rate", "0.01")
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A model, the data it was tested on, and their recordings."""
-
-    run: Path
-    data: Path
-    recordings: list[Path]
-
-
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    folder = tmp_path_factory.mktemp("transcribe")
-    data, recordings = prepared_fsdd(folder)
-    run = folder / "run"
-    assert speechdp(["train", str(data), str(run), "--backend", "serial", "--flat-start", *OPTIONS]) == 0
-    assert speechdp(["decode", str(run), str(data), "--backend", "serial"]) == 0
-    return Trained(run, data, recordings)
+def trained(tmp_path_factory: pytest.TempPathFactory) -> TrainedOnFsdd:
+    made = trained_on_fsdd(tmp_path_factory.mktemp("transcribe"), *OPTIONS)
+    assert speechdp(["decode", str(made.run), str(made.data), "--backend", "serial"]) == 0
+    return made
 
 
 def test_a_file_is_heard_as_in_a_data_directory(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: TrainedOnFsdd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
     files = [str(path) for path in trained.recordings]
@@ -75,7 +62,7 @@ def test_a_file_is_heard_as_in_a_data_directory(
 
 
 def test_what_was_tuned_is_used_unless_something_is_given(
-    trained: Trained, capsys: pytest.CaptureFixture[str]
+    trained: TrainedOnFsdd, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, recording = str(trained.run), str(trained.recordings[0])
     assert speechdp(["transcribe", run, recording]) == 0
@@ -100,7 +87,10 @@ def test_what_was_tuned_is_used_unless_something_is_given(
 
 
 def test_states_in_context(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    trained: TrainedOnFsdd,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A model that knows them hears files as in a data directory, and is judged on data prepared like it."""
     monkeypatch.setattr(decision_tree, "_MIN_GAIN", 20.0)
@@ -131,7 +121,7 @@ def test_states_in_context(
 
 
 def test_a_model_of_ctc_hears_words_and_when_they_were_spoken(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: TrainedOnFsdd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, ctm = tmp_path / "run", tmp_path / "words.ctm"
     options = (*OPTIONS, "--epochs", "40", "--criterion", "ctc")  # too few for all words
@@ -154,7 +144,7 @@ def test_a_model_of_ctc_hears_words_and_when_they_were_spoken(
     assert "--prior-scale has no effect with a model of --criterion ctc" in capsys.readouterr().err
 
 
-def test_a_long_recording_is_cut_and_its_times_go_on(trained: Trained, tmp_path: Path) -> None:
+def test_a_long_recording_is_cut_and_its_times_go_on(trained: TrainedOnFsdd, tmp_path: Path) -> None:
     pause = np.zeros(2400, np.float32)
     waves = [soundfile.read(path, dtype="float32")[0] for path in trained.recordings]
     starts = np.cumsum([0, *(len(wave) + len(pause) for wave in waves)]) / 8000
@@ -178,7 +168,7 @@ def test_a_long_recording_is_cut_and_its_times_go_on(trained: Trained, tmp_path:
     assert sum(heard) >= 0.8 * len(heard)
 
 
-def test_pieces_are_as_long_as_what_the_model_has_learnt_from(trained: Trained, tmp_path: Path) -> None:
+def test_pieces_are_as_long_as_what_the_model_has_learnt_from(trained: TrainedOnFsdd, tmp_path: Path) -> None:
     kept = kept_data(trained.run)
     assert usual_piece_s(kept) == 5.0  # its utterances are single digits
     for mean_s, usual_s in ((3.8, 5.7), (12.0, 18.0), (60.0, 30.0)):
@@ -188,7 +178,7 @@ def test_pieces_are_as_long_as_what_the_model_has_learnt_from(trained: Trained, 
 
 
 def test_what_cannot_be_transcribed(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: TrainedOnFsdd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, recording = str(trained.run), str(trained.recordings[0])
     (tmp_path / "no.wav").write_text("no audio")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -47,14 +48,26 @@ def some_fsdd(folder: Path, speakers: tuple[str, ...], indices: tuple[int, ...],
     return folder
 
 
-def prepared_fsdd(folder: Path) -> tuple[Path, list[Path]]:
-    """Prepare recordings of five digits by one speaker; return the data and the files of their test part."""
+@dataclass(frozen=True)
+class TrainedOnFsdd:
+    """A model, the data it was trained on, and recordings of their test part."""
+
+    run: Path
+    data: Path
+    recordings: list[Path]
+
+
+def trained_on_fsdd(folder: Path, *options: str) -> TrainedOnFsdd:
+    """Train on recordings of five digits by one speaker, on one rank."""
     from speechdp.cli.main import run as speechdp  # noqa: PLC0415 - most tests do without all commands
 
-    corpus, data = some_fsdd(folder / "corpus", ("jackson",), tuple(range(12)), digits=5), folder / "data"
+    corpus = some_fsdd(folder / "corpus", ("jackson",), tuple(range(12)), digits=5)
+    data, run = folder / "data", folder / "run"
     split = ("--split", "index:test=0-1,dev=2", "--lm-order", "2", "--dtype", "float32")
     assert speechdp(["prepare", str(corpus), str(data), *split, "--workers", "1"]) == 0
-    return data, sorted(path for path in corpus.iterdir() if path.stem.endswith(("_0", "_1")))
+    assert speechdp(["train", str(data), str(run), "--backend", "serial", "--flat-start", *options]) == 0
+    recordings = sorted(path for path in corpus.iterdir() if path.stem.endswith(("_0", "_1")))
+    return TrainedOnFsdd(run, data, recordings)
 
 
 def tone(seconds: float, sampling_rate: int = 8000, seed: int = 0) -> npt.NDArray[np.float32]:

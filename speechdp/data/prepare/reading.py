@@ -14,7 +14,7 @@ from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.corpora.pipes import PipeRunner
 from speechdp.data.corpora.reader import read_corpus, reader_of
 from speechdp.data.prepare.jobs import Progress
-from speechdp.data.prepare.unreadable import find_without_frame, without_audio
+from speechdp.data.prepare.unreadable import without_audio
 from speechdp.data.signal.audio import file_of
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError
@@ -102,12 +102,9 @@ def _with_readable_audio(
     features: Callable[[int], FeatureConfig] | None,
 ) -> Corpus:
     """Leave out utterances without audio that can be read to its end, before splits and words are chosen."""
-    without = without_audio({u.utterance_id: u.audio for u in corpus.utterances}, num_workers, progress)
+    audio = {u.utterance_id: u.audio for u in corpus.utterances}
+    without = without_audio(audio, num_workers, progress, features)
     gone = {*chain.from_iterable(without.values())}
-    if features is not None:
-        left = {u.utterance_id: u.audio for u in corpus.utterances if u.utterance_id not in gone}
-        without["have less than one frame of audio"] = find_without_frame(left, features)
-        gone.update(without["have less than one frame of audio"])
     there = tuple(u for u in corpus.utterances if u.utterance_id not in gone)
     notices = corpus.notices + left_out(without, max_named=5)
     return dataclasses.replace(corpus, utterances=there, notices=notices)

@@ -17,13 +17,17 @@ AS_THE_OPTION_DOES = ", as --skip-incomplete does"
 
 
 def without_audio(
-    sources: Mapping[str, AudioSource], num_workers: int | None, progress: Progress
+    sources: Mapping[str, AudioSource],
+    num_workers: int | None,
+    progress: Progress,
+    features: Callable[[int], FeatureConfig] | None = None,
 ) -> dict[str, list[str]]:
-    """Return the utterances whose audio cannot be read to its end, or that are no stretch of it.
+    """Return the utterances whose audio cannot be read to its end, is none of it, or has no frame.
 
     Args:
         sources: the audio of utterances, by their ids.
         num_workers, progress: as of `find_unreadable`.
+        features: as of `_without_frame`; None: audio of no frame is left to the caller.
 
     Returns:
         Their ids, by what is said of them.
@@ -33,10 +37,16 @@ def without_audio(
     """
     spoilt = find_unreadable(map(file_of, sources.values()), num_workers, progress)
     readable = {utterance: source for utterance, source in sources.items() if file_of(source) not in spoilt}
-    return {
+    outside = find_outside(readable)
+    found = {
         "have unreadable audio": [utterance for utterance in sources if utterance not in readable],
-        "have times outside of the recording": find_outside(readable),
+        "have times outside of the recording": outside,
     }
+    if features is not None:
+        for utterance in outside:
+            del readable[utterance]
+        found["have less than one frame of audio"] = _without_frame(readable, features)
+    return found
 
 
 def find_unreadable(files: Iterable[Path], num_workers: int | None, progress: Progress) -> frozenset[Path]:
@@ -115,9 +125,7 @@ def find_outside(sources: Mapping[str, AudioSource]) -> list[str]:
     return list(errors)
 
 
-def find_without_frame(
-    sources: Mapping[str, AudioSource], features: Callable[[int], FeatureConfig]
-) -> list[str]:
+def _without_frame(sources: Mapping[str, AudioSource], features: Callable[[int], FeatureConfig]) -> list[str]:
     """Return the utterances whose audio, which can be read, is shorter than one frame; none where all are.
 
     Args:
