@@ -21,6 +21,8 @@ class PrepareCommand(PrepareOptions):
 
     From a corpus: speechdp prepare SOURCE DATA
 
+    From its parts: speechdp prepare data/train DATA --dev data/dev --test data/test
+
     Synthetic speech: speechdp prepare --synthetic HOURS DATA
 
     With Kaldi's alignments: speechdp prepare --kaldi DATA_DIR --ali ALI_DIR DATA"""

@@ -5,6 +5,7 @@ The docstring under a field is its help on the command line.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +14,7 @@ import tyro
 
 from speechdp.data.corpora.joining import JoinRule
 from speechdp.data.corpora.path_map import PathMap
+from speechdp.data.corpora.sources import Source
 from speechdp.data.signal.features import FeatureConfig, usual_mel_bins
 from speechdp.data.signal.spectrogram import spectrogram_config
 from speechdp.errors import ConfigError
@@ -140,9 +142,11 @@ class PrepareOptions:
     """Which corpus becomes which data directory, and how."""
 
     paths: Annotated[
-        tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[SOURCE] DATA", help_behavior_hint="")
+        tuple[Path, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="[SOURCE ...] DATA", help_behavior_hint=""),
     ]
-    """SOURCE: a Kaldi data directory (wav.scp, text, utt2spk), or a folder of audio files.
+    """SOURCE: a Kaldi data directory (wav.scp, text, utt2spk), or a folder of audio files; or several.
     Transcripts are read from a file named text, from *.trans.txt, from a .txt file per audio file,
     or from the names of the audio files (--pattern).
     DATA: the data directory to write."""
@@ -182,6 +186,10 @@ class PrepareOptions:
     speaker:test=NAME+NAME,dev=NAME: the speakers named.
     random:dev=0.05,test=0.05: utterances at random.
     index:test=0-4,dev=5-9: by the number of the recording."""
+    dev: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], shown("SOURCE", "by --split")] = ()
+    """Use all of this SOURCE as the dev split.  May be repeated."""
+    test: Annotated[tyro.conf.UseAppendAction[tuple[Path, ...]], shown("SOURCE", "by --split")] = ()
+    """Use all of this SOURCE as the test split.  May be repeated."""
     held_out_speaker: Annotated[str | None, shown("NAME", "none")] = None
     """Use this speaker as the test split; train and dev come from the others."""
     shards: Annotated[int, shown("N")] = 8
@@ -245,10 +253,15 @@ class PrepareOptions:
             raise ConfigError("--ali, --ali-pdf, --feats and --cmvn go with --kaldi DATA_DIR")
         elif self.synthetic is not None:
             self._check_synthetic(self.synthetic)
-        elif len(self.paths) != 2:
+        elif len(self.paths) < 2:
             raise ConfigError(
                 f"prepare takes SOURCE and DATA, not {len(self.paths)} paths; or --synthetic HOURS DATA"
             )
+        twice = [source.path for source, times in Counter(self.sources).items() if times > 1]
+        if twice:
+            raise ConfigError(f"{twice[0]}: is given twice; leave it out once")
+        if self.test and self.held_out_speaker is not None:
+            raise ConfigError("--held-out-speaker and --test both make the test split; leave one of them out")
         if self.like is not None:
             self._check_like()
         if self.features != "mfcc" and self.num_ceps != FeatureConfig.num_ceps:
@@ -290,7 +303,8 @@ class PrepareOptions:
         if len(self.paths) != 1:
             raise ConfigError("prepare --synthetic HOURS takes one path, the DATA folder to make")
         self._refuse(
-            ("corpus", "split", "held_out_speaker", "lexicon", "pattern"), "--synthetic, which makes its own"
+            ("corpus", "split", "dev", "test", "held_out_speaker", "lexicon", "pattern"),
+            "--synthetic, which makes its own",
         )
         if self.unknown_words != "refuse":
             raise ConfigError("--unknown-words does not go with --synthetic, which knows all; leave it out")
@@ -303,6 +317,7 @@ class PrepareOptions:
         if len(self.paths) != 1:
             raise ConfigError("prepare --kaldi DATA_DIR takes one other path, the DATA folder to make")
         self._refuse(("synthetic", "corpus", "lexicon", "pattern", "resample"), "--kaldi")
+        self._refuse(("dev", "test"), "--kaldi, whose alignment is of one directory")
         if self.for_language_model != LanguageModelOptions() or self.unknown_words != "refuse":
             raise ConfigError(
                 "--lm, --lm-order and --unknown-words do not go with --kaldi, whose pdfs Kaldi decodes; "
@@ -374,13 +389,22 @@ class PrepareOptions:
     def _refuse(self, names: tuple[str, ...], beside: str) -> None:
         """Refuse options that are given beside another.  Raises ConfigError naming the first."""
         for name in names:
-            if getattr(self, name) is not None:
+            if getattr(self, name) not in (None, ()):
                 raise ConfigError(f"--{name.replace('_', '-')} does not go with {beside}; leave it out")
 
     @property
     def is_for_recognition(self) -> bool:
         """Whether the data are to recognise speech with; else to make it with."""
         return self.task == "acoustic"
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What is read, apart from --kaldi and --synthetic."""
+        return (
+            *(Source(path) for path in self.paths[:-1]),
+            *(Source(path, "dev") for path in self.dev),
+            *(Source(path, "test") for path in self.test),
+        )
 
     @property
     def data(self) -> Path:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from speechdp.data.signal.audio import AudioSource, file_of
@@ -21,7 +21,7 @@ class CorpusUtterance:
 
     Attributes:
         index: the number of the take where the corpus counts them (FSDD), else None.
-        split: `train`, `dev` or `test` where the corpus says so, else None.
+        split: `train`, `dev` or `test` where the corpus or the user says so, else None.
     """
 
     utterance_id: str
@@ -39,28 +39,36 @@ class CorpusUtterance:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Utterances of one source, sorted by id; `notices` say what was left out."""
+    """Utterances of one source or several, sorted by id.
 
-    source: Path
+    Attributes:
+        source: what they were read from, as messages name it; of several, those that a rule divides.
+        notices: what to tell the user, e.g. what was left out.
+        held_out: dev and test, where they are sources of their own, with the names of these; a rule divides
+            the other utterances only.
+    """
+
+    source: Path | str
     utterances: tuple[CorpusUtterance, ...]
     notices: tuple[str, ...] = ()
+    held_out: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        source: Path,
+        source: Path | str,
         utterances: Iterable[CorpusUtterance],
         *,
         may_lack_text: bool = False,
         notices: tuple[str, ...] = (),
+        held_out: Mapping[str, str] | None = None,
     ) -> Corpus:
         """Sort the utterances and refuse what no later step could use.
 
         Args:
-            source: what they were read from.
+            source, notices, held_out: see Corpus.
             utterances: in any order.
             may_lack_text: empty transcripts are no fault.
-            notices: what to tell the user of what was read.
 
         Raises:
             ConfigError: no utterance, two of one id, an empty transcript, an unknown split, or a name that no
@@ -75,7 +83,8 @@ class Corpus:
                     f"{source}: {first.audio} and {second.audio} are both utterance {first.utterance_id}; "
                     "rename one"
                 )
-        divided = any(utterance.split is not None for utterance in ordered)
+        held_out = held_out or {}
+        divided = any(utterance.split not in (None, *held_out) for utterance in ordered)
         for utterance in ordered:
             try:
                 f"{utterance.utterance_id}{utterance.speaker}{file_of(utterance.audio)}".encode()
@@ -96,7 +105,15 @@ class Corpus:
                     f"{source}: utterance {utterance.utterance_id} is in split {utterance.split!r}; "
                     "splits are train, dev and test"
                 )
-        return cls(source, tuple(ordered), notices)
+        return cls(source, tuple(ordered), notices, held_out)
+
+    @property
+    def to_divide(self) -> Corpus:
+        """The utterances that are in no source of dev or test."""
+        if not self.held_out:
+            return self
+        others = tuple(u for u in self.utterances if u.split not in self.held_out)
+        return Corpus(self.source, others, self.notices)
 
     @property
     def has_index(self) -> bool:

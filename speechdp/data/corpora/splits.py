@@ -159,7 +159,8 @@ class SpeakerShares:
         if sum(counts.values()) >= len(speakers):
             # Beside a held-out speaker, who is tested, only a random dev part of the others can be had.
             can_be_apart = held_out_speaker is None and len(speakers) > 1
-            remedy = options_apart(speakers) if can_be_apart else f"--split {RANDOM_DEFAULT}"
+            at_random = "random:" + ",".join(f"{name}=0.05" for name in self.parts)
+            remedy = options_apart(speakers, tuple(self.parts)) if can_be_apart else f"--split {at_random}"
             raise ConfigError(
                 f"{corpus.source}: --split {self.spec} needs {sum(counts.values()) + 1} speakers, it has "
                 f"{len(speakers)}; choose {remedy}"
@@ -188,6 +189,9 @@ class OneSplit(SplitRule):
         return self.name
 
 
+_ALL_TRAIN = OneSplit("all:train", "train")
+
+
 @dataclass(frozen=True)
 class CorpusSplit(SplitRule):
     """As the corpus itself says."""
@@ -199,6 +203,21 @@ class CorpusSplit(SplitRule):
     def split_of(self, utterance: CorpusUtterance) -> str:
         assert utterance.split is not None
         return utterance.split
+
+
+@dataclass(frozen=True)
+class GivenSplits(SplitRule):
+    """Dev or test, or both, are sources of their own, `given`; `base` divides what is in none of them."""
+
+    given: tuple[str, ...]
+    base: SplitRule
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        return (*self.given, *self.base.named)
+
+    def split_of(self, utterance: CorpusUtterance) -> str:
+        return utterance.split if utterance.split in self.given else self.base.split_of(utterance)
 
 
 @dataclass(frozen=True)
@@ -229,10 +248,21 @@ def original_name(name: str) -> str:
     return name if match is None else match["name"]
 
 
-def options_apart(speakers: Collection[str]) -> str:
-    """Return options that keep two speakers or more apart; of two, one is tested."""
-    if len(speakers) >= _FEWEST_SPEAKERS:
-        return f"--split {SPEAKERS_DEFAULT}"
+def original_start(name: str) -> int:
+    """Return where in a name that of the original begins.
+
+    Example:
+        >>> original_start("sp0.9-ann"), original_start("ann-reverb")
+        (6, 0)
+    """
+    match = _CHANGED.fullmatch(name)
+    return 0 if match is None else match.start("name")
+
+
+def options_apart(speakers: Collection[str], wanted: Collection[str] = ("dev", "test")) -> str:
+    """Return options that keep two speakers or more apart in the splits wanted; of two, one is tested."""
+    if len(speakers) > len(wanted):
+        return "--split speakers:" + ",".join(f"{name}=0.1" for name in wanted)
     return f"--held-out-speaker {min(set(speakers) - {UNKNOWN_SPEAKER})} --split random:dev=0.1"
 
 
@@ -265,7 +295,8 @@ def choose_rule(
     """Return the rule the options ask for.
 
     Without one: the corpus' own, by index where it counts its takes and has enough of them for training, by
-    speaker where there are three or more, else at random.
+    speaker where there are three or more, else at random.  Where dev is a source of its own, all else is
+    train; where only test is, the rule is that which takes dev out of the rest.
 
     Args:
         corpus: what is divided.
@@ -275,12 +306,34 @@ def choose_rule(
         by_speaker: whether speakers are kept apart where nothing else is asked for.
 
     Raises:
-        ConfigError: a speaker the corpus does not have, too few of them, or a --split that is not understood.
+        ConfigError: a speaker the corpus does not have, too few of them, or a --split that is not understood
+            or fills a split that is a source of its own.
     """
+    given = tuple(name for name in SPLIT_NAMES if name in corpus.held_out)
+    if not given:
+        return _rule_of(corpus, spec, held_out_speaker, seed, _default(corpus, by_speaker=by_speaker))
+    parsed = None if spec is None else parse_split(spec, seed)
+    filled = parsed.parts if isinstance(parsed, SpeakerShares) else parsed.named if parsed is not None else ()
+    for name in given:
+        if name in filled:
+            raise ConfigError(f"--split {spec}: fills {name}, and so does --{name}; leave one of them out")
+    rest = corpus.to_divide
+    default = "" if "dev" in given else _without_test(_default(rest, by_speaker=by_speaker))
+    base = _rule_of(rest, spec, held_out_speaker, seed, default)
+    sources = "sources:" + ",".join(f"{name}={corpus.held_out[name]}" for name in given)
+    return GivenSplits(sources if base == _ALL_TRAIN else f"{sources};{base.spec}", given, base)
+
+
+def _rule_of(
+    corpus: Corpus, spec: str | None, held_out_speaker: str | None, seed: int, default: str
+) -> SplitRule:
+    """Return the rule of what is divided: `default` where none is given; that may be empty: all is train."""
     if spec is None and corpus.has_splits:
         rule: SplitRule = CorpusSplit(BY_CORPUS)
+    elif not (spec or default):
+        rule = _ALL_TRAIN
     else:
-        parsed = parse_split(spec or _default(corpus, by_speaker=by_speaker), seed)
+        parsed = parse_split(spec or default, seed)
         rule = parsed.chosen_from(corpus, held_out_speaker) if isinstance(parsed, SpeakerShares) else parsed
     wanted = (
         [name for names in rule.parts.values() for name in names] if isinstance(rule, SpeakerSplit) else []
@@ -302,6 +355,12 @@ def _default(corpus: Corpus, *, by_speaker: bool) -> str:
     num_speakers = len(set(map(original_name, corpus.speakers)))
     knows_speakers = UNKNOWN_SPEAKER not in corpus.speakers and num_speakers >= _FEWEST_SPEAKERS
     return SPEAKERS_DEFAULT if by_speaker and knows_speakers else RANDOM_DEFAULT
+
+
+def _without_test(spec: str) -> str:
+    """Return a rule without its test part."""
+    kind, _, parts = spec.partition(":")
+    return f"{kind}:{','.join(part for part in parts.split(',') if not part.startswith('test='))}"
 
 
 def _suits_takes(corpus: Corpus) -> bool:
@@ -337,17 +396,21 @@ def split_corpus(
     for name in (*(["train"] if needs_train else []), *rule.named):
         if not splits[name]:
             remedy = _remedy(corpus, rule, name)
-            if may_be_like:
+            if may_be_like and not corpus.held_out:
                 remedy += ", or add --like RUN to test a trained model"
             raise ConfigError(
                 f"{corpus.source}: no utterance falls into {name} by '{rule.spec}' "
-                f"(of {len(corpus.utterances)}); {remedy}"
+                f"(of {len(corpus.to_divide.utterances)}); {remedy}"
             )
     return {name: utterances for name, utterances in splits.items() if utterances}
 
 
 def _remedy(corpus: Corpus, rule: SplitRule, empty: str) -> str:
     """Return what fills a split that `rule` has left empty."""
+    if isinstance(rule, GivenSplits):
+        if empty in rule.given:
+            return f"leave --{empty} out, or name one of its speakers in --speakers"
+        return _remedy(corpus.to_divide, rule.base, empty)
     drawn = rule.base if isinstance(rule, HeldOutSpeaker) else rule
     if not isinstance(drawn, RandomSplit):
         return "choose another --split, e.g. random:dev=0.2,test=0.2"
@@ -358,7 +421,9 @@ def _remedy(corpus: Corpus, rule: SplitRule, empty: str) -> str:
     share = (math.floor(100 * places[0]) + 1) / 100  # two decimals, enough for the first of them
     if share > places[-1]:
         return "it has too few utterances to be divided: add some"
-    return f"give {wanted} shares, or test alone: --split random:test={share:g}"
+    only = next(iter(drawn.parts)) if len(drawn.parts) == 1 else None
+    larger = f"give {wanted} shares, or test alone:" if only is None else f"give a {wanted} share, e.g."
+    return f"{larger} --split random:{only or 'test'}={share:g}"
 
 
 def speakers_on_both_sides(splits: Mapping[str, Sequence[CorpusUtterance]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,9 @@ class DividedCorpus:
         infos = probe_all(list(dict.fromkeys(u.audio for each in splits.values() for u in each)), progress)
         seconds = {info.source: info.num_samples / info.sampling_rate for info in infos}
         rate = common_sampling_rate(infos, options.resample) if like is None else like.sampling_rate
-        notices = division.notices + (warn_of_splits(splits) if options.is_for_recognition else ())
+        notices = division.notices
+        if options.is_for_recognition:
+            notices += warn_of_splits(splits, division.held_out)
         if like is not None:
             notices += _resampled(infos, rate)
         return cls(division.rule, splits, rate, seconds, notices)
@@ -79,11 +81,17 @@ class DividedCorpus:
 
 @dataclass(frozen=True)
 class Division:
-    """A corpus in splits, before its audio is looked at: the rule, as data.json has it, and notices."""
+    """A corpus in splits, before its audio is looked at.
+
+    Attributes:
+        rule, splits, notices: see DividedCorpus.
+        held_out: the splits that are sources of their own.
+    """
 
     rule: str
     splits: dict[str, list[CorpusUtterance]]
     notices: tuple[str, ...]
+    held_out: tuple[str, ...]
 
 
 def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) -> Division:
@@ -98,7 +106,8 @@ def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) 
     Raises:
         ConfigError: the split cannot be made.
     """
-    if for_model and not (options.split or options.held_out_speaker or corpus.has_splits):
+    is_divided = corpus.has_splits or corpus.held_out
+    if for_model and not (options.split or options.held_out_speaker or is_divided):
         rule: SplitRule = OneSplit("all:test", "test")
     else:
         by_speaker = options.is_for_recognition
@@ -107,30 +116,40 @@ def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) 
         )
     may_be_like = options.is_for_recognition and not for_model
     splits = split_corpus(corpus, rule, needs_train=not for_model, may_be_like=may_be_like)
-    return Division(rule.spec, splits, corpus.notices)
+    return Division(rule.spec, splits, corpus.notices, tuple(corpus.held_out))
 
 
-def warn_of_splits(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
-    """Warn of splits from which no error rate that means anything comes."""
+def warn_of_splits(
+    splits: Mapping[str, Sequence[CorpusUtterance]], held_out: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Warn of splits from which no error rate that means anything comes.
+
+    Args:
+        splits: the utterances of each.
+        held_out: those that are sources of their own, which no --split changes.
+    """
     words = (word for utterances in splits.values() for u in utterances for word in u.words)
     return (
-        warn_of_speakers(splits)
-        + _warn_of_single(splits)
+        warn_of_speakers(splits, held_out)
+        + _warn_of_single(splits, held_out)
         + _warn_of_large_dev(splits)
         + warn_of_undivided(words)
     )
 
 
-def _warn_of_single(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
+def _warn_of_single(
+    splits: Mapping[str, Sequence[CorpusUtterance]], held_out: Collection[str]
+) -> tuple[str, ...]:
     """Warn of a single utterance beside train; where there is no train, nobody has asked for more."""
     single = [name for name, utterances in splits.items() if name != "train" and len(utterances) == 1]
     if not single or "train" not in splits:
         return ()
     hold = "holds a single utterance" if len(single) == 1 else "hold a single utterance each"
-    return (
-        f"warning: {' and '.join(single)} {hold}, on which an error rate means nothing; give larger "
-        "shares, e.g. --split random:dev=0.2,test=0.2",
-    )
+    shares = ",".join(f"{name}=0.2" for name in ("dev", "test") if name not in held_out)
+    larger = [f"give larger shares, e.g. --split random:{shares}"] if {*single} - {*held_out} else []
+    larger += [f"give --{name} more" for name in single if name in held_out]
+    said = f"{' and '.join(single)} {hold}, on which an error rate means nothing"
+    return (f"warning: {said}; {', and '.join(larger)}",)
 
 
 def _warn_of_large_dev(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
@@ -144,15 +163,31 @@ def _warn_of_large_dev(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple
     )
 
 
-def warn_of_speakers(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
-    """Warn of speakers who are both trained on and tested: word errors are fewer than with new speakers."""
+def warn_of_speakers(
+    splits: Mapping[str, Sequence[CorpusUtterance]], held_out: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Warn of speakers who are both trained on and tested: word errors are fewer than with new speakers.
+
+    Args:
+        splits: the utterances of each.
+        held_out: those that are sources of their own.
+    """
     names = speakers_on_both_sides(splits)
     if not names:
         return ()
-    everyone = {original_name(u.speaker) for utterances in splits.values() for u in utterances}
+    heard = {name: {original_name(u.speaker) for u in utterances} for name, utterances in splits.items()}
+    in_sources = [name for name in held_out if heard.get(name, set()) & heard["train"]]
+    divided = set().union(*(speakers for name, speakers in heard.items() if name not in held_out))
+    if in_sources:
+        apart = " and ".join(f"--{name}" for name in in_sources) + " of other speakers would keep them apart"
+    elif len(divided) < 2:
+        apart = "--dev of other speakers would keep them apart"
+    else:
+        wanted = [name for name in ("dev", "test") if name not in held_out]
+        apart = f"{options_apart(divided, wanted)} keeps speakers apart"
     return (
         f"warning: {said_of(len(names), 'speaker', 'are both in train and held out')}, first {names[0]}; "
-        f"results do not hold for new speakers ({options_apart(everyone)} keeps speakers apart)",
+        f"results do not hold for new speakers ({apart})",
     )
 
 

@@ -13,6 +13,7 @@ from speechdp.data.corpora.missing_files import find_unusable
 from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.corpora.pipes import PipeRunner
 from speechdp.data.corpora.reader import read_corpus, reader_of
+from speechdp.data.corpora.sources import joined
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.unreadable import without_audio
 from speechdp.data.signal.audio import file_of
@@ -42,45 +43,60 @@ def read_whole_corpus(
     needs_text: bool = True,
     features: Callable[[int], FeatureConfig] | None = None,
 ) -> Corpus:
-    """Read SOURCE.
+    """Read every SOURCE, and those of --dev and --test.
 
     Args:
         features: those of audio of a sampling rate, in Hz: with --skip-incomplete audio of no frame is left
             out; None: such audio is left to the caller.
 
     Raises:
-        ConfigError: it cannot be used, or names audio files that do not exist or are empty; options for the
-            tables of a Kaldi data directory, which it is not.
+        ConfigError: one cannot be used, or names audio files that do not exist or are empty; options for the
+            tables of Kaldi data directories, which none is; or the sources do not go together.
     """
     rules = reading_rules(options, scratch, progress, needs_text=needs_text)
-    source = options.paths[0]
-    is_kaldi = reader_of(source, options.corpus) == "kaldi"
-    if source.exists() and not is_kaldi:
-        _refuse_options_of_tables(options, source)
-    corpus = read_corpus(source, options.corpus, options.pattern, rules)
+    _refuse_options_of_tables(options)
+    # All tables before any audio is looked for: only then it is known which of --path-map are of use.
+    read = {
+        source: read_corpus(source.path, options.corpus, options.pattern, rules) for source in options.sources
+    }
+    parts = []
+    for source, corpus in read.items():
+        there = _with_audio(corpus, source.path, rules, is_kaldi=_is_kaldi(source.path, options))
+        if rules.skip_incomplete:
+            there = _with_readable_audio(there, options.workers, progress, features)
+        parts.append((source, there))
+    rules.path_map.refuse_unused(next(iter(_of_kaldi(options)), options.paths[0]))
+    whole = joined(parts)
     notices = () if rules.pipes is None else rules.pipes.notices
-    corpus = dataclasses.replace(corpus, notices=corpus.notices + notices)
-    corpus = _with_audio(corpus, rules, is_kaldi=is_kaldi)
-    if rules.skip_incomplete:
-        corpus = _with_readable_audio(corpus, options.workers, progress, features)
-    rules.path_map.refuse_unused(source)
-    return corpus
+    return dataclasses.replace(whole, notices=whole.notices + notices)
 
 
-def _refuse_options_of_tables(options: PrepareOptions, source: Path) -> None:
+def _is_kaldi(source: Path, options: PrepareOptions) -> bool:
+    return reader_of(source, options.corpus) == "kaldi"
+
+
+def _of_kaldi(options: PrepareOptions) -> list[Path]:
+    return [source.path for source in options.sources if _is_kaldi(source.path, options)]
+
+
+def _refuse_options_of_tables(options: PrepareOptions) -> None:
+    sources = [source.path for source in options.sources]
+    if _of_kaldi(options) or not all(path.exists() for path in sources):
+        return
     given = {"--path-map": options.files.path_map, "--allow-pipes": options.files.allow_pipes}
     for option, value in given.items():
         if value:
             raise ConfigError(
-                f"{source}: is not read as a Kaldi data directory, whose tables {option} is for; leave it out"
+                f"{sources[0]}: is not read as a Kaldi data directory, whose tables {option} is for; "
+                "leave it out"
             )
 
 
-def _with_audio(corpus: Corpus, rules: ReadingRules, *, is_kaldi: bool) -> Corpus:
+def _with_audio(corpus: Corpus, source: Path, rules: ReadingRules, *, is_kaldi: bool) -> Corpus:
     missing, empty = find_unusable(
         (file_of(utterance.audio) for utterance in corpus.utterances),
-        str(corpus.source / "wav.scp" if is_kaldi else corpus.source),
-        corpus.source if is_kaldi else None,
+        str(source / "wav.scp" if is_kaldi else source),
+        source if is_kaldi else None,
         may_be_left_out=rules.skip_incomplete,
         path_map=rules.path_map,
     )

@@ -126,8 +126,8 @@ def _chosen(corpus: Corpus, speakers: tuple[str, ...]) -> Corpus:
         )
     if not speakers:
         return corpus
-    chosen = (u for u in corpus.utterances if u.speaker in speakers)
-    return Corpus.of(corpus.source, chosen, notices=corpus.notices)
+    chosen = tuple(u for u in corpus.utterances if u.speaker in speakers)
+    return dataclasses.replace(corpus, utterances=chosen)
 
 
 def _normalised(corpus: Corpus) -> Corpus:

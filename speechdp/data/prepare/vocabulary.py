@@ -187,8 +187,9 @@ def _nearer_remedy(unknown: Sequence[str], options: PrepareOptions) -> str:
     """Say what to do about words without a pronunciation where the corpus shows it; "": it does not."""
     if options.pattern and all(len(word) == 1 and word.isdecimal() for word in unknown):
         return f"write {{digit}} for {{word}} in --pattern '{options.pattern}', which reads 0 to 9 as words"
-    beside = options.paths[0] / "lexicon.txt"
-    return f"give the lexicon that stands there: --lexicon {beside}" if beside.is_file() else ""
+    beside = [source.path / "lexicon.txt" for source in options.sources]
+    found = next(filter(Path.is_file, beside), None)
+    return "" if found is None else f"give the lexicon that stands there: --lexicon {found}"
 
 
 def _sources(lexicon: Lexicon) -> tuple[str, ...]:

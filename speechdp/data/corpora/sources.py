@@ -1,0 +1,167 @@
+"""Make one corpus of several sources: what is divided by a rule, and what is dev or test as a whole."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+from speechdp.counting import said_of
+from speechdp.data.corpora.corpus import SPLIT_NAMES, Corpus, CorpusUtterance
+from speechdp.data.corpora.splits import original_start
+from speechdp.data.signal.audio import AudioPart, AudioSource, file_of
+from speechdp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place that a corpus is read from.
+
+    Attributes:
+        path: as the user gives it.
+        split: `dev` or `test` where all of it is that; None: a rule divides it.
+    """
+
+    path: Path
+    split: str | None = None
+
+
+def joined(parts: Sequence[tuple[Source, Corpus]]) -> Corpus:
+    """Return the utterances of all sources as one corpus.
+
+    What lies in a source that is divided and also in one that is dev or test, e.g. in a folder of that
+    source, stays in the latter only.  Where two sources call different utterances alike, all ids get the name
+    of their folder.  Speakers of one name are one speaker.
+
+    Args:
+        parts: what was read from each source.
+
+    Raises:
+        ConfigError: the same audio is in two sources that are divided, or in dev and test; nothing is left to
+            be divided; or a source has a division of its own that goes against this.
+    """
+    if len(parts) == 1:
+        return parts[0][1]
+    _refuse_own_splits(parts)
+    parts = _without_held_out(parts)
+    _refuse_twice(parts)
+    names = _names([source.path for source, _ in parts])
+    notices: tuple[str, ...] = ()
+    if not _are_ids_apart(parts):
+        parts = [(source, _renamed(each, name)) for (source, each), name in zip(parts, names, strict=True)]
+        example = parts[0][1].utterances[0].utterance_id
+        notices = (
+            f"sources have ids in common: all begin with the name of their source now, e.g. {example}",
+        )
+    held_out: dict[str, str] = {}
+    for (source, _), name in zip(parts, names, strict=True):
+        if source.split is not None:
+            held_out[source.split] = "+".join(filter(None, (held_out.get(source.split), name)))
+    return Corpus.of(
+        ", ".join(str(source.path) for source, _ in parts if source.split is None),
+        chain.from_iterable(_in_its_split(source, corpus) for source, corpus in parts),
+        may_lack_text=True,  # each has been looked at
+        notices=(*(f"{each.source}: {notice}" for _, each in parts for notice in each.notices), *notices),
+        held_out=held_out,
+    )
+
+
+def _in_its_split(source: Source, corpus: Corpus) -> Iterator[CorpusUtterance]:
+    for utterance in corpus.utterances:
+        yield utterance if source.split is None else replace(utterance, split=source.split)
+
+
+def _refuse_own_splits(parts: Sequence[tuple[Source, Corpus]]) -> None:
+    """Refuse a division of a source's own beside utterances that are given for one of its splits."""
+    given = {source.split for source, _ in parts}
+    for source, corpus in parts:
+        own = {utterance.split for utterance in corpus.utterances} if source.split is None else set()
+        for split in (name for name in SPLIT_NAMES if name in own & given):
+            raise ConfigError(
+                f"{corpus.source}: has a {split} split of its own; leave --{split} out, or give only its "
+                "utterances to train on"
+            )
+
+
+def _without_held_out(parts: Sequence[tuple[Source, Corpus]]) -> list[tuple[Source, Corpus]]:
+    """Take out of what is divided the utterances that are given for dev or test."""
+    place = _Places()
+    held_out = {
+        place.of(utterance.audio): source
+        for source, corpus in parts
+        if source.split is not None
+        for utterance in corpus.utterances
+    }
+
+    def left_of(source: Source, corpus: Corpus) -> Corpus:
+        gone = [u for u in corpus.utterances if place.of(u.audio) in held_out]
+        if source.split is not None or not gone:
+            return corpus
+        there = held_out[place.of(gone[0].audio)]
+        if len(gone) == len(corpus.utterances):
+            raise ConfigError(
+                f"{source.path}: all of its utterances are in --{there.split} {there.path}, too; give others "
+                "to train on"
+            )
+        said = said_of(len(gone), "utterance", f"are also in {there.path}, and used for {there.split} only")
+        stay = tuple(u for u in corpus.utterances if place.of(u.audio) not in held_out)
+        return replace(corpus, utterances=stay, notices=(*corpus.notices, said))
+
+    return [(source, left_of(source, corpus)) for source, corpus in parts]
+
+
+def _refuse_twice(parts: Sequence[tuple[Source, Corpus]]) -> None:
+    place = _Places()
+    first: dict[tuple[object, ...], Source] = {}
+    for source, corpus in parts:
+        for utterance in corpus.utterances:
+            earlier = first.setdefault(place.of(utterance.audio), source)
+            if earlier is not source:
+                raise ConfigError(
+                    f"{utterance.audio}: is read from {earlier.path} and from {source.path}; give sources "
+                    "that have no audio in common"
+                )
+
+
+class _Places:
+    """Where audio lies, by whatever path it is reached; links are followed for folders only, once each."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, str] = {}
+
+    def of(self, audio: AudioSource) -> tuple[object, ...]:
+        """Return what is equal for the same stretch of the same file."""
+        folder, name = os.path.split(file_of(audio))
+        if folder not in self._folders:
+            self._folders[folder] = os.path.realpath(folder)
+        part = (audio.start_s, audio.end_s, audio.channel) if isinstance(audio, AudioPart) else ()
+        return (self._folders[folder], name, *part)
+
+
+def _are_ids_apart(parts: Sequence[tuple[Source, Corpus]]) -> bool:
+    ids = Counter(utterance.utterance_id for _, corpus in parts for utterance in corpus.utterances)
+    return all(count == 1 for count in ids.values())
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return a name of each folder without spaces, unlike those of the others."""
+    whole = [os.path.realpath(path) for path in paths]
+    names = [Path(path).name for path in whole]
+    if len(set(names)) < len(names):
+        common = os.path.commonpath(whole)
+        names = [os.path.relpath(path, common).replace(os.sep, "-") for path in whole]
+    return ["_".join(name.split()) for name in names]
+
+
+def _renamed(corpus: Corpus, name: str) -> Corpus:
+    """Put a name into all ids, behind what Kaldi's scripts put before those of changed copies."""
+
+    def with_name(utterance_id: str) -> str:
+        start = original_start(utterance_id)
+        return f"{utterance_id[:start]}{name}-{utterance_id[start:]}"
+
+    renamed = (replace(u, utterance_id=with_name(u.utterance_id)) for u in corpus.utterances)
+    return replace(corpus, utterances=tuple(renamed))
