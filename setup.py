@@ -77,5 +77,5 @@ setup(
     },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,
-    entry_points={"console_scripts": ["speechdp=speechdp.cli.main:main"]},
+    entry_points={"console_scripts": ["speechdp=speechdp.__main__:main"]},
 )

@@ -75,6 +75,7 @@ from speechdp.launching.variables import (
 )
 from speechdp.options.shown import BATCH_JOB_OR_HERE, shown
 from speechdp.ownership.claimant import START_VARIABLE
+from speechdp.process.ending import WARNINGS
 from speechdp.process.output import STDERR, is_read, losses_noted_in
 
 #: So long a GPU may need to free the memory of a killed rank, s.
@@ -371,8 +372,15 @@ def _run_until_done(
     def is_given_back(end: JobEnd, result: Verdict) -> bool:
         return requeued_by is not None and _is_given_back(end, result, restarts, requeued_by)
 
+    def stopped(end: JobEnd) -> tuple[JobEnd, Verdict]:
+        result = _judge(end, restarts)
+        _say(f"{result.reason}{'' if is_given_back(end, result) else result.advice}")
+        return end, result
+
     most = restarts.policy.max_restarts + 1
     hosts, arguments, reason = restarts.begin(), command, ""
+    if request.signals:  # while this process was starting
+        return stopped(_end_before_start(request.signals[0], restarts.target))
     while True:
         if not reason and os.isatty(STDERR):  # until the ranks say something: imports may take long
             _say(f"starting {_ranks_on(hosts)}")
@@ -394,15 +402,21 @@ def _run_until_done(
                 _say(str(error))
                 return end, result  # the fault's exit code is what counts
         if request.signals:
-            end = replace(end, stop_signal=request.signals[0], faults=())
-            result = _judge(end, restarts)
-            _say(f"{result.reason}{'' if is_given_back(end, result) else result.advice}")
-            return end, result
+            return stopped(replace(end, stop_signal=request.signals[0], faults=()))
         without = f"; without {', '.join(restarts.left_out)}" if restarts.left_out else ""
         arguments, reason = restarts.going_on(command), f"{result.reason or ''}{without}"
         where = ", ".join(f"{host.name} ({host.slots})" for host in hosts)
         num_ranks = sum(host.slots for host in hosts)
         _say(f"start {restarts.number + 1} of {most}: {counted(num_ranks, 'rank')} on {where}{without}")
+
+
+def _end_before_start(signum: int, target: Target | None) -> JobEnd:
+    """Return the end of a job that was stopped before its ranks were started.
+
+    A run that goes on from its last checkpoint has lost nothing by a warning.
+    """
+    saved = target is not None and signum in WARNINGS
+    return JobEnd(exit_codes.STOPPED if saved else 128 + signum, signum)
 
 
 def _judge(end: JobEnd, restarts: Restarts) -> Verdict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,15 @@ from speechdp.comm.environment import announced
 from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, SpeechDPError
 from speechdp.files import cannot_be_used
-from speechdp.process.ending import Ended, describe_end, end_by_exception, leave
+from speechdp.process.ending import (
+    STOPPED_BEFORE,
+    WARNINGS,
+    Ended,
+    describe_end,
+    end_by_exception,
+    end_by_held_warning,
+    leave,
+)
 from speechdp.process.notices import tell
 from speechdp.process.output import STDERR, is_read, keep_standard_streams, lost_output
 from speechdp.process.shortage import shortage
@@ -161,6 +170,8 @@ _HEADINGS = {
 
 #: Subcommands that take another one after `--`.
 _WITH_COMMAND = ("launch", "submit")
+#: Those that go on where they were stopped, if the same command is given again.
+_GOING_ON = ("train", "sweep", "compare", "tune", "profile")
 #: Options whose value is options for another program.
 _QUOTED = ("--launch-args", "--mpi-args", "--scheduler-args")
 #: Other ranks tell so much later than rank 0 what has stopped them before they met, s.
@@ -174,8 +185,12 @@ def main() -> None:
     use_utf8()
     keep_standard_streams()
     launch = announced()
-    if launch is None or launch.size == 1:  # ranks are ended by their launcher, which tells of it
+    if sys.argv[1:2] == ["launch"]:  # which heeds warnings, once it can tell ranks and batch system of them
+        end_by_exception((signal.SIGTERM, signal.SIGHUP))
+    elif launch is None or launch.size == 1:
         end_by_exception()
+    else:  # by others the launcher ends its ranks, and tells of it
+        end_by_exception(WARNINGS)
     try:
         exit_code = run(sys.argv[1:])
     except SystemExit as end:  # of an argument parser, also after --help
@@ -224,6 +239,8 @@ def run(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     options = set[str]()
     try:
+        if name != "launch":
+            end_by_held_warning()
         command = parse(name, _with_config(name, rest))
         options = _options_of(command)
         with remedies.of_command(options):
@@ -238,6 +255,9 @@ def run(arguments: Sequence[str]) -> int:
         text, exit_code = line, exit_codes.FAILED
     except (KeyboardInterrupt, Ended) as end:
         text, exit_code = describe_end(end)
+        if name in _GOING_ON and isinstance(end, Ended) and end.is_warning and announced() is None:
+            text, exit_code = STOPPED_BEFORE, exit_codes.STOPPED
+        _let_rank_0_tell()
     except (MemoryError, RuntimeError) as error:  # torch's are RuntimeErrors
         with remedies.of_command(options):
             line = shortage(error)

@@ -116,7 +116,7 @@ class SweepCommand:
         from speechdp.launching.variables import RESTART_REASON  # noqa: PLC0415
         from speechdp.options.targets import tell_of_spread_targets  # noqa: PLC0415
         from speechdp.ownership.overwrite import SWEEP, empty  # noqa: PLC0415
-        from speechdp.process.ending import Stopped, StoppedBefore  # noqa: PLC0415
+        from speechdp.process.ending import STOPPED_BEFORE, Stopped, StoppedBefore  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
 
         comm, plan = session.comm, self._plan()
@@ -136,7 +136,7 @@ class SweepCommand:
                 failed = run_sweep(session, self.options, plan, self.out_dir, reporter_for, self._race())
         except Stopped as stop:
             if isinstance(stop, StoppedBefore) and stop.folder == self.out_dir:
-                text = f"stopped as requested before it began; repeat the command: {self.out_dir}"
+                text = f"{STOPPED_BEFORE}: {self.out_dir}"
             else:
                 text = f"stopped as requested; the same command continues {self.out_dir}"
             session.reporter.notice(text)

@@ -114,10 +114,10 @@ class TrainCommand:
 
     def _describe_stop(self, stop: Stopped) -> str:
         """Return what has stopped the run, and how it is continued."""
-        from speechdp.process.ending import Paused, StoppedBefore  # noqa: PLC0415
+        from speechdp.process.ending import STOPPED_BEFORE, Paused, StoppedBefore  # noqa: PLC0415
 
         if isinstance(stop, StoppedBefore):
-            return "stopped as requested before it began; repeat the command"
+            return STOPPED_BEFORE
         resume = self._resume()
         if isinstance(stop, Paused):
             reached = f"stopped as requested: --pause-at {self.pause_at} is reached"

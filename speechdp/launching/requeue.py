@@ -10,11 +10,10 @@ from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation, Scheduler
 from speechdp.launching.programs import ask
 from speechdp.launching.supervise import JobEnd
+from speechdp.process.ending import WARNINGS
 
 #: Grid Engine runs a job again that ends with this exit code; no program is needed.
 _GRID_ENGINE_AGAIN = 99
-#: What batch systems send before they end a job; the others are a user's own scancel, qdel or Ctrl-C.
-_WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 #: What Grid Engine sends with -notify before qdel kills; before it suspends or the time limit, SIGUSR1 comes.
 _QDEL = signal.SIGUSR2
 
@@ -36,8 +35,8 @@ def is_to_go_on(
 
 
 def _is_warning(signum: int, scheduler: Scheduler | None) -> bool:
-    """Tell a batch system's warning from the user's own end of the job."""
-    return signum in _WARNINGS and not (scheduler == "sge" and signum == _QDEL)
+    """Tell a batch system's warning from the user's own scancel, qdel or Ctrl-C."""
+    return signum in WARNINGS and not (scheduler == "sge" and signum == _QDEL)
 
 
 def is_ended_unsaved(end: JobEnd, exit_code: int, scheduler: Scheduler | None = None) -> bool:

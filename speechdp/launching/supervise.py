@@ -26,10 +26,10 @@ from speechdp.launching.processes import (
     program_name,
 )
 from speechdp.launching.shown_output import ShownOutput
+from speechdp.process.ending import WARNINGS, take_held_warnings
 from speechdp.process.file_limit import raise_file_limit_of_launcher
 
-#: Batch systems warn by SIGUSR1 or SIGUSR2 before they end a job.
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *WARNINGS)
 #: A batch system may send others after its warning, with time left before SIGKILL: only these mean haste, and
 #: only if they come twice.
 _URGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -265,13 +265,15 @@ def _signal_launcher(child: subprocess.Popen[bytes], signum: signal.Signals) -> 
 
 @contextmanager
 def noted_signals() -> Iterator[SupervisorStop]:
-    """Note stop signals instead of dying of them; restore the former handlers.
+    """Note stop signals, held warnings too, instead of dying of them; restore the former handlers.
 
     Signals that are ignored stay so: `nohup` lets a job outlive the terminal it was started from.
     """
     request = SupervisorStop()
     heeded = [signum for signum in _STOP_SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
     former = {signum: signal.signal(signum, request.note) for signum in heeded}
+    for signum in take_held_warnings():
+        request.note(signum, None)
     try:
         yield request
     finally:

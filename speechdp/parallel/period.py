@@ -43,14 +43,14 @@ class Period:
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None or not 0 < float(match["number"]) < math.inf:
-            raise ConfigError(f"period {text!r} is not a period; write 16 (steps), 600kf (frames) or 5s")
+            raise ConfigError(f"{text!r} is not a period; write 16 (steps), 600kf (frames) or 5s")
         number, unit = float(match["number"]), (match["unit"] or "steps").lower()
         if unit == "s":
             return cls(number, PeriodUnit.SECONDS)
         if unit in _FRAMES:
             return cls(number * _FRAMES[unit], PeriodUnit.FRAMES)
         if number != int(number):
-            raise ConfigError(f"period {text!r} is not a whole number of steps")
+            raise ConfigError(f"{text!r} is not a whole number of steps")
         return cls(number, PeriodUnit.STEPS)
 
     def __str__(self) -> str:

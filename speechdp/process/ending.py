@@ -8,12 +8,20 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-#: Batch systems warn by SIGUSR1 or SIGUSR2 ahead of a time limit.
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+#: By these batch systems warn ahead of a time limit, and mpirun hands them on to all ranks.
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, *WARNINGS)
+#: Warnings that came before there was anybody to heed them.
+_held: list[int] = []
+
+
+#: What is said of a stop before there was anything to save.
+STOPPED_BEFORE = "stopped as requested before it began; repeat the command"
 
 
 class Ended(BaseException):
@@ -21,10 +29,12 @@ class Ended(BaseException):
 
     Attributes:
         exit_code: what a shell reports for a program that the signal has ended.
+        is_warning: a batch system warns by this signal.
     """
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"ended by {signal.Signals(signum).name}")
+        self.is_warning = signum in WARNINGS
         self.exit_code = 128 + signum
 
 
@@ -59,14 +69,41 @@ def describe_end(error: KeyboardInterrupt | Ended) -> tuple[str, int]:
     return "interrupted", 128 + signal.SIGINT
 
 
-def end_by_exception() -> None:
+def hold_warnings() -> None:
+    """Only note a batch system's warnings from now on: nobody can heed them yet, and they would kill.
+
+    To be called first of all, before what takes long to import.
+    """
+    for signum in WARNINGS:
+        if signal.getsignal(signum) == signal.SIG_DFL:
+            signal.signal(signum, _hold)
+
+
+def _hold(signum: int, _frame: FrameType | None) -> None:
+    _held.append(signum)
+
+
+def take_held_warnings() -> list[int]:
+    """Return what has come since `hold_warnings`, in order; to be called by who heeds it from now on."""
+    taken = _held[:]
+    del _held[: len(taken)]
+    return taken
+
+
+def end_by_exception(signals: Sequence[signal.Signals] = _SIGNALS) -> None:
     """Let these signals raise `Ended` in the main thread; where they are ignored (nohup) they stay so.
 
     More of them do not disturb the cleaning up after the first.
     """
-    for signum in _SIGNALS:
-        if signal.getsignal(signum) == signal.SIG_DFL:
+    for signum in signals:
+        if signal.getsignal(signum) in (signal.SIG_DFL, _hold):
             signal.signal(signum, _raise)
+
+
+def end_by_held_warning() -> None:
+    """Raise `Ended` for a warning that came while they were held."""
+    for signum in take_held_warnings():
+        _raise(signum, None)
 
 
 def _raise(signum: int, _frame: FrameType | None) -> NoReturn:

@@ -143,7 +143,7 @@ def train(dataset: Dataset, run: Path, *options: str) -> int:
         (["--momentum", "1"], "--momentum 1.0: must lie in [0, 1)"),
         (["--left-context", "-3"], "--left-context -3: must not be negative"),
         (["--strategy", "no_such"], "unknown strategy 'no_such'; there are: "),
-        (["--strategy", "model_averaging:period=0"], "period '0' is not a period"),
+        (["--strategy", "model_averaging:period=0"], "model_averaging:period: '0' is not a period; write"),
         (["--held-out", "eval"], "has no split 'eval', only train, dev, test"),
         (["--alignments", "nowhere"], "nowhere: no such alignment directory"),
         (["--device", "cuda"], "--device cuda: torch sees no GPU on this host"),

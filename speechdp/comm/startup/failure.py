@@ -31,6 +31,8 @@ _CONSEQUENCE_DELAY_S = 3.0
 #: how long ranks other than 0 wait before they print what probably all ranks have to say: until rank 0, on a
 #: busy machine as well, has come to it, has given its checkpoint time to become whole, and has ended the job.
 _OTHERS_DELAY_S = 2.0
+#: how long a rank that a signal has ended lets the others, ended by it as well, remove what is not complete.
+_CLEANING_UP_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def guard(make: Callable[[], Communicator], function: Callable[[Communicator], i
 
     With several ranks a failure of this one ends all of them and does not return: one line for errors
     of the user's making and where memory does not suffice, the traceback and one line for anything else.
-    A single rank prints the same and returns.
+    A single rank prints the same and returns; `Ended` is left to whoever lets signals raise it.
 
     Args:
         make: returns the communicator; collective.
@@ -66,6 +68,10 @@ def guard(make: Callable[[], Communicator], function: Callable[[Communicator], i
         if _says_success(error) and _is_alone(comm):
             return 0
         return _end(comm, error)
+    except Ended as end:
+        if _is_alone(comm):
+            raise
+        return _end(comm, end)
     except BaseException as error:  # every way out of a rank must end the others
         return _end(comm, error)
 
@@ -98,6 +104,8 @@ def _describe(comm: Communicator | None, error: BaseException) -> _Report:
         return _Report(f"{name}: {error}\n", exit_code, delay_s)
     if isinstance(error, (KeyboardInterrupt, Ended)):
         text, exit_code = describe_end(error)
+        if isinstance(error, Ended):  # which all ranks have got
+            delay_s = max(delay_s, _CLEANING_UP_S)
         return _Report(f"{name}: {text}\n", exit_code, delay_s)
     line = cannot_be_used(error) if isinstance(error, OSError) else None
     if line is not None:

@@ -62,6 +62,23 @@ def check_place(path: Path) -> None:
         raise ConfigError(f"{path}: belongs to another user and cannot be replaced; give another folder")
 
 
+def check_beside(path: Path, data: Path) -> None:
+    """Refuse a data directory inside of another that it is made from, which nothing could replace then.
+
+    Args:
+        path: to be made.
+        data: is read; may be another folder than of prepared data.
+
+    Raises:
+        ConfigError: it lies in there.
+    """
+    if data.resolve() in path.resolve().parents and (data / MANIFEST_NAME).is_file():
+        raise ConfigError(
+            f"{path}: lies in {data}, prepared data that --overwrite could not replace then; give a folder "
+            "beside it"
+        )
+
+
 def check_target(path: Path, overwrite: bool) -> None:
     """Refuse a target that cannot be made, or exists, unless it is a data directory and may be overwritten.
 

@@ -72,8 +72,13 @@ def check_periods(periods: Sequence[str]) -> None:
     """Refuse periods that are none, or twice the same.  Raises ConfigError."""
     if not periods:
         raise ConfigError("--periods: give at least one, e.g. --periods 1,4,16,64")
-    if len({str(Period.parse(text)) for text in periods}) < len(periods):
-        raise ConfigError(f"--periods {','.join(periods)}: a period is given twice")
+    given = f"--periods {','.join(periods)}"
+    try:
+        different = {str(Period.parse(text)) for text in periods}
+    except ConfigError as error:
+        raise ConfigError(f"{given}: {error}") from error
+    if len(different) < len(periods):
+        raise ConfigError(f"{given}: a period is given twice")
 
 
 def _period_option(name: str) -> tuple[str, Any]:

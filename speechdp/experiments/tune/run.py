@@ -75,6 +75,8 @@ class Tuner:
         if len(search.record.left) == 1:  # nothing has to be trained
             search.choose(search.record.left[0])
             return
+        if search.backend_before:
+            search.charge_from_now()
         TunedRace(search, measured[backend]).hold()
         if len(search.record.left) > 1:
             Halving(search, self._runs).hold()

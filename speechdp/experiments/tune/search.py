@@ -21,7 +21,7 @@ from speechdp.tasks.metrics import TaskRecord
 
 #: Share of what is left of the budget that rungs are not planned for: longer ones cost more beside training.
 _RESERVE = 0.05
-#: What a command takes that goes on before it starts a job, s.
+#: What a command takes at most that goes on with a race or rungs before it starts a job, s.
 _READING_S = 2.0
 
 
@@ -148,6 +148,14 @@ class SearchState:
         self._before_s = begun.spent_s
         self.record = replace(begun, settings=self.request.settings)
         self.backend_before = begun.backend if begun.stage != MEASURE else ""
+
+    def charge_from_now(self) -> None:
+        """Count only what follows as this command's share of the budget.
+
+        What an earlier command has paid for and this one has only read again would make every refusal name a
+        larger budget, and the one that was named not suffice.
+        """
+        self._clock_s = time.monotonic()
 
     @property
     def spent_s(self) -> float:

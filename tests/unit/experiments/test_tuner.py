@@ -856,6 +856,29 @@ def test_a_budget_that_is_too_small_is_refused_before_the_race(tmp_path: Path) -
         search(tmp_path / "held", LongRace(tmp_path / "held", raced=[["it was"]]), budget_s=8.0)
 
 
+@dataclass
+class SlowToRead(LongRace):
+    """What is there takes long to read and to predict from, as on a slow disk, in every command."""
+
+    now_s: float = 0.0
+
+    def begin(self) -> None:
+        self.now_s += 20.0
+
+
+def test_a_refused_budget_stays_the_same_and_the_one_that_is_advised_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs, advised = SlowToRead(tmp_path), list[str]()
+    monkeypatch.setattr(tune_search, "time", SimpleNamespace(monotonic=lambda: jobs.now_s))
+    for _ in range(3):
+        with pytest.raises(ConfigError) as refused:
+            search(tmp_path, jobs, budget_s=10.0)
+        advised += re.findall(r"go on with --budget (\d+)s", str(refused.value))
+    assert len(advised) == 3 and len(set(advised)) == 1
+    assert search(tmp_path, jobs, budget_s=float(advised[0])).completed
+
+
 def test_a_race_that_takes_more_than_half_of_the_budget_is_not_begun(tmp_path: Path) -> None:
     jobs = LongRace(tmp_path, least_s=300.0)
     with pytest.raises(

@@ -117,6 +117,27 @@ def test_what_becomes_of_a_job_at_its_time_limit_is_told(
 
 
 @pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (TRAIN, "job 7 is given back to slurm, to be started again"),
+        (DECODE, "job 7 is not requeued: decode saves nothing on the way"),
+    ],
+)
+def test_a_warning_before_launch_was_ready_counts(
+    command: tuple[str, ...],
+    said: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("speechdp.process.ending._held", [int(signal.SIGUSR1)])
+    monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: pytest.fail("started"))
+    assert run(["launch", "--requeue", "--", *command]) == (STOPPED if command == TRAIN else 138)
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"speechdp launch: {said}")
+    assert (folder / "ordered").exists() == (command == TRAIN)
+
+
+@pytest.mark.parametrize(
     ("command", "remedy"),
     [
         (SCRIPT, "submit the job again; the same command continues from the script's last checkpoint"),

@@ -214,6 +214,13 @@ def test_settings_beside_like_are_refused(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_data_are_not_made_in_those_they_are_like(trained: Dataset, tmp_path: Path) -> None:
+    options = PrepareOptions((tmp_path / "corpus", trained.path / "more"), like=trained.path)
+    with pytest.raises(ConfigError, match=r"lies in .*, prepared data that --overwrite could not replace"):
+        prepare(options, no_progress)
+    assert not (trained.path / "more").exists()
+
+
 def test_data_that_are_no_recognisers_are_refused(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "new", ("eve",), num_indices=1)
     with pytest.raises(

@@ -189,6 +189,18 @@ def test_overwriting_replaces_everything(tmp_path: Path) -> None:
     assert len(list(dataset.path.glob("*.h5"))) == 3
 
 
+def test_data_may_be_made_in_the_folder_of_their_corpus(tmp_path: Path) -> None:
+    """What stands there is no audio and no transcript, and is replaced like any other."""
+    corpus = digit_folder(tmp_path / "digits")
+    recordings = {path.name: path.read_bytes() for path in corpus.iterdir()}
+    beside = prepare(PrepareOptions((corpus, tmp_path / "data")), no_progress).dataset
+    for overwrite in (False, True):
+        options = PrepareOptions((corpus, corpus / "data"), overwrite=overwrite)
+        assert prepare(options, no_progress).dataset.checksum == beside.checksum
+    assert {path.name: path.read_bytes() for path in corpus.iterdir() if path.is_file()} == recordings
+    assert sorted(path.name for path in corpus.iterdir() if path.is_dir()) == ["data"]
+
+
 def test_folders_of_other_people_are_never_overwritten(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
     (tmp_path / "thesis").mkdir()

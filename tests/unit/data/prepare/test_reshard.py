@@ -168,6 +168,8 @@ def test_progress_reaches_the_number_of_utterances(dataset: Dataset, tmp_path: P
         ({"seed": -1}, "--seed -1: must lie in 0"),
         ({"out": "data"}, "contains the data to be read"),
         ({"out": "."}, "contains the data to be read"),
+        ({"out": "data/new"}, "lies in .*data, prepared data that --overwrite could not replace then; give"),
+        ({"out": "data/new/2"}, "lies in .*data, prepared data"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
@@ -178,6 +180,7 @@ def test_what_cannot_be_done_is_one_line(
     with pytest.raises(ConfigError, match=message):
         reshard(ReshardOptions(dataset.path, tmp_path / str(values["out"]), shards, seed=seed), no_progress)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+    assert all(path.is_file() for path in dataset.path.iterdir())
 
 
 @pytest.mark.parametrize("split", ["train", "dev"])  # dealt anew; copied

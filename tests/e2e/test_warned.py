@@ -1,0 +1,90 @@
+"""A batch system's warning (SIGUSR1, SIGUSR2) where nothing is saved yet: nothing is lost or left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from speechdp.cli.main import run as speechdp
+from tests.helpers.jobs import started
+from tests.helpers.mpi import BIN, REPOSITORY
+from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
+
+WARNINGS = [signal.SIGUSR1, signal.SIGUSR2]
+#: Runs `python -m speechdp ARGUMENTS` and warns it while it imports a module.
+WARNED = """
+import os, runpy, signal, sys
+
+class Warn:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), number)
+
+number, module = int(sys.argv[1]), sys.argv[2]
+sys.argv[1:] = sys.argv[3:]
+sys.meta_path.insert(0, Warn())
+runpy.run_module("speechdp", run_name="__main__", alter_sys=True)
+"""
+
+
+def warned_at(module: str, number: signal.Signals, *words: str | Path) -> tuple[int, str]:
+    """Return exit code and stderr of a command that is warned as it imports a module."""
+    ours = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX"))}
+    done = subprocess.run(
+        [sys.executable, "-c", WARNED, str(int(number)), module, *map(str, words)],
+        cwd=REPOSITORY,
+        env={**ours, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("number", WARNINGS)
+@pytest.mark.parametrize("module", ["speechdp.cli.main", "tyro", "speechdp.cli.{}", "torch"])
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_a_warning_during_imports_stops_what_goes_on_with_the_same_command(
+    command: str, module: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    data = write_tiny_data(tmp_path / "data", TinySizes(4, 2, 2, shards=1)).path
+    ended = warned_at(module.format(command), number, command, data, tmp_path / "out")
+    assert ended == (75, "speechdp: stopped as requested before it began; repeat the command\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_warning_during_imports_ends_what_saves_nothing(tmp_path: Path) -> None:
+    assert warned_at("tyro", signal.SIGUSR1, "inspect", tmp_path) == (138, "speechdp: ended by SIGUSR1\n")
+
+
+@pytest.mark.parametrize("module", ["speechdp.cli.main", "tyro", "speechdp.cli.launch"])
+def test_launch_that_is_warned_during_imports_starts_no_rank(module: str, tmp_path: Path) -> None:
+    words = ("launch", "-np", "2", "--", "train", tmp_path / "no-data", tmp_path / "run")
+    code, said = warned_at(module, signal.SIGUSR1, *words)
+    assert code == 75, said
+    assert said.startswith("speechdp launch: the job was stopped by SIGUSR1; no checkpoint in "), said
+
+
+def test_ranks_that_are_warned_remove_what_is_not_complete(tmp_path: Path) -> None:
+    """mpirun hands the warning on to all of them."""
+    data = write_tiny_data(tmp_path / "data", TinySizes(4, 2, 2, shards=1)).path
+    run, folder = tmp_path / "run", tmp_path / "written"
+    folder.mkdir()
+    assert speechdp(["train", str(data), str(run), *TINY_MODEL, "--epochs", "1", "--backend", "serial"]) == 0
+    program = REPOSITORY / "tests/helpers/rank_programs/writing.py"
+    command = [str(BIN / "mpirun"), "--oversubscribe", "-n", "2", sys.executable, str(program), str(folder)]
+    with started([*command, "decode", str(run), str(data), "--backend", "mpi"], folder) as job:
+        job.wait_until(lambda: len(list(folder.iterdir())) == 2, "files of both ranks")
+        job.signal(signal.SIGUSR1)
+        ended = job.finish()
+    assert ended.exit_code == 138, ended.output
+    assert list(folder.iterdir()) == []
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("speechdp: ")]
+    assert line.startswith("speechdp: rank 0 on ") and line.endswith(": ended by SIGUSR1"), ended.output
