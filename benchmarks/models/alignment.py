@@ -1,14 +1,16 @@
 """Minutes from transcripts to an alignment, on synthetic sentences, whose exact phone times are known.
 
-    python benchmarks/models/alignment.py [--hours 0.2] [--ranks 2] [--rounds 2] [--epochs 4] [--out OUT]
-        [--methods flat-start,uniform,full-sum,exact] [-- more options of speechdp train]
+    python benchmarks/models/alignment.py [--hours 0.2] [--seed 1] [--ranks 2] [--rounds 2] [--epochs 4]
+        [--out OUT] [--methods flat-start,uniform,full-sum,exact] [-- more options of speechdp train]
 
 Methods: flat-start: Gaussian mixtures; uniform: states spread evenly over the utterance; full-sum: the same,
 and the first round learns transcripts as a whole; exact, for comparison, begins with the exact times.  After
 each come --rounds rounds of --realign.  (A model of --criterion ctc has no states to align with.)  Judged is
 the train split: the share of phone boundaries within 20 ms of the exact ones.  Boundaries are the begins of
 phones, and their ends before silence; those of phones that the alignment lacks (another pronunciation, or
-none found) are missed.  Minutes are those since the command was started, the start of the ranks included.
+none found) are missed.  --seed is that of the sentences and their voices: choose
+settings on other sentences than are reported.  Minutes are those since the command was started, the start
+of the ranks included.
 
 Last line: JSON, {"minutes_to_80_percent": by method, null where it did not get there, "within_20_ms": share
 by method and alignment, "minutes": the same, "boundaries": number}.
@@ -138,6 +140,7 @@ def main() -> None:
     """Measure, print a line an alignment and JSON at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--hours", type=float, default=0.2)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--rounds", type=int, default=2)
@@ -148,7 +151,7 @@ def main() -> None:
     out = options.out or Path(tempfile.mkdtemp(prefix="alignment-"))
     data = out / "data"
     if not (data / "data.json").is_file():
-        run(["prepare", "--synthetic", str(options.hours), data])
+        run(["prepare", "--synthetic", str(options.hours), "--seed", str(options.seed), data])
     spread_evenly(data, out / SPREAD)
     shares: dict[str, dict[str, float]] = {}
     minutes: dict[str, dict[str, float]] = {}

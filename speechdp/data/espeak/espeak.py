@@ -160,7 +160,7 @@ class Espeak:
         if status != 0:
             raise ConfigError(f"eSpeak NG cannot speak {' '.join(words)!r} (status {status}); {_REMEDY}")
         samples = np.frombuffer(b"".join(self._blocks), dtype=np.int16).astype(np.float32) / 32768.0
-        return EspeakSpeech(samples, _words_of(words, self._phones, len(samples)))
+        return EspeakSpeech(samples, words_of(words, self._phones, samples))
 
     def _receive(self, wave: Any, num_samples: int, events: Any) -> int:
         if wave and num_samples > 0:
@@ -187,17 +187,29 @@ def plain_phone(name: str) -> str:
     return phone if any(character.isalnum() or character == "@" for character in phone) else ""
 
 
-def _words_of(
-    words: Sequence[str], events: Sequence[tuple[str, int, int]], num_samples: int
+def words_of(
+    words: Sequence[str], events: Sequence[tuple[str, int, int]], samples: npt.NDArray[np.float32]
 ) -> tuple[SpokenWord, ...]:
+    """Return the phones of each word, from where they begin to be heard, or to be silent.
+
+    eSpeak NG tells of a phone behind the pause that it makes for it: the closure of a stop, whose samples are
+    0.  That pause is the phone's; by the events alone it would be the end of the phone before.  Behind a
+    pause of its own ("_") nothing tells the two apart, and all of it stays silence.
+
+    Args:
+        words: spoken in a row, with a blank between two.
+        events: (name, first sample, position in the text from 1), in order.
+        samples: (S,).
+    """
     # A mark that stands alone (palatalised, long) belongs to the phone before: dropping it prolongs that one.
     kept = [(plain_phone(name), sample, position) for name, sample, position in events if plain_phone(name)]
-    ends = [sample for _, sample, _ in kept[1:]] + [num_samples]
+    starts = _with_their_pauses(kept, samples)
+    ends = [*starts[1:], len(samples)]
     of_position: dict[int, list[tuple[str, int, int]]] = {}
     # Without any phone there is still one end.
-    for (phone, sample, position), end in zip(kept, ends, strict=False):
+    for (phone, _, position), start, end in zip(kept, starts, ends, strict=False):
         if phone != "_":
-            of_position.setdefault(position, []).append((phone, sample, end))
+            of_position.setdefault(position, []).append((phone, start, end))
     spoken = []
     position = 1
     for word in words:
@@ -205,3 +217,14 @@ def _words_of(
         spoken.append(SpokenWord(word, tuple(of_position.get(position, ()))))
         position += len(word) + 1
     return tuple(spoken)
+
+
+def _with_their_pauses(phones: Sequence[tuple[str, int, int]], samples: npt.NDArray[np.float32]) -> list[int]:
+    """Return the first sample of each phone, its pause included unless the phone before is all silent."""
+    starts = [sample for _, sample, _ in phones]
+    for number in range(1, len(phones)):
+        before, since, event = phones[number - 1][0], phones[number - 1][1], phones[number][1]
+        heard = np.flatnonzero(samples[since:event])
+        if before != "_" and len(heard):
+            starts[number] = since + int(heard[-1]) + 1
+    return starts

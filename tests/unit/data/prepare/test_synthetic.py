@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from speechdp.data.espeak.espeak import Voice, plain_phone, start_espeak
+from speechdp.data.espeak.espeak import SpokenWord, Voice, plain_phone, start_espeak, words_of
 from speechdp.data.espeak.synthetic_plan import ACCENTS, VARIANTS, plan_corpus
 from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
@@ -64,6 +64,37 @@ def test_phones_lose_their_marks() -> None:
     names = ("'oU", "u:", "t#", "I2", "3:", "'0", "@L", "_:", ";", ":", "tS", "'aI@", "t[", ",E")
     plain = ("oU", "u", "t", "I", "3r", "Q", "@L", "_", "", "", "tS", "aI@", "t", "E")
     assert tuple(map(plain_phone, names)) == plain
+
+
+def test_a_pause_that_is_made_for_a_phone_is_its_own() -> None:
+    """Of a stop it is the closure; eSpeak NG tells of it behind."""
+    samples = np.ones(100, np.float32)
+    samples[25:40] = 0  # of the t, whose event is at 40
+    samples[62:80] = 0  # "_", in which the t fades, then the closure of p, which nothing tells from it
+    events = [("'a", 10, 1), ("t", 40, 1), ("_:", 60, 3), ("p", 80, 4), ("a", 90, 4)]
+    assert words_of(["at", "pa"], events, samples) == (
+        SpokenWord("at", (("a", 10, 25), ("t", 25, 60))),
+        SpokenWord("pa", (("p", 80, 90), ("a", 90, 100))),
+    )
+
+
+def test_a_phone_that_is_all_silent_is_not_taken_for_a_pause() -> None:
+    samples = np.ones(60, np.float32)
+    samples[20:40] = 0
+    events = [("a", 0, 1), ("k", 20, 1), ("t", 40, 1)]
+    assert words_of(["act"], events, samples)[0].phones == (("a", 0, 20), ("k", 20, 40), ("t", 40, 60))
+
+
+@needs_espeak
+def test_stops_begin_with_their_closure() -> None:
+    espeak = start_espeak()
+    speech = espeak.speak(["stop", "eight"], Voice("en-us+m3"), seed=1)
+    stops = [phone for word in speech.words for phone in word.phones if phone[0] in "tp"]
+    assert [phone for phone, _, _ in stops] == ["t", "p", "t"]
+    for _, start, end in stops:
+        assert speech.samples[start - 1] != 0
+        assert not speech.samples[start : start + espeak.sampling_rate // 50].any()  # 20 ms
+        assert speech.samples[start:end].any()  # the burst
 
 
 @needs_espeak
