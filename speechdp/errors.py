@@ -74,6 +74,20 @@ class OutsideRecordingError(ConfigError):
         self.fault = fault
 
 
+class SeveralChannelsError(ConfigError):
+    """An audio file of several channels where one is to be read.
+
+    Attributes:
+        fault: the message without its remedy.
+    """
+
+    REMEDY: ClassVar[str] = "write one file per channel, e.g. sox IN OUT remix 1"
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(f"{fault}; {self.REMEDY}")
+        self.fault = fault
+
+
 class FolderInUseError(ConfigError):
     """A folder that belongs to another job."""
 

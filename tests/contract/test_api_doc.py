@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from speechdp.parallel import script_folder, stop
 from speechdp.parallel.registry import STRATEGIES, strategy_names
 from speechdp.report.runs.folders import read_run
 from speechdp.tasks.base import LOSS
+from speechdp.tasks.metrics import Metric
 from speechdp.tasks.registry import task_class
 from speechdp.testing import make_batch, task_contract
 from tests.unit.parallel.test_stop import Clock
@@ -109,6 +111,18 @@ def test_the_example_with_epochs_may_be_stopped_anywhere(
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
     metrics = Path("runs/epochs/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in metrics] == [0, 1, 2]
+
+
+def test_the_page_names_the_fields_of_a_metric_in_their_order() -> None:
+    (row,) = [
+        line for line in DOC.read_text(encoding="utf-8").splitlines() if line.startswith("| `metrics` |")
+    ]
+    named = re.findall(r"`(\w+)`", row.split("|")[2].partition("; models")[0])
+    fields = {field.name: field for field in dataclasses.fields(Metric)}
+    required = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
+    assert named == [*required, "higher_is_better", "True", "False", "tolerance"]
+    assert fields["higher_is_better"].default is True
+    assert f"({fields['tolerance'].default})" in row
 
 
 def test_the_task_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from speechdp.counting import counted
 from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, Corpus, CorpusUtterance, file_lines
 from speechdp.data.corpora.kaldi_dir import PLAIN_RULES, ReadingRules, left_out, read_table
 from speechdp.errors import ConfigError
@@ -28,6 +30,8 @@ _OTHER_SUFFIXES = frozenset({".m4a", ".aac", ".amr", ".webm", ".wma", ".mka", ".
 # Lists of checksums (FSDD has a SHA256SUMS.wav) and the hidden files some systems put beside each file.
 _NO_AUDIO = re.compile(r"\.|(md5|sha[0-9]+)sums?\b", re.IGNORECASE)
 _TRANSCRIPTS = ".trans.txt"
+#: Of lists of transcripts in forms that are not read.
+_TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 _MAX_NAMED = 5
 _FIELDS = {"digit": r"[0-9]", "word": r"[^/]+?", "speaker": r"[^/]+?", "index": r"[0-9]+"}
 # Stricter than the pattern: yesno's 0_1_0_0_1_1_0_1 is not a digit said by speaker 1_0_0_1_1_0.
@@ -64,9 +68,12 @@ def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRu
         return _by_pattern(source, files, DEFAULT_PATTERN)
     if not rules.needs_text:
         return _with_transcripts(source, files, {}, {}, "text", rules)
+    tables = sorted(path.name for path in source.iterdir() if path.suffix.lower() in _TABLE_SUFFIXES)
     raise ConfigError(
         f"{source}: no transcripts found; give a file 'text' (utterance-id words), *.trans.txt files, a .txt "
-        f"beside each audio file, or labels in the file names with --pattern '{DEFAULT_PATTERN}'"
+        f"beside each audio file, labels in the file names with --pattern '{DEFAULT_PATTERN}', or a reader "
+        "of your own with --corpus MODULE:CLASS"
+        + (f"; docs/preparing.md says how to make 'text' of a table like {tables[0]}" if tables else "")
     )
 
 
@@ -190,15 +197,15 @@ def recording_names(source: Path, files: list[Path]) -> dict[Path, str]:
 
 
 def _by_kaldi_text(source: Path, files: list[Path], rules: ReadingRules) -> Corpus:
-    texts = _named_table(source / "text", may_be_empty=True)
-    speakers = _named_table(source / "utt2spk") if (source / "utt2spk").is_file() else {}
+    texts = _named_table(source / "text", source, files, may_be_empty=True)
+    speakers = _named_table(source / "utt2spk", source, files) if (source / "utt2spk").is_file() else {}
     return _with_transcripts(source, files, texts, speakers, "text", rules)
 
 
 def _by_trans_txt(source: Path, files: list[Path], transcripts: list[Path], rules: ReadingRules) -> Corpus:
     texts: dict[str, str] = {}
     for path in transcripts:
-        for utterance, text in _named_table(path, may_be_empty=True).items():
+        for utterance, text in _named_table(path, source, files, may_be_empty=True).items():
             if utterance in texts:
                 raise ConfigError(f"{path}: utterance {utterance} has two transcripts; remove one")
             texts[utterance] = text
@@ -225,7 +232,22 @@ def _by_text_beside(source: Path, files: list[Path], rules: ReadingRules) -> Cor
             f"{first}: has no transcript {first.with_suffix('.txt').name} beside it{also if others else ''}; "
             "write what is missing, or leave such files out with --skip-incomplete"
         )
-    return _with_transcripts(source, files, texts, {}, "*.txt", rules)
+    corpus = _with_transcripts(source, files, texts, {}, "*.txt", rules)
+    return dataclasses.replace(corpus, notices=corpus.notices + _texts_alone(source, files))
+
+
+def _texts_alone(source: Path, files: list[Path]) -> tuple[str, ...]:
+    """Tell of .txt files without audio that is read beside them: one is no transcript, many are a mistake."""
+    beside = {file.with_suffix(".txt") for file in files}
+    alone = sorted(
+        path
+        for path in _files_below(source)
+        if path.suffix == ".txt" and path not in beside and not _NO_AUDIO.match(path.name)
+    )
+    if not alone:
+        return ()
+    number = counted(len(alone), ".txt file")
+    return (f"not used, as no audio that can be read has its name: {number}, first {alone[0]}",)
 
 
 def _with_transcripts(
@@ -298,12 +320,36 @@ def _plain_name(name: str) -> str:
     return unicodedata.normalize("NFC", "_".join(name.split()))
 
 
-def _named_table(path: Path, *, may_be_empty: bool = False) -> dict[str, str]:
+def _refuse_names_with_blanks(path: Path, names: Mapping[Path, str]) -> None:
+    """Refuse a table that has the name of a file with its blanks: the first of them would end the id."""
+    blank = {_plain_name(file.stem): name for file, name in names.items() if len(file.stem.split()) > 1}
+    if not blank:
+        return
+    longest = max(len(file.stem.split()) for file in names)
+    known = {*names.values()}
+    for number, line in file_lines(path):
+        first, *others = line.split()[:longest]
+        if _plain_name(first) in known:
+            continue
+        for end in range(1, len(others) + 1):
+            written = " ".join((first, *others[:end]))
+            name = blank.get(_plain_name(written))
+            if name is not None:
+                raise ConfigError(
+                    f"{path}:{number}: an id ends at its first blank; write {name} for {written!r}, and so "
+                    "in every line"
+                )
+
+
+def _named_table(
+    path: Path, source: Path, files: list[Path], *, may_be_empty: bool = False
+) -> dict[str, str]:
     """Read a table of utterances, which are named as their files are.
 
     Raises:
-        ConfigError: as `read_table`, or an utterance is in it twice.
+        ConfigError: as `read_table`, an utterance is in it twice, or by a name with blanks.
     """
+    _refuse_names_with_blanks(path, recording_names(source, files))
     table: dict[str, str] = {}
     for name, value in read_table(path, may_be_empty=may_be_empty).items():
         plain = _plain_name(name)

@@ -19,10 +19,10 @@ from speechdp.data.corpora.splits import (
 )
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.plausibility import warn_of_undivided
-from speechdp.data.prepare.unreadable import outside_error, unreadable_error
+from speechdp.data.prepare.unreadable import channels_error, outside_error, unreadable_error
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.audio import AudioInfo, AudioSource, common_sampling_rate, file_of, probe
-from speechdp.errors import OutsideRecordingError, UnreadableAudioError
+from speechdp.errors import OutsideRecordingError, SeveralChannelsError, UnreadableAudioError
 from speechdp.options.prepare import PrepareOptions
 
 
@@ -207,18 +207,24 @@ def probe_all(sources: Sequence[AudioSource], progress: Progress) -> list[AudioI
     """Read the headers of audio files.  Raises ConfigError on what is no audio of one channel."""
     infos = []
     errors: dict[Path, UnreadableAudioError] = {}  # a download that failed spoils many: all are named at once
+    channels: dict[Path, SeveralChannelsError] = {}
     outside: list[OutsideRecordingError] = []
     for number, source in enumerate(sources, 1):
         try:
             infos.append(probe(source))
         except UnreadableAudioError as error:
             errors.setdefault(file_of(source), error)
+        except SeveralChannelsError as error:
+            channels.setdefault(file_of(source), error)
         except OutsideRecordingError as error:
             outside.append(error)
         if number % 100 == 0 or number == len(sources):
             progress("reading headers", number, len(sources))
+    num_files = len({file_of(source) for source in sources})
     if errors:
-        raise unreadable_error(errors, len({file_of(source) for source in sources}))
+        raise unreadable_error(errors, num_files)
+    if channels:
+        raise channels_error(channels, num_files)
     if outside:
         raise outside_error(outside, len(sources))
     return infos

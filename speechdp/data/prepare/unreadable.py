@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from speechdp.data.prepare.jobs import Progress
-from speechdp.data.signal.audio import AudioSource, file_of, probe, read_through
+from speechdp.data.signal.audio import AudioInfo, AudioSource, file_of, probe, read_through
 from speechdp.data.signal.features import FeatureConfig, num_frames_of
-from speechdp.errors import ConfigError, OutsideRecordingError, UnreadableAudioError
+from speechdp.errors import ConfigError, OutsideRecordingError, SeveralChannelsError, UnreadableAudioError
 
 _MAX_NAMED = 5
 AS_THE_OPTION_DOES = ", as --skip-incomplete does"
@@ -95,13 +95,18 @@ def unreadable_error(errors: Mapping[Path, UnreadableAudioError], num_files: int
     (_, first), *others = sorted(errors.items())
     if not others:
         return ConfigError(str(first) if num_files == 1 else as_option_does(first))
-    named = ", ".join(str(file) for file, _ in others[: _MAX_NAMED - 1])
-    more = ", ..." if len(errors) > _MAX_NAMED else ""
     option = AS_THE_OPTION_DOES if len(errors) < num_files else ""
     return ConfigError(
         f"{first.fault}, and {len(others):,} more of {num_files:,} audio files cannot be read: "
-        f"{named}{more}; convert them to mono 16-bit WAV or FLAC, or leave them out{option}"
+        f"{_named(file for file, _ in others)}; convert them to mono 16-bit WAV or FLAC, or leave them "
+        f"out{option}"
     )
+
+
+def _named(files: Iterable[Path]) -> str:
+    """Name the files behind the first one, so many that the line can be read."""
+    every = list(files)
+    return ", ".join(map(str, every[: _MAX_NAMED - 1])) + (", ..." if len(every) >= _MAX_NAMED else "")
 
 
 def find_outside(sources: Mapping[str, AudioSource]) -> list[str]:
@@ -117,7 +122,7 @@ def find_outside(sources: Mapping[str, AudioSource]) -> list[str]:
     for utterance, source in sources.items():
         try:
             if not isinstance(source, Path):
-                probe(source)
+                _probe_of_one_channel(source)
         except OutsideRecordingError as error:
             errors[utterance] = error
     if errors and len(errors) == len(sources):
@@ -132,13 +137,38 @@ def _without_frame(sources: Mapping[str, AudioSource], features: Callable[[int],
         sources: the audio of utterances, by their ids.
         features: those of audio of a sampling rate, in Hz.
     """
-    infos = {utterance: probe(source) for utterance, source in sources.items()}
+    infos = {utterance: _probe_of_one_channel(source) for utterance, source in sources.items()}
     found = [
         utterance
         for utterance, info in infos.items()
-        if num_frames_of(info.num_samples, info.sampling_rate, features(info.sampling_rate)) == 0
+        if info is not None
+        and num_frames_of(info.num_samples, info.sampling_rate, features(info.sampling_rate)) == 0
     ]
     return [] if len(found) == len(sources) else found
+
+
+def _probe_of_one_channel(source: AudioSource) -> AudioInfo | None:
+    """Read a header as `probe`; None of several channels: what reads all headers names all such files."""
+    try:
+        return probe(source)
+    except SeveralChannelsError:
+        return None
+
+
+def channels_error(errors: Mapping[Path, SeveralChannelsError], num_files: int) -> SeveralChannelsError:
+    """Return the error for files of several channels.
+
+    Args:
+        errors: of the files, at least one.
+        num_files: how many there are with those of one channel.
+    """
+    (_, first), *others = sorted(errors.items())
+    if not others:
+        return first
+    return SeveralChannelsError(
+        f"{first.fault}, and {len(others):,} more of {num_files:,} audio files have several: "
+        f"{_named(file for file, _ in others)}"
+    )
 
 
 def outside_error(errors: Sequence[OutsideRecordingError], num_utterances: int) -> ConfigError:

@@ -17,7 +17,13 @@ import soxr
 
 from speechdp.data.signal.features import FeatureConfig, shift_samples
 from speechdp.data.signal.sound_header import sound_bytes
-from speechdp.errors import ConfigError, OutsideRecordingError, UnreadableAudioError, one_line
+from speechdp.errors import (
+    ConfigError,
+    OutsideRecordingError,
+    SeveralChannelsError,
+    UnreadableAudioError,
+    one_line,
+)
 
 _REMEDY = "convert it to mono 16-bit WAV or FLAC, or leave it out"
 #: What soundfile raises for files: the last two for raw samples without a header, and names in no encoding.
@@ -117,7 +123,8 @@ def probe(source: AudioSource) -> AudioInfo:
     Raises:
         UnreadableAudioError: not audio, or without samples.
         OutsideRecordingError: a part beyond its end, or without samples.
-        ConfigError: missing, of 0 bytes, or of several channels.
+        SeveralChannelsError: of several channels, none of which is named.
+        ConfigError: missing, of 0 bytes, or without the channel that is named.
     """
     try:
         info = soundfile.info(_name_of_file(source))
@@ -133,9 +140,7 @@ def _stretch(source: AudioSource, num_channels: int, num_samples: int, sampling_
     """Return the first sample that is meant and the one after the last.  Raises ConfigError."""
     channel = source.channel if isinstance(source, AudioPart) else None
     if channel is None and num_channels != 1:
-        raise ConfigError(
-            f"{source}: has {num_channels} channels; write one file per channel, e.g. sox IN OUT remix 1"
-        )
+        raise SeveralChannelsError(f"{source}: has {num_channels} channels")
     if channel is not None and channel >= num_channels:
         raise ConfigError(f"{source}: has no channel {channel}, only {num_channels}; mend segments")
     if isinstance(source, Path) or num_samples <= 0:
@@ -147,20 +152,22 @@ def common_sampling_rate(infos: Sequence[AudioInfo], resample_hz: int | None) ->
     """Return the sampling rate the features are made at, in Hz.
 
     Raises:
-        ConfigError: the files differ and no rate was asked for; names two of them.
+        ConfigError: the files differ and no rate was asked for; names one of each rate.
     """
     if resample_hz is not None:
         if resample_hz < 1000:
             raise ConfigError(f"--resample {resample_hz}: give a rate in Hz, e.g. 16000")
         return resample_hz
-    first = infos[0]
+    sources: dict[int, list[AudioSource]] = {}
     for info in infos:
-        if info.sampling_rate != first.sampling_rate:
-            raise ConfigError(
-                f"mixed sampling rates: {first.source} has {first.sampling_rate} Hz, {info.source} has "
-                f"{info.sampling_rate} Hz; add --resample {min(first.sampling_rate, info.sampling_rate)}"
-            )
-    return first.sampling_rate
+        sources.setdefault(info.sampling_rate, []).append(info.source)
+    if len(sources) > 1:
+        having = ", ".join(f"{those[0]} has {rate} Hz" for rate, those in sources.items())
+        lowest, usual = min(sources), max(sources, key=lambda rate: (len(sources[rate]), -rate))
+        other = "" if usual == lowest else f", the lowest, or {usual}"
+        most = f"as {len(sources[usual]):,} of {len(infos):,} have"
+        raise ConfigError(f"mixed sampling rates: {having}; add --resample {lowest}{other}, {most}")
+    return infos[0].sampling_rate
 
 
 def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float32]:
@@ -169,7 +176,8 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
     Raises:
         UnreadableAudioError: not audio, without samples, cut short, with NaN, or of another scale.
         OutsideRecordingError: a part beyond the end of its file, or without samples.
-        ConfigError: missing, of 0 bytes, or of several channels.
+        SeveralChannelsError: of several channels, none of which is named.
+        ConfigError: missing, of 0 bytes, or without the channel that is named.
     """
     try:
         with soundfile.SoundFile(_name_of_file(source)) as file:

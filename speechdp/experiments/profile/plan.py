@@ -142,7 +142,10 @@ def check_options(options: TrainOptions) -> None:
     if options.max_steps:
         raise ConfigError("--max-steps does not apply to profile: use --steps")
     if not options.task_class.modules:
-        raise ConfigError(f"--task {options.task_class.name}: declares no modules that profile could time")
+        raise ConfigError(
+            f"--task {options.task_class.name}: declares no modules that profile could time; give the class "
+            "`modules` and `stages` (docs/api.md), or see where the steps' time goes by speechdp report RUN"
+        )
     if options.aligns:
         raise ConfigError(
             f"{options.aligning[0]} does not apply to profile: it measures steps of one training"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import re
 import shlex
@@ -52,7 +53,13 @@ def writing_into(folder: Path) -> Iterator[None]:
         folder.mkdir(exist_ok=True)
         yield
     except OSError as error:
-        raise RunError(cannot_be_written(folder, error)) from error
+        line = cannot_be_written(folder, error)
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):  # a colleague's run, an archive
+            line += (
+                f"; or give a folder of your own with links to all in {folder.parent} but {folder.name} "
+                "(docs/run-directory.md)"
+            )
+        raise RunError(line) from error
 
 
 def write_files(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -569,6 +571,33 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (out / "report").write_text("in the way")
     with pytest.raises(RunError, match=r"sweep/report: cannot be written \(File exists\); remove"):
         write_report(out)
+
+
+def test_runs_that_may_not_be_written_beside_are_reported_by_the_commands_of_the_docs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_sweep(tmp_path / "RUN", realistic_sweep())
+    write_report(run)
+    page = (run / "report" / "report.html").read_bytes()
+    mkdir = Path.mkdir
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
+        if self == run / "report":
+            raise OSError(errno.EROFS, "Read-only file system", str(self))
+        mkdir(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)  # root may write anywhere
+    with pytest.raises(
+        RunError, match=r"or give a folder of your own with links to all in .*RUN but report \(docs/run-dir"
+    ):
+        write_report(run)
+    docs = (Path(__file__).parents[3] / "docs" / "run-directory.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^    (mkdir MINE .*)$", docs, re.MULTILINE)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    mine = tmp_path / "MINE"
+    assert write_report(mine).html == mine / "report" / "report.html"
+    assert not (mine / "report").is_symlink()
+    assert (run / "report" / "report.html").read_bytes() == page
 
 
 def test_nothing_there_is_refused_with_the_folder_and_the_remedy(tmp_path: Path) -> None:

@@ -460,7 +460,10 @@ def test_a_class_with_another_model_or_loss_has_no_modules_of_its_base(
 
 def test_a_profile_refuses_a_task_without_modules() -> None:
     speechdp.task("weighed")(dataclasses.dataclass(frozen=True)(Weighed))
-    with pytest.raises(ConfigError, match="--task weighed: declares no modules that profile could time"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--task weighed: declares no modules that profile could time; give .*`modules` and `stages`",
+    ):
         ProfilePlan((1,)).jobs(TrainOptions(task="weighed"))
 
 

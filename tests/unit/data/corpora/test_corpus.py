@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +298,12 @@ def test_folders_without_audio_or_transcripts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no audio"):
         read_corpus(tmp_path, None)
     write_tone(tmp_path / "0_1_0_0_1_1_0_1.wav")  # yesno's form, which must not pass for FSDD's
-    with pytest.raises(ConfigError, match=r"no transcripts found; give a file 'text'.*--pattern"):
+    with pytest.raises(
+        ConfigError, match=r"no transcripts found; give a file 'text'.*--pattern.*--corpus MODULE:CLASS$"
+    ):
+        read_corpus(tmp_path, None)
+    (tmp_path / "metadata.csv").write_text("0_1_0_0_1_1_0_1|yes|yes\n")
+    with pytest.raises(ConfigError, match=r"preparing\.md says how .* of a table like metadata\.csv$"):
         read_corpus(tmp_path, None)
 
 
@@ -354,6 +361,90 @@ def test_names_that_folders_share_but_for_the_encoding_of_letters_have_the_folde
         (tmp_path / f"{name}.txt").write_text("yes\n")
     utterances = read_audio_folder(tmp_path).utterances
     assert [u.utterance_id for u in utterances] == ["ann-caf\u00e9", "bob-caf\u00e9"]
+
+
+@pytest.mark.parametrize("table", ["text", "utt2spk", "1.trans.txt"])
+def test_a_table_with_the_blanks_of_the_files_names_says_how_to_write_them(
+    tmp_path: Path, table: str
+) -> None:
+    for number in "12":
+        write_tone(tmp_path / f"Jo\u0308rg Take {number}.wav")
+    right = "J\u00f6rg_Take_1 one\nJ\u00f6rg_Take_2 two\n"
+    if table == "utt2spk":
+        (tmp_path / "text").write_text(right, encoding="utf-8")
+    (tmp_path / table).write_text(right, encoding="utf-8")
+    assert len(read_audio_folder(tmp_path).utterances) == 2
+    (tmp_path / table).write_text("J\u00f6rg_Take_1 one\nJ\u00f6rg Take 2 two\n", encoding="utf-8")
+    with pytest.raises(
+        ConfigError,
+        match=rf"{table}:2: an id ends at its first blank; write J\u00f6rg_Take_2 for 'J\u00f6rg Take 2'",
+    ):
+        read_audio_folder(tmp_path)
+
+
+def test_a_word_after_an_id_is_no_part_of_a_name_with_blanks(tmp_path: Path) -> None:
+    for name in ("a", "a one"):
+        write_tone(tmp_path / f"{name}.wav")
+    (tmp_path / "text").write_text("a one\na_one two\n")
+    corpus = read_audio_folder(tmp_path)
+    assert [(u.utterance_id, u.text) for u in corpus.utterances] == [("a", "one"), ("a_one", "two")]
+
+
+def test_texts_that_no_audio_has_the_name_of_are_told_of(tmp_path: Path) -> None:
+    write_tone(tmp_path / "ann" / "1.wav").with_suffix(".txt").write_text("yes\n")
+    (tmp_path / "ann" / "._1.txt").write_bytes(b"")
+    assert read_audio_folder(tmp_path).notices == ()
+    (tmp_path / "bob").mkdir()
+    (tmp_path / "bob" / "2.m4a").touch()  # a format that is not read
+    for number in "23":
+        (tmp_path / "bob" / f"{number}.txt").write_text("no\n")
+    corpus = read_audio_folder(tmp_path)
+    first = tmp_path / "bob" / "2.txt"
+    assert corpus.notices == (
+        f"not used, as no audio that can be read has its name: 2 .txt files, first {first}",
+    )
+    assert [u.utterance_id for u in corpus.utterances] == ["1"]
+
+
+def _commands_of(form: str, folder: Path) -> str:
+    """Return the awk line of docs/preparing.md for a form of tables, for the corpus in a folder."""
+    page = Path(__file__).parents[4].joinpath("docs", "preparing.md").read_text(encoding="utf-8")
+    block = re.search(rf"{form}'s form.*\n\n((?:    .*\n)+)", page)
+    assert block is not None
+    return block[1].replace("CORPUS/", f"{folder}/")
+
+
+def test_ljspeechs_table_becomes_a_text_by_the_command_of_the_docs(tmp_path: Path) -> None:
+    for name in ("LJ001-0001", "Zo\u00eb 2"):
+        write_tone(tmp_path / "wavs" / f"{name}.wav")
+    table = "LJ001-0001|In 1456, printing|In fourteen fifty-six, printing\nZo\u00eb 2|Yes.\n"
+    (tmp_path / "metadata.csv").write_text(table, encoding="utf-8")
+    subprocess.run(_commands_of("LJSpeech", tmp_path), shell=True, check=True)
+    assert [(u.utterance_id, u.speaker, u.text) for u in read_audio_folder(tmp_path).utterances] == [
+        ("LJ001-0001", "wavs", "In fourteen fifty-six, printing"),
+        ("Zo\u00eb_2", "wavs", "Yes."),
+    ]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [("client_id", "path", "sentence", "up_votes"), ("client_id", "path", "sentence_id", "sentence", "age")],
+)
+def test_common_voices_table_becomes_a_text_by_the_command_of_the_docs(
+    tmp_path: Path, columns: tuple[str, ...]
+) -> None:
+    rows = [("ann", "common_voice_de_1.mp3", "Ja, gern."), ("bob", "common_voice_de_2.mp3", "Nein")]
+    lines = ["\t".join(columns)]
+    for row in rows:
+        write_tone((tmp_path / "clips" / row[1]).with_suffix(".wav"))
+        values = dict(zip(("client_id", "path", "sentence"), row, strict=True))
+        lines.append("\t".join(values.get(column, "x") for column in columns))
+    (tmp_path / "validated.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    subprocess.run(_commands_of("Common Voice", tmp_path), shell=True, check=True)
+    assert [(u.utterance_id, u.speaker, u.text) for u in read_audio_folder(tmp_path).utterances] == [
+        ("common_voice_de_1", "ann", "Ja, gern."),
+        ("common_voice_de_2", "bob", "Nein"),
+    ]
 
 
 def test_two_files_of_one_utterance_are_refused(tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 
 from speechdp.cli import main
 from speechdp.data.prepare.pipeline import prepare
@@ -158,12 +160,45 @@ def test_unknown_words_are_listed(tmp_path: Path) -> None:
         _prepare(source, tmp_path / "data", split="random:dev=0")
 
 
+def test_mixed_rates_are_all_told_with_their_numbers(tmp_path: Path) -> None:
+    source = digit_folder(tmp_path / "in")
+    files = sorted(source.glob("*.wav"))
+    for file in files:
+        write_tone(file, 0.4, 16000)
+    write_tone(files[0], 0.4, 48000)
+    write_tone(files[-1], 0.4, 8000)
+    with pytest.raises(ConfigError) as refused:
+        _prepare(source, tmp_path / "data")
+    rates = set(re.findall(r"\.wav has (\d+) Hz", str(refused.value)))
+    assert rates == {"8000", "16000", "48000"}
+    assert str(refused.value).endswith("add --resample 8000, the lowest, or 16000, as 46 of 48 have")
+
+
+@pytest.mark.parametrize("skip_incomplete", [False, True])
+def test_files_of_several_channels_are_named_in_one_run(tmp_path: Path, skip_incomplete: bool) -> None:
+    source = digit_folder(tmp_path / "in")
+    first, second, *_ = files = sorted(source.glob("*.wav"))
+    soundfile.write(first, np.zeros((4000, 2)), 8000)
+    files_options = FilesOptions(skip_incomplete=skip_incomplete)
+    with pytest.raises(ConfigError, match=r"has 2 channels; write one file per channel"):
+        _prepare(source, tmp_path / "data", files=files_options)
+    soundfile.write(second, np.zeros((4000, 3)), 8000)
+    with pytest.raises(
+        ConfigError,
+        match=rf"{first.name}: has 2 channels, and 1 more of {len(files)} audio files have several: "
+        rf".*{second.name}; write one file per channel",
+    ):
+        _prepare(source, tmp_path / "data", files=files_options)
+
+
 def test_mixed_rates_need_resampling(tmp_path: Path) -> None:
     source = digit_folder(tmp_path / "in")
     write_tone(source / "1_ann_11.wav", 0.4, 16000)
     with pytest.raises(
         ConfigError, match=r"mixed sampling rates: .*\.wav has 8000 Hz, .*1_ann_11\.wav has 16000"
     ):
+        _prepare(source, tmp_path / "data")
+    with pytest.raises(ConfigError, match=r"; add --resample 8000, as 47 of 48 have$"):
         _prepare(source, tmp_path / "data")
     dataset = _prepare(source, tmp_path / "data", resample=8000)
     shard, number = _read(dataset, "train")["1_ann_11"]
