@@ -18,6 +18,7 @@ import tyro
 from speechdp import __version__, exit_codes, remedies
 from speechdp.cli.support.config_file import refuse_unknown, with_config
 from speechdp.cli.support.help_text import option_rules, wrapped_paragraphs
+from speechdp.cli.support.refusals import boxes_as_lines
 from speechdp.comm.environment import announced
 from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, SpeechDPError
@@ -280,6 +281,12 @@ def _let_rank_0_tell() -> None:
         time.sleep(_AFTER_RANK_0_S)
 
 
+def _tell_once(text: str) -> None:
+    """Print a line to stderr that every rank of a job would have to print."""
+    _let_rank_0_tell()
+    tell(text)
+
+
 def _options_of(command: Any) -> set[str]:
     """Return the names of a command's options, those in its groups of options too."""
     names: set[str] = set()
@@ -293,7 +300,7 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     """Return the command of a subcommand's command line.
 
     Raises:
-        SystemExit: an unknown option, having said so, or --help, having helped.
+        SystemExit: unknown, wrong or missing options, having said so, or --help, having helped.
         ConfigError: invalid options.
     """
     command = SUBCOMMANDS[name]
@@ -314,23 +321,22 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     kind = getattr(module, command.script_class_name if of_script else command.class_name)
     if name not in _WITH_COMMAND or "--" in given:  # else the option may be the script's
         _refuse_others(name, refused, given)
-        refuse_unknown(shown, kind, name)
-    try:
-        with wrapped_paragraphs():
-            options = tyro.cli(
-                kind,
-                prog=f"speechdp {name}",
-                args=shown,
-                config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
-                registry=option_rules(hidden=refused),
-            )
-        hidden.update(internal)
-        return dataclasses.replace(options, **hidden) if hidden else options
-    except SystemExit as end:
-        if end.code and name in _WITH_COMMAND and "--" not in arguments:
-            inner = next((word for word in arguments if word in SUBCOMMANDS), "train")
-            print(f"speechdp {name}: write -- before the command: ... -- {inner} ...", file=sys.stderr)
-        raise
+        refuse_unknown(shown, kind, name, _tell_once)
+    before_command = ""
+    if name in _WITH_COMMAND and "--" not in arguments:
+        inner = next((word for word in arguments if word in SUBCOMMANDS), "train")
+        before_command = f"write -- before the command: ... -- {inner} ..."
+    is_help = bool({"-h", "--help"} & set(shown))
+    with wrapped_paragraphs() if is_help else boxes_as_lines(name, _tell_once, before_command):
+        options = tyro.cli(
+            kind,
+            prog=f"speechdp {name}",
+            args=shown,
+            config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
+            registry=option_rules(hidden=refused),
+        )
+    hidden.update(internal)
+    return dataclasses.replace(options, **hidden) if hidden else options
 
 
 def _with_config(name: str, arguments: Sequence[str]) -> Sequence[str]:

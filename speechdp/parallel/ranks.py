@@ -35,6 +35,8 @@ _START_S = 600.0
 _THREADS_S = 7 * 86400.0
 #: How long a rank may wait for others, s; as `--hang-timeout` of `speechdp train`.
 _HANG_S = 600.0
+#: What torch says where DistributedDataParallel wraps a model without init_process_group.
+_NO_GROUP = "Default process group has not been initialized"
 
 T = TypeVar("T")
 
@@ -71,7 +73,7 @@ def run_ranks(
         What `main` returned on this rank; with `threads:N`, on rank 0.
 
     Raises:
-        ConfigError: no such back-end, or a negative timeout.
+        ConfigError: no such back-end, a negative timeout, or `main` relies on torch's process group.
         SystemExit: this rank alone has failed; with several ranks a failure does not return.  With exit code
             75: the ranks were asked to stop, and have saved (`DataParallel.should_stop`); 76: nothing.
     """
@@ -89,6 +91,13 @@ def run_ranks(
             return exit_codes.STOPPED_UNSAVED
         except Stopped:
             return exit_codes.STOPPED
+        except ValueError as error:
+            if _NO_GROUP not in str(error):
+                raise
+            raise ConfigError(
+                "the script asks torch.distributed for a process group, as DistributedDataParallel does, and "
+                "there is none: give speechdp.DataParallel the module without it, which takes its place"
+            ) from error
         return 0
 
     if name.startswith("threads"):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from speechdp.comm.loss_tolerance import in_shares
 from speechdp.data.loading.source import SplitSource
-from speechdp.data.shards.dataset import Dataset
+from speechdp.data.shards.dataset import TASK_OF, Dataset
 from speechdp.data.transforms.preprocess import inputs_of
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import StateInventory
@@ -40,7 +40,8 @@ def check_task(dataset: Dataset, options: TrainOptions) -> None:
     if dataset.task == "acoustic" and not {"features", "audio"}.isdisjoint(task.trains_on):
         remedy = f"prepare them {'without' if stored == 'audio' else 'with'} --store audio"
     else:
-        remedy = f"add --task {dataset.task}, or prepare other data"
+        wanted = TASK_OF[task.trains_on[0]]
+        remedy = f"add --task {dataset.task}, or prepare the recordings with --task {wanted}"
     raise ConfigError(
         f"{dataset.path}: holds {stored}, and --task {task.name} is trained on "
         f"{' or '.join(task.trains_on)}; {remedy}"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from speechdp import DataParallel
+from speechdp import DataParallel, run_ranks
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
@@ -298,6 +298,19 @@ def test_a_model_that_exchanges_by_itself_is_refused(tmp_path: Path) -> None:
                 DataParallel(model, sgd(model), SerialCommunicator())
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_model_that_would_exchange_by_itself_is_told_without_a_process_group_too(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit, match=r"^1$"):
+        run_ranks(lambda comm: nn.parallel.DistributedDataParallel(nn.Linear(3, 2)), backend="serial")
+    said = capsys.readouterr().err
+    assert said.startswith("speechdp: the script asks torch.distributed for a process group, as Distributed")
+    assert said.endswith("give speechdp.DataParallel the module without it, which takes its place\n")
+    with pytest.raises(SystemExit, match=r"^70$"):  # another ValueError stays the script's own
+        run_ranks(lambda comm: int("x"), backend="serial")
+    assert "ended by an unexpected ValueError: invalid literal" in capsys.readouterr().err
 
 
 def test_what_no_group_has_is_named(capsys: pytest.CaptureFixture[str]) -> None:

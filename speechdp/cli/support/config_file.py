@@ -18,7 +18,6 @@ from speechdp.errors import ConfigError
 from speechdp.files import named_file_cannot_be_read
 from speechdp.json_input import parse_json
 from speechdp.parallel.run_files import RUN_FORMAT
-from speechdp.process.notices import tell
 
 _OPTION = "--config"
 #: Of the options that run.json records: what they came to on that run's ranks.
@@ -112,13 +111,14 @@ def _spellings(name: str, marks: Sequence[Any]) -> Iterator[str]:
         yield from (alias for alias in mark.aliases or () if alias.startswith("--"))
 
 
-def refuse_unknown(arguments: Sequence[str], command: type, name: str) -> None:
+def refuse_unknown(arguments: Sequence[str], command: type, name: str, tell: Callable[[str], None]) -> None:
     """Refuse what looks like an option and is none, before a word behind it is taken for an argument.
 
     Args:
         arguments: of a subcommand; what follows `--` is another's.
         command: the dataclass of the subcommand's options.
         name: of the subcommand.
+        tell: takes the line.
 
     Raises:
         SystemExit: having said so.

@@ -154,7 +154,10 @@ def check_options(options: TrainOptions) -> None:
         raise ConfigError("--order blocking-sort: profile measures it by itself, in the job blocking-N")
     strategy = options.strategy.parsed
     if not strategy.traits.synchronous:
-        raise ConfigError(f"--strategy {strategy.name}: its ranks have no step in common to be measured")
+        raise ConfigError(
+            f"--strategy {strategy.name}: its ranks have no step in common to be measured; give --strategy "
+            "gradient_averaging, with which all but the exchange and the waiting is the same"
+        )
 
 
 def batch_of_rank(options: TrainOptions) -> int:

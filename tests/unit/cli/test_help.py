@@ -208,5 +208,5 @@ def test_what_is_no_number_is_told_without_pythons_types(
     with pytest.raises(SystemExit):
         run(["train", "DATA", "RUN", option, "two"])
     printed = capsys.readouterr().err
-    assert f"Error parsing {option}: expected {expected}, got 'two'" in printed
+    assert printed == f"speechdp: {option}: expected {expected}, got 'two'\n"
     assert "NoneType" not in printed and "instantiated" not in printed

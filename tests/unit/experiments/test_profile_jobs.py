@@ -230,7 +230,8 @@ def test_a_stop_has_the_exit_code_of_what_can_go_on(
     [
         (
             ["--task", "synthesis"],
-            "holds features, and --task synthesis is trained on spectrograms; add --task acoustic",
+            "holds features, and --task synthesis is trained on spectrograms; add --task acoustic, or "
+            "prepare the recordings with --task synthesis",
         ),
         (["--only", "decoder"], "a model of --task acoustic has no decoder"),
         (["--ranks", "1,x"], "--ranks"),

@@ -120,7 +120,7 @@ def test_iterations_as_on_the_poster() -> None:
         ({}, {"max_steps": 4}, "use --steps"),
         ({}, {"realign": 1}, "--realign does not apply to profile"),
         ({}, {"order": "blocking-sort"}, "profile measures it by itself"),
-        ({}, {"strategy": "ad_psgd"}, "--strategy ad_psgd: its ranks have no step in common"),
+        ({}, {"strategy": "ad_psgd"}, "no step in common to be measured; give --strategy gradient_averaging"),
     ],
 )
 def test_what_is_refused(plan: dict[str, Any], options: dict[str, Any], message: str) -> None:

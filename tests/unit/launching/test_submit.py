@@ -205,7 +205,8 @@ def test_two_dashes_are_asked_for(name: str, capsys: pytest.CaptureFixture[str])
     options = RESOURCES if name == "submit" else ["-np", "2"]
     with pytest.raises(SystemExit, match=r"^2$"):
         run([name, *options, "train", "D", "R", "--epochs", "1"])
-    assert f"speechdp {name}: write -- before the command: ... -- train ..." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said == f"speechdp: {name}: write -- before the command: ... -- train ...\n"
 
 
 def test_options_that_launch_takes_are_submitted(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

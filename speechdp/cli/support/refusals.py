@@ -1,0 +1,121 @@
+"""What the parser of options refuses, in one line of ours: tyro draws it in a box of many."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
+
+from speechdp import exit_codes
+from speechdp.counting import did_you_mean
+
+#: So wide that nothing is wrapped in a box.
+_WIDTH = "100000"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+#: What a box is made of; a line of nothing else divides it.
+_BORDER = "╭╮╰╯│─- "
+#: How what more there is to read begins.
+_MORE = ("For full helptext", "Argument helptext:")
+#: How far a missing argument stands from the edge of its box, and its help further.
+_INDENT = 4
+_CHOICE = re.compile(
+    r"invalid choice '(?P<value>.*)' for argument '(?P<option>.*)'\. Expected one of (?P<choices>\(.*\))\."
+)
+_NO_VALUE = re.compile(r"Missing value for argument '(?P<option>.*)'\. Expected (?P<count>\d+) values\.")
+_BAD_VALUE = re.compile(r"Error parsing (?P<option>.*?): (?P<why>.*)")
+_UNKNOWN = re.compile(r"Unrecognized options: (?P<words>.*)")
+
+
+@contextmanager
+def boxes_as_lines(name: str, tell: Callable[[str], None], remedy: str = "") -> Iterator[None]:
+    """Let tyro parse in the block, and tell in a line what it refuses.
+
+    Args:
+        name: of the subcommand.
+        tell: takes the line.
+        remedy: of words that are missing or not known, where something else must come first; "": nothing.
+
+    Raises:
+        SystemExit: of tyro.
+    """
+    said, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = _WIDTH
+    is_refused = False
+    try:
+        with redirect_stderr(said):
+            yield
+    except SystemExit as end:
+        is_refused = end.code == exit_codes.USAGE
+        raise
+    finally:
+        del os.environ["COLUMNS"]
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+        if is_refused:
+            tell(line_of(said.getvalue(), name, remedy))
+        else:
+            sys.stderr.write(said.getvalue())
+
+
+def line_of(box: str, name: str, remedy: str = "") -> str:
+    """Return in a line what a box of tyro's says.
+
+    Args:
+        box: as it is printed, not wrapped.
+        name, remedy: as of `boxes_as_lines`.
+
+    Example::
+
+        line_of("╭─ Value error ─────────────╮\\n│ Error parsing --epochs: expected ... │\\n...", "train")
+        # "--epochs: expected ..."
+    """
+    title, *lines = [line for line in _COLOURS.sub("", box).splitlines() if line.strip(_BORDER)]
+    # Two letters from the edge, where standard output is not UTF-8 of a box without sides.
+    inner = [line.rstrip(_BORDER)[2:] for line in lines]
+    end = next((i for i, line in enumerate(inner) if line.startswith(_MORE)), len(inner))
+    return _told(title.strip(_BORDER), inner[:end], name, remedy)
+
+
+def _told(title: str, body: Sequence[str], name: str, remedy: str) -> str:
+    text = " ".join(line.strip() for line in body)
+    if remedy and (title == "Required options" or _UNKNOWN.fullmatch(text)):
+        return f"{name}: {remedy}"
+    if title == "Required options":
+        named = [line for line in body if len(line) - len(line.lstrip()) == _INDENT]
+        missing = " and ".join(line.strip().split(", ")[-1] for line in named)  # -o FILE, --out FILE
+        return f"{name} needs {missing}; speechdp {name} --help says what that is"
+    for pattern, worded in _WORDINGS.items():
+        if match := pattern.fullmatch(text):
+            return worded(match, name)
+    return f"{title}: {text}"
+
+
+def _wrong_choice(match: re.Match[str], _name: str) -> str:
+    choices = sorted(set(ast.literal_eval(match["choices"])) - {"None"})
+    meant = did_you_mean(match["value"], choices)
+    return f"{_long(match['option'])} {match['value']}: choose one of {', '.join(choices)}{meant}"
+
+
+def _no_value(match: re.Match[str], _name: str) -> str:
+    return f"{_long(match['option'])} needs {'a value' if match['count'] == '1' else 'values'}"
+
+
+def _bad_value(match: re.Match[str], _name: str) -> str:
+    return f"{_long(match['option'])}: {match['why']}"
+
+
+def _unknown(match: re.Match[str], name: str) -> str:
+    return f"{name} does not take {match['words']}; speechdp {name} --help says what it takes"
+
+
+def _long(option: str) -> str:
+    """Return the long name of an option that tyro calls by all of its names, `-np/-n/--np`."""
+    return option.rsplit("/", maxsplit=1)[-1] if option.startswith("-") else option
+
+
+#: What tyro says in a box, and how it is told of a subcommand.
+_WORDINGS = {_CHOICE: _wrong_choice, _NO_VALUE: _no_value, _BAD_VALUE: _bad_value, _UNKNOWN: _unknown}
