@@ -29,6 +29,8 @@ TUNED_NAME = "tuned.json"
 WEIGHTS = ("acoustic_scale", "prior_scale", "insertion_log_prob", "lm_scale", "silence_probability")
 #: The trained model.
 MODEL_NAME = "model.safetensors"
+#: Key of the line of metrics.jsonl that is of the mean of so many models, not of the model of its step.
+AVERAGED_EPOCHS = "averaged_epochs"
 #: Written where a script's job has ended well, also after its training.
 SCRIPT_ENDED = "script-ended.json"
 
@@ -298,6 +300,8 @@ class RunDirectory:
             lines = [line for line in text.splitlines() if _of(line, "step") <= step]
             if epochs_done is not None:  # a paused run was evaluated within the epoch that follows
                 lines = [line for line in lines if _of(line, "epoch") < epochs_done + 1]
+                # A run that goes on comes to its end again, and to the mean that is scored there.
+                lines = [line for line in lines if _of(line, AVERAGED_EPOCHS) == math.inf]
             write_text_atomically(self._metrics, "".join(f"{line}\n" for line in lines))
 
     @property

@@ -29,7 +29,7 @@ def find_cautions(
     ]
     notes += [_sizes(comparable, labels), _unequal(comparable)]
     notes.append(_never_averaged(comparable, labels))
-    notes += [_improving(comparable, labels), _past_best(comparable, labels)]
+    notes += [_averaged(rows, labels), _improving(comparable, labels), _past_best(comparable, labels)]
     notes.append(_one_training_each(comparable))
     runs = [row.run for row in rows]
     notes[:0] = [several_tasks(runs), judged_otherwise(runs, labels), wrong_way(runs)]
@@ -128,6 +128,23 @@ def _never_averaged(comparable: Sequence[RunFigures], labels: dict[str, str]) ->
         f"Too short for their period, so averaged at evaluations alone: {', '.join(named)}. What the period "
         "does is not seen from that."
     )
+
+
+def _averaged(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
+    """Say which final models are means of the last epochs' models, and what the last ones score alone."""
+    named: list[str] = []
+    for row in rows:
+        mean, last = row.run.mean, row.run.evaluations[-1:]
+        if mean is None or mean.evaluation.score is None or not last or last[0].score is None:
+            continue
+        terms = terms_of([row.run])
+        named.append(
+            f"{labels[row.run.name]} (mean of {mean.num_epochs}: {terms.with_unit(mean.evaluation.score)}; "
+            f"last alone: {terms.number(last[0].score)})"
+        )
+    if not named:
+        return ""
+    return f"Final models are means of the last epochs' models (--average-epochs): {', '.join(named)}."
 
 
 def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
