@@ -212,9 +212,11 @@ class Trainer:
                     }
                 )
                 run.sync_metrics()
+                is_worse = main.is_past(main.score(last), main.score(mean))
+                advice = ", which is better: average fewer epochs, or train for longer" if is_worse else ""
                 parts.reporter.notice(
                     f"final model: the mean of the last {number} epochs, {main.with_unit(mean)}; "
-                    f"the last alone: {main.with_unit(last)}"
+                    f"the last alone: {main.with_unit(last)}{advice}"
                 )
 
     def _check_final_model(self) -> None:

@@ -330,6 +330,13 @@ def test_means_of_the_last_epochs_are_the_runs_figures_and_told_beside_the_last_
     ) in cautions
     courses = [one for one in cautions if "Past the best" in one or "till improving" in one]
     assert not any("period 4 (" in one for one in courses)
+    with path.open("a", encoding="utf-8") as file:  # as of a training that still learnt fast
+        file.write(json.dumps({**mean, "heldout_log_prob": -0.6}) + "\n")
+    sweep = read_sweep(folder)
+    found = find_answer(sweep_figures(sweep, target_of_all(sweep.runs))).cautions
+    told = f"period 4 (mean of 5: {MINUS}0.600 nats/frame; last alone: {MINUS}0.400, which is better)"
+    assert any(told in one for one in found)
+    assert not any("Past the best" in one for one in found)
 
 
 def test_runs_that_were_still_improving_are_named_in_a_sweep(tmp_path: Path) -> None:

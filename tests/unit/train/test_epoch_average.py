@@ -28,6 +28,7 @@ from speechdp.parallel.replica import Replica
 from speechdp.process.ending import Paused
 from speechdp.report.runs.folders import read_run
 from speechdp.tasks.base import Task
+from speechdp.tasks.metrics import LOG_PROB
 from speechdp.tasks.model_file import load_model
 from speechdp.train.epoch_average import EpochAverage
 from speechdp.train.evaluate import Evaluator, HeldOutScores
@@ -387,10 +388,14 @@ def test_the_end_and_the_report_have_the_figures_of_both(dataset: Dataset, tmp_p
     *_, last, mean = evaluations(tmp_path)
     figures = [line["heldout_log_prob"] for line in (mean, last)]
     assert figures[0] != figures[1]
+    # A tiny model that has just begun to learn: the mean is behind, and that is no learning by heart.
+    assert LOG_PROB.is_past(figures[1], figures[0])
     assert (
         f"final model: the mean of the last 3 epochs, {figures[0]:.3f} nats/frame; "
-        f"the last alone: {figures[1]:.3f} nats/frame"
+        f"the last alone: {figures[1]:.3f} nats/frame, which is better: "
+        "average fewer epochs, or train for longer"
     ) in said
+    assert not any("past its best" in line for line in said)
     run = read_run(tmp_path)
     assert run.problems == () and [one.epoch for one in run.evaluations] == [1, 2, 3, 4]
     assert run.evaluations[-1].score == figures[1]
