@@ -199,7 +199,7 @@ class Trainer:
                 self._refuse(f"the {main.name} of the mean of the last {number} epochs' models is {mean}")
             if parts.comm.rank == 0:
                 run = RunDirectory(self._run_dir)
-                last = run.values(main.recorded_as)[-1][1]
+                lasts = run.values(main.recorded_as)[-1:]  # none: metrics.jsonl was deleted
                 run.add_values(
                     {
                         "epoch": counters.epoch,
@@ -212,12 +212,12 @@ class Trainer:
                     }
                 )
                 run.sync_metrics()
-                is_worse = main.is_past(main.score(last), main.score(mean))
-                advice = ", which is better: average fewer epochs, or train for longer" if is_worse else ""
-                parts.reporter.notice(
-                    f"final model: the mean of the last {number} epochs, {main.with_unit(mean)}; "
-                    f"the last alone: {main.with_unit(last)}{advice}"
-                )
+                told = f"final model: the mean of the last {number} epochs, {main.with_unit(mean)}"
+                for _, last in lasts:
+                    told += f"; the last alone: {main.with_unit(last)}"
+                    if main.is_past(main.score(last), main.score(mean)):
+                        told += ", which is better: average fewer epochs, or train for longer"
+                parts.reporter.notice(told)
 
     def _check_final_model(self) -> None:
         """Refuse a final model that is none: with --max-steps it may not have been evaluated.  Collective."""

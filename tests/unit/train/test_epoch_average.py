@@ -305,6 +305,17 @@ def test_one_killed_between_its_mean_and_its_end_is_scored_once(dataset: Dataset
     assert_equal_runs(tmp_path / "whole", tmp_path / "run")
 
 
+def test_one_whose_evaluations_are_gone_ends_with_the_mean_as_well(dataset: Dataset, tmp_path: Path) -> None:
+    train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path)
+    *_, expected = evaluations(tmp_path)
+    weights = saved(tmp_path)
+    for name in ("completed.json", "model.safetensors", "metrics.jsonl"):
+        (tmp_path / name).unlink()
+    train_run(Session(dataset, ALONE, CPU), OPTIONS, tmp_path, resume=True)
+    assert evaluations(tmp_path) == [expected]
+    assert all(torch.equal(x, weights[name]) for name, x in saved(tmp_path).items())
+
+
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (1, 3)])
 def test_another_number_of_ranks_goes_on_with_the_sums(
     dataset: Dataset, tmp_path: Path, scored: list[Scored], sizes: tuple[int, int]
