@@ -130,6 +130,7 @@ SUBCOMMANDS = {
                     "realign_from",
                     "context",
                     "tied_states",
+                    "average_epochs",
                 ),
                 "it measures steps of one training",
             ),

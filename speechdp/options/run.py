@@ -47,6 +47,7 @@ _ADDED_LATER = (
     ("", "tied_states"),
     ("", "precision"),
     ("", "cuda_graphs"),
+    ("", "average_epochs"),
     ("model", "criterion"),
     ("model", "prior_scale"),
     ("model", "subsampling"),
@@ -93,6 +94,8 @@ class TrainOptions:
     off: kernels are started one by one, which takes less memory and often twice the time."""
     epochs: Annotated[int | None, shown("N", "12; 16 with --recipe adpsgd-asr")] = None
     """Passes over the training split."""
+    average_epochs: Annotated[int, shown("N")] = 1
+    """The model of the run is the mean of the models after the last N epochs; 1: the last model itself."""
     seed: Annotated[int, shown("SEED")] = 1
     """Seed for initial weights, data order and dropout."""
     initial_model: Annotated[Path | None, shown("RUN", "random weights")] = None
@@ -137,6 +140,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name, least in (
             ("epochs", 1),
+            ("average_epochs", 1),
             ("realign", 0),
             ("realign_epochs", 1),
             ("tied_states", 1),
@@ -146,6 +150,7 @@ class TrainOptions:
             value = getattr(self, name)
             if value not in (None, "auto") and value < least:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}")
+        self._check_average()
         check_seed(self.seed)
         _slow_ranks(self.slow_ranks)
         if self.batch.batch_frames and self.optimizer.base_batch is not None:
@@ -164,6 +169,20 @@ class TrainOptions:
         batch, optimizer = self._resolve(1)  # with any number of ranks: only divisibility depends on it
         optimizer.schedule()
         batch.plan(self.seed)
+
+    def _check_average(self) -> None:
+        """Refuse a mean over epochs that the training does not have.  Raises ConfigError."""
+        number = self.average_epochs
+        if number > 1 and self.max_steps:
+            raise ConfigError(
+                f"--average-epochs {number}: not with --max-steps, which may end a training before its last "
+                "epochs; leave one out"
+            )
+        if number > self.num_epochs:
+            raise ConfigError(
+                f"--average-epochs {number}: the training has {counted(self.num_epochs, 'epoch')}; "
+                "average fewer, or give more --epochs"
+            )
 
     @property
     def may_begin_from_model(self) -> bool:

@@ -29,6 +29,8 @@ TUNED_NAME = "tuned.json"
 WEIGHTS = ("acoustic_scale", "prior_scale", "insertion_log_prob", "lm_scale", "silence_probability")
 #: The trained model.
 MODEL_NAME = "model.safetensors"
+#: Key of the line of metrics.jsonl that is of the mean of so many models, not of the model of its step.
+AVERAGED_EPOCHS = "averaged_epochs"
 #: Written where a script's job has ended well, also after its training.
 SCRIPT_ENDED = "script-ended.json"
 
@@ -298,6 +300,8 @@ class RunDirectory:
             lines = [line for line in text.splitlines() if _of(line, "step") <= step]
             if epochs_done is not None:  # a paused run was evaluated within the epoch that follows
                 lines = [line for line in lines if _of(line, "epoch") < epochs_done + 1]
+                # A run that goes on comes to its end again, and to the mean that is scored there.
+                lines = [line for line in lines if not _is_of_mean(line)]
             write_text_atomically(self._metrics, "".join(f"{line}\n" for line in lines))
 
     @property
@@ -312,12 +316,13 @@ class RunDirectory:
         return any((_of(line, "step"), _of(line, "frames")) == at for line in self._evaluations())
 
     def values(self, key: str) -> list[tuple[float, float]]:
-        """Return (epochs done, value) of the evaluations that have a finite number by this key of theirs.
+        """Return (epochs done, value) of the evaluations in training with a finite number by this key.
 
         Raises:
             RunError: disk.
         """
-        pairs = [(_of(line, "epoch"), _of(line, key)) for line in self._evaluations()]
+        lines = [line for line in self._evaluations() if not _is_of_mean(line)]
+        pairs = [(_of(line, "epoch"), _of(line, key)) for line in lines]
         return [pair for pair in pairs if all(map(math.isfinite, pair))]
 
     def _evaluations(self) -> list[str]:
@@ -374,6 +379,11 @@ def _of(line: str, name: str) -> float:
         return float(parse_json(line)[name])
     except (ValueError, KeyError, TypeError):
         return float("inf")  # torn by a crash
+
+
+def _is_of_mean(line: str) -> bool:
+    """Return whether a line of metrics.jsonl is of the mean of several epochs' models."""
+    return _of(line, AVERAGED_EPOCHS) < math.inf
 
 
 def _now() -> str:

@@ -38,6 +38,7 @@ from speechdp.parallel.strategy import Strategy
 from speechdp.process.notices import add_notice
 from speechdp.tasks.base import Task
 from speechdp.timing.timeline import Timeline
+from speechdp.train.epoch_average import EpochAverage
 from speechdp.train.evaluate import Evaluator
 from speechdp.train.models import load_initial_weights, make_model
 from speechdp.train.scalars import Scalars
@@ -291,6 +292,7 @@ def build_trainer(
         comm=comm,
         device=session.device,
         reporter=session.reporter,
+        average=EpochAverage(options.average_epochs, options.num_epochs, comm),
         on_metrics=_metrics_writer(session, task, run_dir, stack) if comm.rank == 0 else lambda metrics: None,
         slowness=options.slowness(comm.rank),
         pulse=pulse,

@@ -43,7 +43,7 @@ def measure_epoch(
     if frames == 0:
         why = "" if parts.task.transcripts is None else ": no utterance fits its transcript"
         raise RunError(f"no frame of the training split was learnt{why}; choose another with --train-split")
-    held_out, distance = _evaluate(parts)
+    held_out, distance = _evaluate(parts, epochs_done)
     return Metrics(
         epoch=epochs_done,
         step=at.counters.step,
@@ -74,7 +74,7 @@ def settle_final_model(parts: TrainingParts) -> None:
         parts.reporter.notice(f"final model: {best} of {len(candidates)} combinations (0: none)")
 
 
-def _evaluate(parts: TrainingParts) -> tuple[HeldOutScores, float]:
+def _evaluate(parts: TrainingParts, epochs_done: float) -> tuple[HeldOutScores, float]:
     """Score the model the strategy shows; return the farthest replica's distance too.  Collective."""
     values = parts.replica.parameters.values
     own = None if parts.strategy.traits.replicas_equal else values.clone()
@@ -83,6 +83,7 @@ def _evaluate(parts: TrainingParts) -> tuple[HeldOutScores, float]:
         distance = torch.zeros(1, dtype=torch.float64) if own is None else relative_distance(own, values)
         held_out = parts.evaluator.evaluate(parts.model, parts.task)
         parts.replica.bind_parameters()
+        parts.average.note(epochs_done, parts.replica, parts.model)
     if own is not None:
         parts.comm.allreduce(distance, name="replica_distance", op=ReduceOp.MAX)
     return held_out, distance.item()

@@ -296,7 +296,10 @@ def _make_round(
     if made is not None:
         share: float | None = made.get("changed_share")
         return share
-    round_options = dataclasses.replace(options.on_alignments(previous), epochs=made_by["epochs"])
+    # It is only to align: the mean is of the training proper.
+    round_options = dataclasses.replace(
+        options.on_alignments(previous), epochs=made_by["epochs"], average_epochs=1
+    )
     if number == 1:
         round_options = dataclasses.replace(round_options, model=options.first_round_model())
     elif _was_begun_by_earlier_version(session, round_dir):

@@ -18,7 +18,7 @@ from speechdp.data.loading.loader import Step, StepLoader
 from speechdp.data.plan.assignment import Meeting, MeetingKind, Position
 from speechdp.errors import ConfigError, DivergedError
 from speechdp.options.run import TrainOptions
-from speechdp.parallel.run_files import RunDirectory
+from speechdp.parallel.run_files import AVERAGED_EPOCHS, RunDirectory
 from speechdp.parallel.stop import StopAgreement
 from speechdp.parallel.strategy import Progress
 from speechdp.parallel.training_step import DivergenceWatch, TrainingStep
@@ -98,6 +98,7 @@ class Trainer:
         parts.pulse.beat("the end of training")
         parts.strategy.finish()
         settle_final_model(parts)
+        self._average_epochs()
         parts.strategy.close()
         self.flush()
         self._check_final_model()
@@ -179,6 +180,44 @@ class Trainer:
         self.parts.strategy.pause()
         function()
         self.parts.strategy.resume()
+
+    def _average_epochs(self) -> None:
+        """Let the mean of the last epochs' models, where one is asked for, be the final model; score it.
+
+        Collective.  Raises RunError: its score is not finite, or the disk refuses.
+        """
+        parts, counters = self.parts, self.counters
+        number = parts.average.conclude(parts.replica, parts.model)
+        if number == 1:
+            return
+        with parts.timeline.event(Span.EVAL):
+            held_out = parts.evaluator.evaluate(parts.model, parts.task)
+            parts.replica.bind_parameters()
+            main = parts.task.metrics[0]
+            mean = held_out.values[main.key]
+            if not math.isfinite(mean):
+                self._refuse(f"the {main.name} of the mean of the last {number} epochs' models is {mean}")
+            if parts.comm.rank == 0:
+                run = RunDirectory(self._run_dir)
+                lasts = run.values(main.recorded_as)[-1:]  # none: metrics.jsonl was deleted
+                run.add_values(
+                    {
+                        "epoch": counters.epoch,
+                        "step": counters.step,
+                        "frames": counters.frames,
+                        "time_s": parts.timeline.training_time_s,
+                        AVERAGED_EPOCHS: number,
+                        **{f"heldout_{key}": value for key, value in held_out.values.items()},
+                        "heldout_frames": held_out.num_frames,
+                    }
+                )
+                run.sync_metrics()
+                told = f"final model: the mean of the last {number} epochs, {main.with_unit(mean)}"
+                for _, last in lasts:
+                    told += f"; the last alone: {main.with_unit(last)}"
+                    if main.is_past(main.score(last), main.score(mean)):
+                        told += ", which is better: average fewer epochs, or train for longer"
+                parts.reporter.notice(told)
 
     def _check_final_model(self) -> None:
         """Refuse a final model that is none: with --max-steps it may not have been evaluated.  Collective."""

@@ -23,6 +23,7 @@ from speechdp.parallel.strategy import Strategy
 from speechdp.parallel.untrained import load_untrained, untrained_tensors
 from speechdp.tasks.base import Task
 from speechdp.timing.timeline import Timeline
+from speechdp.train.epoch_average import EpochAverage
 from speechdp.train.evaluate import Evaluator
 from speechdp.train.progress import Reporter
 from speechdp.watchdog.progress_beats import Pulse
@@ -72,6 +73,8 @@ class TrainingParts:
     reporter: Reporter
     on_metrics: Callable[[Metrics], None]
     """Called on rank 0 after each evaluation."""
+    average: EpochAverage
+    """Of the models after the last epochs."""
     slowness: float = 1.0
     """Times as long as it takes that this rank pretends to compute."""
     pulse: Pulse = field(default_factory=Pulse)
@@ -99,7 +102,13 @@ class Standing:
 def collect_state(parts: TrainingParts, at: Standing) -> RankState:
     """Return everything this rank needs to continue."""
     strategy = split_state("strategy", parts.strategy.state_dict())
-    tensors = {**strategy.tensors, "random.cpu": torch.get_rng_state(), "epoch_loss": at.epoch_loss}
+    average = parts.average.state()
+    tensors = {
+        **strategy.tensors,
+        **average.tensors,
+        "random.cpu": torch.get_rng_state(),
+        "epoch_loss": at.epoch_loss,
+    }
     if parts.device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state(parts.device)
     # Equal replicas are saved once, not once a rank.
@@ -113,6 +122,7 @@ def collect_state(parts: TrainingParts, at: Standing) -> RankState:
         "strategy": strategy.values,
         "device": parts.device.type,
         "dealing": at.dealing,
+        **average.values,
     }
     if parts.replica.scaler is not None:
         values["loss_scale"] = parts.replica.scaler.state_dict()
@@ -150,6 +160,7 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
         parts.replica.scaler.load_state_dict(state.values["loss_scale"])
     # After what a strategy may keep in step: parameters, optimizer, loss scale.
     parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
+    parts.average.load(state)
     epoch_loss = tensors["epoch_loss"].to(parts.device)
     if len(epoch_loss) == 2:  # of an earlier version, which counted one kind of frames
         epoch_loss = torch.cat([epoch_loss, epoch_loss[1:]])

@@ -114,6 +114,7 @@ class OwnTraining(ComparedTraining):
             own = dataclasses.replace(
                 request.options_of(SEQUENTIAL, plan.seeds[0]),
                 epochs=1,
+                average_epochs=1,
                 realign_epochs=(options.realign_epochs or options.num_epochs) if options.realign else None,
             )
             self._say("alignment: started")

@@ -180,7 +180,7 @@ def stretched(options: TrainOptions, epochs: int) -> TrainOptions:
     """Return options for another number of epochs with the learning rate's course stretched to it.
 
     Warm-up and annealing begin and end at the same shares of the training, at the same learning rates; what
-    was not given follows the epochs by itself.
+    was not given follows the epochs by itself.  Of fewer epochs than `average_epochs` the mean is of all.
     """
     factor = epochs / options.num_epochs
     given = options.optimizer
@@ -191,4 +191,5 @@ def stretched(options: TrainOptions, epochs: int) -> TrainOptions:
         anneal_from=anneal_from if anneal_from is None or anneal_from < 0 else round(anneal_from * factor),
         anneal_factor=given.anneal_factor ** (1 / factor),
     )
-    return dataclasses.replace(options, optimizer=optimizer, epochs=epochs)
+    average = min(options.average_epochs, epochs)
+    return dataclasses.replace(options, optimizer=optimizer, epochs=epochs, average_epochs=average)

@@ -221,6 +221,7 @@ def _train_one_rank(
                 options.resolve(session.comm.size),
                 strategy=SEQUENTIAL,
                 max_steps=plan.one_rank_steps,
+                average_epochs=1,
             )
             try:
                 message = failure_of(

@@ -60,7 +60,8 @@ class Part:
             shared: what all runs of the search share.
         """
         own = shared.with_setting(StrategyChoice(self.strategy), self.batch_size)
-        return dataclasses.replace(own, seed=self.seed, max_steps=self.max_steps)
+        average = 1 if self.max_steps else own.average_epochs
+        return dataclasses.replace(own, seed=self.seed, max_steps=self.max_steps, average_epochs=average)
 
 
 @dataclass(frozen=True)

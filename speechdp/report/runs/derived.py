@@ -56,7 +56,8 @@ class RunFigures:
     """One row of the report; None stands for what the run did not record.
 
     Attributes:
-        score, best_score: of held-out data at the end, and the highest of all (`Evaluation.score`).
+        score, best_score: of held-out data, of the final model, and the highest of all that were evaluated in
+            training (`Evaluation.score`).
         values: the task's metrics at the end by their keys, as they are recorded.
         wer_over_lowest: its word error rate less the lowest of those it is compared with.
         raced: how fast its setting was in a race; then speedup and efficiency are by the race, too.
@@ -241,7 +242,7 @@ def run_figures(run: RunResult, baseline: RunTiming | None, target: float | None
     rate = frames_per_s(timing) if timing else None
     one_rank_rate = frames_per_s(baseline) if baseline else None
     speedup = rate / one_rank_rate if rate is not None and one_rank_rate else None
-    last = run.evaluations[-1] if run.evaluations else None
+    last = run.final
     return RunFigures(
         run=run,
         frames_per_s=rate,

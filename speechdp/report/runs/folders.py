@@ -17,7 +17,14 @@ from speechdp.files import cannot_be_read, why_no_folder
 from speechdp.json_input import other_version, parse_json
 from speechdp.jsonl import read_lines
 from speechdp.ownership.overwrite import COMPARISON, PROFILE, SWEEP, TUNE
-from speechdp.parallel.run_files import RUN_VERSION, SCRIPT_ENDED, TUNED_NAME, WEIGHTS, RunDirectory
+from speechdp.parallel.run_files import (
+    AVERAGED_EPOCHS,
+    RUN_VERSION,
+    SCRIPT_ENDED,
+    TUNED_NAME,
+    WEIGHTS,
+    RunDirectory,
+)
 from speechdp.report.runs.periods import read_periods
 from speechdp.report.runs.records import (
     RECORD_VERSION,
@@ -28,7 +35,16 @@ from speechdp.report.runs.records import (
     read_object,
     words,
 )
-from speechdp.report.runs.results import SCRIPT, TRAINER, Estimate, Evaluation, RunResult, Sweep, WordErrors
+from speechdp.report.runs.results import (
+    SCRIPT,
+    TRAINER,
+    Estimate,
+    Evaluation,
+    MeanModel,
+    RunResult,
+    Sweep,
+    WordErrors,
+)
 from speechdp.report.runs.samples import read_samples
 from speechdp.report.runs.script_metric import (
     has_logged,
@@ -201,12 +217,13 @@ def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinish
     word_errors = _find_word_errors(run_dir, split, problems)
     spoken = read_spoken(run_dir, problems)
     periods = read_periods(run_dir, problems)
+    mean = None if of_script else _mean_model(records, task)
     if not completed:
         advice = "" if of_script else "; continue it with --resume"
         problems.append(f"completed.json: missing, so the run did not finish{advice}")
     return RunResult(
         name, run_dir, settings, evaluations, timing, word_errors, completed, True, tuple(problems),
-        spoken=spoken, script_task=task if of_script else None, periods=periods,
+        spoken=spoken, script_task=task if of_script else None, periods=periods, mean=mean,
     )  # fmt: skip
 
 
@@ -260,9 +277,21 @@ def _evaluations(
     """Return the evaluations by step; of a script, the lines that have its metric."""
     if of_script:
         records = [record for record in records if has_logged(record, task.metrics[0].key)]
+    else:
+        records = [record for record in records if not _is_of_mean(record)]
     # A resumed run repeats the evaluations after its checkpoint: the last of a step counts.
     by_step = {record["step"]: _evaluation(record, task) for record in records}
     return tuple(by_step[step] for step in sorted(by_step))
+
+
+def _is_of_mean(record: dict[str, Any]) -> bool:
+    return isinstance(record.get(AVERAGED_EPOCHS), int)
+
+
+def _mean_model(records: list[dict[str, Any]], task: TaskRecord) -> MeanModel | None:
+    """Return the mean of the last epochs' models that a run has ended with; None: it ended with the last."""
+    found = [record for record in records if _is_of_mean(record)]
+    return MeanModel(found[-1][AVERAGED_EPOCHS], _evaluation(found[-1], task)) if found else None
 
 
 def _evaluation(record: dict[str, Any], task: TaskRecord) -> Evaluation:

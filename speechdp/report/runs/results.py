@@ -210,6 +210,14 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class MeanModel:
+    """The mean of the models after the last `num_epochs` epochs, and its evaluation."""
+
+    num_epochs: int
+    evaluation: Evaluation
+
+
+@dataclass(frozen=True)
 class PeriodChange:
     """An averaging period that was in force once `step` steps were done, until the next change."""
 
@@ -356,6 +364,7 @@ class RunResult:
         spoken: measures of its synthetic speech; None where nothing was measured.
         script_task: of a user's script: what stands for its task; None: it is in the settings.
         periods: what was in force when, of a strategy that changes its averaging period.
+        mean: of its last epochs' models, where that is its model (--average-epochs).
     """
 
     name: str
@@ -371,6 +380,14 @@ class RunResult:
     spoken: Spoken | None = None
     script_task: TaskRecord | None = None
     periods: tuple[PeriodChange, ...] = ()
+    mean: MeanModel | None = None
+
+    @property
+    def final(self) -> Evaluation | None:
+        """The evaluation of the model that it has left; None: it was not evaluated."""
+        if self.mean is not None:
+            return self.mean.evaluation
+        return self.evaluations[-1] if self.evaluations else None
 
     @property
     def kind(self) -> RunKind:

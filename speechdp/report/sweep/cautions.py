@@ -29,7 +29,7 @@ def find_cautions(
     ]
     notes += [_sizes(comparable, labels), _unequal(comparable)]
     notes.append(_never_averaged(comparable, labels))
-    notes += [_improving(comparable, labels), _past_best(comparable, labels)]
+    notes += [_averaged(rows, labels), _improving(comparable, labels), _past_best(comparable, labels)]
     notes.append(_one_training_each(comparable))
     runs = [row.run for row in rows]
     notes[:0] = [several_tasks(runs), judged_otherwise(runs, labels), wrong_way(runs)]
@@ -130,6 +130,24 @@ def _never_averaged(comparable: Sequence[RunFigures], labels: dict[str, str]) ->
     )
 
 
+def _averaged(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
+    """Say which final models are means of the last epochs' models, and what the last ones score alone."""
+    named: list[str] = []
+    for row in rows:
+        mean, last = row.run.mean, row.run.evaluations[-1:]
+        if mean is None or mean.evaluation.score is None or not last or last[0].score is None:
+            continue
+        terms = terms_of([row.run])
+        is_worse = row.run.metric.is_past(last[0].score, mean.evaluation.score)
+        named.append(
+            f"{labels[row.run.name]} (mean of {mean.num_epochs}: {terms.with_unit(mean.evaluation.score)}; "
+            f"last alone: {terms.number(last[0].score)}{', which is better' if is_worse else ''})"
+        )
+    if not named:
+        return ""
+    return f"Final models are means of the last epochs' models (--average-epochs): {', '.join(named)}."
+
+
 def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     """Name the runs that training had not finished with; a single run is compared with nothing."""
     named: list[str] = []
@@ -151,13 +169,15 @@ def _past_best(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     named: list[str] = []
     for row in comparable:
         terms = terms_of([row.run])
-        if row.best_score is None or row.score is None:
+        # Of training, whatever the mean of its last models is like.
+        last = row.run.evaluations[-1].score if row.run.evaluations else None
+        if row.best_score is None or last is None:
             continue
-        if not row.run.metric.is_past(row.best_score, row.score):
+        if not row.run.metric.is_past(row.best_score, last):
             continue
         best = next(each for each in row.run.evaluations if each.score == row.best_score)
         when = f"step {best.step}" if best.epoch is None else f"epoch {epoch_text(best.epoch)}"
-        told = f"{terms.with_unit(row.best_score)} after {when}, {terms.number(row.score)} at the end"
+        told = f"{terms.with_unit(row.best_score)} after {when}, {terms.number(last)} at the end"
         named.append(f"{labels[row.run.name]} ({told})")
     if not named:
         return ""

@@ -39,6 +39,7 @@ class NeverStarts:
         ({"context": "left"}, []),
         ({"realign": 2, "epochs": 5}, ["--realign-epochs=5"]),
         ({"realign": 2, "realign_epochs": 3}, ["--realign-epochs=3"]),
+        ({"flat_start": True, "epochs": 3, "average_epochs": 2}, []),
     ],
 )
 def test_only_rounds_of_alignment_are_told_their_epochs(
@@ -49,6 +50,7 @@ def test_only_rounds_of_alignment_are_told_their_epochs(
     with pytest.raises(RunError, match="the alignment failed: did not start"):
         OwnTraining(request, starter, lambda text: None).begin()  # type: ignore[arg-type]
     assert [word for word in starter.commands[0] if word.startswith("--realign-epochs")] == rounds
+    assert not any(word.startswith("--average-epochs") for word in starter.commands[0])
 
 
 def test_graphs_that_decoding_keeps_are_removed(tmp_path: Path) -> None:

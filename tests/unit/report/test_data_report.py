@@ -305,6 +305,40 @@ def test_runs_that_are_past_their_best_are_named_and_one_alone_too(tmp_path: Pat
     assert "Past the best" not in " ".join(_answer(tmp_path / "3", rested).cautions)
 
 
+def test_means_of_the_last_epochs_are_the_runs_figures_and_told_beside_the_last_models(
+    tmp_path: Path,
+) -> None:
+    runs = [MadeUpRun("a", period="4", last_gain=-0.005), MadeUpRun("b", period="16")]
+    folder = write_sweep(tmp_path / "sweep", runs)
+    path = folder / "a" / "metrics.jsonl"
+    last = json.loads(path.read_text(encoding="utf-8").splitlines()[-1])
+    mean = {**last, "averaged_epochs": 5, "heldout_log_prob": -0.2}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(mean) + "\n")
+    sweep = read_sweep(folder)
+    rows = sweep_figures(sweep, target_of_all(sweep.runs))
+    averaged, other = rows
+    assert averaged.score == -0.2 and averaged.values["log_prob"] == -0.2 and other.score == -0.4
+    # What training reached, and when, is without the mean.
+    assert averaged.best_score == pytest.approx(-0.395)
+    assert [one.score for one in averaged.run.evaluations][-1] == -0.4
+    assert averaged.frames_trained == last["frames"] and averaged.training_time_s == last["time_s"]
+    cautions = find_answer(rows).cautions
+    assert (
+        "Final models are means of the last epochs' models (--average-epochs): "
+        f"period 4 (mean of 5: {MINUS}0.200 nats/frame; last alone: {MINUS}0.400)."
+    ) in cautions
+    courses = [one for one in cautions if "Past the best" in one or "till improving" in one]
+    assert not any("period 4 (" in one for one in courses)
+    with path.open("a", encoding="utf-8") as file:  # as of a training that still learnt fast
+        file.write(json.dumps({**mean, "heldout_log_prob": -0.6}) + "\n")
+    sweep = read_sweep(folder)
+    found = find_answer(sweep_figures(sweep, target_of_all(sweep.runs))).cautions
+    told = f"period 4 (mean of 5: {MINUS}0.600 nats/frame; last alone: {MINUS}0.400, which is better)"
+    assert any(told in one for one in found)
+    assert not any("Past the best" in one for one in found)
+
+
 def test_runs_that_were_still_improving_are_named_in_a_sweep(tmp_path: Path) -> None:
     risen = MadeUpRun("a", period="4", last_gain=0.0041)
     rested = MadeUpRun("b", period="16", last_gain=0.0039)

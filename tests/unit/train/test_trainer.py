@@ -409,6 +409,7 @@ def test_a_run_is_resumed_that_was_begun_before_there_were_options_for_alignment
             "tied_states",
             "precision",
             "cuda_graphs",
+            "average_epochs",
         )
         for name in added:
             del options[name]
