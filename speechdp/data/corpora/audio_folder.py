@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -14,6 +15,7 @@ from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, Corpus, CorpusUtteranc
 from speechdp.data.corpora.kaldi_dir import PLAIN_RULES, ReadingRules, left_out, read_table
 from speechdp.errors import ConfigError
 from speechdp.files import why_no_folder
+from speechdp.json_input import parse_json
 from speechdp.labels.lexicon import digit_words
 from speechdp.labels.text_normalise import plain_transcript
 
@@ -29,6 +31,8 @@ _AUDIO_SUFFIXES = frozenset(
 _OTHER_SUFFIXES = frozenset({".m4a", ".aac", ".amr", ".webm", ".wma", ".mka", ".3gp", ".wv", ".ape"})
 # Lists of checksums (FSDD has a SHA256SUMS.wav) and the hidden files some systems put beside each file.
 _NO_AUDIO = re.compile(r"\.|(md5|sha[0-9]+)sums?\b", re.IGNORECASE)
+#: What prepared data and runs have, with their format in it.
+_RECORDS = frozenset({"data.json", "run.json"})
 _TRANSCRIPTS = ".trans.txt"
 #: Of lists of transcripts in forms that are not read.
 _TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
@@ -117,15 +121,30 @@ def without_converted(files: Iterable[Path]) -> list[Path]:
 
 
 def _files_below(source: Path) -> Iterator[Path]:
-    """Yield all files below a folder, through links to folders, each folder once: links may make circles."""
+    """Yield all files below a folder, through links to folders, each folder once: links may make circles.
+
+    Without those of hidden folders, and of prepared data and runs that somebody keeps in the corpus: their
+    recordings are the corpus' own once more, or synthetic.
+    """
     seen: set[str] = set()
     for folder, below, names in os.walk(source, followlinks=True):
         real = os.path.realpath(folder)
-        if real in seen:
+        if real in seen or (Path(folder) != source and _is_made_here(Path(folder), names)):
             below.clear()
             continue
         seen.add(real)
+        below[:] = [name for name in below if not name.startswith(".")]
         yield from (Path(folder) / name for name in names)
+
+
+def _is_made_here(folder: Path, names: list[str]) -> bool:
+    """Return whether a folder with files of these names is a data directory or a run."""
+    for record in _RECORDS.intersection(names):
+        with contextlib.suppress(OSError, ValueError):
+            content = parse_json((folder / record).read_bytes())
+            if isinstance(content, dict) and str(content.get("format")).startswith("speechdp-"):
+                return True
+    return False
 
 
 def _by_pattern(source: Path, files: list[Path], pattern: str) -> Corpus:

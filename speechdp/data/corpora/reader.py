@@ -72,7 +72,7 @@ def corpus(name: str) -> Callable[[_Class], _Class]:
             file: str = "corpus.csv"
 
             def read(self, source):
-                for row in csv.DictReader((source / self.file).open()):
+                for row in csv.DictReader((source / self.file).open(encoding="utf-8")):
                     yield CorpusUtterance(row["id"], row["speaker"], row["text"], Path(row["audio"]))
     """
 

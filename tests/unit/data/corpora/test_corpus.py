@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,9 @@ from speechdp.data.corpora.audio_folder import read_audio_folder
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
 from speechdp.data.corpora.kaldi_dir import ReadingRules, read_kaldi_dir
 from speechdp.data.corpora.reader import read_corpus
+from speechdp.data.shards.dataset import DATA_FORMAT, MANIFEST_NAME
 from speechdp.errors import ConfigError
+from speechdp.parallel.run_files import RUN_FORMAT
 from tests.helpers.corpora import digit_folder, kaldi_folder, shared_data, write_tone
 
 
@@ -322,6 +325,22 @@ def test_lists_of_checksums_and_hidden_files_are_no_audio(tmp_path: Path) -> Non
     (tmp_path / "SHA256SUMS.wav").write_text("0123 0_ann_0.wav\n")
     (tmp_path / "recordings" / "._0_ann_0.wav").write_bytes(b"")
     assert len(read_audio_folder(tmp_path).utterances) == 4
+
+
+@pytest.mark.parametrize(("record", "form"), [(MANIFEST_NAME, DATA_FORMAT), ("run.json", RUN_FORMAT)])
+def test_prepared_data_and_runs_inside_a_corpus_are_no_part_of_it(
+    tmp_path: Path, record: str, form: str
+) -> None:
+    digit_folder(tmp_path, num_indices=1)
+    made = tmp_path / "below" / "made"
+    digit_folder(made / "recordings", num_indices=1)
+    digit_folder(tmp_path / ".made.partial" / "recordings", num_indices=1)  # prepare was killed
+    for content in ('{"format": "another"}', "[1]", "{", None):
+        (made / record).unlink() if content is None else (made / record).write_text(content)
+        assert len(read_audio_folder(tmp_path).utterances) == 8, content
+    (made / record).write_text(json.dumps({"format": form, "version": 1}))
+    assert len(read_audio_folder(tmp_path).utterances) == 4
+    assert len(read_audio_folder(made).utterances) == 4  # named itself
 
 
 def test_a_stray_file_among_labelled_ones_is_named(tmp_path: Path) -> None:
