@@ -18,7 +18,7 @@ from markupsafe import Markup, escape
 from rich.console import RenderableType
 
 from speechdp.errors import RunError, printable
-from speechdp.files import cannot_be_written
+from speechdp.files import atomic_path, cannot_be_written
 from speechdp.report.kit import theme
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.canvas import Canvas, dashes
@@ -65,7 +65,7 @@ def writing_into(folder: Path) -> Iterator[None]:
 def write_files(
     folder: Path, name: str, page: str, csv: str, pictures: Mapping[str, DrawPicture]
 ) -> tuple[Path, Path, Path | None]:
-    """Write FOLDER/NAME.html, NAME.csv and a PNG for each picture.
+    """Write FOLDER/NAME.html, NAME.csv and a PNG for each picture, each whole or as it was before.
 
     Returns:
         The paths of page, CSV and the first picture that showed something.
@@ -75,11 +75,16 @@ def write_files(
     """
     html_path, csv_path = folder / f"{name}.html", folder / f"{name}.csv"
     with writing_into(folder):
-        csv_path.write_text(csv, encoding="utf-8", errors=_NOT_UTF_8)
+        _write(csv_path, csv)
         paths = {folder / f"{picture}.png": draw for picture, draw in pictures.items()}
         drawn = [path for path, draw in paths.items() if draw(path)]
-        html_path.write_text(page, encoding="utf-8", errors=_NOT_UTF_8)
+        _write(html_path, page)
     return html_path, csv_path, drawn[0] if drawn else None
+
+
+def _write(path: Path, text: str) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors=_NOT_UTF_8)
 
 
 def render_page(template: str, title: str, answer: Answer, rule: str = "", **values: Any) -> str:

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 
+from speechdp.files import atomic_path
 from speechdp.report.kit.canvas import Canvas, legend_lines
 from speechdp.report.kit.theme import with_variables
 
@@ -106,7 +107,8 @@ def write_png(
                 caption, x=0.01, ha="left", fontsize="small", color=canvas.theme.muted, wrap=True
             )
         if any(drawn):
-            figure.savefig(path, format="png", dpi=120)
+            with atomic_path(path) as temporary:
+                figure.savefig(temporary, format="png", dpi=120)
     return any(drawn)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from speechdp.experiments.profile.derived import waiting_s
 from speechdp.experiments.profile.measured import RankRecord, StepRecord
 from speechdp.experiments.profile.record import ProfileJob
+from speechdp.files import write_text_atomically
 from speechdp.report.kit.utilisation import CPU_AXIS, GPU_AXIS
 from speechdp.report.profile.palette import WAITING
 from speechdp.report.profile.usage import memory_of, on_gpus, utilisation_of
@@ -42,7 +43,7 @@ def write_trace(path: Path, job: ProfileJob) -> None:
         "displayTimeUnit": "ms",
         "otherData": {"job": job.name, "written_by": "speechdp profile"},
     }
-    path.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+    write_text_atomically(path, json.dumps(content, allow_nan=False))
 
 
 def _names(job: ProfileJob, record: RankRecord) -> Iterator[Event]:

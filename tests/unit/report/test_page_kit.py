@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 import re
+import resource
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from matplotlib.axes import Axes
 
+from speechdp.errors import RunError
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.canvas import Canvas, named_canvas, style_axes
-from speechdp.report.kit.pages import render_page
-from speechdp.report.kit.svg import Panel, panel_svgs
+from speechdp.report.kit.pages import render_page, write_files
+from speechdp.report.kit.svg import Panel, panel_svgs, write_png
 from speechdp.report.kit.tables import Column, RowHead, ShownTable
 from speechdp.report.kit.theme import PAGE, RUN_COLOURS, RUN_COLOURS_DARK
 
@@ -77,6 +81,41 @@ def test_every_text_of_a_plot_follows_the_page() -> None:
     texts = re.findall(r"<text style=\"([^\"]*)\"[^>]*>([^<]+)", svg)
     assert {"across", "up", "title (unit)"} <= {text for _, text in texts}
     assert [text for style, text in texts if "fill: var(--" not in style] == []
+
+
+@pytest.mark.parametrize("large", ["page", "csv", "picture"])
+def test_what_cannot_be_written_anew_stays_as_it_was(tmp_path: Path, large: str) -> None:
+    """A full disk must not take the report that is there; here files may not become larger than 200 bytes."""
+
+    def draw(ax: Axes, canvas: Canvas) -> bool:
+        ax.plot([0, 1], [0, 1])
+        return True
+
+    def write(page: str, csv: str, **pictures: Panel) -> None:
+        canvas = named_canvas(["a"], PAGE)
+        drawn = {name: partial(write_png, lines=[[panel]], canvas=canvas) for name, panel in pictures.items()}
+        write_files(tmp_path, "report", page, csv, drawn)
+
+    def files() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    picture = Panel("one", "", (4, 3), draw)
+    write("page", "a,b", one=picture)
+    before = files()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+    try:
+        with pytest.raises(RunError, match="cannot be written"):
+            write(
+                "p" * (1000 if large == "page" else 4),
+                "c" * (1000 if large == "csv" else 3),
+                **({"one": picture} if large == "picture" else {}),
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    unwritten = {"page": "report.html", "csv": "report.csv", "picture": "one.png"}[large]
+    assert files().keys() == before.keys()
+    assert files()[unwritten] == before[unwritten]
 
 
 def page_of(sentence: str, text: str) -> str:
