@@ -28,6 +28,10 @@ class Source:
     path: Path
     split: str | None = None
 
+    def __str__(self) -> str:
+        """Return it as it stands on the command line."""
+        return str(self.path) if self.split is None else f"--{self.split} {self.path}"
+
 
 def joined(parts: Sequence[tuple[Source, Corpus]]) -> Corpus:
     """Return the utterances of all sources as one corpus.
@@ -97,18 +101,18 @@ def _without_held_out(parts: Sequence[tuple[Source, Corpus]]) -> list[tuple[Sour
     }
 
     def left_of(source: Source, corpus: Corpus) -> Corpus:
-        gone = [u for u in corpus.utterances if place.of(u.audio) in held_out]
+        gone = Counter(filter(None, (held_out.get(place.of(u.audio)) for u in corpus.utterances)))
         if source.split is not None or not gone:
             return corpus
-        there = held_out[place.of(gone[0].audio)]
-        if len(gone) == len(corpus.utterances):
-            raise ConfigError(
-                f"{source.path}: all of its utterances are in --{there.split} {there.path}, too; give others "
-                "to train on"
-            )
-        said = said_of(len(gone), "utterance", f"are also in {there.path}, and used for {there.split} only")
+        if gone.total() == len(corpus.utterances):
+            there = " and ".join(map(str, gone))
+            raise ConfigError(f"{source}: all of its utterances are in {there}, too; give others to train on")
+        said = (
+            said_of(number, "utterance", f"are also in {each.path}, and used for {each.split} only")
+            for each, number in gone.items()
+        )
         stay = tuple(u for u in corpus.utterances if place.of(u.audio) not in held_out)
-        return replace(corpus, utterances=stay, notices=(*corpus.notices, said))
+        return replace(corpus, utterances=stay, notices=(*corpus.notices, *said))
 
     return [(source, left_of(source, corpus)) for source, corpus in parts]
 
@@ -121,20 +125,21 @@ def _refuse_twice(parts: Sequence[tuple[Source, Corpus]]) -> None:
             earlier = first.setdefault(place.of(utterance.audio), source)
             if earlier is not source:
                 raise ConfigError(
-                    f"{utterance.audio}: is read from {earlier.path} and from {source.path}; give sources "
+                    f"{utterance.audio}: is read from {earlier} and from {source}; give sources "
                     "that have no audio in common"
                 )
 
 
 class _Places:
-    """Where audio lies, by whatever path it is reached; links are followed for folders only, once each."""
+    """Where audio lies, by whatever path or link it is reached; links of folders are followed once each."""
 
     def __init__(self) -> None:
         self._folders: dict[str, str] = {}
 
     def of(self, audio: AudioSource) -> tuple[object, ...]:
         """Return what is equal for the same stretch of the same file."""
-        folder, name = os.path.split(file_of(audio))
+        file = file_of(audio)
+        folder, name = os.path.split(os.path.realpath(file) if file.is_symlink() else file)
         if folder not in self._folders:
             self._folders[folder] = os.path.realpath(folder)
         part = (audio.start_s, audio.end_s, audio.channel) if isinstance(audio, AudioPart) else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,24 @@ def test_remedies_leave_alone_what_is_given() -> None:
     with pytest.raises(ConfigError, match=r"^a: .*\(of 2\); give a larger share, e.g. --split ") as refused:
         _divided(corpus, "random:dev=0.0001")
     assert _divided(corpus, str(refused.value).rsplit(" ", 1)[1]).keys() == {"train", "dev", "test"}
+    with pytest.raises(
+        ConfigError, match=r"falls into train .*; choose another --split, e.g. random:dev=0.2$"
+    ):
+        _divided(corpus, "speaker:dev=x")
+    none = replace(corpus, utterances=corpus.utterances[:2])
+    with pytest.raises(ConfigError, match=r"falls into train .*; name one of its speakers in --speakers$"):
+        _divided(none)
+    of_dev = joined([_part("a", "x"), _part("d", "d", "dev")])
+    with pytest.raises(
+        ConfigError, match=r"falls into train .*; leave --held-out-speaker out, as nobody else"
+    ):
+        _divided(of_dev, None, "x")
+
+
+def test_a_share_of_nothing_fills_no_split() -> None:
+    corpus = joined([_part("a", "vwxyz"), _part("t", "t", "test")])
+    for spec in ("speakers:dev=0.2,test=0", "random:dev=0.9,test=0"):
+        assert _divided(corpus, spec)["test"] == "t0 t1"
 
 
 def test_what_is_also_in_a_test_source_is_not_trained_on(tmp_path: Path) -> None:
@@ -108,6 +127,35 @@ def test_what_is_also_in_a_test_source_is_not_trained_on(tmp_path: Path) -> None
     assert f"{tmp_path / 'link'}: 4 utterances are also in {part}, and used for test only" in prepared.notices
 
 
+def test_what_dev_and_test_take_is_told_of_each(tmp_path: Path) -> None:
+    whole = digit_folder(tmp_path / "corpus", ("ann", "bob"), 2)
+    dev, test = digit_folder(whole / "dev", ("eve",), 1), digit_folder(whole / "test", ("zoe",), 3)
+    prepared = _prepared((whole, tmp_path / "data"), dev=(dev,), test=(test,))
+    told = [notice.removeprefix(f"{whole}: ") for notice in prepared.notices if "are also in" in notice]
+    assert told == [
+        f"2 utterances are also in {dev}, and used for dev only",
+        f"6 utterances are also in {test}, and used for test only",
+    ]
+
+
+def test_nothing_is_left_where_dev_and_test_take_all() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^a: all of its utterances are in --dev a and --test a, too; give"
+    ):
+        joined([_part("a", "xy"), _part("a", "x", "dev"), _part("a", "y", "test")])
+
+
+def test_links_of_files_are_not_trained_on_either(tmp_path: Path) -> None:
+    """A list of files to test with is often a folder of links."""
+    whole = digit_folder(tmp_path / "corpus", ("ann", "bob"), 3)
+    (tmp_path / "test").mkdir()
+    for file in whole.glob("0_bob_*"):
+        (tmp_path / "test" / file.name.replace("bob", "bobby")).symlink_to(file)
+    prepared = _prepared((whole, tmp_path / "data"), test=(tmp_path / "test",), split="random:dev=0.3")
+    sizes = {name: split.utterances for name, split in prepared.dataset.splits.items()}
+    assert sizes["test"] == 3 and sizes["train"] + sizes["dev"] == 9
+
+
 @pytest.mark.parametrize(
     ("sources", "held_out", "message"),
     [
@@ -115,6 +163,11 @@ def test_what_is_also_in_a_test_source_is_not_trained_on(tmp_path: Path) -> None
         (("corpus", "corpus/part"), {}, r"zoe_0.wav: is read from .*corpus and from .*part; give sources"),
         (("other",), {"dev": ("corpus",), "test": ("corpus/part",)}, r"zoe_0.wav: is read from"),
         (("other", "other"), {}, "other: is given twice; leave it out once"),
+        (
+            ("other",),
+            {"dev": ("corpus",), "test": ("corpus",)},
+            r"from --dev .*corpus and from --test .*corpus;",
+        ),
         (("other",), {"test": ("nowhere",)}, "nowhere: no such folder"),
     ],
 )
@@ -154,6 +207,7 @@ def test_warnings_advise_what_is_possible_beside_the_sources() -> None:
     assert "(--split speakers:dev=0.1,test=0.1 keeps" in warnings("abcd", "aa", "bb")
     assert "(--split speakers:dev=0.1 keeps" in warnings("abcd", "aa", "tt", "test")
     assert "(--dev of other speakers would" in warnings("aaaa", "aa", "tu", "test")
+    assert "(--test of other speakers would" in warnings("aaaa", "dd", "aa", "dev")
     assert "(--test of other speakers would" in warnings("abcd", "ee", "at", "test")
     assert "(--dev and --test of other speakers would" in warnings("abcd", "ae", "at", "dev", "test")
     assert "test holds a single utterance" in warnings("abcd", "ee", "t", "test")
@@ -249,3 +303,8 @@ def test_unknown_speakers_of_two_sources_are_no_one_speaker() -> None:
     """Nothing says that somebody nameless is on both sides."""
     utterances = [CorpusUtterance(f"u{n}", UNKNOWN_SPEAKER, "one", Path(f"{n}")) for n in range(4)]
     assert warn_of_splits({"train": utterances[:2], "test": utterances[2:]}, ("test",)) == ()
+    ann = [CorpusUtterance(f"ann{n}", "ann", "one", Path(f"ann{n}")) for n in range(4)]
+    bob = CorpusUtterance("bob", "bob", "one", Path("bob"))
+    splits = {"train": [*utterances[:2], *ann[:2], bob], "dev": ann[2:], "test": utterances[2:]}
+    (warning,) = warn_of_splits(splits, ("test",))
+    assert "first ann" in warning and "(--split speakers:dev=0.1 keeps speakers apart)" in warning
