@@ -138,6 +138,24 @@ def test_what_dev_and_test_take_is_told_of_each(tmp_path: Path) -> None:
     ]
 
 
+def test_what_the_same_pipe_writes_is_the_same_audio(tmp_path: Path) -> None:
+    """A part of a Kaldi data directory that was made by subset_data_dir.sh, say."""
+    whole, part = kaldi_folder(tmp_path / "train", 6), tmp_path / "part"
+    lines = "".join(f"utt{n} cat {whole}/wav/utt{n}.wav |\n" for n in range(6))
+    (whole / "wav.scp").write_text(lines, encoding="utf-8")
+    part.mkdir()
+    for name in ("wav.scp", "text", "utt2spk"):
+        rows = (whole / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        (part / name).write_text("".join(rows[:2]), encoding="utf-8")
+    files = FilesOptions(allow_pipes=True)
+    prepared = _prepared((whole, tmp_path / "data"), dev=(part,), files=files)
+    assert {name: split.utterances for name, split in prepared.dataset.splits.items()} == {
+        "train": 4,
+        "dev": 2,
+    }
+    assert "ran the programs of pipes, without a shell: cat (6 times)" in prepared.notices
+
+
 def test_nothing_is_left_where_dev_and_test_take_all() -> None:
     with pytest.raises(
         ConfigError, match=r"^a: all of its utterances are in --dev a and --test a, too; give"
