@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from speechdp.counting import said_of
+from speechdp.counting import counted, said_of
 from speechdp.data.corpora.corpus import SPLIT_NAMES, Corpus, CorpusUtterance
-from speechdp.data.corpora.splits import original_start
+from speechdp.data.corpora.splits import original_name, original_start
 from speechdp.data.signal.audio import AudioPart, AudioSource, file_of
 from speechdp.errors import ConfigError
 
@@ -37,8 +37,9 @@ def joined(parts: Sequence[tuple[Source, Corpus]]) -> Corpus:
     """Return the utterances of all sources as one corpus.
 
     What lies in a source that is divided and also in one that is dev or test, e.g. in a folder of that
-    source, stays in the latter only.  Where two sources call different utterances alike, all ids get the name
-    of their folder.  Speakers of one name are one speaker.
+    source, stays in the latter only; copies of it that Kaldi's scripts changed are left out.  Where two
+    sources call different utterances alike, all ids get the name of their folder.  Speakers of one name are
+    one speaker.
 
     Args:
         parts: what was read from each source.
@@ -101,17 +102,29 @@ def _without_held_out(parts: Sequence[tuple[Source, Corpus]]) -> list[tuple[Sour
     }
 
     def left_of(source: Source, corpus: Corpus) -> Corpus:
-        gone = Counter(filter(None, (held_out.get(place.of(u.audio)) for u in corpus.utterances)))
-        if source.split is not None or not gone:
+        there = {
+            u.utterance_id: held_out[place.of(u.audio)]
+            for u in corpus.utterances
+            if place.of(u.audio) in held_out
+        }
+        if source.split is not None or not there:
             return corpus
-        if gone.total() == len(corpus.utterances):
-            there = " and ".join(map(str, gone))
-            raise ConfigError(f"{source}: all of its utterances are in {there}, too; give others to train on")
-        said = (
+        # At another speed, say, what is tested would be trained on all the same.
+        taken = set(map(original_name, there))
+        stay = tuple(u for u in corpus.utterances if original_name(u.utterance_id) not in taken)
+        counts = Counter(there.values())
+        if not stay:
+            named = " and ".join(map(str, counts))
+            raise ConfigError(f"{source}: all of its utterances are in {named}, too; give others to train on")
+        said = [
             said_of(number, "utterance", f"are also in {each.path}, and used for {each.split} only")
-            for each, number in gone.items()
-        )
-        stay = tuple(u for u in corpus.utterances if place.of(u.audio) not in held_out)
+            for each, number in counts.items()
+        ]
+        copies = len(corpus.utterances) - len(stay) - len(there)
+        if copies:
+            said.append(
+                f"left out: {counted(copies, 'utterance')} changed from those, by Kaldi's names for such"
+            )
         return replace(corpus, utterances=stay, notices=(*corpus.notices, *said))
 
     return [(source, left_of(source, corpus)) for source, corpus in parts]

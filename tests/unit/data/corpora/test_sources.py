@@ -156,6 +156,18 @@ def test_what_the_same_pipe_writes_is_the_same_audio(tmp_path: Path) -> None:
     assert "ran the programs of pipes, without a shell: cat (6 times)" in prepared.notices
 
 
+def test_changed_copies_of_what_is_tested_are_not_trained_on() -> None:
+    source, corpus = _part("a", "xy")
+    copies = (replace(u, utterance_id=f"sp0.9-{u.utterance_id}", audio=Path("c")) for u in corpus.utterances)
+    changed = Corpus.of(source.path, (*corpus.utterances, *copies))
+    whole = joined([(source, changed), _part("a", "y", "dev")])
+    assert _divided(whole) == {"train": "sp0.9-x0 sp0.9-x1 x0 x1", "dev": "y0 y1"}
+    assert whole.notices == (
+        "a: 2 utterances are also in a, and used for dev only",
+        "a: left out: 2 utterances changed from those, by Kaldi's names for such",
+    )
+
+
 def test_nothing_is_left_where_dev_and_test_take_all() -> None:
     with pytest.raises(
         ConfigError, match=r"^a: all of its utterances are in --dev a and --test a, too; give"
