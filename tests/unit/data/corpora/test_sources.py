@@ -278,6 +278,19 @@ def test_folders_and_kaldi_directories_may_be_mixed(
     assert {name: split.utterances for name, split in splits.items()} == {"train": 10, "dev": 2, "test": 2}
 
 
+def test_a_pattern_is_for_the_folders_among_the_sources(tmp_path: Path) -> None:
+    write_tone(tmp_path / "folder" / "ann-one.wav")
+    write_tone(tmp_path / "folder" / "ann-two.wav")
+    kaldi = kaldi_folder(tmp_path / "kaldi", 2)
+    prepared = _prepared((tmp_path / "folder", tmp_path / "data"), dev=(kaldi,), pattern="{speaker}-{word}")
+    assert {name: split.utterances for name, split in prepared.dataset.splits.items()} == {
+        "train": 2,
+        "dev": 2,
+    }
+    with pytest.raises(ConfigError, match=r"kaldi: is a Kaldi data directory .*; leave --pattern out"):
+        _prepared((kaldi, tmp_path / "x"), dev=(kaldi_folder(tmp_path / "more"),), pattern="{speaker}-{word}")
+
+
 def test_words_of_a_test_source_are_not_in_the_vocabulary(tmp_path: Path) -> None:
     train = digit_folder(tmp_path / "train", ("ann",), 2, digits=2)
     test = digit_folder(tmp_path / "test", ("bob",), 1, digits=3)
