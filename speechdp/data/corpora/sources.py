@@ -101,6 +101,8 @@ def _without_held_out(parts: Sequence[tuple[Source, Corpus]]) -> list[tuple[Sour
         for utterance in corpus.utterances
     }
 
+    are_several = sum(source.split is None for source, _ in parts) > 1
+
     def left_of(source: Source, corpus: Corpus) -> Corpus:
         there = {
             u.utterance_id: held_out[place.of(u.audio)]
@@ -115,7 +117,8 @@ def _without_held_out(parts: Sequence[tuple[Source, Corpus]]) -> list[tuple[Sour
         counts = Counter(there.values())
         if not stay:
             named = " and ".join(map(str, counts))
-            raise ConfigError(f"{source}: all of its utterances are in {named}, too; give others to train on")
+            remedy = "leave it out as a SOURCE" if are_several else "give others to train on"
+            raise ConfigError(f"{source}: all of its utterances are in {named}, too; {remedy}")
         said = [
             said_of(number, "utterance", f"are also in {each.path}, and used for {each.split} only")
             for each, number in counts.items()

@@ -173,6 +173,10 @@ def test_nothing_is_left_where_dev_and_test_take_all() -> None:
         ConfigError, match=r"^a: all of its utterances are in --dev a and --test a, too; give"
     ):
         joined([_part("a", "xy"), _part("a", "x", "dev"), _part("a", "y", "test")])
+    with pytest.raises(
+        ConfigError, match=r"^a: all of its .* are in --dev a, too; leave it out as a SOURCE$"
+    ):
+        joined([_part("a", "x"), _part("b", "z"), _part("a", "x", "dev")])  # of a shell's corpus/*
 
 
 def test_links_of_files_are_not_trained_on_either(tmp_path: Path) -> None:
