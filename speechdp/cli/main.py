@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, Protocol, runtime_checkable
 
 import tyro
@@ -449,10 +449,15 @@ def _refuse_others(name: str, refused: Mapping[str, str], arguments: Sequence[st
             raise ConfigError(f"{shown} does not apply to {name}: {refused[option]}")
 
 
+#: Options of prepare that take a folder; of others "" has a meaning.
+_EMPTY_SOURCES = ("--dev=", "--test=")
+
+
 def _refuse_empty(arguments: Sequence[str]) -> None:
     """Refuse "" as a folder or file: it would be the current folder.  Raises ConfigError."""
-    for before, word in zip(["--", *arguments], arguments, strict=False):
-        if word == "" and (before == "--" or not before.startswith("-")):
+    words = list(chain.from_iterable([w[:-1], ""] if w in _EMPTY_SOURCES else [w] for w in arguments))
+    for before, word in zip(["--", *words], words, strict=False):
+        if word == "" and (before == "--" or f"{before}=" in _EMPTY_SOURCES or not before.startswith("-")):
             place = "the first argument" if before == "--" else f"the argument after {before!r}"
             raise ConfigError(f"{place} is empty; is a variable of the shell unset?")
 

@@ -345,10 +345,11 @@ def _refuse_names_with_blanks(path: Path, names: Mapping[Path, str]) -> None:
     if not blank:
         return
     longest = max(len(file.stem.split()) for file in names)
-    known = {*names.values()}
+    unread = {*names.values()}  # an id that stands there a second time may be the start of another
     for number, line in file_lines(path):
         first, *others = line.split()[:longest]
-        if _plain_name(first) in known:
+        if _plain_name(first) in unread:
+            unread.discard(_plain_name(first))
             continue
         for end in range(1, len(others) + 1):
             written = " ".join((first, *others[:end]))

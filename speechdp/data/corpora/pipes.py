@@ -17,6 +17,9 @@ from typing import IO
 
 from speechdp.errors import ConfigError
 
+#: Of each program: its name and its arguments.
+_Commands = tuple[tuple[str, ...], ...]
+
 #: Told what is being done, how much of it is done, and how much there is.
 _Progress = Callable[[str, int, int], None]
 
@@ -79,7 +82,7 @@ class Pipe:
     """
 
     where: str
-    commands: tuple[tuple[str, ...], ...]
+    commands: _Commands
 
     @classmethod
     def parse(cls, text: str, where: str, mapped: Callable[[str], str] = str) -> Pipe:
@@ -159,7 +162,7 @@ class Pipe:
 
 @dataclass
 class PipeRunner:
-    """Runs pipes, several at a time, and keeps what they write as files.
+    """Runs pipes, several at a time and each once, and keeps what they write as files.
 
     Attributes:
         folder: where the files go.
@@ -172,30 +175,31 @@ class PipeRunner:
     workers: int | None
     progress: _Progress
     programs: Counter[str] = field(default_factory=Counter)
-    _num_files: int = 0
+    _files: dict[_Commands, Path] = field(default_factory=dict)
 
     def run(self, pipes: Mapping[str, Pipe]) -> dict[str, Path]:
-        """Return the file that holds what each pipe has written.
+        """Return the file that holds what each pipe has written: the same for the same commands.
 
         Raises:
             ConfigError: from the first pipe that failed.
             OSError: the folder cannot be written.
         """
-        files = {key: self.folder / f"pipe-{self._num_files + n}" for n, key in enumerate(pipes)}
-        self._num_files += len(pipes)
+        new = {pipe.commands: pipe for pipe in pipes.values() if pipe.commands not in self._files}
+        files = {each: self.folder / f"pipe-{len(self._files) + n}" for n, each in enumerate(new)}
         running = _Running()
         with ThreadPoolExecutor(self.workers or len(os.sched_getaffinity(0))) as threads:
             futures: list[Future[None]] = []
             try:
-                futures.extend(threads.submit(pipe.run, files[key], running) for key, pipe in pipes.items())
+                futures.extend(threads.submit(pipe.run, files[each], running) for each, pipe in new.items())
                 self._await(futures)
             finally:
                 for future in futures:
                     future.cancel()
                 running.kill_all()  # else leaving the block would wait for what nobody wants any more
-        for pipe in pipes.values():
+        for pipe in new.values():
             self.programs.update(pipe.programs)
-        return files
+        self._files |= files
+        return {key: self._files[pipe.commands] for key, pipe in pipes.items()}
 
     def _await(self, futures: Sequence[Future[None]]) -> None:
         for done, future in enumerate(as_completed(futures), 1):

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-from speechdp.counting import said_of
+from speechdp.counting import counted, said_of
 from speechdp.data.corpora.corpus import SPLIT_NAMES, Corpus, CorpusUtterance
-from speechdp.data.corpora.splits import original_start
+from speechdp.data.corpora.splits import original_name, original_start
 from speechdp.data.signal.audio import AudioPart, AudioSource, file_of
 from speechdp.errors import ConfigError
 
@@ -28,13 +28,18 @@ class Source:
     path: Path
     split: str | None = None
 
+    def __str__(self) -> str:
+        """Return it as it stands on the command line."""
+        return str(self.path) if self.split is None else f"--{self.split} {self.path}"
+
 
 def joined(parts: Sequence[tuple[Source, Corpus]]) -> Corpus:
     """Return the utterances of all sources as one corpus.
 
     What lies in a source that is divided and also in one that is dev or test, e.g. in a folder of that
-    source, stays in the latter only.  Where two sources call different utterances alike, all ids get the name
-    of their folder.  Speakers of one name are one speaker.
+    source, stays in the latter only; copies of it that Kaldi's scripts changed are left out.  Where two
+    sources call different utterances alike, all ids get the name of their folder.  Speakers of one name are
+    one speaker.
 
     Args:
         parts: what was read from each source.
@@ -96,19 +101,34 @@ def _without_held_out(parts: Sequence[tuple[Source, Corpus]]) -> list[tuple[Sour
         for utterance in corpus.utterances
     }
 
+    are_several = sum(source.split is None for source, _ in parts) > 1
+
     def left_of(source: Source, corpus: Corpus) -> Corpus:
-        gone = [u for u in corpus.utterances if place.of(u.audio) in held_out]
-        if source.split is not None or not gone:
+        there = {
+            u.utterance_id: held_out[place.of(u.audio)]
+            for u in corpus.utterances
+            if place.of(u.audio) in held_out
+        }
+        if source.split is not None or not there:
             return corpus
-        there = held_out[place.of(gone[0].audio)]
-        if len(gone) == len(corpus.utterances):
-            raise ConfigError(
-                f"{source.path}: all of its utterances are in --{there.split} {there.path}, too; give others "
-                "to train on"
+        # At another speed, say, what is tested would be trained on all the same.
+        taken = set(map(original_name, there))
+        stay = tuple(u for u in corpus.utterances if original_name(u.utterance_id) not in taken)
+        counts = Counter(there.values())
+        if not stay:
+            named = " and ".join(map(str, counts))
+            remedy = "leave it out as a SOURCE" if are_several else "give others to train on"
+            raise ConfigError(f"{source}: all of its utterances are in {named}, too; {remedy}")
+        said = [
+            said_of(number, "utterance", f"are also in {each.path}, and used for {each.split} only")
+            for each, number in counts.items()
+        ]
+        copies = len(corpus.utterances) - len(stay) - len(there)
+        if copies:
+            said.append(
+                f"left out: {counted(copies, 'utterance')} changed from those, by Kaldi's names for such"
             )
-        said = said_of(len(gone), "utterance", f"are also in {there.path}, and used for {there.split} only")
-        stay = tuple(u for u in corpus.utterances if place.of(u.audio) not in held_out)
-        return replace(corpus, utterances=stay, notices=(*corpus.notices, said))
+        return replace(corpus, utterances=stay, notices=(*corpus.notices, *said))
 
     return [(source, left_of(source, corpus)) for source, corpus in parts]
 
@@ -121,20 +141,21 @@ def _refuse_twice(parts: Sequence[tuple[Source, Corpus]]) -> None:
             earlier = first.setdefault(place.of(utterance.audio), source)
             if earlier is not source:
                 raise ConfigError(
-                    f"{utterance.audio}: is read from {earlier.path} and from {source.path}; give sources "
+                    f"{utterance.audio}: is read from {earlier} and from {source}; give sources "
                     "that have no audio in common"
                 )
 
 
 class _Places:
-    """Where audio lies, by whatever path it is reached; links are followed for folders only, once each."""
+    """Where audio lies, by whatever path or link it is reached; links of folders are followed once each."""
 
     def __init__(self) -> None:
         self._folders: dict[str, str] = {}
 
     def of(self, audio: AudioSource) -> tuple[object, ...]:
         """Return what is equal for the same stretch of the same file."""
-        folder, name = os.path.split(file_of(audio))
+        file = file_of(audio)
+        folder, name = os.path.split(os.path.realpath(file) if file.is_symlink() else file)
         if folder not in self._folders:
             self._folders[folder] = os.path.realpath(folder)
         part = (audio.start_s, audio.end_s, audio.channel) if isinstance(audio, AudioPart) else ()

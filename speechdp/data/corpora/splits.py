@@ -87,7 +87,7 @@ class RandomSplit(SplitRule):
 
     @property
     def named(self) -> tuple[str, ...]:
-        return tuple(name for name, fraction in self.parts.items() if fraction > 0)
+        return _with_a_share(self.parts)
 
     def split_of(self, utterance: CorpusUtterance) -> str:
         place = self.place_of(utterance)
@@ -135,6 +135,11 @@ class SpeakerShares:
     parts: dict[str, float]
     seed: int
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The splits beside train that the rule fills."""
+        return _with_a_share(self.parts)
+
     def chosen_from(self, corpus: Corpus, held_out_speaker: str | None) -> SpeakerSplit:
         """Choose the speakers of dev and test: the nearest whole number to each share, but at least one.
 
@@ -152,15 +157,13 @@ class SpeakerShares:
         if held_out_speaker is not None:
             copies.pop(original_name(held_out_speaker), None)
         speakers = list(copies)
-        parts = {name: share for name, share in self.parts.items() if share > 0}
-        if held_out_speaker is not None:
-            parts.pop("test", None)
-        counts = {name: max(1, round(share * len(speakers))) for name, share in parts.items()}
+        names = [name for name in self.named if name != "test" or held_out_speaker is None]
+        counts = {name: max(1, round(self.parts[name] * len(speakers))) for name in names}
         if sum(counts.values()) >= len(speakers):
             # Beside a held-out speaker, who is tested, only a random dev part of the others can be had.
             can_be_apart = held_out_speaker is None and len(speakers) > 1
-            at_random = "random:" + ",".join(f"{name}=0.05" for name in self.parts)
-            remedy = options_apart(speakers, tuple(self.parts)) if can_be_apart else f"--split {at_random}"
+            at_random = "random:" + ",".join(f"{name}=0.05" for name in self.named)
+            remedy = options_apart(speakers, self.named) if can_be_apart else f"--split {at_random}"
             raise ConfigError(
                 f"{corpus.source}: --split {self.spec} needs {sum(counts.values()) + 1} speakers, it has "
                 f"{len(speakers)}; choose {remedy}"
@@ -232,9 +235,16 @@ class HeldOutSpeaker(SplitRule):
         return ("test", *(name for name in self.base.named if name == "dev"))
 
     def split_of(self, utterance: CorpusUtterance) -> str:
-        if original_name(utterance.speaker) == original_name(self.speaker):
+        if self._is_of_speaker(utterance):
             return "test"
         return "dev" if self.base.split_of(utterance) == "dev" else "train"
+
+    def leaves_any_of(self, corpus: Corpus) -> bool:
+        """Tell whether there are utterances of other speakers."""
+        return not all(map(self._is_of_speaker, corpus.utterances))
+
+    def _is_of_speaker(self, utterance: CorpusUtterance) -> bool:
+        return original_name(utterance.speaker) == original_name(self.speaker)
 
 
 def original_name(name: str) -> str:
@@ -313,7 +323,7 @@ def choose_rule(
     if not given:
         return _rule_of(corpus, spec, held_out_speaker, seed, _default(corpus, by_speaker=by_speaker))
     parsed = None if spec is None else parse_split(spec, seed)
-    filled = parsed.parts if isinstance(parsed, SpeakerShares) else parsed.named if parsed is not None else ()
+    filled = () if parsed is None else parsed.named
     for name in given:
         if name in filled:
             raise ConfigError(f"--split {spec}: fills {name}, and so does --{name}; leave one of them out")
@@ -410,10 +420,20 @@ def _remedy(corpus: Corpus, rule: SplitRule, empty: str) -> str:
     if isinstance(rule, GivenSplits):
         if empty in rule.given:
             return f"leave --{empty} out, or name one of its speakers in --speakers"
-        return _remedy(corpus.to_divide, rule.base, empty)
+        return _remedy_of_rest(corpus.to_divide, rule.base, empty, rule.given)
+    return _remedy_of_rest(corpus, rule, empty)
+
+
+def _remedy_of_rest(corpus: Corpus, rule: SplitRule, empty: str, given: Collection[str] = ()) -> str:
+    """Return what fills a split of what a rule divides, beside those that are `given` as sources."""
+    if not corpus.utterances:
+        return "name one of its speakers in --speakers"
+    if isinstance(rule, HeldOutSpeaker) and empty == "train" and not rule.leaves_any_of(corpus):
+        return "leave --held-out-speaker out, as nobody else speaks"
     drawn = rule.base if isinstance(rule, HeldOutSpeaker) else rule
     if not isinstance(drawn, RandomSplit):
-        return "choose another --split, e.g. random:dev=0.2,test=0.2"
+        shares = ",".join(f"{name}=0.2" for name in ("dev", "test") if name not in given)
+        return f"choose another --split, e.g. random:{shares}"
     wanted = "smaller" if empty == "train" else "larger"
     if isinstance(rule, HeldOutSpeaker):
         return f"give dev a {wanted} share of the others, or choose another --seed"
@@ -421,7 +441,7 @@ def _remedy(corpus: Corpus, rule: SplitRule, empty: str) -> str:
     share = (math.floor(100 * places[0]) + 1) / 100  # two decimals, enough for the first of them
     if share > places[-1]:
         return "it has too few utterances to be divided: add some"
-    only = next(iter(drawn.parts)) if len(drawn.parts) == 1 else None
+    only = drawn.named[0] if len(drawn.named) == 1 else None
     larger = f"give {wanted} shares, or test alone:" if only is None else f"give a {wanted} share, e.g."
     return f"{larger} --split random:{only or 'test'}={share:g}"
 
@@ -457,6 +477,10 @@ def deal(items: Sequence[_Item], sizes: Sequence[int], num_parts: int, seed: str
         parts[part].append(items[position])
         heapq.heapreplace(lightest, (load + sizes[position], count + 1, part))
     return parts
+
+
+def _with_a_share(parts: Mapping[str, float]) -> tuple[str, ...]:
+    return tuple(name for name, share in parts.items() if share > 0)
 
 
 def _ranges(value: str) -> tuple[tuple[int, int], ...]:

@@ -176,12 +176,11 @@ def warn_of_speakers(
     if not names:
         return ()
     heard = {name: {original_name(u.speaker) for u in utterances} for name, utterances in splits.items()}
-    in_sources = [name for name in held_out if heard.get(name, set()) & heard["train"]]
+    shared = [name for name in ("dev", "test") if heard.get(name, set()) & {*names}]
     divided = set().union(*(speakers for name, speakers in heard.items() if name not in held_out))
-    if in_sources:
-        apart = " and ".join(f"--{name}" for name in in_sources) + " of other speakers would keep them apart"
-    elif len(divided) < 2:
-        apart = "--dev of other speakers would keep them apart"
+    given_anew = [name for name in shared if name in held_out] or (shared if len(divided) < 2 else [])
+    if given_anew:
+        apart = " and ".join(f"--{name}" for name in given_anew) + " of other speakers would keep them apart"
     else:
         wanted = [name for name in ("dev", "test") if name not in held_out]
         apart = f"{options_apart(divided, wanted)} keeps speakers apart"

@@ -55,9 +55,14 @@ def read_whole_corpus(
     """
     rules = reading_rules(options, scratch, progress, needs_text=needs_text)
     _refuse_options_of_tables(options)
+    # Beside folders of audio, which --pattern is for, tables need none; alone they refuse it.
+    needless = _of_kaldi(options) if len(_of_kaldi(options)) < len(options.sources) else []
     # All tables before any audio is looked for: only then it is known which of --path-map are of use.
     read = {
-        source: read_corpus(source.path, options.corpus, options.pattern, rules) for source in options.sources
+        source: read_corpus(
+            source.path, options.corpus, None if source.path in needless else options.pattern, rules
+        )
+        for source in options.sources
     }
     parts = []
     for source, corpus in read.items():

@@ -409,6 +409,19 @@ def test_a_word_after_an_id_is_no_part_of_a_name_with_blanks(tmp_path: Path) -> 
     assert [(u.utterance_id, u.text) for u in corpus.utterances] == [("a", "one"), ("a_one", "two")]
 
 
+def test_a_name_with_blanks_may_begin_with_that_of_another_file(tmp_path: Path) -> None:
+    for name in ("a", "a 1", "a 2"):
+        write_tone(tmp_path / f"{name}.wav")
+    (tmp_path / "text").write_text("a one\na 1 two\na 2 two\n")
+    with pytest.raises(
+        ConfigError, match=r"text:2: an id ends at its first blank; write a_1 for 'a 1', and so"
+    ):
+        read_audio_folder(tmp_path)
+    (tmp_path / "text").write_text("a one\na_1 two\na_2 two\na three\n")
+    with pytest.raises(ConfigError, match=r"text:4: a is here a second time"):
+        read_audio_folder(tmp_path)
+
+
 def test_texts_that_no_audio_has_the_name_of_are_told_of(tmp_path: Path) -> None:
     write_tone(tmp_path / "ann" / "1.wav").with_suffix(".txt").write_text("yes\n")
     (tmp_path / "ann" / "._1.txt").write_bytes(b"")

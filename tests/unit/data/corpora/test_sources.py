@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,24 @@ def test_remedies_leave_alone_what_is_given() -> None:
     with pytest.raises(ConfigError, match=r"^a: .*\(of 2\); give a larger share, e.g. --split ") as refused:
         _divided(corpus, "random:dev=0.0001")
     assert _divided(corpus, str(refused.value).rsplit(" ", 1)[1]).keys() == {"train", "dev", "test"}
+    with pytest.raises(
+        ConfigError, match=r"falls into train .*; choose another --split, e.g. random:dev=0.2$"
+    ):
+        _divided(corpus, "speaker:dev=x")
+    none = replace(corpus, utterances=corpus.utterances[:2])
+    with pytest.raises(ConfigError, match=r"falls into train .*; name one of its speakers in --speakers$"):
+        _divided(none)
+    of_dev = joined([_part("a", "x"), _part("d", "d", "dev")])
+    with pytest.raises(
+        ConfigError, match=r"falls into train .*; leave --held-out-speaker out, as nobody else"
+    ):
+        _divided(of_dev, None, "x")
+
+
+def test_a_share_of_nothing_fills_no_split() -> None:
+    corpus = joined([_part("a", "vwxyz"), _part("t", "t", "test")])
+    for spec in ("speakers:dev=0.2,test=0", "random:dev=0.9,test=0"):
+        assert _divided(corpus, spec)["test"] == "t0 t1"
 
 
 def test_what_is_also_in_a_test_source_is_not_trained_on(tmp_path: Path) -> None:
@@ -108,6 +127,69 @@ def test_what_is_also_in_a_test_source_is_not_trained_on(tmp_path: Path) -> None
     assert f"{tmp_path / 'link'}: 4 utterances are also in {part}, and used for test only" in prepared.notices
 
 
+def test_what_dev_and_test_take_is_told_of_each(tmp_path: Path) -> None:
+    whole = digit_folder(tmp_path / "corpus", ("ann", "bob"), 2)
+    dev, test = digit_folder(whole / "dev", ("eve",), 1), digit_folder(whole / "test", ("zoe",), 3)
+    prepared = _prepared((whole, tmp_path / "data"), dev=(dev,), test=(test,))
+    told = [notice.removeprefix(f"{whole}: ") for notice in prepared.notices if "are also in" in notice]
+    assert told == [
+        f"2 utterances are also in {dev}, and used for dev only",
+        f"6 utterances are also in {test}, and used for test only",
+    ]
+
+
+def test_what_the_same_pipe_writes_is_the_same_audio(tmp_path: Path) -> None:
+    """A part of a Kaldi data directory that was made by subset_data_dir.sh, say."""
+    whole, part = kaldi_folder(tmp_path / "train", 6), tmp_path / "part"
+    lines = "".join(f"utt{n} cat {whole}/wav/utt{n}.wav |\n" for n in range(6))
+    (whole / "wav.scp").write_text(lines, encoding="utf-8")
+    part.mkdir()
+    for name in ("wav.scp", "text", "utt2spk"):
+        rows = (whole / name).read_text(encoding="utf-8").splitlines(keepends=True)
+        (part / name).write_text("".join(rows[:2]), encoding="utf-8")
+    files = FilesOptions(allow_pipes=True)
+    prepared = _prepared((whole, tmp_path / "data"), dev=(part,), files=files)
+    assert {name: split.utterances for name, split in prepared.dataset.splits.items()} == {
+        "train": 4,
+        "dev": 2,
+    }
+    assert "ran the programs of pipes, without a shell: cat (6 times)" in prepared.notices
+
+
+def test_changed_copies_of_what_is_tested_are_not_trained_on() -> None:
+    source, corpus = _part("a", "xy")
+    copies = (replace(u, utterance_id=f"sp0.9-{u.utterance_id}", audio=Path("c")) for u in corpus.utterances)
+    changed = Corpus.of(source.path, (*corpus.utterances, *copies))
+    whole = joined([(source, changed), _part("a", "y", "dev")])
+    assert _divided(whole) == {"train": "sp0.9-x0 sp0.9-x1 x0 x1", "dev": "y0 y1"}
+    assert whole.notices == (
+        "a: 2 utterances are also in a, and used for dev only",
+        "a: left out: 2 utterances changed from those, by Kaldi's names for such",
+    )
+
+
+def test_nothing_is_left_where_dev_and_test_take_all() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^a: all of its utterances are in --dev a and --test a, too; give"
+    ):
+        joined([_part("a", "xy"), _part("a", "x", "dev"), _part("a", "y", "test")])
+    with pytest.raises(
+        ConfigError, match=r"^a: all of its .* are in --dev a, too; leave it out as a SOURCE$"
+    ):
+        joined([_part("a", "x"), _part("b", "z"), _part("a", "x", "dev")])  # of a shell's corpus/*
+
+
+def test_links_of_files_are_not_trained_on_either(tmp_path: Path) -> None:
+    """A list of files to test with is often a folder of links."""
+    whole = digit_folder(tmp_path / "corpus", ("ann", "bob"), 3)
+    (tmp_path / "test").mkdir()
+    for file in whole.glob("0_bob_*"):
+        (tmp_path / "test" / file.name.replace("bob", "bobby")).symlink_to(file)
+    prepared = _prepared((whole, tmp_path / "data"), test=(tmp_path / "test",), split="random:dev=0.3")
+    sizes = {name: split.utterances for name, split in prepared.dataset.splits.items()}
+    assert sizes["test"] == 3 and sizes["train"] + sizes["dev"] == 9
+
+
 @pytest.mark.parametrize(
     ("sources", "held_out", "message"),
     [
@@ -115,6 +197,11 @@ def test_what_is_also_in_a_test_source_is_not_trained_on(tmp_path: Path) -> None
         (("corpus", "corpus/part"), {}, r"zoe_0.wav: is read from .*corpus and from .*part; give sources"),
         (("other",), {"dev": ("corpus",), "test": ("corpus/part",)}, r"zoe_0.wav: is read from"),
         (("other", "other"), {}, "other: is given twice; leave it out once"),
+        (
+            ("other",),
+            {"dev": ("corpus",), "test": ("corpus",)},
+            r"from --dev .*corpus and from --test .*corpus;",
+        ),
         (("other",), {"test": ("nowhere",)}, "nowhere: no such folder"),
     ],
 )
@@ -128,6 +215,17 @@ def test_sources_that_overlap_or_are_not_there_are_refused(
     with pytest.raises(ConfigError, match=message):
         _prepared((*(tmp_path / path for path in sources), tmp_path / "data"), **given)
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("words", [["--dev", ""], ["--test="], ["--test=x", "--dev="]])
+def test_an_empty_source_is_not_the_current_folder(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["prepare", "corpus", "data", *words]) == 1
+    after = words[-2 if words[-1] == "" else -1].removesuffix("=")
+    assert capsys.readouterr().err == (
+        f"speechdp: the argument after {after!r} is empty; is a variable of the shell unset?\n"
+    )
 
 
 def test_ids_that_two_sources_have_get_their_names() -> None:
@@ -154,6 +252,7 @@ def test_warnings_advise_what_is_possible_beside_the_sources() -> None:
     assert "(--split speakers:dev=0.1,test=0.1 keeps" in warnings("abcd", "aa", "bb")
     assert "(--split speakers:dev=0.1 keeps" in warnings("abcd", "aa", "tt", "test")
     assert "(--dev of other speakers would" in warnings("aaaa", "aa", "tu", "test")
+    assert "(--test of other speakers would" in warnings("aaaa", "dd", "aa", "dev")
     assert "(--test of other speakers would" in warnings("abcd", "ee", "at", "test")
     assert "(--dev and --test of other speakers would" in warnings("abcd", "ae", "at", "dev", "test")
     assert "test holds a single utterance" in warnings("abcd", "ee", "t", "test")
@@ -181,6 +280,19 @@ def test_folders_and_kaldi_directories_may_be_mixed(
     assert "split by sources:dev=dev-0+dev-1,test=test-0+test-1" in capsys.readouterr().out
     splits = Dataset.open(data).splits
     assert {name: split.utterances for name, split in splits.items()} == {"train": 10, "dev": 2, "test": 2}
+
+
+def test_a_pattern_is_for_the_folders_among_the_sources(tmp_path: Path) -> None:
+    write_tone(tmp_path / "folder" / "ann-one.wav")
+    write_tone(tmp_path / "folder" / "ann-two.wav")
+    kaldi = kaldi_folder(tmp_path / "kaldi", 2)
+    prepared = _prepared((tmp_path / "folder", tmp_path / "data"), dev=(kaldi,), pattern="{speaker}-{word}")
+    assert {name: split.utterances for name, split in prepared.dataset.splits.items()} == {
+        "train": 2,
+        "dev": 2,
+    }
+    with pytest.raises(ConfigError, match=r"kaldi: is a Kaldi data directory .*; leave --pattern out"):
+        _prepared((kaldi, tmp_path / "x"), dev=(kaldi_folder(tmp_path / "more"),), pattern="{speaker}-{word}")
 
 
 def test_words_of_a_test_source_are_not_in_the_vocabulary(tmp_path: Path) -> None:
@@ -249,3 +361,8 @@ def test_unknown_speakers_of_two_sources_are_no_one_speaker() -> None:
     """Nothing says that somebody nameless is on both sides."""
     utterances = [CorpusUtterance(f"u{n}", UNKNOWN_SPEAKER, "one", Path(f"{n}")) for n in range(4)]
     assert warn_of_splits({"train": utterances[:2], "test": utterances[2:]}, ("test",)) == ()
+    ann = [CorpusUtterance(f"ann{n}", "ann", "one", Path(f"ann{n}")) for n in range(4)]
+    bob = CorpusUtterance("bob", "bob", "one", Path("bob"))
+    splits = {"train": [*utterances[:2], *ann[:2], bob], "dev": ann[2:], "test": utterances[2:]}
+    (warning,) = warn_of_splits(splits, ("test",))
+    assert "first ann" in warning and "(--split speakers:dev=0.1 keeps speakers apart)" in warning
