@@ -167,7 +167,7 @@ class PrepareOptions:
     """Prepare the corpus for a trained model: with features, sampling rate, classes, lexicon and language
     model of its data, but for what --lexicon, --lm or --lm-order say.
     Give the model's run, or its data directory.  Transcripts may be missing; no train split is needed.
-    By default all utterances go to the test split.
+    By default all utterances go to the test split; --dev and --test may stand without a SOURCE.
     With --kaldi it replaces --ali and --ali-pdf: data without targets, for `speechdp posteriors`."""
     corpus: Annotated[str | None, shown("NAME", "kaldi or folder, detected from its files")] = None
     """Reader of SOURCE: kaldi, folder, one that an installed package adds, or MODULE:CLASS (docs/api.md).
@@ -253,7 +253,7 @@ class PrepareOptions:
             raise ConfigError("--ali, --ali-pdf, --feats and --cmvn go with --kaldi DATA_DIR")
         elif self.synthetic is not None:
             self._check_synthetic(self.synthetic)
-        elif len(self.paths) < 2:
+        elif len(self.paths) < 2 and not (self.paths and self.like and (self.dev or self.test)):
             raise ConfigError(
                 f"prepare takes SOURCE and DATA, not {len(self.paths)} paths; or --synthetic HOURS DATA"
             )

@@ -48,7 +48,7 @@ def joined(parts: Sequence[tuple[Source, Corpus]]) -> Corpus:
         ConfigError: the same audio is in two sources that are divided, or in dev and test; nothing is left to
             be divided; or a source has a division of its own that goes against this.
     """
-    if len(parts) == 1:
+    if len(parts) == 1 and parts[0][0].split is None:
         return parts[0][1]
     _refuse_own_splits(parts)
     parts = _without_held_out(parts)
@@ -65,8 +65,9 @@ def joined(parts: Sequence[tuple[Source, Corpus]]) -> Corpus:
     for (source, _), name in zip(parts, names, strict=True):
         if source.split is not None:
             held_out[source.split] = "+".join(filter(None, (held_out.get(source.split), name)))
+    divided = [source for source, _ in parts if source.split is None]
     return Corpus.of(
-        ", ".join(str(source.path) for source, _ in parts if source.split is None),
+        ", ".join(map(str, divided or [source for source, _ in parts])),
         chain.from_iterable(_in_its_split(source, corpus) for source, corpus in parts),
         may_lack_text=True,  # each has been looked at
         notices=(*(f"{each.source}: {notice}" for _, each in parts for notice in each.notices), *notices),

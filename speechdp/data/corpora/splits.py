@@ -217,7 +217,7 @@ class GivenSplits(SplitRule):
 
     @property
     def named(self) -> tuple[str, ...]:
-        return (*self.given, *self.base.named)
+        return (*self.given, *(name for name in self.base.named if name != "train"))
 
     def split_of(self, utterance: CorpusUtterance) -> str:
         return utterance.split if utterance.split in self.given else self.base.split_of(utterance)
@@ -328,9 +328,15 @@ def choose_rule(
         if name in filled:
             raise ConfigError(f"--split {spec}: fills {name}, and so does --{name}; leave one of them out")
     rest = corpus.to_divide
+    sources = "sources:" + ",".join(f"{name}={corpus.held_out[name]}" for name in given)
+    if not rest.utterances:
+        if spec is not None or held_out_speaker is not None:
+            raise ConfigError(
+                "--split and --held-out-speaker divide a SOURCE, and there is none; leave them out"
+            )
+        return GivenSplits(sources, given, _ALL_TRAIN)
     default = "" if "dev" in given else _without_test(_default(rest, by_speaker=by_speaker))
     base = _rule_of(rest, spec, held_out_speaker, seed, default)
-    sources = "sources:" + ",".join(f"{name}={corpus.held_out[name]}" for name in given)
     return GivenSplits(sources if base == _ALL_TRAIN else f"{sources};{base.spec}", given, base)
 
 

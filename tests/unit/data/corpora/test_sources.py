@@ -334,6 +334,20 @@ def test_a_corpus_for_a_trained_model_may_have_all_splits(tmp_path: Path) -> Non
     assert {name: split.utterances for name, split in both.splits.items()} == {"train": 4, "dev": 4}
 
 
+def test_a_corpus_for_a_trained_model_may_have_no_source_but_dev_and_test(tmp_path: Path) -> None:
+    like = _prepared((digit_folder(tmp_path / "in"), tmp_path / "like")).dataset.path
+    dev, test = digit_folder(tmp_path / "dev", ("eve",), 2), digit_folder(tmp_path / "test", ("zoe",), 3)
+    both = _prepared((tmp_path / "both",), like=like, dev=(dev,), test=(test,)).dataset
+    assert {name: split.utterances for name, split in both.splits.items()} == {"dev": 4, "test": 6}
+    assert both.split == "sources:dev=dev,test=test"
+    only = _prepared((tmp_path / "only",), like=like, dev=(dev,)).dataset
+    assert {name: split.utterances for name, split in only.splits.items()} == {"dev": 4}
+    with pytest.raises(ConfigError, match="divide a SOURCE, and there is none; leave them out"):
+        _prepared((tmp_path / "none",), like=like, dev=(dev,), split="random:test=0.5")
+    with pytest.raises(ConfigError, match="prepare takes SOURCE and DATA, not 1 paths"):
+        _prepared((tmp_path / "none",), dev=(dev,), test=(test,))
+
+
 def test_synthesis_takes_voices_from_all_sources(tmp_path: Path) -> None:
     train, test = digit_folder(tmp_path / "train", ("ann",), 3), digit_folder(tmp_path / "test", ("bob",), 2)
     options: dict[str, object] = {"task": "synthesis", "dev": (test,)}
