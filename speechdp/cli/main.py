@@ -327,12 +327,13 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     if name in _WITH_COMMAND and "--" not in arguments:
         inner = next((word for word in arguments if word in SUBCOMMANDS), "train")
         before_command = f"write -- before the command: ... -- {inner} ..."
-    is_help = bool({"-h", "--help"} & set(shown))
+    own = shown[: shown.index("--")] if "--" in shown else shown
+    is_help = bool({"-h", "--help"} & set(own))
     with wrapped_paragraphs() if is_help else boxes_as_lines(name, _tell_once, before_command):
         options = tyro.cli(
             kind,
             prog=f"speechdp {name}",
-            args=shown,
+            args=["--help"] if is_help else shown,  # wrong values beside it would be drawn in a box
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
             registry=option_rules(hidden=refused),
         )
