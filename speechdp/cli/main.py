@@ -31,6 +31,7 @@ from speechdp.process.ending import (
     end_by_exception,
     end_by_held_warning,
     leave,
+    outlast_warnings,
 )
 from speechdp.process.notices import tell
 from speechdp.process.output import STDERR, is_read, keep_standard_streams, lost_output
@@ -197,6 +198,7 @@ def main() -> None:
         exit_code = run(sys.argv[1:])
     except SystemExit as end:  # of an argument parser, also after --help
         exit_code = _exit_code_of(end)
+    outlast_warnings()
     sys.stdout.flush()
     exit_code = _told_of_lost_output(exit_code)
     if exit_code in (0, exit_codes.STOPPED):
