@@ -31,6 +31,7 @@ from speechdp.process.ending import (
     end_by_exception,
     end_by_held_warning,
     leave,
+    outlast_warnings,
 )
 from speechdp.process.notices import tell
 from speechdp.process.output import STDERR, is_read, keep_standard_streams, lost_output
@@ -197,6 +198,7 @@ def main() -> None:
         exit_code = run(sys.argv[1:])
     except SystemExit as end:  # of an argument parser, also after --help
         exit_code = _exit_code_of(end)
+    outlast_warnings()
     sys.stdout.flush()
     exit_code = _told_of_lost_output(exit_code)
     if exit_code in (0, exit_codes.STOPPED):
@@ -327,12 +329,13 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     if name in _WITH_COMMAND and "--" not in arguments:
         inner = next((word for word in arguments if word in SUBCOMMANDS), "train")
         before_command = f"write -- before the command: ... -- {inner} ..."
-    is_help = bool({"-h", "--help"} & set(shown))
+    own = shown[: shown.index("--")] if "--" in shown else shown
+    is_help = bool({"-h", "--help"} & set(own))
     with wrapped_paragraphs() if is_help else boxes_as_lines(name, _tell_once, before_command):
         options = tyro.cli(
             kind,
             prog=f"speechdp {name}",
-            args=shown,
+            args=["--help"] if is_help else shown,  # wrong values beside it would be drawn in a box
             config=(tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes),
             registry=option_rules(hidden=refused),
         )

@@ -106,6 +106,13 @@ def end_by_held_warning() -> None:
         _raise(signum, None)
 
 
+def outlast_warnings() -> None:
+    """Let a warning raise `Ended` no more: all is done, and what leaves is not to be told as stopped."""
+    for signum in WARNINGS:
+        if signal.getsignal(signum) == _raise:
+            signal.signal(signum, _do_nothing)
+
+
 def _raise(signum: int, _frame: FrameType | None) -> NoReturn:
     for other in _SIGNALS:
         give_up_handler(other, signal.SIG_IGN)

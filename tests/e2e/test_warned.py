@@ -31,13 +31,36 @@ sys.argv[1:] = sys.argv[3:]
 sys.meta_path.insert(0, Warn())
 runpy.run_module("speechdp", run_name="__main__", alter_sys=True)
 """
+#: Runs `speechdp ARGUMENTS` and warns it as it calls a function.
+WARNED_IN = """
+import importlib, os, sys
+from speechdp.__main__ import main
+
+number, module, path = int(sys.argv[1]), sys.argv[2], sys.argv[3].split(".")
+sys.argv[1:] = sys.argv[4:]
+holder = importlib.import_module(module)
+for name in path[:-1]:
+    holder = getattr(holder, name)
+function = getattr(holder, path[-1])
+
+def warned(*arguments, **options):
+    os.kill(os.getpid(), number)
+    return function(*arguments, **options)
+
+setattr(holder, path[-1], warned)
+main()
+"""
 
 
 def warned_at(module: str, number: signal.Signals, *words: str | Path) -> tuple[int, str]:
     """Return exit code and stderr of a command that is warned as it imports a module."""
+    return _run(WARNED, number, module, *words)
+
+
+def _run(program: str, number: signal.Signals, *words: str | Path) -> tuple[int, str]:
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_COMM", "PMIX"))}
     done = subprocess.run(
-        [sys.executable, "-c", WARNED, str(int(number)), module, *map(str, words)],
+        [sys.executable, "-c", program, str(int(number)), *map(str, words)],
         cwd=REPOSITORY,
         env={**ours, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -58,6 +81,18 @@ def test_a_warning_during_imports_stops_what_goes_on_with_the_same_command(
     ended = warned_at(module.format(command), number, command, data, tmp_path / "out")
     assert ended == (75, "speechdp: stopped as requested before it began; repeat the command\n")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [("speechdp.comm.serial", "SerialCommunicator.close"), ("speechdp.cli.main", "_told_of_lost_output")],
+)
+def test_a_warning_when_all_is_done_is_no_stop(module: str, function: str, tmp_path: Path) -> None:
+    data = write_tiny_data(tmp_path / "data", TinySizes(4, 2, 2, shards=1)).path
+    run = tmp_path / "run"
+    words = ("train", data, run, *TINY_MODEL, "--epochs", "1", "--backend", "serial")
+    assert _run(WARNED_IN, signal.SIGUSR1, module, function, *words) == (0, "")
+    assert (run / "completed.json").exists()
 
 
 def test_a_warning_during_imports_ends_what_saves_nothing(tmp_path: Path) -> None:

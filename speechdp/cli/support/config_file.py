@@ -114,6 +114,8 @@ def _spellings(name: str, marks: Sequence[Any]) -> Iterator[str]:
 def refuse_unknown(arguments: Sequence[str], command: type, name: str, tell: Callable[[str], None]) -> None:
     """Refuse what looks like an option and is none, before a word behind it is taken for an argument.
 
+    So is a flag with a value, which tyro would take for an argument, too.
+
     Args:
         arguments: of a subcommand; what follows `--` is another's.
         command: the dataclass of the subcommand's options.
@@ -124,11 +126,15 @@ def refuse_unknown(arguments: Sequence[str], command: type, name: str, tell: Cal
         SystemExit: having said so.
     """
     known = options_of(command)
-    negated = (f"--no-{option[2:]}" for option, kind in known.items() if kind == "flag")
-    names = {"--help", *known, *negated}
+    flags = {option for option, kind in known.items() if kind == "flag"}
+    flags |= {f"--no-{option[2:]}" for option in flags}
+    names = {"--help", *known, *flags}
     for word in takewhile(lambda word: word != "--", arguments):
-        given = word.partition("=")[0]
+        given, equals, value = word.partition("=")
         option = given.replace("_", "-")
+        if equals and option in flags:
+            tell(f"{given} takes no value; leave ={value} out")
+            raise SystemExit(exit_codes.USAGE)
         if given.startswith("--"):
             meant = "" if option in names else did_you_mean(option, known) or _LISTED.format(name)
         else:  # -epochs; a short name, a negative number or - is like no option

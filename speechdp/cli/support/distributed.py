@@ -6,7 +6,8 @@ import dataclasses
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,6 +29,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.launching.cores import share_cores
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.stop import StopRequest
+from speechdp.process.ending import outlast_warnings
 from speechdp.process.file_limit import raise_file_limit
 from speechdp.process.heap import keep_few_kernels, keep_freed_memory
 from speechdp.timing.gpu import gpu_facts
@@ -102,10 +104,20 @@ def _train(
     check_world(comm, request.facts(dataset))
     raise_file_limit()
     share_cores(comm.allgather_object(environment.host_name()), environment.host_name())
-    with StopRequest(by_interrupt=request.saves_on_interrupt and comm.size == 1) as stop:
+    with _stop_request(by_interrupt=request.saves_on_interrupt and comm.size == 1) as stop:
         session = _session(comm, request, dataset, stop)
         start.over()
         return function(session)
+
+
+@contextmanager
+def _stop_request(*, by_interrupt: bool = False) -> Iterator[StopRequest]:
+    """Let signals ask to stop; when the work is done, while ranks leave, a warning changes nothing more."""
+    try:
+        with StopRequest(by_interrupt=by_interrupt) as stop:
+            yield stop
+    finally:
+        outlast_warnings()
 
 
 def _train_or_feed(
@@ -120,7 +132,7 @@ def _train_or_feed(
     raise_file_limit()
     share_cores(job.roles.hosts, environment.host_name())
     # A feeder notes a request to stop as well, and serves on until the ranks that train have ended.
-    with StopRequest() as stop:
+    with _stop_request() as stop:
         if job.is_feeder:
             start.over()
             return serve_trainers(job, job.roles, dataset, request.options.loading.loader_threads)

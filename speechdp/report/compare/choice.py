@@ -305,6 +305,7 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
         notes.append(
             "A strategy all of whose seeds have come to their end goes before one of which some failed."
         )
+    notes.append(_averaged(groups))
     waiting = sum(not run.is_finished for group in groups for run in group.runs)
     waiting -= sum(len(group.failures) for group in groups)
     if waiting:
@@ -320,6 +321,19 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
         rows = [group for group in groups if group.mode == FRAMES and group.score is not None]
         notes += _decoding(rows or list(groups))
     return tuple(filter(None, notes))
+
+
+def _averaged(groups: Sequence[Group]) -> str:
+    """Say that final models are means of the last epochs' models, and of how many the last is better."""
+    means = [run for group in groups for run in group.results if run.mean is not None]
+    if not means:
+        return ""
+    worse = sum(run.is_mean_worse for run in means)
+    told = f"; in {worse} of {counted(len(means), 'run')} the last one alone is better" if worse else ""
+    return (
+        f"Final models are means of the last epochs' models (--average-epochs){told} (speechdp report of a "
+        "run has both figures)."
+    )
 
 
 def _decoding(rows: Sequence[Group]) -> list[str]:

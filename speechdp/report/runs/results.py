@@ -390,6 +390,14 @@ class RunResult:
         return self.evaluations[-1] if self.evaluations else None
 
     @property
+    def is_mean_worse(self) -> bool:
+        """Whether its last model alone is better than the mean, by more than counts as equally accurate."""
+        last, mean = self.evaluations[-1:], self.mean
+        if mean is None or mean.evaluation.score is None or not last or last[0].score is None:
+            return False
+        return self.metric.is_past(last[0].score, mean.evaluation.score)
+
+    @property
     def kind(self) -> RunKind:
         """What made it."""
         return TRAINER if self.script_task is None else SCRIPT

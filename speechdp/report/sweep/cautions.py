@@ -138,10 +138,10 @@ def _averaged(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
         if mean is None or mean.evaluation.score is None or not last or last[0].score is None:
             continue
         terms = terms_of([row.run])
-        is_worse = row.run.metric.is_past(last[0].score, mean.evaluation.score)
+        better = ", which is better" if row.run.is_mean_worse else ""
         named.append(
             f"{labels[row.run.name]} (mean of {mean.num_epochs}: {terms.with_unit(mean.evaluation.score)}; "
-            f"last alone: {terms.number(last[0].score)}{', which is better' if is_worse else ''})"
+            f"last alone: {terms.number(last[0].score)}{better})"
         )
     if not named:
         return ""

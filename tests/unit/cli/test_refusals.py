@@ -24,9 +24,12 @@ from tests.helpers.jobs import DEADLINE_S, ended_within, our_lines, under_mpirun
         ("train DATA RUN --device tpu", "--device tpu: choose one of auto, cpu, cuda; did you mean cpu?"),
         ("train DATA RUN --precision zzz", "--precision zzz: choose one of bf16, fp16, fp32"),
         ("train DATA RUN --epochs", "--epochs needs a value"),
+        ("train DATA RUN --resume=yes", "--resume takes no value; leave =yes out"),
+        ("train DATA RUN --no-resume=yes", "--no-resume takes no value; leave =yes out"),
         ("train DATA RUN --epochs few", "--epochs: expected a whole number, got 'few'"),
         ("train DATA RUN --learning-rate few", "--learning-rate: expected a number, got 'few'"),
         ("launch -np few -- train DATA RUN", "--np: expected a whole number, got 'few'"),
+        ("launch -np few -- train DATA RUN --help", "--np: expected a whole number, got 'few'"),
         ("launch -np 2 -- train DATA RUN --epochs few", "--epochs: expected a whole number, got 'few'"),
         ("launch -np 2 train DATA RUN --epochs 3", "launch: write -- before the command: ... -- train ..."),
         ("submit train DATA RUN", "submit: write -- before the command: ... -- train ..."),
@@ -46,6 +49,20 @@ def test_a_refusal_is_one_line(
     assert ended.value.code == 2
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", f"speechdp: {says}\n")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["train DATA RUN --optimizer sdg --help", "train --epochs -h", "launch -np few -h -- train DATA"],
+)
+def test_who_asks_for_help_gets_it_beside_wrong_values(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.run(command.split())
+    said = capsys.readouterr()
+    assert (ended.value.code, said.err) == (0, "")
+    assert said.out.startswith(f"usage: speechdp {command.split(maxsplit=1)[0]} [-h]")
 
 
 def test_what_is_told_in_another_box_stays() -> None:

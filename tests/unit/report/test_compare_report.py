@@ -372,6 +372,29 @@ def test_a_run_whose_metrics_are_gone_is_not_said_to_end_without_a_number(tmp_pa
     assert f"it has no held-out log-probability (metrics.jsonl: missing; delete {run} and repeat" in note
 
 
+def test_it_says_that_final_models_are_means_and_how_many_are_worse_than_the_last(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a"), MadeUpStrategy("b")]
+    out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",), seeds=(1,))
+
+    def said() -> list[str]:
+        cautions = choose(list(_groups(out).values())).cautions
+        return [text for text in cautions if "--average-epochs" in text]
+
+    assert said() == []
+    for strategy, loss in (("a", 0.5), ("b", 0.0)):
+        (run,) = out.glob(f"*-{strategy}-seed1-*")
+        path = run / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines()
+        last = json.loads(lines[-1])
+        mean = {**last, "averaged_epochs": 2, "heldout_log_prob": last["heldout_log_prob"] - loss}
+        path.write_text("\n".join([*lines, json.dumps(mean)]) + "\n", encoding="utf-8")
+    (text,) = said()
+    assert text.startswith(
+        "Final models are means of the last epochs' models (--average-epochs); in 1 of 2 runs the last one "
+        "alone is better"
+    )
+
+
 def test_why_a_faster_strategy_is_not_chosen_is_said(tmp_path: Path) -> None:
     strategies = [MadeUpStrategy("a", 9_000, -0.5), MadeUpStrategy("b", 8_000, -0.3)]
     out = write_comparison(tmp_path / "out", strategies, (2,), modes=("frames",))
