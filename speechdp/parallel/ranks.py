@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from speechdp import exit_codes
@@ -84,20 +84,14 @@ def run_ranks(
         comm.device = choose_device(device, comm.local_rank)
         check_devices(comm, comm.device)
         try:
-            results[comm.rank] = main(comm)
+            with _group_told():
+                results[comm.rank] = main(comm)
         except StoppedUnsaved as stop:
             if comm.rank == 0:
                 warn(str(stop))
             return exit_codes.STOPPED_UNSAVED
         except Stopped:
             return exit_codes.STOPPED
-        except ValueError as error:
-            if _NO_GROUP not in str(error):
-                raise
-            raise ConfigError(
-                "the script asks torch.distributed for a process group, as DistributedDataParallel does, and "
-                "there is none: give speechdp.DataParallel the module without it, which takes its place"
-            ) from error
         return 0
 
     if name.startswith("threads"):
@@ -108,6 +102,20 @@ def run_ranks(
     if exit_code != 0 or not results:  # nothing is returned where `main` was left by sys.exit
         sys.exit(exit_code)
     return results[min(results)]
+
+
+@contextmanager
+def _group_told() -> Iterator[None]:
+    """Say what to do where the block relies on torch's process group.  Raises ConfigError."""
+    try:
+        yield
+    except ValueError as error:
+        if _NO_GROUP not in str(error):
+            raise
+        raise ConfigError(
+            "the script asks torch.distributed for a process group, as DistributedDataParallel does, and "
+            "there is none: give speechdp.DataParallel the module without it, which takes its place"
+        ) from error
 
 
 def _run_launched(backend: str, device: str, hang_timeout: float, run: Callable[[Communicator], int]) -> int:

@@ -18,8 +18,6 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, *WARNINGS)
 #: Warnings that came before there was anybody to heed them.
 _held: list[int] = []
-
-
 #: What is said of a stop before there was anything to save.
 STOPPED_BEFORE = "stopped as requested before it began; repeat the command"
 

@@ -63,11 +63,12 @@ def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRu
         return _by_pattern(source, files, pattern)
     if (source / "text").is_file():
         return _by_kaldi_text(source, files, rules)
-    transcripts = sorted(path for path in _files_below(source) if path.name.endswith(_TRANSCRIPTS))
+    texts = sorted(path for path in _files_below(source) if path.suffix == ".txt")
+    transcripts = [path for path in texts if path.name.endswith(_TRANSCRIPTS)]
     if transcripts:
         return _by_trans_txt(source, files, transcripts, rules)
     if any(file.with_suffix(".txt").is_file() for file in files):
-        return _by_text_beside(source, files, rules)
+        return _by_text_beside(source, files, texts, rules)
     if 2 * sum(1 for file in files if _FSDD_NAME.fullmatch(file.stem)) > len(files):
         return _by_pattern(source, files, DEFAULT_PATTERN)
     if not rules.needs_text:
@@ -216,15 +217,17 @@ def recording_names(source: Path, files: list[Path]) -> dict[Path, str]:
 
 
 def _by_kaldi_text(source: Path, files: list[Path], rules: ReadingRules) -> Corpus:
-    texts = _named_table(source / "text", source, files, may_be_empty=True)
-    speakers = _named_table(source / "utt2spk", source, files) if (source / "utt2spk").is_file() else {}
+    names = _FileNames.of(source, files)
+    texts = _named_table(source / "text", names, may_be_empty=True)
+    speakers = _named_table(source / "utt2spk", names) if (source / "utt2spk").is_file() else {}
     return _with_transcripts(source, files, texts, speakers, "text", rules)
 
 
 def _by_trans_txt(source: Path, files: list[Path], transcripts: list[Path], rules: ReadingRules) -> Corpus:
+    names = _FileNames.of(source, files)
     texts: dict[str, str] = {}
     for path in transcripts:
-        for utterance, text in _named_table(path, source, files, may_be_empty=True).items():
+        for utterance, text in _named_table(path, names, may_be_empty=True).items():
             if utterance in texts:
                 raise ConfigError(f"{path}: utterance {utterance} has two transcripts; remove one")
             texts[utterance] = text
@@ -232,7 +235,7 @@ def _by_trans_txt(source: Path, files: list[Path], transcripts: list[Path], rule
     return _with_transcripts(source, files, texts, speakers, "*.trans.txt", rules)
 
 
-def _by_text_beside(source: Path, files: list[Path], rules: ReadingRules) -> Corpus:
+def _by_text_beside(source: Path, files: list[Path], every_text: list[Path], rules: ReadingRules) -> Corpus:
     ids = recording_names(source, files)
     texts: dict[str, str] = {}
     without: list[Path] = []
@@ -252,17 +255,13 @@ def _by_text_beside(source: Path, files: list[Path], rules: ReadingRules) -> Cor
             "write what is missing, or leave such files out with --skip-incomplete"
         )
     corpus = _with_transcripts(source, files, texts, {}, "*.txt", rules)
-    return dataclasses.replace(corpus, notices=corpus.notices + _texts_alone(source, files))
+    return dataclasses.replace(corpus, notices=corpus.notices + _texts_alone(every_text, files))
 
 
-def _texts_alone(source: Path, files: list[Path]) -> tuple[str, ...]:
+def _texts_alone(texts: list[Path], files: list[Path]) -> tuple[str, ...]:
     """Tell of .txt files without audio that is read beside them: one is no transcript, many are a mistake."""
     beside = {file.with_suffix(".txt") for file in files}
-    alone = sorted(
-        path
-        for path in _files_below(source)
-        if path.suffix == ".txt" and path not in beside and not _NO_AUDIO.match(path.name)
-    )
+    alone = [path for path in texts if path not in beside and not _NO_AUDIO.match(path.name)]
     if not alone:
         return ()
     number = counted(len(alone), ".txt file")
@@ -339,37 +338,56 @@ def _plain_name(name: str) -> str:
     return unicodedata.normalize("NFC", "_".join(name.split()))
 
 
-def _refuse_names_with_blanks(path: Path, names: Mapping[Path, str]) -> None:
-    """Refuse a table that has the name of a file with its blanks: the first of them would end the id."""
-    blank = {_plain_name(file.stem): name for file, name in names.items() if len(file.stem.split()) > 1}
-    if not blank:
-        return
-    longest = max(len(file.stem.split()) for file in names)
-    unread = {*names.values()}  # an id that stands there a second time may be the start of another
-    for number, line in file_lines(path):
-        first, *others = line.split()[:longest]
-        if _plain_name(first) in unread:
-            unread.discard(_plain_name(first))
-            continue
-        for end in range(1, len(others) + 1):
-            written = " ".join((first, *others[:end]))
-            name = blank.get(_plain_name(written))
-            if name is not None:
-                raise ConfigError(
-                    f"{path}:{number}: an id ends at its first blank; write {name} for {written!r}, and so "
-                    "in every line"
-                )
+@dataclasses.dataclass(frozen=True)
+class _FileNames:
+    """What tables may call the audio files of a corpus.
+
+    Attributes:
+        ids: of all files.
+        of_blank: the id of each file whose name has blanks, by that name without them.
+        most_words: of a file's name.
+    """
+
+    ids: frozenset[str]
+    of_blank: Mapping[str, str]
+    most_words: int
+
+    @classmethod
+    def of(cls, source: Path, files: list[Path]) -> _FileNames:
+        """Name the files.  Raises ConfigError as `recording_names`."""
+        names = recording_names(source, files)
+        num_words = {file: len(file.stem.split()) for file in files}
+        of_blank = {_plain_name(file.stem): name for file, name in names.items() if num_words[file] > 1}
+        return cls(frozenset(names.values()), of_blank, max(num_words.values()))
+
+    def refuse_blanks(self, path: Path) -> None:
+        """Refuse a table that has a file's name with its blanks: the first of them would end the id."""
+        if not self.of_blank:
+            return
+        seen: set[str] = set()  # an id that stands there a second time may be the start of another
+        for number, line in file_lines(path):
+            first, *others = line.split()[: self.most_words]
+            plain = _plain_name(first)
+            if plain in self.ids and plain not in seen:
+                seen.add(plain)
+                continue
+            for end in range(1, len(others) + 1):
+                written = " ".join((first, *others[:end]))
+                name = self.of_blank.get(_plain_name(written))
+                if name is not None:
+                    raise ConfigError(
+                        f"{path}:{number}: an id ends at its first blank; write {name} for {written!r}, and "
+                        "so in every line"
+                    )
 
 
-def _named_table(
-    path: Path, source: Path, files: list[Path], *, may_be_empty: bool = False
-) -> dict[str, str]:
+def _named_table(path: Path, names: _FileNames, *, may_be_empty: bool = False) -> dict[str, str]:
     """Read a table of utterances, which are named as their files are.
 
     Raises:
         ConfigError: as `read_table`, an utterance is in it twice, or by a name with blanks.
     """
-    _refuse_names_with_blanks(path, recording_names(source, files))
+    names.refuse_blanks(path)
     table: dict[str, str] = {}
     for name, value in read_table(path, may_be_empty=may_be_empty).items():
         plain = _plain_name(name)

@@ -51,8 +51,9 @@ def joined(parts: Sequence[tuple[Source, Corpus]]) -> Corpus:
     if len(parts) == 1 and parts[0][0].split is None:
         return parts[0][1]
     _refuse_own_splits(parts)
-    parts = _without_held_out(parts)
-    _refuse_twice(parts)
+    place = _Places()
+    parts = _without_held_out(parts, place)
+    _refuse_twice(parts, place)
     names = _names([source.path for source, _ in parts])
     notices: tuple[str, ...] = ()
     if not _are_ids_apart(parts):
@@ -92,25 +93,22 @@ def _refuse_own_splits(parts: Sequence[tuple[Source, Corpus]]) -> None:
             )
 
 
-def _without_held_out(parts: Sequence[tuple[Source, Corpus]]) -> list[tuple[Source, Corpus]]:
+def _without_held_out(parts: Sequence[tuple[Source, Corpus]], place: _Places) -> list[tuple[Source, Corpus]]:
     """Take out of what is divided the utterances that are given for dev or test."""
-    place = _Places()
     held_out = {
         place.of(utterance.audio): source
         for source, corpus in parts
         if source.split is not None
         for utterance in corpus.utterances
     }
-
     are_several = sum(source.split is None for source, _ in parts) > 1
 
     def left_of(source: Source, corpus: Corpus) -> Corpus:
-        there = {
-            u.utterance_id: held_out[place.of(u.audio)]
-            for u in corpus.utterances
-            if place.of(u.audio) in held_out
-        }
-        if source.split is not None or not there:
+        if source.split is not None:
+            return corpus
+        where = ((u.utterance_id, held_out.get(place.of(u.audio))) for u in corpus.utterances)
+        there = {utterance_id: source for utterance_id, source in where if source is not None}
+        if not there:
             return corpus
         # At another speed, say, what is tested would be trained on all the same.
         taken = set(map(original_name, there))
@@ -134,8 +132,7 @@ def _without_held_out(parts: Sequence[tuple[Source, Corpus]]) -> list[tuple[Sour
     return [(source, left_of(source, corpus)) for source, corpus in parts]
 
 
-def _refuse_twice(parts: Sequence[tuple[Source, Corpus]]) -> None:
-    place = _Places()
+def _refuse_twice(parts: Sequence[tuple[Source, Corpus]], place: _Places) -> None:
     first: dict[tuple[object, ...], Source] = {}
     for source, corpus in parts:
         for utterance in corpus.utterances:
@@ -148,19 +145,22 @@ def _refuse_twice(parts: Sequence[tuple[Source, Corpus]]) -> None:
 
 
 class _Places:
-    """Where audio lies, by whatever path or link it is reached; links of folders are followed once each."""
+    """Where audio lies, by whatever path or link it is reached; the disk is asked once for each file."""
 
     def __init__(self) -> None:
         self._folders: dict[str, str] = {}
+        self._files: dict[Path, tuple[str, str]] = {}
 
     def of(self, audio: AudioSource) -> tuple[object, ...]:
         """Return what is equal for the same stretch of the same file."""
         file = file_of(audio)
-        folder, name = os.path.split(os.path.realpath(file) if file.is_symlink() else file)
-        if folder not in self._folders:
-            self._folders[folder] = os.path.realpath(folder)
+        if file not in self._files:
+            folder, name = os.path.split(os.path.realpath(file) if file.is_symlink() else file)
+            if folder not in self._folders:
+                self._folders[folder] = os.path.realpath(folder)
+            self._files[file] = self._folders[folder], name
         part = (audio.start_s, audio.end_s, audio.channel) if isinstance(audio, AudioPart) else ()
-        return (self._folders[folder], name, *part)
+        return (*self._files[file], *part)
 
 
 def _are_ids_apart(parts: Sequence[tuple[Source, Corpus]]) -> bool:

@@ -54,9 +54,11 @@ def read_whole_corpus(
             tables of Kaldi data directories, which none is; or the sources do not go together.
     """
     rules = reading_rules(options, scratch, progress, needs_text=needs_text)
-    _refuse_options_of_tables(options)
+    of_kaldi = [s.path for s in options.sources if reader_of(s.path, options.corpus) == "kaldi"]
+    if not of_kaldi:
+        _refuse_options_of_tables(options)
     # Beside folders of audio, which --pattern is for, tables need none; alone they refuse it.
-    needless = _of_kaldi(options) if len(_of_kaldi(options)) < len(options.sources) else []
+    needless = of_kaldi if len(of_kaldi) < len(options.sources) else []
     # All tables before any audio is looked for: only then it is known which of --path-map are of use.
     read = {
         source: read_corpus(
@@ -66,28 +68,21 @@ def read_whole_corpus(
     }
     parts = []
     for source, corpus in read.items():
-        there = _with_audio(corpus, source.path, rules, is_kaldi=_is_kaldi(source.path, options))
+        there = _with_audio(corpus, source.path, rules, is_kaldi=source.path in of_kaldi)
         if rules.skip_incomplete:
             there = _with_readable_audio(there, options.workers, progress, features)
         parts.append((source, there))
-    rules.path_map.refuse_unused(next(iter(_of_kaldi(options)), options.paths[0]))
+    rules.path_map.refuse_unused(next(iter(of_kaldi), options.paths[0]))
     whole = joined(parts)
     notices = () if rules.pipes is None else rules.pipes.notices
     return dataclasses.replace(whole, notices=whole.notices + notices)
 
 
-def _is_kaldi(source: Path, options: PrepareOptions) -> bool:
-    return reader_of(source, options.corpus) == "kaldi"
-
-
-def _of_kaldi(options: PrepareOptions) -> list[Path]:
-    return [source.path for source in options.sources if _is_kaldi(source.path, options)]
-
-
 def _refuse_options_of_tables(options: PrepareOptions) -> None:
+    """Refuse options for the tables of Kaldi data directories beside sources of which none is one."""
     sources = [source.path for source in options.sources]
-    if _of_kaldi(options) or not all(path.exists() for path in sources):
-        return
+    if not all(path.exists() for path in sources):
+        return  # reading them says so
     given = {"--path-map": options.files.path_map, "--allow-pipes": options.files.allow_pipes}
     for option, value in given.items():
         if value:

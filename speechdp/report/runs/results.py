@@ -383,19 +383,22 @@ class RunResult:
     mean: MeanModel | None = None
 
     @property
+    def last(self) -> Evaluation | None:
+        """The last evaluation in training; None: there was none."""
+        return self.evaluations[-1] if self.evaluations else None
+
+    @property
     def final(self) -> Evaluation | None:
         """The evaluation of the model that it has left; None: it was not evaluated."""
-        if self.mean is not None:
-            return self.mean.evaluation
-        return self.evaluations[-1] if self.evaluations else None
+        return self.last if self.mean is None else self.mean.evaluation
 
     @property
     def is_mean_worse(self) -> bool:
         """Whether its last model alone is better than the mean, by more than counts as equally accurate."""
-        last, mean = self.evaluations[-1:], self.mean
-        if mean is None or mean.evaluation.score is None or not last or last[0].score is None:
+        last, mean = self.last, self.mean
+        if mean is None or mean.evaluation.score is None or last is None or last.score is None:
             return False
-        return self.metric.is_past(last[0].score, mean.evaluation.score)
+        return self.metric.is_past(last.score, mean.evaluation.score)
 
     @property
     def kind(self) -> RunKind:

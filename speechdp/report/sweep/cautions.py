@@ -134,14 +134,14 @@ def _averaged(rows: Sequence[RunFigures], labels: dict[str, str]) -> str:
     """Say which final models are means of the last epochs' models, and what the last ones score alone."""
     named: list[str] = []
     for row in rows:
-        mean, last = row.run.mean, row.run.evaluations[-1:]
-        if mean is None or mean.evaluation.score is None or not last or last[0].score is None:
+        mean, last = row.run.mean, row.run.last
+        if mean is None or mean.evaluation.score is None or last is None or last.score is None:
             continue
         terms = terms_of([row.run])
         better = ", which is better" if row.run.is_mean_worse else ""
         named.append(
             f"{labels[row.run.name]} (mean of {mean.num_epochs}: {terms.with_unit(mean.evaluation.score)}; "
-            f"last alone: {terms.number(last[0].score)}{better})"
+            f"last alone: {terms.number(last.score)}{better})"
         )
     if not named:
         return ""
@@ -170,14 +170,14 @@ def _past_best(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     for row in comparable:
         terms = terms_of([row.run])
         # Of training, whatever the mean of its last models is like.
-        last = row.run.evaluations[-1].score if row.run.evaluations else None
-        if row.best_score is None or last is None:
+        last = row.run.last
+        if row.best_score is None or last is None or last.score is None:
             continue
-        if not row.run.metric.is_past(row.best_score, last):
+        if not row.run.metric.is_past(row.best_score, last.score):
             continue
         best = next(each for each in row.run.evaluations if each.score == row.best_score)
         when = f"step {best.step}" if best.epoch is None else f"epoch {epoch_text(best.epoch)}"
-        told = f"{terms.with_unit(row.best_score)} after {when}, {terms.number(last)} at the end"
+        told = f"{terms.with_unit(row.best_score)} after {when}, {terms.number(last.score)} at the end"
         named.append(f"{labels[row.run.name]} ({told})")
     if not named:
         return ""

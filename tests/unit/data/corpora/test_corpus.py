@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from speechdp.data.corpora import audio_folder
 from speechdp.data.corpora.audio_folder import read_audio_folder
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
 from speechdp.data.corpora.kaldi_dir import ReadingRules, read_kaldi_dir
@@ -494,3 +495,30 @@ def test_transcripts_beside_audio_are_found_where_the_first_has_none(tmp_path: P
     assert [(u.utterance_id, u.text) for u in corpus.utterances] == [("b", "one")]
     corpus = read_audio_folder(tmp_path, rules=ReadingRules(needs_text=False))
     assert [u.text for u in corpus.utterances] == ["", "one"]
+
+
+def test_files_are_named_as_often_for_many_tables_as_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LibriSpeech has a table for each chapter: naming all files anew for each would take hours."""
+    named: list[str] = []
+    plain = audio_folder._plain_name
+
+    def noted(name: str) -> str:
+        named.append(name)
+        return plain(name)
+
+    monkeypatch.setattr(audio_folder, "_plain_name", noted)
+
+    def times(num_tables: int) -> int:
+        folder = tmp_path / str(num_tables)
+        for number in range(12):
+            chapter = folder / str(number % num_tables)
+            write_tone(chapter / f"ann-{number}.wav")
+            with (chapter / f"{number % num_tables}.trans.txt").open("a", encoding="utf-8") as table:
+                table.write(f"ann-{number} one\n")
+        named.clear()
+        assert len(read_audio_folder(folder).utterances) == 12
+        return len(named)
+
+    assert times(6) == times(1)
