@@ -144,6 +144,8 @@ class DecodeCommand:
 
         print(f"{result.wer.summary()}; {result.split}, {result.grammar.value}")
         print(result.wer.sentence_summary())
+        if result.speakers_remark:
+            print(result.speakers_remark)
         if result.name != result.split:
             tell(
                 f"{dataset.path} differs from what {self.run_dir} was trained on; these results stand beside "

@@ -14,7 +14,14 @@ from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset
 from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.nbest import Candidate
 from speechdp.decode.paired import UtteranceErrors, errors_text
-from speechdp.decode.wer import WerResult, count_errors, errors_by_group, oracle_of, word_error_rate
+from speechdp.decode.wer import (
+    WerResult,
+    count_errors,
+    errors_by_group,
+    interval_of_new_speakers,
+    oracle_of,
+    word_error_rate,
+)
 from speechdp.errors import RunError
 from speechdp.files import cannot_be_written, write_text_atomically
 from speechdp.json_input import parse_json
@@ -91,6 +98,26 @@ class DecodingResult:
     def untranscribed(self) -> int:
         """Number of utterances without a transcript: recognised, and counted in no error rate."""
         return len(self.utterances) - self.wer.utterances
+
+    @property
+    def of_new_speakers(self) -> tuple[float, float] | None:
+        """The WER's interval for speakers like these; None where not every word has a speaker, or not enough.
+
+        Fractions, as `interval_of_new_speakers` has them.
+        """
+        if sum(errors.words for errors in self.speakers.values()) < self.wer.words:
+            return None
+        return interval_of_new_speakers(self.speakers.values())
+
+    @property
+    def speakers_remark(self) -> str:
+        """What to tell of the chance in the choice of speakers; "": nothing is known of it."""
+        if self.of_new_speakers is None:
+            return ""
+        low, high = (f"{100 * rate:.1f}" for rate in self.of_new_speakers)
+        return (
+            f"of other speakers, as these {len(self.speakers)} differ: WER {low} to {high} % (95 % interval)"
+        )
 
     @property
     def unknown_remark(self) -> str:
@@ -268,6 +295,7 @@ def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str
         "data": dict(result.data),
         "grammar": result.grammar.value,
         **asdict(result.wer),
+        "wer_of_new_speakers": result.of_new_speakers,
         "unknown_words": result.unknown_words,
         "retried": result.retried,
         "failed": result.failed,

@@ -93,6 +93,7 @@ def _answer(result: DecodingResult) -> Answer:
         f"SER {_rate(wer.ser, wer.ser_low, wer.ser_high)}: {wer.sentence_errors:,} of {wer.utterances:,} "
         "utterances have at least one error.",
         *_on_speakers(result.speakers),
+        *([f"{formatting.capital(result.speakers_remark)}."] if result.speakers_remark else []),
         "[ ]: 95 % bootstrap intervals over utterances.",
     ]
     cautions = []

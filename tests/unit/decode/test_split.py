@@ -95,6 +95,20 @@ def test_speakers_stand_by_their_error_rates_where_they_are_known(tmp_path: Path
     values = json.loads((tmp_path / "run" / "wer-test.json").read_text())
     assert [row["speaker"] for row in values["speakers"]] == ["bob", "ann"]
     assert values["words"] == 4  # those of unknown speakers count, but for nobody
+    assert values["wer_of_new_speakers"] is None
+
+
+def test_what_other_speakers_may_expect_is_recorded_where_each_word_has_a_speaker(tmp_path: Path) -> None:
+    heard = [("ann", "one two"), ("bob", "four two"), ("cem", "one two"), ("dee", "one one")]
+    said = [Spoken(name[0], "one two", words, speaker=name) for name, words in heard]
+    result = decode(write_dataset(tmp_path / "data", [said]), tmp_path / "run")
+    assert (result.wer.wer, len(result.speakers)) == (0.25, 4)
+    low, high = json.loads((tmp_path / "run" / "wer-test.json").read_text())["wer_of_new_speakers"]
+    assert 0 < low < result.wer.wer_low + 0.1 and result.wer.wer_high < high <= 1
+    assert f"as these 4 differ: WER {100 * low:.1f} to {100 * high:.1f} %" in result.speakers_remark
+
+    said.append(Spoken("e", "three", "three", speaker="unknown"))
+    assert not decode(write_dataset(tmp_path / "more", [said]), tmp_path / "other").speakers_remark
 
 
 def test_other_data_leave_the_runs_own_results_alone(dataset: Dataset, tmp_path: Path) -> None:

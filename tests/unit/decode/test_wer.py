@@ -3,7 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from speechdp.decode.wer import align_words, count_errors, errors_by_group, word_error_rate
+from speechdp.decode.wer import (
+    WerResult,
+    align_words,
+    count_errors,
+    errors_by_group,
+    interval_of_new_speakers,
+    word_error_rate,
+)
 
 
 def test_errors_are_counted_by_kind_and_utterance() -> None:
@@ -66,6 +73,38 @@ def test_the_interval_of_a_low_rate_of_few_utterances_holds_it() -> None:
         result = word_error_rate(["a"] * 60, ["a" if is_right else "b" for is_right in right])
         held += result.wer_low <= 0.02 <= result.wer_high
     assert held >= 270  # draws alone hold it in 244
+
+
+def speakers_with(*wrong: int, words: int = 20) -> list[WerResult]:
+    """Speakers that said as many words each, some of them not recognised."""
+    return [word_error_rate(["a"] * words, ["b"] * number + ["a"] * (words - number)) for number in wrong]
+
+
+def test_the_interval_of_new_speakers_holds_the_rate_of_all_of_them() -> None:
+    """Five speakers, of whom rates differ by 0.8 of their mean: draws of utterances are too sure."""
+    random, held, held_by_utterances = np.random.default_rng(1), 0, 0
+    for _ in range(200):
+        rates = np.minimum(random.gamma(1 / 0.8**2, 0.1 * 0.8**2, size=5), 1.0)
+        speakers = speakers_with(*random.binomial(60, rates), words=60)
+        if (interval := interval_of_new_speakers(speakers)) is not None:
+            held += interval[0] <= 0.1 <= interval[1]
+        errors = sum(one.errors for one in speakers)
+        result = word_error_rate(["a"] * 300, ["b"] * errors + ["a"] * (300 - errors))
+        held_by_utterances += result.wer_low <= 0.1 <= result.wer_high
+    assert held >= 182 and held_by_utterances <= 130
+
+
+def test_the_interval_of_new_speakers_in_numbers() -> None:
+    """Of 20 words 1, 2 and 3 are wrong: a standard error of 0.0289 about 0.1, and t of 2 degrees is 4.303."""
+    factor = np.exp(4.303 * (0.05 / np.sqrt(3)) / 0.1)
+    low, high = interval_of_new_speakers(speakers_with(3, 1, 2)) or (0, 0)
+    assert (low, high) == (pytest.approx(0.1 / factor, rel=1e-3), pytest.approx(0.1 * factor, rel=1e-3))
+    assert interval_of_new_speakers(speakers_with(20, 0, 0)) == (pytest.approx(1 / 3 / 73.9, rel=1e-2), 1.0)
+
+
+@pytest.mark.parametrize("wrong", [(), (4,), (4, 5), (0, 0, 0), (4, 4, 4)])
+def test_nothing_is_said_of_new_speakers_where_nothing_is_known_of_them(wrong: tuple[int, ...]) -> None:
+    assert interval_of_new_speakers(speakers_with(*wrong)) is None
 
 
 def test_no_utterances_and_no_reference_words() -> None:

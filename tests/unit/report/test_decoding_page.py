@@ -83,6 +83,13 @@ def test_page_csv_and_table(tmp_path: Path) -> None:
     Console(file=output, width=200).print(report.table)
     shown = output.getvalue()
     assert "Word errors by speaker" in shown and shown.index("bob") < shown.index("ann")
+    assert not any("other speakers" in line for line in report.answer)
+
+
+def test_the_page_says_what_other_speakers_may_expect(tmp_path: Path) -> None:
+    third = Heard("c-1", "cem", "go left", "go left")
+    (line,) = [line for line in written(tmp_path, (*UTTERANCES, third)).answer if "other speakers" in line]
+    assert line.startswith("Of other speakers, as these 3 differ: WER ") and "95 % interval" in line
 
 
 def test_the_page_stands_alone_and_its_ids_are_its_own(tmp_path: Path) -> None:
