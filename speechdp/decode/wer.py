@@ -201,7 +201,7 @@ def interval_of_new_speakers(speakers: Iterable[WerResult]) -> tuple[float, floa
         ...     for wrong in (1, 2, 3)
         ... )
         >>> [round(rate, 3) for rate in interval_of_new_speakers([one, two, three])]
-        [0.029, 0.345]
+        [0.029, 0.346]
     """
     counts = np.array([(one.errors, one.words) for one in speakers], dtype=np.int64).reshape(-1, 2)
     errors, words = (int(n) for n in counts.sum(axis=0))

@@ -97,9 +97,10 @@ def test_the_interval_of_new_speakers_holds_the_rate_of_all_of_them() -> None:
 def test_the_interval_of_new_speakers_in_numbers() -> None:
     """Of 20 words 1, 2 and 3 are wrong: a standard error of 0.0289 about 0.1, and t of 2 degrees is 4.303."""
     factor = np.exp(4.303 * (0.05 / np.sqrt(3)) / 0.1)
-    low, high = interval_of_new_speakers(speakers_with(3, 1, 2)) or (0, 0)
-    assert (low, high) == (pytest.approx(0.1 / factor, rel=1e-3), pytest.approx(0.1 * factor, rel=1e-3))
-    assert interval_of_new_speakers(speakers_with(20, 0, 0)) == (pytest.approx(1 / 3 / 73.9, rel=1e-2), 1.0)
+    interval = interval_of_new_speakers(speakers_with(3, 1, 2))
+    assert interval == pytest.approx((0.1 / factor, 0.1 * factor), rel=1e-3)
+    all_of_one = interval_of_new_speakers(speakers_with(20, 0, 0))
+    assert all_of_one == pytest.approx((1 / 3 / 73.9, 1.0), rel=1e-2)
 
 
 @pytest.mark.parametrize("wrong", [(), (4,), (4, 5), (0, 0, 0), (4, 4, 4)])
