@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from speechdp.data.prepare.plausibility import warn_of_undivided
 from speechdp.data.prepare.unreadable import channels_error, outside_error, unreadable_error
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.audio import AudioInfo, AudioSource, common_sampling_rate, file_of, probe
+from speechdp.data.signal.channel import Channel, channel_read
 from speechdp.errors import OutsideRecordingError, SeveralChannelsError, UnreadableAudioError
 from speechdp.options.prepare import PrepareOptions
 
@@ -71,7 +72,9 @@ class DividedCorpus:
         infos = probe_all(list(dict.fromkeys(u.audio for each in splits.values() for u in each)), progress)
         seconds = {info.source: info.num_samples / info.sampling_rate for info in infos}
         rate = common_sampling_rate(infos, options.resample) if like is None else like.sampling_rate
-        notices = division.notices
+        notices = division.notices + channels_read(
+            infos, options.files.chosen_channel if like is None else None
+        )
         if options.is_for_recognition:
             notices += warn_of_splits(splits, division.held_out)
         if like is not None:
@@ -188,6 +191,26 @@ def warn_of_speakers(
         f"warning: {said_of(len(names), 'speaker', 'are both in train and held out')}, first {names[0]}; "
         f"results do not hold for new speakers ({apart})",
     )
+
+
+def channels_read(infos: Iterable[AudioInfo], asked_for: Channel | None) -> tuple[str, ...]:
+    """Tell what is read of files of several channels, and that --channel is of no use where there is none.
+
+    Args:
+        infos: of all audio.
+        asked_for: by --channel.
+    """
+    files: dict[Channel, set[Path]] = {}
+    for info in infos:
+        if info.channel is not None:
+            files.setdefault(info.channel, set()).add(file_of(info.source))
+    if not files:
+        return () if asked_for is None else (f"--channel {asked_for}: all audio has one channel already",)
+    said = ", ".join(
+        f"{channel_read(channel)} of {len(those):,}"
+        for channel, those in sorted(files.items(), key=lambda item: str(item[0]))
+    )
+    return (f"of {counted(len(set().union(*files.values())), 'file')} of several channels: {said}",)
 
 
 def _resampled(infos: Sequence[AudioInfo], rate: int) -> tuple[str, ...]:
