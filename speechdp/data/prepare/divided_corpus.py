@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from speechdp.counting import counted, said_of
-from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
+from speechdp.data.corpora.corpus import SPLIT_NAMES, Corpus, CorpusUtterance
+from speechdp.data.corpora.same_sound import SameFiles, SoundIndex
 from speechdp.data.corpora.splits import (
     OneSplit,
     SplitRule,
@@ -77,6 +79,9 @@ class DividedCorpus:
         )
         if options.is_for_recognition:
             notices += warn_of_splits(splits, division.held_out)
+        notices += warn_of_same_sound(
+            {name: [(u.utterance_id, u.audio) for u in part] for name, part in splits.items()}
+        )
         if like is not None:
             notices += _resampled(infos, rate)
         return cls(division.rule, splits, rate, seconds, notices)
@@ -191,6 +196,29 @@ def warn_of_speakers(
         f"warning: {said_of(len(names), 'speaker', 'are both in train and held out')}, first {names[0]}; "
         f"results do not hold for new speakers ({apart})",
     )
+
+
+def warn_of_same_sound(sounds: Mapping[str, Sequence[tuple[str, AudioSource]]]) -> tuple[str, ...]:
+    """Warn of utterances of a held-out split whose sound an earlier split has: copies, or parts that overlap.
+
+    Args:
+        sounds: the ids of each split's utterances, and where they are.
+    """
+    order = [name for name in SPLIT_NAMES if name in sounds]
+    files = SameFiles((audio, name) for name in order for _, audio in sounds[name])
+    warnings = []
+    for first, second in itertools.combinations(order, 2):
+        index = SoundIndex(files, ((audio, utterance) for utterance, audio in sounds[first]))
+        found = ((utterance, index.find(audio)) for utterance, audio in sounds[second])
+        shared = [(utterance, other) for utterance, other in found if other is not None]
+        if shared:
+            (one, other), said = shared[0], f"have sound that {first} has, too"
+            warnings.append(
+                f"warning: {said_of(len(shared), f'{second} utterance', said)}, first {one} ({other} in "
+                f"{first}): a copy of the file, or an overlapping part, whose errors mean little; leave "
+                "one of both out"
+            )
+    return tuple(warnings)
 
 
 def channels_read(infos: Iterable[AudioInfo], asked_for: Channel | None) -> tuple[str, ...]:
