@@ -16,7 +16,7 @@ from speechdp.data.prepare.recognition import read_corpus_for_recognition
 from speechdp.data.prepare.synthesis import read_corpus_for_synthesis
 from speechdp.data.prepare.synthetic import speak_for_recognition, speak_for_synthesis
 from speechdp.data.prepare.unreadable import as_option_does
-from speechdp.data.shards.data_dir import check_beside, new_data_dir
+from speechdp.data.shards.data_dir import new_data_dir
 from speechdp.data.shards.dataset import Dataset, ShardEntry, SplitEntry
 from speechdp.data.shards.layout import ShardHeader
 from speechdp.data.shards.writer import ShardWriter
@@ -45,12 +45,10 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
         ShardError: the disk is full or cannot be written.
         RunError: a process was killed.
     """
-    if options.like is not None:
-        check_beside(options.data, options.like)
-        if options.files.channel is None:
-            channel = open_like(options.like).channel
-            files = dataclasses.replace(options.files, channel=None if channel is None else str(channel))
-            options = dataclasses.replace(options, files=files)
+    if options.like is not None and options.files.channel is None:
+        channel = open_like(options.like).channel
+        files = dataclasses.replace(options.files, channel=None if channel is None else str(channel))
+        options = dataclasses.replace(options, files=files)
     with (
         new_data_dir(options.data, options.overwrite) as directory,
         scratch_folder(directory, ".scratch-") as scratch,
