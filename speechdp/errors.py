@@ -81,7 +81,7 @@ class SeveralChannelsError(ConfigError):
         fault: the message without its remedy.
     """
 
-    REMEDY: ClassVar[str] = "write one file per channel, e.g. sox IN OUT remix 1"
+    REMEDY: ClassVar[str] = "add --channel 1 for the first, or another, or --channel mix for the mean of all"
 
     def __init__(self, fault: str) -> None:
         super().__init__(f"{fault}; {self.REMEDY}")

@@ -16,6 +16,7 @@ from speechdp.cli.support.console import make_console
 from speechdp.data.prepare.language_model import describe_language_model
 from speechdp.data.shards.dataset import FLAT, UNALIGNED, Dataset
 from speechdp.data.shards.layout import Stored, printable
+from speechdp.data.signal.channel import channel_read
 from speechdp.labels.kaldi_pdfs import classes_of
 from speechdp.labels.symbols import symbols_of
 
@@ -58,6 +59,8 @@ class InspectCommand:
 def describe(dataset: Dataset) -> RenderableType:
     """Lay out a data directory's splits as a table, what holds for all of them above it."""
     settings = _SETTINGS[dataset.stored](dataset)
+    if dataset.channel is not None:
+        settings += f"\nof files of several channels: {channel_read(dataset.channel)}"
     table = Table()
     table.add_column("split")
     for name in ("hours", "frames", "utterances", "speakers", "shards"):

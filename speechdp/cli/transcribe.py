@@ -13,20 +13,26 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.counting import counted
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, SeveralChannelsError
 from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptions
 from speechdp.options.shown import heading, shown
 from speechdp.process.notices import tell, warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from speechdp.data.shards.dataset import Dataset
+    from speechdp.data.signal.audio import AudioSource
+    from speechdp.data.signal.channel import Channel
     from speechdp.decode.recogniser import DecodingOptions
-    from speechdp.decode.transcribe import Transcription
+    from speechdp.decode.transcribe import Recording, Transcription
 
 #: Name at most so many recordings in which nothing was found; the end says how many there are.
 _MOST_NAMED = 5
+#: What to do where a file has several channels and nothing says what is to be recognised.
+_CHANNELS = (
+    "add --channel each for a transcript of every channel, --channel 1 for the first, or --channel mix"
+)
 #: Name of an output that is no file.
 _STANDARD_OUTPUT = Path("-")
 
@@ -43,7 +49,7 @@ class TranscribeCommand:
     run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Run directory written by `speechdp train`."""
     files: Annotated[tyro.conf.Positional[tuple[Path, ...]], shown("FILE|FOLDER ...")]
-    """Audio files of one channel, or folders of them; any sampling rate and length."""
+    """Audio files, or folders of them; any sampling rate and length."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"]), shown("FILE", "standard output")] = None
     """Text file to write: a line for each recording, its name and its words; -: standard output."""
     ctm: Annotated[Path | None, shown("FILE", "none")] = None
@@ -55,6 +61,12 @@ class TranscribeCommand:
     longest: Annotated[float | None, shown("SECONDS", "1.5 of its training utterances, 5 to 30 s")] = None
     """Cut recordings that are longer than this, at pauses: a model hears best what is as long as its training
     utterances were."""
+    channel: Annotated[
+        str | None, shown("N|mix|each", "as for its training data; else files of several are refused")
+    ] = None
+    """What to recognise of files of several channels: that of this number (1 is the first), the mean, or each
+    by itself, as of telephone speech with a speaker a channel: talk.wav then has transcripts talk-1, talk-2,
+    in a CTM file talk 1 and talk 2."""
     search: Annotated[RecognitionOptions, heading("search")] = field(default_factory=RecognitionOptions)
     task: Annotated[str | None, shown("NAME|MODULE:CLASS", "none")] = None
     """Task that the model was trained as, where its network is one of your own (docs/api.md)."""
@@ -81,26 +93,32 @@ class TranscribeCommand:
                 f"transcribe runs on one rank, not {launch.size}; give it without mpirun or srun"
             )
         printed, outputs = self._printed(), self._outputs()
-        recordings = self._recordings()
-        _refuse_to_replace(recordings.values(), outputs)
+        chosen = self._chosen_channel()
+        files = self._files()
+        _refuse_to_replace(files.values(), outputs)
         device = choose_device(self.device, 0)
         trained = load_model(self.run_dir, device, ctc=True, own=networks_of(self.task))
         if is_ctc(trained.config):
             self.search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
         kept = kept_data(self.run_dir)
+        recordings = _recordings(files, kept.channel if chosen is None else chosen)
         graph = KeptGraph(self.run_dir)
         transcriber = Transcriber(trained, kept, self._options(kept), self.longest, graph)
         if transcriber.remark:
             warn(transcriber.remark)
         done = _Done(kept.sampling_rate)
         with growing_files(list(outputs), "recording") as add:
-            for name, path in recordings.items():
+            for recording in recordings:
                 try:
-                    found = transcriber.transcribe(path, name)
+                    found = transcriber.transcribe(recording)
+                except SeveralChannelsError as error:
+                    tell(f"{error.fault}; {_CHANNELS}")
+                    continue
                 except ConfigError as error:  # one bad file of many does not cost the others
                     tell(str(error))
                     continue
-                for remark in done.count(found, path, probe(path).sampling_rate):
+                rate = probe(recording.audio).sampling_rate
+                for remark in done.count(found, recording.audio, rate):
                     tell(remark)
                 if printed is not None:
                     print(printed(found), end="", flush=True)
@@ -170,7 +188,17 @@ class TranscribeCommand:
             tell(earlier.line)
         return self.search.with_weights(earlier.weights).decoding()
 
-    def _recordings(self) -> dict[str, Path]:
+    def _chosen_channel(self) -> Channel | Literal["each"] | None:
+        """Return what is recognised of files of several channels, if that is said.  Raises ConfigError."""
+        from speechdp.data.signal.channel import parse_channel  # noqa: PLC0415 - keeps --help fast
+
+        if self.channel is None:
+            return None
+        if self.channel == "each":
+            return "each"
+        return parse_channel(self.channel, "mix, or each")
+
+    def _files(self) -> dict[str, Path]:
         """Return the files given and those in the folders given, by name.  Raises ConfigError."""
         from speechdp.data.corpora.audio_folder import (  # noqa: PLC0415
             find_audio,
@@ -201,6 +229,27 @@ class TranscribeCommand:
                     )
                 found[name] = path
         return found
+
+
+def _recordings(files: Mapping[str, Path], channel: Channel | Literal["each"] | None) -> list[Recording]:
+    """Return what is transcribed of files, by their names.
+
+    Raises:
+        ConfigError: a channel of one has the name of another file.
+    """
+    from speechdp.data.signal.audio import file_of  # noqa: PLC0415 - keeps --help fast
+    from speechdp.decode.transcribe import recordings_of  # noqa: PLC0415
+
+    found = [recording for name, path in files.items() for recording in recordings_of(name, path, channel)]
+    first: dict[str, Recording] = {}
+    for recording in found:
+        other = first.setdefault(recording.name, recording)
+        if other is not recording:
+            raise ConfigError(
+                f"{file_of(other.audio)} and {file_of(recording.audio)} both have a transcript named "
+                f"{recording.name}; rename one, or transcribe them in two commands"
+            )
+    return found
 
 
 def _refuse_to_replace(recordings: Iterable[Path], outputs: Iterable[Path]) -> None:
@@ -240,28 +289,28 @@ class _Done:
     _has_low_rate: bool = False
     _began: float = field(default_factory=time.monotonic)
 
-    def count(self, found: Transcription, path: Path, sampling_rate: int) -> Iterator[str]:
+    def count(self, found: Transcription, audio: AudioSource, sampling_rate: int) -> Iterator[str]:
         """Count a recording, and yield what to tell of it.
 
         Args:
             found: what was recognised in it.
-            path: its file.
+            audio: its file, or a channel of it.
             sampling_rate: of the file, in Hz.
         """
         self.recordings += 1
         self.duration_s += found.duration_s
         self.failed_s += found.failed_s
         if found.is_too_short:
-            yield f"{path}: too short to hold a word; leave it out"
+            yield f"{audio}: too short to hold a word; leave it out"
         if found.failed_s:
             self.failed += 1
             if self.failed <= _MOST_NAMED:
                 part = f"{found.failed_s:.2f} s of its {found.duration_s:.2f} s" if found.words else "it"
-                yield f"{path}: nothing found in {part}"
+                yield f"{audio}: nothing found in {part}"
         if sampling_rate < self.sampling_rate and not self._has_low_rate:
             self._has_low_rate = True
             yield (
-                f"warning: {path} has {sampling_rate} Hz, less than the {self.sampling_rate} Hz that the "
+                f"warning: {audio} has {sampling_rate} Hz, less than the {self.sampling_rate} Hz that the "
                 "model was trained on; expect more errors in it and others like it"
             )
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from speechdp.data.shards.dataset import Dataset
-from speechdp.data.signal.audio import read_audio, to_int16
+from speechdp.data.signal.audio import (
+    AudioPart,
+    AudioSource,
+    num_channels,
+    probe,
+    read_audio,
+    to_int16,
+    with_channel,
+)
+from speechdp.data.signal.channel import Channel
 from speechdp.data.signal.features import FeatureConfig, shift_s
 from speechdp.data.signal.pieces import Piece, cut_at_pauses
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
@@ -77,6 +87,45 @@ def usual_piece_s(kept: Dataset) -> float:
 
 
 @dataclass(frozen=True)
+class Recording:
+    """What is transcribed: a file, or one of its channels.
+
+    Attributes:
+        name: of its transcript, without blanks.
+        file: the name of its file in CTM.
+        audio: where it is.
+    """
+
+    name: str
+    file: str
+    audio: AudioSource
+
+
+def recordings_of(name: str, path: Path, channel: Channel | Literal["each"] | None) -> list[Recording]:
+    """Return what is transcribed of a file: of several channels that which is chosen, or each by itself.
+
+    Args:
+        name: of the file, without blanks; that of a channel is NAME-1, NAME-2 and so on.
+        path: of the file.
+        channel: what is read of several; None: they are refused when it is read.
+    """
+    if channel != "each":
+        return [Recording(name, name, with_channel(path, channel))]
+    try:
+        count = num_channels(path)
+    except ConfigError:
+        count = 1  # transcribing it says why it cannot be read
+    if count == 1:
+        return [Recording(name, name, path)]
+    return [
+        Recording(
+            f"{name}-{number}", name, AudioPart(path, channel=number - 1, name=f"{path}, channel {number}")
+        )
+        for number in range(1, count + 1)
+    ]
+
+
+@dataclass(frozen=True)
 class TimedWord:
     """A recognised word.
 
@@ -104,6 +153,8 @@ class Transcription:
         failed_s: seconds of it for which nothing was found.
         candidates: the most probable word sequences of the recording, `words` first.
         is_too_short: there is not a single frame of features in it.
+        file: the name of its file, where it is one of several channels of it; "": as `name`.
+        channel: of the file, counted from 1.
     """
 
     name: str
@@ -112,6 +163,8 @@ class Transcription:
     failed_s: float = 0.0
     candidates: tuple[Candidate, ...] = ()
     is_too_short: bool = False
+    file: str = ""
+    channel: int = 1
 
     @property
     def text(self) -> str:
@@ -128,8 +181,9 @@ class Transcription:
 
     def ctm(self) -> str:
         """Return its lines of a CTM file: name, channel, start, duration, word, confidence."""
+        beginning = f"{self.file or self.name} {self.channel}"
         lines = (
-            f"{self.name} 1 {w.start_s:.2f} {w.duration_s:.2f} {w.word} {w.confidence:.2f}\n"
+            f"{beginning} {w.start_s:.2f} {w.duration_s:.2f} {w.word} {w.confidence:.2f}\n"
             for w in self.words
         )
         return "".join(lines)
@@ -193,13 +247,15 @@ class Transcriber:
         """What to tell of the language model that rescores; "": nothing."""
         return self._recogniser.rescoring_remark
 
-    def transcribe(self, path: Path, name: str) -> Transcription:
-        """Recognise a file of one channel, of any length and sampling rate, and call it `name`.
+    def transcribe(self, recording: Recording) -> Transcription:
+        """Recognise a recording of any length and sampling rate.
 
         Raises:
-            ConfigError: not audio, or of several channels.
+            SeveralChannelsError: of several channels, none of which is chosen.
+            ConfigError: not audio, or without the channel that is chosen.
         """
-        samples = read_audio(path, self._sampling_rate)
+        channel = probe(recording.audio).channel
+        samples = read_audio(recording.audio, self._sampling_rate)
         pieces = cut_at_pauses(samples, self._sampling_rate, self._longest_s)
         words: list[TimedWord] = []
         candidates: list[Candidate] = []
@@ -214,12 +270,14 @@ class Transcriber:
                 candidates = joined(candidates, found[number].candidates, max(self._num_candidates, 1))
         rate = self._sampling_rate
         return Transcription(
-            name,
+            recording.name,
             tuple(words),
             len(samples) / rate,
             failed / rate,
             tuple(candidates),
             is_too_short=not any(piece.num_frames for piece in found.values()),
+            file=recording.file,
+            channel=channel if isinstance(channel, int) else 1,
         )
 
     def _recognise(self, pieces: Iterable[npt.NDArray[np.int16]]) -> Iterator[tuple[int, _FoundPiece]]:

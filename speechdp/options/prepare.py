@@ -15,6 +15,7 @@ import tyro
 from speechdp.data.corpora.joining import JoinRule
 from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.corpora.sources import Source
+from speechdp.data.signal.channel import Channel, parse_channel
 from speechdp.data.signal.features import FeatureConfig, usual_mel_bins
 from speechdp.data.signal.spectrogram import spectrogram_config
 from speechdp.errors import ConfigError
@@ -129,12 +130,22 @@ class FilesOptions:
     allow_pipes: bool = False
     """Run the commands in wav.scp and feats.scp that end with "|", without a shell.
     Of Kaldi data directories only."""
+    channel: Annotated[str | None, shown("N|mix", "files of several channels are refused")] = None
+    """What to read of audio files of several channels: that of this number (1 is the first), or the mean.
+    segments and reco2file_and_channel of Kaldi data directories count first, and files of one channel are
+    read as they are.  With --like: as for its data, where nothing else is given."""
     skip_incomplete: bool = False
     """Leave out utterances without audio that can be read, transcript or speaker, and report how many.
     All audio is then read through before the shards are written."""
 
     def __post_init__(self) -> None:
         PathMap.parse(self.path_map)
+        self.chosen_channel  # noqa: B018 - refuses one that is not understood
+
+    @property
+    def chosen_channel(self) -> Channel | None:
+        """What is read of files of several channels; None: they are refused.  Raises ConfigError."""
+        return None if self.channel is None else parse_channel(self.channel)
 
 
 @dataclass(frozen=True)
@@ -309,7 +320,9 @@ class PrepareOptions:
         if self.unknown_words != "refuse":
             raise ConfigError("--unknown-words does not go with --synthetic, which knows all; leave it out")
         if self.files != FilesOptions():
-            raise ConfigError("--path-map, --allow-pipes and --skip-incomplete need a corpus; leave them out")
+            raise ConfigError(
+                "--path-map, --allow-pipes, --channel and --skip-incomplete need a corpus; leave them out"
+            )
         if not 0 < hours <= _MAX_HOURS:
             raise ConfigError(f"--synthetic {hours:g}: must be more than 0 hours, e.g. 1")
 

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import cannot_be_read, cannot_be_written, may_write
+from speechdp.json_input import parse_json
 from speechdp.ownership.owner import OWNER_FILE, FolderOwner, is_owners
 
 
@@ -127,6 +128,30 @@ def check_kind(folder: Path, kind: FolderKind) -> None:
             raise ConfigError(
                 f"{folder}: holds {other.what} ({other.record}); give {kind.what} another folder"
             )
+
+
+def refuse_inside(folder: Path) -> None:
+    """Refuse a place in a folder that a command has written: what is added there nobody expects, nor keeps.
+
+    Raises:
+        ConfigError: it lies in one; names the outermost.
+    """
+    for parent in reversed(Path(os.path.realpath(folder)).parents):
+        for kind in _KINDS:
+            if is_record(parent / kind.record):
+                raise ConfigError(
+                    f"{folder}: lies in {parent}, which holds {kind.what} ({kind.record}); give a folder "
+                    "beside it"
+                )
+
+
+def is_record(path: Path) -> bool:
+    """Return whether a file is a command's record of what its folder holds, not another program's."""
+    try:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and str(content.get("format")).startswith("speechdp-")
 
 
 def check_overwrite(

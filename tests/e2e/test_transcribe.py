@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import shutil
 import signal
 import types
 import wave
@@ -20,7 +21,14 @@ import torch
 from speechdp.cli.main import run as speechdp
 from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.recogniser import DecodingOptions
-from speechdp.decode.transcribe import TimedWord, Transcriber, Transcription, kept_data, usual_piece_s
+from speechdp.decode.transcribe import (
+    Recording,
+    TimedWord,
+    Transcriber,
+    Transcription,
+    kept_data,
+    usual_piece_s,
+)
 from speechdp.errors import RunError
 from speechdp.labels import decision_tree
 from speechdp.process.ending import Ended
@@ -144,6 +152,53 @@ def test_a_model_of_ctc_hears_words_and_when_they_were_spoken(
     assert "--prior-scale has no effect with a model of --criterion ctc" in capsys.readouterr().err
 
 
+def test_the_channels_of_a_file_are_heard_each_by_itself(
+    trained: TrainedOnFsdd, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides = [tmp_path / "left.wav", tmp_path / "right.wav"]
+    waves = [soundfile.read(path, dtype="float32")[0] for path in trained.recordings[:2]]
+    length = max(map(len, waves))
+    waves = [np.pad(samples, (0, length - len(samples))) for samples in waves]
+    for path, samples in zip(sides, waves, strict=True):
+        soundfile.write(path, samples, 8000)
+    call = tmp_path / "call.wav"
+    soundfile.write(call, np.stack(waves, axis=1), 8000)
+
+    def heard(path: Path, *options: str, run: Path = trained.run) -> list[list[str]]:
+        assert speechdp(["transcribe", str(run), str(path), *options]) == 0
+        return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+    capsys.readouterr()
+    alone = [heard(path)[0][1:] for path in sides]
+    assert all(alone)
+    assert heard(call, "--channel", "each") == [["call-1", *alone[0]], ["call-2", *alone[1]]]
+    times = [
+        [("call", str(n), *line[2:]) for line in heard(path, "--ctm", "-")] for n, path in enumerate(sides, 1)
+    ]
+    each = heard(call, "--channel", "each", "--ctm", "-")
+    assert [tuple(line) for line in each] == [*times[0], *times[1]]
+    assert [tuple(line) for line in heard(call, "--channel", "2", "--ctm", "-")] == times[1]
+    assert heard(sides[0], "--channel", "each") == [["left", *alone[0]]]
+    # Nothing is guessed, but what the training data were.
+    assert speechdp(["transcribe", str(trained.run), str(call)]) == 1
+    assert "call.wav: has 2 channels; add --channel each for a transcript of every" in capsys.readouterr().err
+    shutil.copytree(trained.run, tmp_path / "run")
+    record = tmp_path / "run" / "trained_on" / "data.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "channel": 2}))
+    assert heard(call, run=tmp_path / "run") == [["call", *alone[1]]]
+    assert heard(call, "--channel", "1", run=tmp_path / "run") == [["call", *alone[0]]]
+    # A name of a channel that is also that of a file.
+    sides[0].rename(tmp_path / "call-1.wav")
+    assert speechdp(["transcribe", str(trained.run), str(tmp_path), "--channel", "each"]) == 1
+    said = capsys.readouterr().err
+    assert "both have a transcript named call-1; rename one, or transcribe them in two commands" in said
+    assert speechdp(["transcribe", str(trained.run), str(call), "--channel", "both"]) == 1
+    assert (
+        "--channel both: give the number of a channel, 1 for the first, mix, or each"
+        in capsys.readouterr().err
+    )
+
+
 def test_a_long_recording_is_cut_and_its_times_go_on(trained: TrainedOnFsdd, tmp_path: Path) -> None:
     pause = np.zeros(2400, np.float32)
     waves = [soundfile.read(path, dtype="float32")[0] for path in trained.recordings]
@@ -153,7 +208,7 @@ def test_a_long_recording_is_cut_and_its_times_go_on(trained: TrainedOnFsdd, tmp
     options = DecodingOptions(acoustic_scale=0.2, nbest=4, lattice_beam=14.0)
     model = load_model(trained.run, torch.device("cpu"))
     found = Transcriber(model, kept_data(trained.run), options, longest_s=2.0).transcribe(
-        tmp_path / "long.wav", "long"
+        Recording("long", "long", tmp_path / "long.wav")
     )
     times = [(word.start_s, word.start_s + word.duration_s) for word in found.words]
     assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(times))
@@ -246,7 +301,8 @@ class Echo:
     def __call__(self, *_: object) -> Echo:
         return self
 
-    def transcribe(self, _path: Path, name: str) -> Transcription:
+    def transcribe(self, recording: Recording) -> Transcription:
+        name = recording.name
         if name in self.ends:
             raise self.ends[name]
         self.most_alive = max(self.most_alive, len(self.alive))
@@ -259,7 +315,7 @@ class Echo:
 def echo(monkeypatch: pytest.MonkeyPatch) -> Echo:
     heard = Echo()
     monkeypatch.setattr("speechdp.decode.transcribe.Transcriber", heard)
-    kept = types.SimpleNamespace(sampling_rate=16000)
+    kept = types.SimpleNamespace(sampling_rate=16000, channel=None)
     monkeypatch.setattr("speechdp.decode.transcribe.kept_data", lambda _run: kept)
     monkeypatch.setattr("speechdp.decode.transcribe.grammar_of", lambda _kept: Grammar.WORD_LOOP)
     model = SimpleNamespace(config={})
@@ -406,7 +462,7 @@ def test_recordings_in_which_nothing_was_found_are_named(
         name: Transcription(name, (TimedWord("yes", 0.5, 0.25, 0.5),), 4.0, 1.5) for name in "13"
     }
     whole = Transcription("6", (TimedWord("yes", 0.5, 0.25, 0.5),), 4.0)
-    monkeypatch.setattr(echo, "transcribe", lambda _path, name: heard.get(name, whole))
+    monkeypatch.setattr(echo, "transcribe", lambda recording: heard.get(recording.name, whole))
     assert speechdp(["transcribe", "RUN", str(folder), "-o", str(tmp_path / "out.txt")]) == 0
     *lines, last = [line for line in capsys.readouterr().err.splitlines() if "nothing found" in line]
     assert lines == [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,9 @@ def trained_on_fsdd(folder: Path, *options: str) -> TrainedOnFsdd:
     return TrainedOnFsdd(run, data, recordings)
 
 
-def tone(seconds: float, sampling_rate: int = 8000, seed: int = 0) -> npt.NDArray[np.float32]:
+def tone(
+    seconds: float, sampling_rate: int = 8000, seed: int | tuple[int, ...] = 0
+) -> npt.NDArray[np.float32]:
     """Make noise that swells and fades, as (S,) samples."""
     num = round(seconds * sampling_rate)
     noise = np.random.default_rng(seed).standard_normal(num)
@@ -78,9 +81,10 @@ def tone(seconds: float, sampling_rate: int = 8000, seed: int = 0) -> npt.NDArra
 
 
 def write_tone(path: Path, seconds: float = 0.5, sampling_rate: int = 8000, seed: int = 0) -> Path:
-    """Write a 16-bit audio file of made-up sound."""
+    """Write a 16-bit audio file of made-up sound; names of files and folders make it another: no copies."""
+    named = zlib.crc32("/".join(path.absolute().parts[-3:]).encode())
     path.parent.mkdir(parents=True, exist_ok=True)
-    soundfile.write(path, tone(seconds, sampling_rate, seed), sampling_rate, subtype="PCM_16")
+    soundfile.write(path, tone(seconds, sampling_rate, (seed, named)), sampling_rate, subtype="PCM_16")
     return path
 
 

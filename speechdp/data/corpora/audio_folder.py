@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -15,9 +14,9 @@ from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, Corpus, CorpusUtteranc
 from speechdp.data.corpora.kaldi_dir import PLAIN_RULES, ReadingRules, left_out, read_table
 from speechdp.errors import ConfigError
 from speechdp.files import why_no_folder
-from speechdp.json_input import parse_json
 from speechdp.labels.lexicon import digit_words
 from speechdp.labels.text_normalise import plain_transcript
+from speechdp.ownership.overwrite import is_record
 
 #: The pattern tried where there is neither a transcript nor --pattern: FSDD's file names.
 DEFAULT_PATTERN = "{digit}_{speaker}_{index}"
@@ -140,12 +139,7 @@ def _files_below(source: Path) -> Iterator[Path]:
 
 def _is_made_here(folder: Path, names: list[str]) -> bool:
     """Return whether a folder with files of these names is a data directory or a run."""
-    for record in _RECORDS.intersection(names):
-        with contextlib.suppress(OSError, ValueError):
-            content = parse_json((folder / record).read_bytes())
-            if isinstance(content, dict) and str(content.get("format")).startswith("speechdp-"):
-                return True
-    return False
+    return any(is_record(folder / record) for record in _RECORDS.intersection(names))
 
 
 def _by_pattern(source: Path, files: list[Path], pattern: str) -> Corpus:

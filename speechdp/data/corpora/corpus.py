@@ -22,6 +22,7 @@ class CorpusUtterance:
     Attributes:
         index: the number of the take where the corpus counts them (FSDD), else None.
         split: `train`, `dev` or `test` where the corpus or the user says so, else None.
+        own_id: that of its source where the utterance has another beside other sources, else None.
     """
 
     utterance_id: str
@@ -30,6 +31,7 @@ class CorpusUtterance:
     audio: AudioSource
     index: int | None = None
     split: str | None = None
+    own_id: str | None = None
 
     @property
     def words(self) -> tuple[str, ...]:

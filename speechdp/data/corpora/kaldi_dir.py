@@ -12,13 +12,16 @@ from speechdp.counting import agreeing, counted
 from speechdp.data.corpora.corpus import Corpus, CorpusUtterance, file_lines
 from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.corpora.pipes import Pipe, PipeRunner
-from speechdp.data.signal.audio import AudioPart, AudioSource, file_of
+from speechdp.data.signal.audio import AudioPart, AudioSource, file_of, with_channel
+from speechdp.data.signal.channel import Channel
 from speechdp.errors import ConfigError
 from speechdp.labels.text_normalise import plain_transcript
 
 _Value = TypeVar("_Value")
 #: As wav-copy writes them into an scp.
 _IN_ARCHIVE = re.compile(r"(?P<file>.+):\d+")
+#: What follows a recording in reco2file_and_channel.
+_CHANNEL = re.compile(r"\S+\s+(?P<channel>[1-9][0-9]?|[A-Za-z])")
 
 
 def is_kaldi_dir(source: Path) -> bool:
@@ -36,12 +39,15 @@ class ReadingRules:
         skip_incomplete: leave out utterances that lack audio that can be read, a transcript or a speaker, and
             count them.
         needs_text: refuse, or leave out, utterances without a transcript.
+        channel: what is read of audio files of several channels, where no table says it; None: they are
+            refused.
     """
 
     path_map: PathMap = field(default_factory=PathMap)
     pipes: PipeRunner | None = None
     skip_incomplete: bool = False
     needs_text: bool = True
+    channel: Channel | None = None
 
     def find_file(self, folder: Path, value: str) -> Path:
         """Look up a path of a table as Kaldi does: from the working directory, then from the table's."""
@@ -203,10 +209,17 @@ def read_wav_scp(source: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, A
 def read_audio_table(source: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, AudioSource]:
     """Read where the audio of each utterance is: wav.scp, cut by segments where there are any.
 
+    Of files of several channels it is that which segments names, else reco2file_and_channel, else the rules.
+
     Raises:
-        ConfigError: as `read_wav_scp`; a segment of a recording that is not in wav.scp.
+        ConfigError: as `read_wav_scp`; a segment of a recording that is not in wav.scp; a line of
+            reco2file_and_channel that is none.
     """
-    recordings = read_wav_scp(source, rules)
+    channels = read_channels(source)
+    recordings = {
+        key: with_channel(with_channel(audio, channels.get(key)), rules.channel)
+        for key, audio in read_wav_scp(source, rules).items()
+    }
     path = source / "segments"
     if not path.is_file():
         return recordings
@@ -224,6 +237,28 @@ def read_audio_table(source: Path, rules: ReadingRules = PLAIN_RULES) -> dict[st
     }
 
 
+def read_channels(source: Path) -> dict[str, Channel]:
+    """Read the channel of each recording from reco2file_and_channel, if it is there: 1 or A is the first.
+
+    Raises:
+        ConfigError: a line that is none, or a recording given twice.
+    """
+    path = source / "reco2file_and_channel"
+    if not path.is_file():
+        return {}
+    channels: dict[str, Channel] = {}
+    for recording, (number, value) in _numbered_table(path).items():
+        found = _CHANNEL.fullmatch(value)
+        if found is None:
+            raise ConfigError(
+                f"{path}:{number}: {recording} {value}: is not understood; write RECORDING FILE CHANNEL, the "
+                "channel as 1, 2 or A, B"
+            )
+        name = found["channel"]
+        channels[recording] = int(name) if name.isdecimal() else ord(name.upper()) - ord("A") + 1
+    return channels
+
+
 @dataclass(frozen=True)
 class Segment:
     """A line of segments: an utterance is a stretch of a recording; `end_s` None: up to its end."""
@@ -236,7 +271,8 @@ class Segment:
     def part_of(self, recording: AudioSource, utterance: str) -> AudioPart:
         """Return the audio of the utterance."""
         name = f"utterance {utterance} of {recording}"
-        return AudioPart(file_of(recording), self.start_s, self.end_s, self.channel, name)
+        of_several = recording.of_several if isinstance(recording, AudioPart) else None
+        return AudioPart(file_of(recording), self.start_s, self.end_s, self.channel, name, of_several)
 
 
 def read_segments(path: Path) -> dict[str, Segment]:

@@ -21,7 +21,7 @@ from speechdp.data.corpora.kaldi_dir import (
     left_out,
     read_kaldi_dir,
 )
-from speechdp.data.signal.audio import AudioPart
+from speechdp.data.signal.audio import AudioPart, with_channel
 from speechdp.errors import ConfigError
 from speechdp.extensions import ExtensionPoint, code_of, read_options
 from speechdp.labels.text_normalise import plain_transcript
@@ -110,11 +110,18 @@ def read_corpus(
             else f"{source}: is a Kaldi data directory (it has a wav.scp); leave --pattern out, or give "
             "--corpus folder"
         )
-    if name == "folder":
-        return read_audio_folder(source, pattern, rules)
     if name == "kaldi":
         return read_kaldi_dir(source, rules)
-    return _read_from_outside(source, text, rules)
+    if name == "folder":
+        corpus = read_audio_folder(source, pattern, rules)
+    else:
+        corpus = _read_from_outside(source, text, rules)
+    if rules.channel is None:
+        return corpus
+    utterances = (
+        dataclasses.replace(u, audio=with_channel(u.audio, rules.channel)) for u in corpus.utterances
+    )
+    return dataclasses.replace(corpus, utterances=tuple(utterances))
 
 
 def _read_from_outside(source: Path, text: str, rules: ReadingRules) -> Corpus:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 from speechdp.counting import counted, said_of
 from speechdp.data.corpora.corpus import SPLIT_NAMES, Corpus, CorpusUtterance
-from speechdp.data.corpora.splits import original_name, original_start
-from speechdp.data.signal.audio import AudioPart, AudioSource, file_of
+from speechdp.data.corpora.same_sound import SameFiles, SoundIndex, times_of
+from speechdp.data.corpora.splits import RANDOM_DEFAULT, original_name, original_start, without_test
+from speechdp.data.signal.audio import AudioSource
 from speechdp.errors import ConfigError
 
 
@@ -33,16 +34,17 @@ class Source:
         return str(self.path) if self.split is None else f"--{self.split} {self.path}"
 
 
-def joined(parts: Sequence[tuple[Source, Corpus]]) -> Corpus:
+def joined(parts: Sequence[tuple[Source, Corpus]], *, is_ruled: bool = False) -> Corpus:
     """Return the utterances of all sources as one corpus.
 
     What lies in a source that is divided and also in one that is dev or test, e.g. in a folder of that
-    source, stays in the latter only; copies of it that Kaldi's scripts changed are left out.  Where two
-    sources call different utterances alike, all ids get the name of their folder.  Speakers of one name are
-    one speaker.
+    source, as a copy or in another cut of a recording, stays in the latter only; copies of it that Kaldi's
+    scripts changed are left out.  Where two sources call different utterances alike, all ids get the name of
+    their folder.  Speakers of one name are one speaker.
 
     Args:
         parts: what was read from each source.
+        is_ruled: --split divides them, whatever division of their own they have.
 
     Raises:
         ConfigError: the same audio is in two sources that are divided, or in dev and test; nothing is left to
@@ -50,10 +52,10 @@ def joined(parts: Sequence[tuple[Source, Corpus]]) -> Corpus:
     """
     if len(parts) == 1 and parts[0][0].split is None:
         return parts[0][1]
-    _refuse_own_splits(parts)
-    place = _Places()
-    parts = _without_held_out(parts, place)
-    _refuse_twice(parts, place)
+    parts = _with_one_division(parts, is_ruled=is_ruled)
+    files = SameFiles((u.audio, source) for source, corpus in parts for u in corpus.utterances)
+    parts = _without_held_out(parts, files)
+    _refuse_twice(parts, files)
     names = _names([source.path for source, _ in parts])
     notices: tuple[str, ...] = ()
     if not _are_ids_apart(parts):
@@ -81,6 +83,37 @@ def _in_its_split(source: Source, corpus: Corpus) -> Iterator[CorpusUtterance]:
         yield utterance if source.split is None else replace(utterance, split=source.split)
 
 
+def _with_one_division(
+    parts: Sequence[tuple[Source, Corpus]], *, is_ruled: bool
+) -> Sequence[tuple[Source, Corpus]]:
+    """Let all sources have a division of their own, or none.
+
+    Raises:
+        ConfigError: only some of those have one that --split would have to divide else; or one fills a split
+            that is a source of its own.
+    """
+    if is_ruled:
+        return [(source, _in_split(corpus, None)) for source, corpus in parts]
+    _refuse_own_splits(parts)
+    divided = [(source, corpus) for source, corpus in parts if source.split is None]
+    own = [source for source, corpus in divided if corpus.has_splits]
+    others = [source for source, corpus in divided if not corpus.has_splits]
+    if not own or not others:
+        return parts
+    given = {source.split for source, _ in parts}
+    if "dev" not in given:  # else all that says nothing is train
+        rule = without_test(RANDOM_DEFAULT) if "test" in given else RANDOM_DEFAULT
+        raise ConfigError(
+            f"{others[0]}: has no division into train, dev and test of its own, and {own[0]} has one; divide "
+            f"both by a rule, e.g. --split {rule}"
+        )
+    return [(source, _in_split(corpus, "train") if source in others else corpus) for source, corpus in parts]
+
+
+def _in_split(corpus: Corpus, split: str | None) -> Corpus:
+    return replace(corpus, utterances=tuple(replace(u, split=split) for u in corpus.utterances))
+
+
 def _refuse_own_splits(parts: Sequence[tuple[Source, Corpus]]) -> None:
     """Refuse a division of a source's own beside utterances that are given for one of its splits."""
     given = {source.split for source, _ in parts}
@@ -93,20 +126,25 @@ def _refuse_own_splits(parts: Sequence[tuple[Source, Corpus]]) -> None:
             )
 
 
-def _without_held_out(parts: Sequence[tuple[Source, Corpus]], place: _Places) -> list[tuple[Source, Corpus]]:
-    """Take out of what is divided the utterances that are given for dev or test."""
-    held_out = {
-        place.of(utterance.audio): source
-        for source, corpus in parts
-        if source.split is not None
-        for utterance in corpus.utterances
-    }
+def _without_held_out(
+    parts: Sequence[tuple[Source, Corpus]], files: SameFiles
+) -> list[tuple[Source, Corpus]]:
+    """Take out of what is divided the utterances whose sound is given for dev or test."""
+    held_out = SoundIndex(
+        files,
+        (
+            (u.audio, source)
+            for source, corpus in parts
+            if source.split is not None
+            for u in corpus.utterances
+        ),
+    )
     are_several = sum(source.split is None for source, _ in parts) > 1
 
     def left_of(source: Source, corpus: Corpus) -> Corpus:
         if source.split is not None:
             return corpus
-        where = ((u.utterance_id, held_out.get(place.of(u.audio))) for u in corpus.utterances)
+        where = ((u.utterance_id, held_out.find(u.audio)) for u in corpus.utterances)
         there = {utterance_id: source for utterance_id, source in where if source is not None}
         if not there:
             return corpus
@@ -132,35 +170,18 @@ def _without_held_out(parts: Sequence[tuple[Source, Corpus]], place: _Places) ->
     return [(source, left_of(source, corpus)) for source, corpus in parts]
 
 
-def _refuse_twice(parts: Sequence[tuple[Source, Corpus]], place: _Places) -> None:
-    first: dict[tuple[object, ...], Source] = {}
+def _refuse_twice(parts: Sequence[tuple[Source, Corpus]], files: SameFiles) -> None:
+    first: dict[tuple[Hashable, ...], tuple[Source, AudioSource]] = {}
     for source, corpus in parts:
         for utterance in corpus.utterances:
-            earlier = first.setdefault(place.of(utterance.audio), source)
+            place = files.of(utterance.audio), times_of(utterance.audio)
+            earlier, audio = first.setdefault(place, (source, utterance.audio))
             if earlier is not source:
+                copied = "" if audio == utterance.audio else f" (there {audio})"
                 raise ConfigError(
-                    f"{utterance.audio}: is read from {earlier} and from {source}; give sources "
-                    "that have no audio in common"
+                    f"{utterance.audio}: is read from {earlier}{copied} and from {source}; give sources that "
+                    "have no audio in common"
                 )
-
-
-class _Places:
-    """Where audio lies, by whatever path or link it is reached; the disk is asked once for each file."""
-
-    def __init__(self) -> None:
-        self._folders: dict[str, str] = {}
-        self._files: dict[Path, tuple[str, str]] = {}
-
-    def of(self, audio: AudioSource) -> tuple[object, ...]:
-        """Return what is equal for the same stretch of the same file."""
-        file = file_of(audio)
-        if file not in self._files:
-            folder, name = os.path.split(os.path.realpath(file) if file.is_symlink() else file)
-            if folder not in self._folders:
-                self._folders[folder] = os.path.realpath(folder)
-            self._files[file] = self._folders[folder], name
-        part = (audio.start_s, audio.end_s, audio.channel) if isinstance(audio, AudioPart) else ()
-        return (*self._files[file], *part)
 
 
 def _are_ids_apart(parts: Sequence[tuple[Source, Corpus]]) -> bool:
@@ -185,5 +206,7 @@ def _renamed(corpus: Corpus, name: str) -> Corpus:
         start = original_start(utterance_id)
         return f"{utterance_id[:start]}{name}-{utterance_id[start:]}"
 
-    renamed = (replace(u, utterance_id=with_name(u.utterance_id)) for u in corpus.utterances)
+    renamed = (
+        replace(u, utterance_id=with_name(u.utterance_id), own_id=u.utterance_id) for u in corpus.utterances
+    )
     return replace(corpus, utterances=tuple(renamed))

@@ -80,7 +80,7 @@ class IndexSplit(SplitRule):
 
 @dataclass(frozen=True)
 class RandomSplit(SplitRule):
-    """By a hash of seed and utterance id: an utterance keeps its split when others are added."""
+    """By a hash of seed and utterance id: an utterance keeps its split when others, or sources, are added."""
 
     parts: dict[str, float]
     seed: int
@@ -98,8 +98,11 @@ class RandomSplit(SplitRule):
         return "train"
 
     def place_of(self, utterance: CorpusUtterance) -> float:
-        """Return where in [0, 1) an utterance lies, uniformly; copies lie where their original does."""
-        name = original_name(utterance.utterance_id)
+        """Return where in [0, 1) an utterance lies, uniformly; copies lie where their original does.
+
+        By the id of its source: a source more, with ids that another one has, moves nothing.
+        """
+        name = original_name(utterance.own_id or utterance.utterance_id)
         digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
         return int.from_bytes(digest[:8], "big") / 2.0**64
 
@@ -335,7 +338,7 @@ def choose_rule(
                 "--split and --held-out-speaker divide a SOURCE, and there is none; leave them out"
             )
         return GivenSplits(sources, given, _ALL_TRAIN)
-    default = "" if "dev" in given else _without_test(_default(rest, by_speaker=by_speaker))
+    default = "" if "dev" in given else without_test(_default(rest, by_speaker=by_speaker))
     base = _rule_of(rest, spec, held_out_speaker, seed, default)
     return GivenSplits(sources if base == _ALL_TRAIN else f"{sources};{base.spec}", given, base)
 
@@ -373,7 +376,7 @@ def _default(corpus: Corpus, *, by_speaker: bool) -> str:
     return SPEAKERS_DEFAULT if by_speaker and knows_speakers else RANDOM_DEFAULT
 
 
-def _without_test(spec: str) -> str:
+def without_test(spec: str) -> str:
     """Return a rule without its test part."""
     kind, _, parts = spec.partition(":")
     return f"{kind}:{','.join(part for part in parts.split(',') if not part.startswith('test='))}"

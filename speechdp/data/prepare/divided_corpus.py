@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from speechdp.counting import counted, said_of
-from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
+from speechdp.data.corpora.corpus import SPLIT_NAMES, Corpus, CorpusUtterance
+from speechdp.data.corpora.same_sound import SameFiles, SoundIndex
 from speechdp.data.corpora.splits import (
     OneSplit,
     SplitRule,
@@ -22,6 +24,7 @@ from speechdp.data.prepare.plausibility import warn_of_undivided
 from speechdp.data.prepare.unreadable import channels_error, outside_error, unreadable_error
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.audio import AudioInfo, AudioSource, common_sampling_rate, file_of, probe
+from speechdp.data.signal.channel import Channel, channel_read
 from speechdp.errors import OutsideRecordingError, SeveralChannelsError, UnreadableAudioError
 from speechdp.options.prepare import PrepareOptions
 
@@ -71,9 +74,14 @@ class DividedCorpus:
         infos = probe_all(list(dict.fromkeys(u.audio for each in splits.values() for u in each)), progress)
         seconds = {info.source: info.num_samples / info.sampling_rate for info in infos}
         rate = common_sampling_rate(infos, options.resample) if like is None else like.sampling_rate
-        notices = division.notices
+        notices = division.notices + channels_read(
+            infos, options.files.chosen_channel if like is None else None
+        )
         if options.is_for_recognition:
             notices += warn_of_splits(splits, division.held_out)
+        notices += warn_of_same_sound(
+            {name: [(u.utterance_id, u.audio) for u in part] for name, part in splits.items()}
+        )
         if like is not None:
             notices += _resampled(infos, rate)
         return cls(division.rule, splits, rate, seconds, notices)
@@ -188,6 +196,49 @@ def warn_of_speakers(
         f"warning: {said_of(len(names), 'speaker', 'are both in train and held out')}, first {names[0]}; "
         f"results do not hold for new speakers ({apart})",
     )
+
+
+def warn_of_same_sound(sounds: Mapping[str, Sequence[tuple[str, AudioSource]]]) -> tuple[str, ...]:
+    """Warn of utterances of a held-out split whose sound an earlier split has: copies, or parts that overlap.
+
+    Args:
+        sounds: the ids of each split's utterances, and where they are.
+    """
+    order = [name for name in SPLIT_NAMES if name in sounds]
+    files = SameFiles((audio, name) for name in order for _, audio in sounds[name])
+    warnings = []
+    for first, second in itertools.combinations(order, 2):
+        index = SoundIndex(files, ((audio, utterance) for utterance, audio in sounds[first]))
+        found = ((utterance, index.find(audio)) for utterance, audio in sounds[second])
+        shared = [(utterance, other) for utterance, other in found if other is not None]
+        if shared:
+            (one, other), said = shared[0], f"have sound that {first} has, too"
+            warnings.append(
+                f"warning: {said_of(len(shared), f'{second} utterance', said)}, first {one} ({other} in "
+                f"{first}): a copy of the file, or an overlapping part, whose errors mean little; leave "
+                "one of both out"
+            )
+    return tuple(warnings)
+
+
+def channels_read(infos: Iterable[AudioInfo], asked_for: Channel | None) -> tuple[str, ...]:
+    """Tell what is read of files of several channels, and that --channel is of no use where there is none.
+
+    Args:
+        infos: of all audio.
+        asked_for: by --channel.
+    """
+    files: dict[Channel, set[Path]] = {}
+    for info in infos:
+        if info.channel is not None:
+            files.setdefault(info.channel, set()).add(file_of(info.source))
+    if not files:
+        return () if asked_for is None else (f"--channel {asked_for}: all audio has one channel already",)
+    said = ", ".join(
+        f"{channel_read(channel)} of {len(those):,}"
+        for channel, those in sorted(files.items(), key=lambda item: str(item[0]))
+    )
+    return (f"of {counted(len(set().union(*files.values())), 'file')} of several channels: {said}",)
 
 
 def _resampled(infos: Sequence[AudioInfo], rate: int) -> tuple[str, ...]:

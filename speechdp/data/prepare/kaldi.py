@@ -26,7 +26,7 @@ from speechdp.data.kaldi.alignments import AlignmentSource, alignment_source
 from speechdp.data.kaldi.cmvn import SpeakerCmvn
 from speechdp.data.kaldi.matrix import MatrixPlace, read_scp, rows_of_segments
 from speechdp.data.prepare.contents import Contents, deal_splits
-from speechdp.data.prepare.divided_corpus import warn_of_splits
+from speechdp.data.prepare.divided_corpus import warn_of_same_sound, warn_of_splits
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.kaldi_settings import (
     check_frame_shift,
@@ -319,4 +319,8 @@ def _divide(
     rule = choose_rule(corpus, options.split, options.held_out_speaker, options.seed)
     parts = split_corpus(corpus, rule)
     splits = {name: [rows[u.utterance_id] for u in part] for name, part in parts.items()}
-    return rule.spec, splits, warn_of_splits(parts)
+    sounds = {
+        name: [(u.utterance_id, u.source) for u in part if not isinstance(u.source, MatrixPlace)]
+        for name, part in splits.items()
+    }
+    return rule.spec, splits, warn_of_splits(parts) + warn_of_same_sound(sounds)

@@ -11,12 +11,12 @@ from pathlib import Path
 from speechdp.data.prepare.contents import Contents, ShardContent
 from speechdp.data.prepare.jobs import Progress, run_jobs
 from speechdp.data.prepare.kaldi import read_kaldi
-from speechdp.data.prepare.like import read_corpus_like
+from speechdp.data.prepare.like import open_like, read_corpus_like
 from speechdp.data.prepare.recognition import read_corpus_for_recognition
 from speechdp.data.prepare.synthesis import read_corpus_for_synthesis
 from speechdp.data.prepare.synthetic import speak_for_recognition, speak_for_synthesis
 from speechdp.data.prepare.unreadable import as_option_does
-from speechdp.data.shards.data_dir import check_beside, new_data_dir
+from speechdp.data.shards.data_dir import new_data_dir
 from speechdp.data.shards.dataset import Dataset, ShardEntry, SplitEntry
 from speechdp.data.shards.layout import ShardHeader
 from speechdp.data.shards.writer import ShardWriter
@@ -45,8 +45,10 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
         ShardError: the disk is full or cannot be written.
         RunError: a process was killed.
     """
-    if options.like is not None:
-        check_beside(options.data, options.like)
+    if options.like is not None and options.files.channel is None:
+        channel = open_like(options.like).channel
+        files = dataclasses.replace(options.files, channel=None if channel is None else str(channel))
+        options = dataclasses.replace(options, files=files)
     with (
         new_data_dir(options.data, options.overwrite) as directory,
         scratch_folder(directory, ".scratch-") as scratch,
@@ -57,7 +59,8 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
         except UnreadableAudioError as error:  # behind a header that can be read
             raise ConfigError(as_option_does(error)) from error
         contents.save(directory)
-        dataclasses.replace(contents.manifest, splits=splits).write(directory)
+        channel = options.files.chosen_channel
+        dataclasses.replace(contents.manifest, splits=splits, channel=channel).write(directory)
     return Prepared(Dataset.open(options.data, just_written=True), contents.notices)
 
 

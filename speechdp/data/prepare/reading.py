@@ -32,6 +32,7 @@ def reading_rules(
         pipes=PipeRunner(scratch, options.workers, progress) if files.allow_pipes else None,
         skip_incomplete=files.skip_incomplete,
         needs_text=needs_text,
+        channel=files.chosen_channel,
     )
 
 
@@ -73,7 +74,7 @@ def read_whole_corpus(
             there = _with_readable_audio(there, options.workers, progress, features)
         parts.append((source, there))
     rules.path_map.refuse_unused(next(iter(of_kaldi), options.paths[0]))
-    whole = joined(parts)
+    whole = joined(parts, is_ruled=options.split is not None)
     notices = () if rules.pipes is None else rules.pipes.notices
     return dataclasses.replace(whole, notices=whole.notices + notices)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from speechdp.counting import counted
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.recordings import RECORDINGS_NAME, TRAIN_RECORDINGS_NAME
-from speechdp.data.shards.data_dir import check_beside, check_target, new_data_dir
+from speechdp.data.shards.data_dir import check_target, new_data_dir
 from speechdp.data.shards.dataset import MANIFEST_NAME, Dataset, ShardEntry
 from speechdp.data.shards.shard import Shard
 from speechdp.data.shards.writer import ShardWriter
@@ -47,7 +47,6 @@ def reshard(options: ReshardOptions, progress: Progress) -> Dataset:
         ConfigError: `out` may not be written, or lies in the data.
         ShardError: a damaged shard, no such split, or the disk is full.
     """
-    check_beside(options.out, options.data)
     check_target(options.out, options.overwrite)
     dataset = Dataset.open(options.data)
     splits = dataset.split_names if options.split is None else (options.split,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speechdp.errors import ShardError
-from speechdp.files import cannot_be_read, is_of_disk
+from speechdp.files import cannot_be_read, disk_reason, is_of_disk
 
 #: (file descriptor, buffers, position) -> bytes read.
 PositionedRead = Callable[[int, Sequence[memoryview], int], int]
@@ -67,14 +68,24 @@ class ArrayPlace:
         return 0 if self.offset_bytes is None else self.offset_bytes + self.shape[0] * self.row_bytes
 
 
-#: Readers of an OpenFiles with an open file; a process may open 1024 files on many systems.
+#: Readers of an OpenFiles with an open file; a quarter of what a process may open where that is less.
 _MOST_OPEN = 128
+
+
+def cannot_be_opened(path: Path, error: Exception) -> str:
+    """Return the message for a file that the disk, or the limit on open files, does not let us open."""
+    then = "run again"
+    if disk_reason(error) == os.strerror(errno.EMFILE):
+        then = "run again; or write fewer shards with `speechdp shard`"
+    return cannot_be_read(path, error, then)
 
 
 class OpenFiles:
     """Keeps the files of few readers open, those that were read last; safe from several threads."""
 
     def __init__(self) -> None:
+        may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = _MOST_OPEN if may_open == resource.RLIM_INFINITY else min(_MOST_OPEN, may_open // 4)
         self._lock = threading.Lock()
         self._recent: OrderedDict[RowReader, None] = OrderedDict()
 
@@ -84,7 +95,7 @@ class OpenFiles:
         with self._lock:
             self._recent[reader] = None
             self._recent.move_to_end(reader)
-            if len(self._recent) > _MOST_OPEN:
+            if len(self._recent) > max(self._most, 1):
                 oldest, _ = self._recent.popitem(last=False)
         if oldest is not None:
             oldest.close()  # once its own read, if it is at one, is over
@@ -181,10 +192,7 @@ class RowReader:
             try:
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                then = "run again"
-                if error.errno == errno.EMFILE:
-                    then = "run again; or write fewer shards with `speechdp shard`"
-                raise ShardError(cannot_be_read(self._path, error, then)) from error
+                raise ShardError(cannot_be_opened(self._path, error)) from error
         return self._fd
 
     def _read_chunked(self, place: ArrayPlace, start: int, num: int, out: memoryview) -> None:

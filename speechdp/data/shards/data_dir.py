@@ -13,7 +13,7 @@ from pathlib import Path
 from speechdp.data.shards.dataset import MANIFEST_NAME
 from speechdp.errors import ConfigError, ShardError
 from speechdp.files import cannot_be_written, hand_over, may_write
-from speechdp.ownership.overwrite import DATA, check_deletable, first_of
+from speechdp.ownership.overwrite import DATA, check_deletable, first_of, refuse_inside
 from speechdp.ownership.owner import OWNER_FILE
 
 
@@ -37,7 +37,8 @@ def check_place(path: Path) -> None:
     """Refuse a name under which this user cannot make a folder.
 
     Raises:
-        ConfigError: a link that leads nowhere, or a place where this user may not write.
+        ConfigError: a link that leads nowhere, a place in what another command has written, or one where this
+            user may not write.
     """
     try:
         place = place_of(path)
@@ -51,6 +52,7 @@ def check_place(path: Path) -> None:
             f"{path}: is a symbolic link to {place}, which does not exist; make a folder there, or remove "
             "the link"
         )
+    refuse_inside(place)
     if not parent.is_dir():
         raise ConfigError(f"{path}: {parent} is a file; give the name of a new folder for the data")
     if not may_write(parent):
@@ -60,23 +62,6 @@ def check_place(path: Path) -> None:
     is_sticky = state.st_mode & stat.S_ISVTX and os.geteuid() not in (0, state.st_uid)
     if is_sticky and is_there and place.stat().st_uid != os.geteuid():
         raise ConfigError(f"{path}: belongs to another user and cannot be replaced; give another folder")
-
-
-def check_beside(path: Path, data: Path) -> None:
-    """Refuse a data directory inside of another that it is made from, which nothing could replace then.
-
-    Args:
-        path: to be made.
-        data: is read; may be another folder than of prepared data.
-
-    Raises:
-        ConfigError: it lies in there.
-    """
-    if data.resolve() in path.resolve().parents and (data / MANIFEST_NAME).is_file():
-        raise ConfigError(
-            f"{path}: lies in {data}, prepared data that --overwrite could not replace then; give a folder "
-            "beside it"
-        )
 
 
 def check_target(path: Path, overwrite: bool) -> None:

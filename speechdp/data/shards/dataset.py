@@ -16,6 +16,7 @@ from speechdp.data.shards.contiguous import OpenFiles
 from speechdp.data.shards.layout import VERSION_OF, ShardHeader, Stored, check_format, stored_in
 from speechdp.data.shards.shard import Shard
 from speechdp.data.shards.writer import ShardWriter
+from speechdp.data.signal.channel import MIX, Channel
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, ShardError
 from speechdp.files import cannot_be_read, damage, write_text_atomically
@@ -70,7 +71,10 @@ class SplitEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What data.json says of the whole directory; with `stored` "audio", features are still to be made."""
+    """What data.json says of the whole directory; with `stored` "audio", features are still to be made.
+
+    `channel` is what was read of audio files of several channels, counted from 1.
+    """
 
     sampling_rate: int
     features: FeatureConfig
@@ -79,6 +83,7 @@ class Manifest:
     split: str
     splits: dict[str, SplitEntry]
     stored: Stored = "features"
+    channel: Channel | None = None
 
     def header(self, split: str) -> ShardHeader:
         """Return what holds for each shard of a split."""
@@ -101,6 +106,8 @@ class Manifest:
         }
         if self.stored != "features":
             values["stored"] = self.stored
+        if self.channel is not None:
+            values["channel"] = self.channel
         return json.dumps(values, indent=2) + "\n"
 
     def write(self, directory: Path) -> None:
@@ -126,6 +133,7 @@ class Dataset:
         alignment: "flat", "exact", "kaldi", "none" (to be scored only), or "text" of spectrograms.
         split: the rule that divided the corpus, e.g. "index:test=0-4,dev=5-9".
         splits: what data.json says of each split.
+        channel: what was read of audio files of several channels, counted from 1; None: nothing was chosen.
     """
 
     def __init__(self, path: Path, manifest: Manifest, checksum: str) -> None:
@@ -139,6 +147,7 @@ class Dataset:
         self.alignment = manifest.alignment
         self.split = manifest.split
         self.splits = manifest.splits
+        self.channel = manifest.channel
 
     @classmethod
     def open(cls, path: Path | str, *, just_written: bool = False) -> Dataset:
@@ -322,6 +331,9 @@ def _parse(file: Path, content: bytes) -> Manifest:
         if twice:
             raise ValueError(f"it lists {twice[0]!r} twice")
         features = FeatureConfig.from_dict(values["features"])
+        channel = values.get("channel")
+        if channel not in (None, MIX) and (type(channel) is not int or channel < 1):
+            raise ValueError(f"{channel!r} is no channel")
         num_classes = values["num_classes"]
         if type(num_classes) is not int or not 0 < num_classes < 1 << 31:  # targets are int32
             raise ValueError(f"{num_classes!r} is no number of classes")
@@ -337,6 +349,7 @@ def _parse(file: Path, content: bytes) -> Manifest:
             split=str(values["split"]),
             splits=splits,
             stored=stored,
+            channel=channel,
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ShardError(f"{file}: damaged ({damage(error)}); prepare the data again") from error

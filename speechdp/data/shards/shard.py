@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.data.shards.contiguous import ArrayPlace, OpenFiles, RowReader
+from speechdp.data.shards.contiguous import ArrayPlace, OpenFiles, RowReader, cannot_be_opened
 from speechdp.data.shards.hdf5_input import HDF5_ERRORS, open_hdf5
 from speechdp.data.shards.layout import (
     SHARD_FORMAT,
@@ -32,7 +32,7 @@ from speechdp.data.shards.layout import (
 from speechdp.data.shards.writer import ShardWriter
 from speechdp.data.signal.features import num_frames_of
 from speechdp.errors import ShardError, one_line
-from speechdp.files import cannot_be_read, is_of_disk
+from speechdp.files import is_of_disk
 
 __all__ = ["AudioUtterance", "Shard", "ShardHeader", "ShardIndex", "ShardWriter", "Utterance"]
 
@@ -254,7 +254,7 @@ def _open(path: Path) -> _Opened:
         raise ShardError(f"{path}: no such shard; {_AGAIN}") from error
     except HDF5_ERRORS as error:
         if is_of_disk(error):
-            raise ShardError(cannot_be_read(path, error)) from error
+            raise ShardError(cannot_be_opened(path, error)) from error
         reason = one_line(error)
         raise ShardError(f"{path}: truncated, damaged or not HDF5 ({reason}); {_AGAIN}") from error
     _check_index(path, header, index)

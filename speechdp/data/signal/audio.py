@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import soundfile
 import soxr
 
+from speechdp.data.signal.channel import MIX, Channel
 from speechdp.data.signal.features import FeatureConfig, shift_samples
 from speechdp.data.signal.sound_header import sound_bytes
 from speechdp.errors import (
@@ -57,7 +58,8 @@ class AudioPart:
         path: the file.
         start_s: where it starts.
         end_s: where it ends; None: where the file does.
-        channel: counted from 0; None: the file has only one.
+        channel: counted from 0, which the file must have; None: none is named.
+        of_several: what is read where none is named and the file has several; None: that is refused.
         name: what messages call the file; "": by its path.
     """
 
@@ -66,6 +68,7 @@ class AudioPart:
     end_s: float | None = None
     channel: int | None = None
     name: str = ""
+    of_several: Channel | None = None
 
     def __str__(self) -> str:
         is_whole = self.start_s == 0 and self.end_s is None
@@ -98,11 +101,33 @@ class AudioInfo:
     source: AudioSource
     sampling_rate: int
     num_samples: int
+    channel: Channel | None = None  # what is read of a file of several, counted from 1; None: it has one
 
 
 def file_of(source: AudioSource) -> Path:
     """Return the file that audio is in."""
     return source if isinstance(source, Path) else source.path
+
+
+def with_channel(source: AudioSource, of_several: Channel | None) -> AudioSource:
+    """Say what is read if the file has several channels, where audio does not say so itself."""
+    if of_several is None:
+        return source
+    part = AudioPart(source) if isinstance(source, Path) else source
+    return part if part.channel is not None or part.of_several else replace(part, of_several=of_several)
+
+
+def num_channels(path: Path) -> int:
+    """Return how many channels a file has.
+
+    Raises:
+        UnreadableAudioError: not audio.
+        ConfigError: missing, or of 0 bytes.
+    """
+    try:
+        return int(soundfile.info(_name_of_file(path)).channels)
+    except _ERRORS as error:
+        raise _unreadable(path, error) from error
 
 
 def _name_of_file(source: AudioSource) -> str:
@@ -130,19 +155,39 @@ def probe(source: AudioSource) -> AudioInfo:
         info = soundfile.info(_name_of_file(source))
     except _ERRORS as error:
         raise _unreadable(source, error) from error
-    start, end = _stretch(source, info.channels, info.frames, info.samplerate)
+    channel = _channel_of(source, info.channels)
+    start, end = _stretch(source, info.frames, info.samplerate)
     if end <= start:
         raise _without_samples(source)
-    return AudioInfo(source, info.samplerate, end - start)
+    return AudioInfo(source, info.samplerate, end - start, channel)
 
 
-def _stretch(source: AudioSource, num_channels: int, num_samples: int, sampling_rate: int) -> tuple[int, int]:
+def _channel_of(source: AudioSource, in_file: int) -> Channel | None:
+    """Return what is read of a file of `in_file` channels, counted from 1; None: it has one.
+
+    Raises:
+        SeveralChannelsError: none is named.
+        ConfigError: the file does not have the one that is named.
+    """
+    part = AudioPart(source) if isinstance(source, Path) else source
+    if part.channel is not None and part.channel >= in_file:
+        raise ConfigError(f"{source}: has no channel {part.channel}, only {in_file}; mend segments")
+    if in_file == 1:
+        return None
+    if part.channel is not None:
+        return part.channel + 1
+    if part.of_several is None:
+        raise SeveralChannelsError(f"{source}: has {in_file} channels")
+    if part.of_several != MIX and part.of_several > in_file:
+        raise ConfigError(
+            f"{source}: has {in_file} channels, and channel {part.of_several} is to be read; give another "
+            "--channel, or mend the line of reco2file_and_channel that says so"
+        )
+    return part.of_several
+
+
+def _stretch(source: AudioSource, num_samples: int, sampling_rate: int) -> tuple[int, int]:
     """Return the first sample that is meant and the one after the last.  Raises ConfigError."""
-    channel = source.channel if isinstance(source, AudioPart) else None
-    if channel is None and num_channels != 1:
-        raise SeveralChannelsError(f"{source}: has {num_channels} channels")
-    if channel is not None and channel >= num_channels:
-        raise ConfigError(f"{source}: has no channel {channel}, only {num_channels}; mend segments")
     if isinstance(source, Path) or num_samples <= 0:
         return 0, num_samples
     return source.samples(num_samples, sampling_rate)
@@ -171,7 +216,7 @@ def common_sampling_rate(infos: Sequence[AudioInfo], resample_hz: int | None) ->
 
 
 def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float32]:
-    """Read a file of one channel, or part of a file, resampled if need be: (S,) float32 in [-1, 1].
+    """Read one channel of a file or of a part of it, resampled if need be: (S,) float32 in [-1, 1].
 
     Raises:
         UnreadableAudioError: not audio, without samples, cut short, with NaN, or of another scale.
@@ -182,17 +227,17 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
     try:
         with soundfile.SoundFile(_name_of_file(source)) as file:
             rate = file.samplerate
-            start, end = _stretch(source, file.channels, file.frames, rate)
+            channel = _channel_of(source, file.channels)
+            start, end = _stretch(source, file.frames, rate)
             if start:
                 file.seek(start)
-            channel = source.channel if isinstance(source, AudioPart) and source.channel else 0
             # In pieces: room for all that the header announces may be more than there is.
             pieces = [np.empty(0, dtype=np.float32)]
             missing = end - start
             if end == file.frames:
                 _refuse_cut_short(source, file)
             while missing > 0 and len(piece := file.read(min(missing, _PIECE_SAMPLES), dtype="float32")):
-                pieces.append(piece if piece.ndim == 1 else piece[:, channel])
+                pieces.append(_of_channel(piece, channel))
                 missing -= len(piece)
             samples: npt.NDArray[np.float32] = np.concatenate(pieces)
     except _ERRORS as error:
@@ -201,6 +246,17 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
         raise _without_samples(source)
     _refuse_damaged(source, len(samples), end - start, _peak(samples))
     return resample(samples, rate, sampling_rate)
+
+
+def _of_channel(piece: npt.NDArray[np.float32], channel: Channel | None) -> npt.NDArray[np.float32]:
+    """Return (S,) samples of (S, channels): of one channel, counted from 1, or the mean of all."""
+    if channel is None:
+        return piece
+    if channel == MIX:
+        mean: npt.NDArray[np.float32] = piece.mean(axis=1, dtype=np.float32)
+        return mean
+    # A copy: the view would keep all channels in memory.
+    return piece[:, channel - 1].copy()
 
 
 def read_through(path: Path) -> None:

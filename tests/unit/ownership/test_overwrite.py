@@ -147,3 +147,21 @@ def test_data_beside_which_something_lies_are_not_replaced(tmp_path: Path) -> No
         ConfigError, match="holds src besides the data, which --overwrite would delete; move it"
     ):
         check_target(tmp_path, overwrite=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_are_not_made_in_what_a_command_has_written(tmp_path: Path, kind: FolderKind) -> None:
+    folder = tmp_path / "made"
+    (folder / "trained_on").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    record = folder / kind.record
+    record.write_text('{"format": "another-program"}')  # such names are common
+    check_target(folder / "new", overwrite=False)
+    record.write_text('{"format": "speechdp-something"}')
+    for path in (folder / "new", folder / "trained_on" / "new", tmp_path / "link" / "new"):
+        with pytest.raises(ConfigError) as refused:
+            check_target(path, overwrite=True)
+        assert str(refused.value).endswith(
+            f"/new: lies in {folder}, which holds {kind.what} ({kind.record}); give a folder beside it"
+        )
+    check_target(tmp_path / "beside", overwrite=False)

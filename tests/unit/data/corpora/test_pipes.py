@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -111,8 +112,8 @@ def test_one_pipe_is_counted_as_one(tmp_path: Path) -> None:
 
 
 def test_the_output_of_pipes_is_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = piped(kaldi_folder(tmp_path / "kaldi", 4))
     plain = kaldi_folder(tmp_path / "plain", 4)
+    source = piped(Path(shutil.copytree(plain, tmp_path / "kaldi")))
     split = ["--split", "random:dev=0", "--shards", "1"]
     assert speechdp(["prepare", str(plain), str(tmp_path / "a"), *split]) == 0
     capsys.readouterr()

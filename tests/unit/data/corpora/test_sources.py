@@ -380,3 +380,30 @@ def test_unknown_speakers_of_two_sources_are_no_one_speaker() -> None:
     splits = {"train": [*utterances[:2], *ann[:2], bob], "dev": ann[2:], "test": utterances[2:]}
     (warning,) = warn_of_splits(splits, ("test",))
     assert "first ann" in warning and "(--split speakers:dev=0.1 keeps speakers apart)" in warning
+
+
+def test_another_source_with_the_same_ids_moves_no_utterance() -> None:
+    parts = [_part(name, "abcdefghij") for name in "xyz"]
+    alone = _divided(joined(parts[:1]), "random:dev=0.3,test=0.3")
+    for number in (2, 3):
+        together = _divided(joined(parts[:number]), "random:dev=0.3,test=0.3")
+        for split, ids in alone.items():
+            of_first = [name.partition("-")[2] for name in together[split].split() if name.startswith("x-")]
+            assert of_first == ids.split()
+
+
+def test_sources_with_and_without_a_division_of_their_own_need_a_rule() -> None:
+    own, others = [_part("a", "xyz", own="train"), _part("b", "vw")], [_part("t", "t", "test")]
+    for parts, rule in ((own, "random:dev=0.05,test=0.05"), (own + others, "random:dev=0.05")):
+        with pytest.raises(ConfigError) as refused:
+            joined(parts)
+        assert str(refused.value) == (
+            "b: has no division into train, dev and test of its own, and a has one; divide both by a rule, "
+            f"e.g. --split {rule}"
+        )
+        corpus = joined(parts, is_ruled=True)
+        assert {u.split for u in corpus.to_divide.utterances} == {None}
+        assert choose_rule(corpus, rule, None, 1).named
+    # With --dev all else is train.
+    corpus = joined([*own, _part("d", "d", "dev")])
+    assert _divided(corpus) == {"train": "v0 v1 w0 w1 x0 x1 y0 y1 z0 z1", "dev": "d0 d1"}

@@ -216,7 +216,7 @@ def test_settings_beside_like_are_refused(
 
 def test_data_are_not_made_in_those_they_are_like(trained: Dataset, tmp_path: Path) -> None:
     options = PrepareOptions((tmp_path / "corpus", trained.path / "more"), like=trained.path)
-    with pytest.raises(ConfigError, match=r"lies in .*, prepared data that --overwrite could not replace"):
+    with pytest.raises(ConfigError, match=r"lies in .*, which holds prepared data \(data\.json\); give a f"):
         prepare(options, no_progress)
     assert not (trained.path / "more").exists()
 

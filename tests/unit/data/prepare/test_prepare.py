@@ -180,13 +180,13 @@ def test_files_of_several_channels_are_named_in_one_run(tmp_path: Path, skip_inc
     first, second, *_ = files = sorted(source.glob("*.wav"))
     soundfile.write(first, np.zeros((4000, 2)), 8000)
     files_options = FilesOptions(skip_incomplete=skip_incomplete)
-    with pytest.raises(ConfigError, match=r"has 2 channels; write one file per channel"):
+    with pytest.raises(ConfigError, match=r"has 2 channels; add --channel 1 for the first"):
         _prepare(source, tmp_path / "data", files=files_options)
     soundfile.write(second, np.zeros((4000, 3)), 8000)
     with pytest.raises(
         ConfigError,
         match=rf"{first.name}: has 2 channels, and 1 more of {len(files)} audio files have several: "
-        rf".*{second.name}; write one file per channel",
+        rf".*{second.name}; add --channel 1 for the first",
     ):
         _prepare(source, tmp_path / "data", files=files_options)
 

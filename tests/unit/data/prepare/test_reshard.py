@@ -168,8 +168,11 @@ def test_progress_reaches_the_number_of_utterances(dataset: Dataset, tmp_path: P
         ({"seed": -1}, "--seed -1: must lie in 0"),
         ({"out": "data"}, "contains the data to be read"),
         ({"out": "."}, "contains the data to be read"),
-        ({"out": "data/new"}, "lies in .*data, prepared data that --overwrite could not replace then; give"),
-        ({"out": "data/new/2"}, "lies in .*data, prepared data"),
+        (
+            {"out": "data/new"},
+            r"lies in .*data, which holds prepared data \(data\.json\); give a folder beside",
+        ),
+        ({"out": "data/new/2"}, "lies in .*data, which holds prepared data"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(

@@ -13,13 +13,17 @@ import h5py
 import numpy as np
 import pytest
 
+from speechdp.data.loading.reader import SplitReader
+from speechdp.data.prepare.reshard import reshard
 from speechdp.data.shards import contiguous
 from speechdp.data.shards.alignment_file import open_targets, write_targets
 from speechdp.data.shards.contiguous import ArrayPlace, RowReader
+from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard, ShardHeader, ShardWriter, Utterance
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ConfigError, ShardError
-from tests.helpers.corpora import write_shard
+from speechdp.options.reshard import ReshardOptions
+from tests.helpers.corpora import no_progress, write_shard
 from tests.helpers.faulty_reads import FaultyReads
 from tests.helpers.limits import few_files
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
@@ -170,6 +174,16 @@ def test_a_split_may_have_more_shards_than_a_process_may_open_files(
         for place, utterance in enumerate(read):
             assert utterance.utterance_id == expected[place % 40].utterance_id
             np.testing.assert_array_equal(utterance.targets, expected[place % 40].targets)
+
+
+def test_fewer_files_are_open_where_a_process_may_open_few(tmp_path: Path) -> None:
+    """So that the advice, to write fewer shards, can be followed."""
+    dataset = write_tiny_data(tmp_path / "data", TinySizes(train=40, shards=40))
+    with few_files(20):
+        reshard(ReshardOptions(dataset.path, tmp_path / "few", 2), no_progress)
+        SplitReader(Dataset.open(tmp_path / "few"), "train").close()
+        with pytest.raises(ShardError, match=r"\(ulimit -n\), then run again; or write fewer shards with"):
+            SplitReader(dataset, "train")
 
 
 def test_targets_of_an_alignment_fail_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,171 @@
+"""Find sound that stands twice: the same file by another path, a copy of it, or parts that overlap."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from speechdp.data.signal.audio import AudioPart, AudioSource, file_of
+
+#: Segments are cut with some tenths of a second around them: parts of a recording have sound in common from
+#: this many seconds on, or from half of the shorter one.
+_LEAST_SHARED_S = 1.0
+_PIECE_BYTES = 1 << 14
+_READ_BYTES = 1 << 20
+
+_Item = TypeVar("_Item")
+
+
+class SameFiles:
+    """Which files are one: by whatever path or link they are reached, and copies of the same bytes.
+
+    The disk is asked once for each file.  Copies are looked for among files of one size, first by a piece
+    from their middles, and only where they are on different sides.
+    """
+
+    def __init__(self, audio: Iterable[tuple[AudioSource, Hashable]]) -> None:
+        """Look at files.
+
+        Args:
+            audio: all that will be asked for, and what each is to be compared with others for: copies on one
+                side are not looked for.
+        """
+        self._folders: dict[str, str] = {}
+        self._files: dict[Path, str] = {}
+        sides: defaultdict[str, set[Hashable]] = defaultdict(set)
+        for source, side in audio:
+            file = file_of(source)
+            if file not in self._files:
+                self._files[file] = self._real_path(file)
+            sides[self._files[file]].add(side)
+        self._first_of_copies = _copies(sides)
+
+    def of(self, audio: AudioSource) -> tuple[Hashable, ...]:
+        """Return what is equal for the same channel of the same file."""
+        real = self._files[file_of(audio)]
+        channel = (audio.channel, audio.of_several) if isinstance(audio, AudioPart) else (None, None)
+        return (self._first_of_copies.get(real, real), *channel)
+
+    def _real_path(self, file: Path) -> str:
+        folder, name = os.path.split(os.path.realpath(file) if file.is_symlink() else file)
+        if folder not in self._folders:
+            self._folders[folder] = os.path.realpath(folder)
+        return f"{self._folders[folder]}{os.sep}{name}"
+
+
+def _copies(sides: Mapping[str, Collection[Hashable]]) -> dict[str, str]:
+    """Return the first of the files of the same bytes, of each that has copies on another side."""
+    groups = [list(sides)]
+    for told_by in (_size, _middle, _whole):
+        groups = [
+            same
+            for group in groups
+            for same in _grouped(group, told_by)
+            if len({side for path in same for side in sides[path]}) > 1
+        ]
+    return {path: group[0] for group in groups for path in group}
+
+
+def _grouped(paths: Iterable[str], told_by: Callable[[str], Hashable]) -> list[list[str]]:
+    """Put files together that are alike; those that cannot be read are for others to refuse."""
+    groups: defaultdict[Hashable, list[str]] = defaultdict(list)
+    for path in paths:
+        try:
+            mark = told_by(path)
+        except OSError:
+            continue
+        if mark is not None:
+            groups[mark].append(path)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _size(path: str) -> int | None:
+    """Return the size of a file that holds anything; None of what is none."""
+    found = Path(path).stat()
+    return found.st_size if stat.S_ISREG(found.st_mode) and found.st_size else None
+
+
+def _middle(path: str) -> bytes:
+    with Path(path).open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _PIECE_BYTES) // 2)
+        return hashlib.sha256(file.read(_PIECE_BYTES)).digest()
+
+
+def _whole(path: str) -> bytes:
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        while piece := file.read(_READ_BYTES):
+            digest.update(piece)
+    return digest.digest()
+
+
+@dataclass
+class _Block(Generic[_Item]):
+    """A stretch of a file, seconds, without gaps, and what stands where it begins."""
+
+    start_s: float
+    end_s: float
+    item: _Item
+
+
+class SoundIndex(Generic[_Item]):
+    """Stretches of files, each with something that stands for it, in which sound is looked up."""
+
+    def __init__(self, files: SameFiles, sounds: Iterable[tuple[AudioSource, _Item]]) -> None:
+        """Take up stretches.
+
+        Args:
+            files: which ones are the same.
+            sounds: where each is, and what stands for it.
+        """
+        self._files = files
+        stretches: defaultdict[tuple[Hashable, ...], list[tuple[float, float, _Item]]] = defaultdict(list)
+        for audio, item in sounds:
+            stretches[files.of(audio)].append((*times_of(audio), item))
+        self._blocks = {place: _blocks(parts) for place, parts in stretches.items()}
+        self._starts = {place: [b.start_s for b in blocks] for place, blocks in self._blocks.items()}
+
+    def find(self, audio: AudioSource) -> _Item | None:
+        """Return what stands for sound that audio has in common with these; None: none, or too little."""
+        place = self._files.of(audio)
+        blocks = self._blocks.get(place)
+        if blocks is None:
+            return None
+        start, end = times_of(audio)
+        shared, found = 0.0, None
+        first = max(0, bisect_right(self._starts[place], start) - 1)
+        for block in map(blocks.__getitem__, range(first, len(blocks))):
+            if block.start_s >= end:
+                break
+            common = min(end, block.end_s) - max(start, block.start_s)
+            if common > 0:
+                shared += common
+                found = block.item if found is None else found
+                if shared >= min(_LEAST_SHARED_S, (end - start) / 2, (block.end_s - block.start_s) / 2):
+                    return found
+        return None
+
+
+def times_of(audio: AudioSource) -> tuple[float, float]:
+    """Return where audio begins and ends in its file, seconds; infinity: where the file does."""
+    if not isinstance(audio, AudioPart):
+        return 0.0, float("inf")
+    return audio.start_s, float("inf") if audio.end_s is None else audio.end_s
+
+
+def _blocks(parts: list[tuple[float, float, _Item]]) -> list[_Block[_Item]]:
+    """Join stretches that overlap or touch, in order."""
+    blocks: list[_Block[_Item]] = []
+    for start, end, item in sorted(parts, key=lambda part: part[:2]):
+        if blocks and start <= blocks[-1].end_s:
+            blocks[-1].end_s = max(blocks[-1].end_s, end)
+        else:
+            blocks.append(_Block(start, end, item))
+    return blocks
