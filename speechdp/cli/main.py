@@ -10,18 +10,18 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Any, Protocol, runtime_checkable
 
 import tyro
 
 from speechdp import __version__, exit_codes, remedies
-from speechdp.cli.support.config_file import refuse_unknown, with_config
+from speechdp.cli.support.config_file import refuse_empty, refuse_unknown, with_config
 from speechdp.cli.support.help_text import option_rules, wrapped_paragraphs
 from speechdp.cli.support.refusals import boxes_as_lines
 from speechdp.comm.environment import announced
 from speechdp.counting import did_you_mean
-from speechdp.errors import ConfigError, SpeechDPError
+from speechdp.errors import SpeechDPError, UsageError
 from speechdp.files import cannot_be_used
 from speechdp.process.ending import (
     STOPPED_BEFORE,
@@ -30,8 +30,9 @@ from speechdp.process.ending import (
     describe_end,
     end_by_exception,
     end_by_held_warning,
+    interrupts_raise,
     leave,
-    outlast_warnings,
+    outlast_signals,
 )
 from speechdp.process.notices import tell
 from speechdp.process.output import STDERR, is_read, keep_standard_streams, lost_output
@@ -195,10 +196,16 @@ def main() -> None:
     else:  # by others the launcher ends its ranks, and tells of it
         end_by_exception(WARNINGS)
     try:
-        exit_code = run(sys.argv[1:])
-    except SystemExit as end:  # of an argument parser, also after --help
-        exit_code = _exit_code_of(end)
-    outlast_warnings()
+        interrupts_raise()
+        try:
+            exit_code = run(sys.argv[1:])
+        except SystemExit as stop:  # of an argument parser, also after --help
+            exit_code = _exit_code_of(stop)
+        outlast_signals()
+    except (KeyboardInterrupt, Ended) as end:  # while `run` told of something else
+        outlast_signals()
+        text, exit_code = describe_end(end)
+        tell(text)
     sys.stdout.flush()
     exit_code = _told_of_lost_output(exit_code)
     if exit_code in (0, exit_codes.STOPPED):
@@ -312,11 +319,10 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     if of_script:
         given, hidden["script_arguments"] = _split_script_arguments(given)
     elif command.script_class_name and "--" in given:
-        raise ConfigError(
+        raise UsageError(
             "after -- stand a script's own arguments, and there is no --script: give --script SCRIPT before "
             "--, or leave -- out"
         )
-    _refuse_empty(given)
     # Only the module that is needed: `speechdp --help` must not wait for torch.
     module = importlib.import_module(f"speechdp.cli.{command.module}")
     internal, shown = _take_internal(command, _with_quoted_options(given))
@@ -325,6 +331,7 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     if name not in _WITH_COMMAND or "--" in given:  # else the option may be the script's
         _refuse_others(name, refused, given)
         refuse_unknown(shown, kind, name, _tell_once)
+        refuse_empty(shown, kind)
     before_command = ""
     if name in _WITH_COMMAND and "--" not in arguments:
         inner = next((word for word in arguments if word in SUBCOMMANDS), "train")
@@ -444,25 +451,12 @@ def check_forwarded(arguments: Sequence[str]) -> Any:
 
 
 def _refuse_others(name: str, refused: Mapping[str, str], arguments: Sequence[str]) -> None:
-    """Refuse options that a command has no use for.  Raises ConfigError."""
+    """Refuse options that a command has no use for.  Raises UsageError."""
     for word in takewhile(lambda word: word != "--", arguments):  # after it comes another command
         shown = word.partition("=")[0].replace("_", "-")
         option = shown.lstrip("-").replace("-", "_")
         if word.startswith("-") and option in refused:
-            raise ConfigError(f"{shown} does not apply to {name}: {refused[option]}")
-
-
-#: Options of prepare that take a folder; of others "" has a meaning.
-_EMPTY_SOURCES = ("--dev=", "--test=")
-
-
-def _refuse_empty(arguments: Sequence[str]) -> None:
-    """Refuse "" as a folder or file: it would be the current folder.  Raises ConfigError."""
-    words = list(chain.from_iterable([w[:-1], ""] if w in _EMPTY_SOURCES else [w] for w in arguments))
-    for before, word in zip(["--", *words], words, strict=False):
-        if word == "" and (before == "--" or f"{before}=" in _EMPTY_SOURCES or not before.startswith("-")):
-            place = "the first argument" if before == "--" else f"the argument after {before!r}"
-            raise ConfigError(f"{place} is empty; is a variable of the shell unset?")
+            raise UsageError(f"{shown} does not apply to {name}: {refused[option]}")
 
 
 def _overview() -> str:
