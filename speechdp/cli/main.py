@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol, runtime_checkable
@@ -16,13 +16,14 @@ from typing import Any, Protocol, runtime_checkable
 import tyro
 
 from speechdp import __version__, exit_codes, remedies
-from speechdp.cli.support.config_file import refuse_empty, refuse_unknown, with_config
+from speechdp.cli.support.config_file import is_record, refuse_empty, refuse_unknown, with_config
 from speechdp.cli.support.help_text import option_rules, wrapped_paragraphs
 from speechdp.cli.support.refusals import boxes_as_lines
 from speechdp.comm.environment import announced
 from speechdp.counting import did_you_mean
-from speechdp.errors import SpeechDPError, UsageError
+from speechdp.errors import ConfigError, SpeechDPError, UsageError
 from speechdp.files import cannot_be_used
+from speechdp.parallel.run_files import differing
 from speechdp.process.ending import (
     STOPPED_BEFORE,
     WARNINGS,
@@ -252,7 +253,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         if name != "launch":
             end_by_held_warning()
-        command = parse(name, _with_config(name, rest))
+        words = _with_config(name, rest)
+        command = _going_on(name, words, parse(name, words), _told_by_rank_0)
         options = _options_of(command)
         with remedies.of_command(options):
             exit_code: int = command.run()
@@ -374,10 +376,42 @@ def _with_config(name: str, arguments: Sequence[str]) -> Sequence[str]:
         found: type = getattr(module, command.script_class_name if of_script else command.class_name)
         return found
 
-    launch = announced()
-    is_first = launch is None or launch.rank == 0
     refused = {} if of_script else command.refused
-    return with_config(arguments, of_command, refused, tell if is_first else lambda text: None)
+    return with_config(arguments, of_command, refused, _told_by_rank_0)
+
+
+def _going_on(name: str, arguments: Sequence[str], command: Any, say: Callable[[str], None]) -> Any:
+    """Return a command as it is; `train --resume` with the run's own options where others are not given.
+
+    Args:
+        name: of the subcommand.
+        arguments: of its command line, without --config.
+        command: what they say.
+        say: is told what they leave to the run.
+
+    Raises:
+        SystemExit: as `parse` does.
+        ConfigError: as `with_config` does.
+    """
+    if name != "train" or not command.resume or not is_record(record := command.run_dir / "run.json"):
+        return command  # there is no run yet, or who reads its record says what is wrong with it
+    words = with_config([*arguments, f"--config={record}"], lambda: type(command), {}, lambda text: None)
+    try:
+        going_on = parse(name, words)
+    except ConfigError:  # by the options given it is another run, which is told with all that differs
+        return command
+    pairs = differing(command.options.to_json(), going_on.options.to_json())
+    taken = [option if now is True else f"{option} {now}" for option, _, now in pairs]
+    if taken:
+        say(f"{record}: options not given are the run's, {', '.join(taken)}")
+    return going_on
+
+
+def _told_by_rank_0(text: str) -> None:
+    """Print a line to stderr that every rank of a job would have to print, not waiting for rank 0's."""
+    launch = announced()
+    if launch is None or launch.rank == 0:
+        tell(text)
 
 
 def _has_script(arguments: Sequence[str]) -> bool:
@@ -444,7 +478,7 @@ def check_forwarded(arguments: Sequence[str]) -> Any:
         known = "speechdp --help lists them"
         tell(f"unknown command {name!r}{meant or f'; {known}'}; {script}")
         raise SystemExit(exit_codes.USAGE)
-    command = parse(name, rest)
+    command = _going_on(name, rest, parse(name, rest), lambda text: None)  # rank 0 tells it
     if isinstance(command, _CheckedBefore):
         command.check()
     return command

@@ -17,6 +17,7 @@ from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, UsageError
 from speechdp.files import named_file_cannot_be_read
 from speechdp.json_input import parse_json
+from speechdp.options.shown import MAY_BE_EMPTY
 from speechdp.parallel.run_files import RUN_FORMAT
 
 _OPTION = "--config"
@@ -94,8 +95,8 @@ def options_of(command: type) -> dict[str, _Kind]:
     return {option: kind for option, kind, _ in _declared(command)}
 
 
-def _declared(command: type) -> Iterator[tuple[str, _Kind, Any]]:
-    """Yield the options of a command and its groups, how the value of each is written, and its default."""
+def _declared(command: type) -> Iterator[tuple[str, _Kind, bool]]:
+    """Yield the options of a command and its groups, how the value is written, and whether it may be ""."""
     for name, hint in get_type_hints(command, include_extras=True).items():
         marks = getattr(hint, "__metadata__", ())
         kind = hint.__origin__ if marks else hint
@@ -108,11 +109,12 @@ def _declared(command: type) -> Iterator[tuple[str, _Kind, Any]]:
             repeated = tyro.conf.UseAppendAction in marks
             written: _Kind = "flag" if kind is bool else "repeated" if repeated else "value"
             default = next(field.default for field in dataclasses.fields(command) if field.name == name)
-            yield from ((spelling, written, default) for spelling in _spellings(name, marks))
+            may_be_empty = MAY_BE_EMPTY in marks or default == ""
+            yield from ((spelling, written, may_be_empty) for spelling in _spellings(name, marks))
 
 
 def refuse_empty(arguments: Sequence[str], command: type) -> None:
-    """Refuse "" as an argument, or as the value of an option that has another by default.
+    """Refuse "" as an argument, or as the value of an option that says nothing else of it.
 
     As a path it would be the current folder, and a list of nothing, or a name, would be as good as not given.
 
@@ -123,7 +125,7 @@ def refuse_empty(arguments: Sequence[str], command: type) -> None:
     Raises:
         UsageError: naming the option or the place.
     """
-    may_be_empty = {option for option, _, default in _declared(command) if default == ""}
+    may_be_empty = {option for option, _, may_be in _declared(command) if may_be}
     before = ""
     for word in takewhile(lambda word: word != "--", arguments):
         option, equals, value = word.partition("=")
@@ -205,10 +207,20 @@ def _words(
             raise ConfigError(f"{path}: {name!r} is no option of this command{meant or '; leave it out'}")
         if known[option] == "repeated" and option in given:
             continue
-        relative = option in _OF_PATHS and isinstance(value, str)
+        elsewhere = Path(began_in or "").absolute() != Path.cwd()
+        relative = elsewhere and option in _OF_PATHS and isinstance(value, str)
         yield from _of(path, option, str(Path(began_in or "") / value) if relative else value, known[option])
     if left_out:
         tell(f"{path}: left out, as this command has no use for them: {', '.join(left_out)}")
+
+
+def is_record(path: Path) -> bool:
+    """Tell whether a file can be read and is the record of a run."""
+    try:
+        values = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and values.get("format") == RUN_FORMAT and "options" in values
 
 
 def _values_of(path: Path, known: Mapping[str, _Kind]) -> tuple[dict[str, Any], str | None]:

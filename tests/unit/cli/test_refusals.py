@@ -159,6 +159,8 @@ def test_other_empty_words_are_refused(
 def test_an_option_that_is_empty_where_it_is_not_given_may_be_given_so() -> None:
     command = main.parse("launch", ["--mpi-args", "", "-np", "2", "--", "python", "own.py", ""])
     assert (command.mpi_args, command.command) == ("", ("python", "own.py", ""))
+    command = main.parse("sweep", ["DATA", "OUT", "--decode-split", "", "--reference="])
+    assert (command.decode_split, command.reference) == ("", "")
 
 
 @pytest.mark.parametrize(
