@@ -50,6 +50,12 @@ class ConfigError(SpeechDPError):
     """An option, a corpus, a lexicon, a hostfile or a transcript that cannot be used."""
 
 
+class UsageError(ConfigError):
+    """A command line that is not one of the command's: words are missing, empty, too many, or not its own."""
+
+    exit_code = exit_codes.USAGE
+
+
 class UnreadableAudioError(ConfigError):
     """An audio file that is damaged, or none at all.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 #: A rank refused what it was asked for, or the data it was given; the same would happen again.
 FAILED = 1
-#: An option nobody knows (what argument parsers return).
+#: A command line that cannot be read: an unknown command or option, or words that are missing, empty or too
+#: many (what argument parsers return).
 USAGE = 2
 #: Something unexpected, or a peer that was lost: another start may help (EX_SOFTWARE of sysexits.h).
 CRASHED = 70

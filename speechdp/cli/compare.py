@@ -25,7 +25,7 @@ from speechdp.cli.support.script_options import (
 )
 from speechdp.counting import counted
 from speechdp.options.run import TrainOptions
-from speechdp.options.shown import BATCH_JOB_OR_HERE, heading, shown
+from speechdp.options.shown import BATCH_JOB_OR_HERE, MAY_BE_EMPTY, heading, shown
 
 if TYPE_CHECKING:
     from speechdp.experiments.compare.own_training import CompareRequest
@@ -58,7 +58,7 @@ class CompareCommand(StartsJobs):
     modes: Annotated[str, shown("MODE,...")] = "frames,time"
     """What is kept equal across runs.
     frames: the number of epochs; time: the training time, about that of the slowest run in mode frames."""
-    decode_split: Annotated[str, shown("SPLIT")] = "test"
+    decode_split: Annotated[str, shown("SPLIT"), MAY_BE_EMPTY] = "test"
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
     race: Annotated[int, shown("ROUNDS")] = 24
     """Rounds of the race after the runs: all strategies take turns, so that their speeds can be compared.

@@ -23,7 +23,7 @@ from speechdp import exit_codes
 from speechdp.cli.support.console import describe_terminal
 from speechdp.comm.environment import announced
 from speechdp.counting import counted
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, UsageError
 from speechdp.launching.allocation import (
     Allocation,
     Scheduler,
@@ -212,9 +212,11 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         return result.exit_code
     # What has no such target is a script or, as decode does, saves nothing before its end.
     if _is_given_back(end, result, restarts, scheduler):
-        return _give_back(place.allocation, target, is_script) if options.requeue else result.exit_code
+        if not options.requeue:
+            return result.exit_code
+        return _give_back(place.allocation, target, is_script=is_script, is_begun=end.is_begun)
     if options.requeue and target is None and is_ended_unsaved(end, result.exit_code, scheduler):
-        why = why_not_requeued(command, is_script=is_script)
+        why = why_not_requeued(command, end, is_script=is_script)
         _say(f"job {place.allocation.job_id} is not requeued: {why}")
     ended_by_user = end.stop_signal is not None and result.exit_code == exit_codes.STOPPED
     if ended_by_user and place.allocation.scheduler == "lsf":
@@ -337,9 +339,9 @@ def _check_way(options: LaunchCommand, hosts: Sequence[Host], starter: _Starter)
         )
 
 
-def _give_back(allocation: Allocation, target: Target | None, is_script: bool) -> int:
+def _give_back(allocation: Allocation, target: Target | None, *, is_script: bool, is_begun: bool) -> int:
     exit_code = requeue(allocation, is_script=is_script)
-    if is_script:
+    if is_script and is_begun:
         then = "to go on from what the script has saved"
     elif target is not None and last_checkpoint(target) is not None:
         then = "to go on from its checkpoint"
@@ -380,7 +382,7 @@ def _run_until_done(
     most = restarts.policy.max_restarts + 1
     hosts, arguments, reason = restarts.begin(), command, ""
     if request.signals:  # while this process was starting
-        return stopped(_end_before_start(request.signals[0], restarts.target))
+        return stopped(_end_before_start(request.signals[0]))
     while True:
         if not reason and os.isatty(STDERR):  # until the ranks say something: imports may take long
             _say(f"starting {_ranks_on(hosts)}")
@@ -410,19 +412,16 @@ def _run_until_done(
         _say(f"start {restarts.number + 1} of {most}: {counted(num_ranks, 'rank')} on {where}{without}")
 
 
-def _end_before_start(signum: int, target: Target | None) -> JobEnd:
-    """Return the end of a job that was stopped before its ranks were started.
-
-    A run that goes on from its last checkpoint has lost nothing by a warning.
-    """
-    saved = target is not None and signum in WARNINGS
-    return JobEnd(exit_codes.STOPPED if saved else 128 + signum, signum)
+def _end_before_start(signum: int) -> JobEnd:
+    """Return the end of a job that was stopped before its ranks were started: a warning loses nothing."""
+    exit_code = exit_codes.STOPPED if signum in WARNINGS else 128 + signum
+    return JobEnd(exit_code, signum, is_begun=False)
 
 
 def _judge(end: JobEnd, restarts: Restarts) -> Verdict:
     """Return what became of the job, and what the user may do next."""
     result = verdict(end, restarts.target)
-    if not restarts.is_script:
+    if not restarts.is_script or not end.is_begun:
         return result
     folder = os.environ.get(FOLDER)
     goes_on = how_a_script_goes_on(
@@ -547,7 +546,7 @@ def _find_place(options: LaunchCommand) -> _JobPlace:
         hostfile = allocation.hostfile
     elif options.num_ranks is None:
         _refuse_to_be_one_of_several()
-        raise ConfigError("give the number of ranks: -np N, or --hostfile FILE (see hostfiles/)")
+        raise UsageError("give the number of ranks: -np N, or --hostfile FILE (see hostfiles/)")
     else:
         hostfile = local_hosts(options.num_ranks)
     num_ranks = hostfile.num_slots if options.num_ranks is None else options.num_ranks

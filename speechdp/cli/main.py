@@ -8,21 +8,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import Any, Protocol, runtime_checkable
 
 import tyro
 
 from speechdp import __version__, exit_codes, remedies
-from speechdp.cli.support.config_file import refuse_unknown, with_config
+from speechdp.cli.support.config_file import is_record, refuse_empty, refuse_unknown, with_config
 from speechdp.cli.support.help_text import option_rules, wrapped_paragraphs
 from speechdp.cli.support.refusals import boxes_as_lines
 from speechdp.comm.environment import announced
 from speechdp.counting import did_you_mean
-from speechdp.errors import ConfigError, SpeechDPError
+from speechdp.errors import ConfigError, SpeechDPError, UsageError
 from speechdp.files import cannot_be_used
+from speechdp.parallel.run_files import differing
 from speechdp.process.ending import (
     STOPPED_BEFORE,
     WARNINGS,
@@ -30,8 +31,9 @@ from speechdp.process.ending import (
     describe_end,
     end_by_exception,
     end_by_held_warning,
+    interrupts_raise,
     leave,
-    outlast_warnings,
+    outlast_signals,
 )
 from speechdp.process.notices import tell
 from speechdp.process.output import STDERR, is_read, keep_standard_streams, lost_output
@@ -195,10 +197,16 @@ def main() -> None:
     else:  # by others the launcher ends its ranks, and tells of it
         end_by_exception(WARNINGS)
     try:
-        exit_code = run(sys.argv[1:])
-    except SystemExit as end:  # of an argument parser, also after --help
-        exit_code = _exit_code_of(end)
-    outlast_warnings()
+        interrupts_raise()
+        try:
+            exit_code = run(sys.argv[1:])
+        except SystemExit as stop:  # of an argument parser, also after --help
+            exit_code = _exit_code_of(stop)
+        outlast_signals()
+    except (KeyboardInterrupt, Ended) as end:  # while `run` told of something else
+        outlast_signals()
+        text, exit_code = describe_end(end)
+        tell(text)
     sys.stdout.flush()
     exit_code = _told_of_lost_output(exit_code)
     if exit_code in (0, exit_codes.STOPPED):
@@ -245,7 +253,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         if name != "launch":
             end_by_held_warning()
-        command = parse(name, _with_config(name, rest))
+        words = _with_config(name, rest)
+        command = _going_on(name, words, parse(name, words), _told_by_rank_0)
         options = _options_of(command)
         with remedies.of_command(options):
             exit_code: int = command.run()
@@ -312,11 +321,10 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     if of_script:
         given, hidden["script_arguments"] = _split_script_arguments(given)
     elif command.script_class_name and "--" in given:
-        raise ConfigError(
+        raise UsageError(
             "after -- stand a script's own arguments, and there is no --script: give --script SCRIPT before "
             "--, or leave -- out"
         )
-    _refuse_empty(given)
     # Only the module that is needed: `speechdp --help` must not wait for torch.
     module = importlib.import_module(f"speechdp.cli.{command.module}")
     internal, shown = _take_internal(command, _with_quoted_options(given))
@@ -325,6 +333,7 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     if name not in _WITH_COMMAND or "--" in given:  # else the option may be the script's
         _refuse_others(name, refused, given)
         refuse_unknown(shown, kind, name, _tell_once)
+        refuse_empty(shown, kind)
     before_command = ""
     if name in _WITH_COMMAND and "--" not in arguments:
         inner = next((word for word in arguments if word in SUBCOMMANDS), "train")
@@ -367,10 +376,42 @@ def _with_config(name: str, arguments: Sequence[str]) -> Sequence[str]:
         found: type = getattr(module, command.script_class_name if of_script else command.class_name)
         return found
 
-    launch = announced()
-    is_first = launch is None or launch.rank == 0
     refused = {} if of_script else command.refused
-    return with_config(arguments, of_command, refused, tell if is_first else lambda text: None)
+    return with_config(arguments, of_command, refused, _told_by_rank_0)
+
+
+def _going_on(name: str, arguments: Sequence[str], command: Any, say: Callable[[str], None]) -> Any:
+    """Return a command as it is; `train --resume` with the run's own options where others are not given.
+
+    Args:
+        name: of the subcommand.
+        arguments: of its command line, without --config.
+        command: what they say.
+        say: is told what they leave to the run.
+
+    Raises:
+        SystemExit: as `parse` does.
+        ConfigError: as `with_config` does.
+    """
+    if name != "train" or not command.resume or not is_record(record := command.run_dir / "run.json"):
+        return command  # there is no run yet, or who reads its record says what is wrong with it
+    words = with_config([*arguments, f"--config={record}"], lambda: type(command), {}, lambda text: None)
+    try:
+        going_on = parse(name, words)
+    except ConfigError:  # by the options given it is another run, which is told with all that differs
+        return command
+    pairs = differing(command.options.to_json(), going_on.options.to_json())
+    taken = [option if now is True else f"{option} {now}" for option, _, now in pairs]
+    if taken:
+        say(f"{record}: options not given are the run's, {', '.join(taken)}")
+    return going_on
+
+
+def _told_by_rank_0(text: str) -> None:
+    """Print a line to stderr that every rank of a job would have to print, not waiting for rank 0's."""
+    launch = announced()
+    if launch is None or launch.rank == 0:
+        tell(text)
 
 
 def _has_script(arguments: Sequence[str]) -> bool:
@@ -437,32 +478,19 @@ def check_forwarded(arguments: Sequence[str]) -> Any:
         known = "speechdp --help lists them"
         tell(f"unknown command {name!r}{meant or f'; {known}'}; {script}")
         raise SystemExit(exit_codes.USAGE)
-    command = parse(name, rest)
+    command = _going_on(name, rest, parse(name, rest), lambda text: None)  # rank 0 tells it
     if isinstance(command, _CheckedBefore):
         command.check()
     return command
 
 
 def _refuse_others(name: str, refused: Mapping[str, str], arguments: Sequence[str]) -> None:
-    """Refuse options that a command has no use for.  Raises ConfigError."""
+    """Refuse options that a command has no use for.  Raises UsageError."""
     for word in takewhile(lambda word: word != "--", arguments):  # after it comes another command
         shown = word.partition("=")[0].replace("_", "-")
         option = shown.lstrip("-").replace("-", "_")
         if word.startswith("-") and option in refused:
-            raise ConfigError(f"{shown} does not apply to {name}: {refused[option]}")
-
-
-#: Options of prepare that take a folder; of others "" has a meaning.
-_EMPTY_SOURCES = ("--dev=", "--test=")
-
-
-def _refuse_empty(arguments: Sequence[str]) -> None:
-    """Refuse "" as a folder or file: it would be the current folder.  Raises ConfigError."""
-    words = list(chain.from_iterable([w[:-1], ""] if w in _EMPTY_SOURCES else [w] for w in arguments))
-    for before, word in zip(["--", *words], words, strict=False):
-        if word == "" and (before == "--" or f"{before}=" in _EMPTY_SOURCES or not before.startswith("-")):
-            place = "the first argument" if before == "--" else f"the argument after {before!r}"
-            raise ConfigError(f"{place} is empty; is a variable of the shell unset?")
+            raise UsageError(f"{shown} does not apply to {name}: {refused[option]}")
 
 
 def _overview() -> str:

@@ -22,7 +22,7 @@ from speechdp.cli.support.script_options import (
 )
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
-from speechdp.options.shown import heading, shown
+from speechdp.options.shown import MAY_BE_EMPTY, heading, shown
 
 if TYPE_CHECKING:
     from speechdp.experiments.race.plan import RaceOptions
@@ -52,11 +52,11 @@ class SweepCommand:
     """Averaging periods to try, in steps (16), thousands of frames per rank (600kf) or seconds (5s)."""
     swept: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "model_averaging"
     """Strategy whose period is varied, with its other options, e.g. model_averaging:momentum=average."""
-    reference: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "gradient_averaging"
+    reference: Annotated[str, shown("NAME[:OPTION=VALUE,...]"), MAY_BE_EMPTY] = "gradient_averaging"
     """Strategy trained once as the reference; empty: none."""
     one_rank_steps: Annotated[int, shown("STEPS")] = 200
     """Length of the extra run on one rank from which speed-ups are computed; 0: no such run."""
-    decode_split: Annotated[str, shown("SPLIT")] = "test"
+    decode_split: Annotated[str, shown("SPLIT"), MAY_BE_EMPTY] = "test"
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
     race: Annotated[int, shown("ROUNDS")] = 24
     """Rounds of the race after the runs: all settings take turns, so that their speeds can be compared.
@@ -167,7 +167,7 @@ class SweepScriptCommand:
     Items are what the weights of the script's steps count."""
     swept: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "model_averaging"
     """Strategy whose period is varied, with its other options, e.g. model_averaging:momentum=average."""
-    reference: Annotated[str, shown("NAME[:OPTION=VALUE,...]")] = "gradient_averaging"
+    reference: Annotated[str, shown("NAME[:OPTION=VALUE,...]"), MAY_BE_EMPTY] = "gradient_averaging"
     """Strategy run once as the reference; empty: none."""
     one_rank: bool = True
     """Also run the script on one rank, to compute speed-ups."""

@@ -12,7 +12,7 @@ import tyro
 
 from speechdp.cli.decode import GrammarName
 from speechdp.cli.support.outputs import output_file
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, UsageError
 from speechdp.options.shown import shown
 from speechdp.process.notices import tell
 
@@ -92,7 +92,7 @@ class SynthesizeCommand:
         if self.recogniser is not None and self.data is None:
             raise ConfigError("--recogniser recognises the texts of a data directory; add --data")
         if bool(self.texts) == (self.data is not None):
-            raise ConfigError(
+            raise UsageError(
                 'give either texts to speak (speechdp synthesize RUN "three five seven" -o out.wav) or --data'
             )
         if self.lexicon is not None and not self.texts:

@@ -32,7 +32,8 @@ class TrainCommand:
     """Folder to write the run to: model, metrics, timing, checkpoints."""
     options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
     resume: bool = False
-    """Continue from the last checkpoint in RUN, if there is one."""
+    """Continue from the last checkpoint in RUN, if there is one.
+    Options that are not given are those that RUN was begun with."""
     overwrite: bool = False
     """Delete the run in RUN and start over."""
     pause_at: Annotated[int, shown("STEP", "train to the end")] = 0

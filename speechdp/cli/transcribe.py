@@ -13,7 +13,7 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.counting import counted
-from speechdp.errors import ConfigError, SeveralChannelsError
+from speechdp.errors import ConfigError, SeveralChannelsError, UsageError
 from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptions
 from speechdp.options.shown import heading, shown
 from speechdp.process.notices import tell, warn
@@ -208,7 +208,7 @@ class TranscribeCommand:
         from speechdp.parallel.run_files import RunDirectory  # noqa: PLC0415
 
         if not self.files:
-            raise ConfigError("no audio files given; name some after RUN, or a folder that holds some")
+            raise UsageError("no audio files given; name some after RUN, or a folder that holds some")
         found: dict[str, Path] = {}
         for given in without_converted(self.files):
             try:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, UsageError
 from speechdp.launching.allocation import Allocation
 from speechdp.launching.forwarded_options import has_option
 from speechdp.launching.hostfile import Host, is_this_machine
@@ -350,7 +350,7 @@ def check_script(command: Sequence[str]) -> None:
         if _OPTION_WITH_WORD.fullmatch(option):
             del words[:1]
     if words and Path(words[0]).name == "speechdp":  # the module, or the program in bin/
-        raise ConfigError(
+        raise UsageError(
             "a speechdp command is not started by python, which would take it for a script of yours; "
             "write the command itself after --: ... -- train DATA RUN"
         )

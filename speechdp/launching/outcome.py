@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speechdp import exit_codes
-from speechdp.errors import ConfigError
+from speechdp.errors import UsageError
 from speechdp.json_input import parse_json
 from speechdp.launching.faults import Fault, first_cause
 from speechdp.launching.forwarded_options import has_option
@@ -52,24 +52,22 @@ def find_target(arguments: Sequence[str]) -> Target | None:
     """Return what a forwarded command line works on; None where nothing is left to check.
 
     Raises:
-        ConfigError: no subcommand, a nested launch, or a folder that cannot be told from the options.
+        UsageError: no subcommand, a nested launch, or a folder that cannot be told from the options.
     """
     if not arguments or arguments[0].startswith("-"):
-        raise ConfigError(
-            "nothing to launch; write it after --, e.g. speechdp launch -np 2 -- train DATA RUN"
-        )
+        raise UsageError("nothing to launch; write it after --, e.g. speechdp launch -np 2 -- train DATA RUN")
     subcommand, *rest = arguments
     if subcommand in ("launch", "submit", "doctor"):
-        raise ConfigError(
+        raise UsageError(
             f"launch cannot start {subcommand}; write train, sweep or another subcommand after --"
         )
     if has_option(rest, "--script"):
-        raise ConfigError(f"{subcommand} --script starts its own ranks: give the command without launch")
+        raise UsageError(f"{subcommand} --script starts its own ranks: give the command without launch")
     if subcommand not in _WITH_MARKER or {"-h", "--help"} & set(rest):
         return None
     folders = rest[:2]
     if len(folders) < 2 or any(word.startswith("-") for word in folders):
-        raise ConfigError(
+        raise UsageError(
             f"write the folders right after the subcommand, options after them: "
             f"speechdp launch ... -- {subcommand} {_WITH_MARKER[subcommand]} [options]"
         )
@@ -225,6 +223,11 @@ def verdict(end: JobEnd, target: Target | None) -> Verdict:
 def _stopped(end: JobEnd, exit_code: int, target: Target | None) -> Verdict:
     """Judge a job that was asked to end: the ranks saved, had nothing to save yet, or failed over it."""
     assert end.stop_signal is not None
+    if not end.is_begun:
+        by = signal.Signals(end.stop_signal).name
+        return Verdict(
+            exit_code, f"the job was stopped by {by} before its ranks were started", "; repeat the command"
+        )
     happened = f"the job was stopped by {signal.Signals(end.stop_signal).name}"
     cause = first_cause(end.faults)
     if (

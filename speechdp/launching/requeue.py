@@ -27,7 +27,8 @@ def is_to_go_on(
         exit_code: of the launch, as outcome.verdict has it.
         scheduler: whose job it is; None: no batch job.
         begins_anew: what has not saved would begin anew at each time limit, for ever: a user's script, of
-            which only exit code 75 tells that it has, and a command that saves nothing on the way.
+            which only exit code 75 tells that it has, and a command that saves nothing on the way.  What was
+            stopped before its ranks were started leaves with 75 as well.
     """
     if exit_code == exit_codes.STOPPED:
         return end.stop_signal is None or _is_warning(end.stop_signal, scheduler)
@@ -52,12 +53,18 @@ def is_ended_unsaved(end: JobEnd, exit_code: int, scheduler: Scheduler | None = 
     return without_answer or exit_code == exit_codes.STOPPED_UNSAVED
 
 
-def why_not_requeued(command: Sequence[str], *, is_script: bool) -> str:
+def why_not_requeued(command: Sequence[str], end: JobEnd, *, is_script: bool) -> str:
     """Return why a job that was ended unsaved would begin anew, and the remedy."""
     if not is_script:
         return (
             f"{command[0]} saves nothing on the way, and would begin anew and be stopped again; submit it "
             "with a longer --time"
+        )
+    if any(fault.kind == "killed" and fault.signal in WARNINGS for fault in end.faults):
+        return (
+            "the script was ended by the warning, as one that has not yet asked run.should_stop is; let it "
+            "ask that after each step and save where it is true (docs/api.md), or, if it does and was only "
+            "starting, submit the job again"
         )
     return (
         "the script did not save in time when it was asked to stop; let it save where run.should_stop is "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, UsageError
 
 _OVER_RANKS = ("train", "sweep", "decode")
 #: Commands that start ranks themselves.
@@ -21,12 +21,13 @@ def check_ranks(command: Sequence[str], num_ranks: int) -> None:
         num_ranks: that are to be started.
 
     Raises:
-        ConfigError: the ranks would all do the same and write the same files, or each start ranks.
+        UsageError: each would start ranks.
+        ConfigError: the ranks would all do the same and write the same files.
     """
     name = command[0]
     if name in STARTS_JOBS:
         if not any(word.startswith(_JOB_OPTION) for word in command):
-            raise ConfigError(f"{name} starts its own jobs: give the command without launch")
+            raise UsageError(f"{name} starts its own jobs: give the command without launch")
     elif name not in _OVER_RANKS and num_ranks > 1:
         raise ConfigError(
             f"{name} uses no ranks: {num_ranks} copies of it would disturb one another; give it without "

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speechdp import exit_codes
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, UsageError
 from speechdp.files import atomic_path
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.batch_script import JOB_ID_IN_OUTPUT, BatchJob, output_file, quote
@@ -123,22 +123,23 @@ def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
     --resume starts anew where there is no checkpoint, so it is safe, and a job started again goes on.
 
     Raises:
-        ConfigError: nothing to run, a nested launch, a speechdp command as a script, folders that cannot be
-            told, --overwrite in a job that would delete its own checkpoints when it is started again, or a
+        UsageError: nothing to run, a nested launch, a speechdp command as a script, or folders that cannot be
+            told.
+        ConfigError: --overwrite in a job that would delete its own checkpoints when it is started again, or a
             step to pause at in one that would then be requeued.
     """
     if not command:
-        raise ConfigError(
+        raise UsageError(
             "nothing to submit; write it after --, e.g. speechdp submit --nodes 2 --ranks-per-node 4 "
             "--time 8:00:00 -- train DATA RUN"
         )
     if command[0] in ("launch", "submit"):
-        raise ConfigError(
+        raise UsageError(
             f"write the subcommand itself after --, not {command[0]}: the script calls speechdp launch "
             "(its options go into --launch-args)"
         )
     if command[0] in STARTS_JOBS:
-        raise ConfigError(
+        raise UsageError(
             f"{command[0]} starts its own jobs, and the script would start it over ranks; give it with "
             "--hostfile in a job script of your own, or in the shell of an interactive job (docs/clusters.md)"
         )

@@ -80,12 +80,14 @@ class JobEnd:
         stop_signal: the signal by which the user asked for the end; None: it came by itself.
         faults: what the launcher printed about ranks and hosts that failed.
         killed_by: the signal that killed the launcher itself; None: it ended by itself.
+        is_begun: ranks were started; else the user asked for the end before that.
     """
 
     exit_code: int
     stop_signal: int | None
     faults: tuple[Fault, ...] = ()
     killed_by: int | None = None
+    is_begun: bool = True
 
 
 @dataclass

@@ -18,7 +18,7 @@ from speechdp.data.corpora.sources import Source
 from speechdp.data.signal.channel import Channel, parse_channel
 from speechdp.data.signal.features import FeatureConfig, usual_mel_bins
 from speechdp.data.signal.spectrogram import spectrogram_config
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, UsageError
 from speechdp.options.seed import check_seed
 from speechdp.options.shown import heading, shown
 
@@ -265,7 +265,7 @@ class PrepareOptions:
         elif self.synthetic is not None:
             self._check_synthetic(self.synthetic)
         elif len(self.paths) < 2 and not (self.paths and self.like and (self.dev or self.test)):
-            raise ConfigError(
+            raise UsageError(
                 f"prepare takes SOURCE and DATA, not {len(self.paths)} paths; or --synthetic HOURS DATA"
             )
         twice = [source.path for source, times in Counter(self.sources).items() if times > 1]
@@ -312,7 +312,7 @@ class PrepareOptions:
 
     def _check_synthetic(self, hours: float) -> None:
         if len(self.paths) != 1:
-            raise ConfigError("prepare --synthetic HOURS takes one path, the DATA folder to make")
+            raise UsageError("prepare --synthetic HOURS takes one path, the DATA folder to make")
         self._refuse(
             ("corpus", "split", "dev", "test", "held_out_speaker", "lexicon", "pattern"),
             "--synthetic, which makes its own",
@@ -328,7 +328,7 @@ class PrepareOptions:
 
     def _check_kaldi(self) -> None:
         if len(self.paths) != 1:
-            raise ConfigError("prepare --kaldi DATA_DIR takes one other path, the DATA folder to make")
+            raise UsageError("prepare --kaldi DATA_DIR takes one other path, the DATA folder to make")
         self._refuse(("synthetic", "corpus", "lexicon", "pattern", "resample"), "--kaldi")
         self._refuse(("dev", "test"), "--kaldi, whose alignment is of one directory")
         if self.for_language_model != LanguageModelOptions() or self.unknown_words != "refuse":

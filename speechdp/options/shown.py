@@ -10,6 +10,11 @@ import tyro
 BATCH_JOB_OR_HERE = "the hosts of the batch job this runs in, else this machine"
 
 
+#: Annotation of an option whose value may be "", as its help explains; others are refused one that is empty,
+#: but for those that are "" where they are not given.
+MAY_BE_EMPTY = "may be empty"
+
+
 def shown(metavar: str, default: str | None = None) -> Any:
     """Return the annotation of an option: `Annotated[int | None, shown("N", "one per core")] = None`.
 

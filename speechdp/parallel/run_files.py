@@ -393,27 +393,36 @@ def _now() -> str:
 def difference(
     begun: Any, given: dict[str, Any] | None, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> str:
-    """Name the first option that differs between what was recorded and what was given, in brackets.
+    """Name the options that differ between what was recorded and what was given, in brackets.
 
     Returns:
         "" where none is known to differ.
 
     Example:
-        >>> difference({"seed": 1}, {"seed": 5})
-        ' (--seed was 1, is 5)'
+        >>> difference({"seed": 1, "epochs": 8}, {"seed": 5, "epochs": 2})
+        ' (--seed was 1, is 5; --epochs was 8, is 2)'
     """
     if not isinstance(begun, dict) or given is None:
         return ""
+    found = [f"{name} {was_and_is(was, now)}" for name, was, now in differing(begun, given, defaults)]
+    return f" ({'; '.join(found)})" if found else ""
+
+
+def differing(
+    begun: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the options, those of groups too, whose value was another: name, then and now.
+
+    Args:
+        defaults: of options that the former lack.
+    """
     for name, value in given.items():
         default = defaults.get(name)
         before = begun.get(name, default)
         if isinstance(value, dict) and isinstance(before, dict):
-            inner = difference(before, value, default if isinstance(default, dict) else {})
-            if inner:
-                return inner
+            yield from differing(before, value, default if isinstance(default, dict) else {})
         elif name != "resolved" and before != value:
-            return f" (--{name.replace('_', '-')} {was_and_is(before, value)})"
-    return ""
+            yield f"--{name.replace('_', '-')}", before, value
 
 
 def was_and_is(before: Any, now: Any) -> str:

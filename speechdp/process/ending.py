@@ -81,6 +81,18 @@ def _hold(signum: int, _frame: FrameType | None) -> None:
     _held.append(signum)
 
 
+def interrupts_end() -> None:
+    """Let Ctrl-C end this process without a word, as nothing has begun; to be called with `hold_warnings`."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def interrupts_raise() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, to be called by who tells of it in a line."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def take_held_warnings() -> list[int]:
     """Return what has come since `hold_warnings`, in order; to be called by who heeds it from now on."""
     taken = _held[:]
@@ -104,11 +116,21 @@ def end_by_held_warning() -> None:
         _raise(signum, None)
 
 
-def outlast_warnings() -> None:
-    """Let a warning raise `Ended` no more: all is done, and what leaves is not to be told as stopped."""
+def outlast_signals() -> None:
+    """Let signals raise no more: all is done, and what leaves is not to be told as stopped.
+
+    A warning changes nothing; of others, the second ends what takes long to leave.
+    """
     for signum in WARNINGS:
         if signal.getsignal(signum) == _raise:
             signal.signal(signum, _do_nothing)
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(signum) in (_raise, signal.default_int_handler):
+            signal.signal(signum, _let_the_next_end)
+
+
+def _let_the_next_end(signum: int, _frame: FrameType | None) -> None:
+    signal.signal(signum, signal.SIG_DFL)
 
 
 def _raise(signum: int, _frame: FrameType | None) -> NoReturn:

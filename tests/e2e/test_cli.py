@@ -232,6 +232,27 @@ def test_a_folder_that_holds_a_run_is_not_written_to(
     assert json.loads((run / "run.json").read_text())["seed"] == 5
 
 
+def test_resume_alone_goes_on_as_the_run_was_begun(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert train(dataset, whole, "--seed", "7", "--spec-augment") == 0
+    assert train(dataset, run, "--seed", "7", "--spec-augment", "--pause-at", "1") == 75
+    capsys.readouterr()
+    bare = ["train", str(dataset.path), str(run), "--resume"]
+    assert speechdp([*bare, "--seed", "5", "--max-steps", "9"]) == 1
+    assert (
+        "begun with other options (--seed was 7, is 5; --max-steps was 0, is 9); " in capsys.readouterr().err
+    )
+    assert speechdp([*bare, "--task", "synthesis"]) == 1  # with which some of the run's own do not go
+    assert "leave it out" not in capsys.readouterr().err
+    assert speechdp([*bare, "--hang-timeout", "500"]) == 0
+    (taken,) = [line for line in capsys.readouterr().err.splitlines() if "options not given" in line]
+    assert taken.startswith(f"speechdp: {run}/run.json: options not given are the run's, ")
+    assert "--seed 7" in taken and "--spec-augment" in taken and "--hang-timeout" not in taken
+    assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

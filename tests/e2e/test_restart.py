@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 OPTIONS = (*TINY_MODEL, "--batch-size", "1", "--epochs", "6", "--checkpoint-steps", "29", "--backend", "mpi")
 #: Steps at which the first and the second start wait to be killed; there are 600.
 GATES = (100, 400)
+#: The same while the models of the epochs that end with steps 400, 500 and 600 are averaged: one is in the
+#: mean by then, and two.
+GATES_OF_AVERAGE = (440, 560)
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +33,30 @@ def launched(launch: list[str], dataset: Dataset, run: Path, *more: str) -> list
     return [*SPEECHDP, "launch", *launch, "--", "train", str(dataset.path), str(run), *OPTIONS, *more]
 
 
+def metrics(run: Path) -> list[dict[str, float]]:
+    """Return the lines of a run's metrics, without times."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name != "time_s"} for line in lines]
+
+
 def model(run: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(run / "model.safetensors")
 
 
-def test_killed_ranks_change_nothing(dataset: Dataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "steps"), [((), GATES), (("--average-epochs", "3"), GATES_OF_AVERAGE)], ids=["last", "mean"]
+)
+def test_killed_ranks_change_nothing(
+    dataset: Dataset, tmp_path: Path, more: tuple[str, ...], steps: tuple[int, int]
+) -> None:
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    ended = ended_within(DEADLINE_S, launched(["-np", "2"], dataset, undisturbed))
+    ended = ended_within(DEADLINE_S, launched(["-np", "2"], dataset, undisturbed, *more))
     assert ended.exit_code == 0, ended.output
     # The first start comes no further than the first gate: a checkpoint behind it is the second one's.
-    gates = Gates(tmp_path / "gates", *GATES)
-    command = launched(["-np", "2", "--max-restarts", "2"], dataset, disturbed)
+    gates = Gates(tmp_path / "gates", *steps)
+    command = launched(["-np", "2", "--max-restarts", "2"], dataset, disturbed, *more)
     with started(command, disturbed, gates) as job:
-        for rank, before, gate in zip((1, 0), (0, GATES[0]), GATES, strict=True):
+        for rank, before, gate in zip((1, 0), (0, steps[0]), steps, strict=True):
             job.wait_until(lambda before=before: last_step(disturbed) > before, "a checkpoint")
             job.signal(signal.SIGKILL, job.rank_pid(rank))
             gates.open(gate)
@@ -54,6 +69,8 @@ def test_killed_ranks_change_nothing(dataset: Dataset, tmp_path: Path) -> None:
     theirs = model(undisturbed)
     for name, tensor in model(disturbed).items():
         assert torch.equal(tensor, theirs[name]), name
+    assert metrics(disturbed) == metrics(undisturbed)
+    assert any("averaged_epochs" in line for line in metrics(disturbed)) == bool(more)
 
 
 def test_what_is_refused_is_not_started_again(dataset: Dataset, tmp_path: Path) -> None:

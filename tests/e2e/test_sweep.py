@@ -124,12 +124,11 @@ def test_a_sweep_on_another_number_of_ranks_is_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--periods", ""], "--periods: give at least one"),
+        (["--periods", ","], "--periods: give at least one"),
         (["--periods", "4,4"], "--periods 4,4: a period is given twice"),
         (["--periods", "4,x"], "--periods 4,x: 'x' is not a period; write 16 (steps)"),
         (["--swept", "parameter_server"], "--swept parameter_server: has no period"),
         (["--swept", "gradient_averaging", "--periods", "5s"], "counts its period in steps"),
-        (["--strategy", "model_averaging"], "--strategy does not apply to sweep"),
         (["--reference", "no_such"], "unknown strategy 'no_such'"),
         (["--race", "-1"], "--race -1: write a number of rounds, or 0 for no race"),
     ],

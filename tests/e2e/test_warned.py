@@ -85,14 +85,44 @@ def test_a_warning_during_imports_stops_what_goes_on_with_the_same_command(
 
 @pytest.mark.parametrize(
     ("module", "function"),
-    [("speechdp.comm.serial", "SerialCommunicator.close"), ("speechdp.cli.main", "_told_of_lost_output")],
+    [
+        ("speechdp.comm.serial", "SerialCommunicator.close"),
+        ("speechdp.cli.main", "_told_of_lost_output"),
+        ("speechdp.cli.main", "leave"),
+    ],
 )
-def test_a_warning_when_all_is_done_is_no_stop(module: str, function: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [*WARNINGS, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_when_all_is_done_is_no_stop(
+    module: str, function: str, number: signal.Signals, tmp_path: Path
+) -> None:
     data = write_tiny_data(tmp_path / "data", TinySizes(4, 2, 2, shards=1)).path
     run = tmp_path / "run"
     words = ("train", data, run, *TINY_MODEL, "--epochs", "1", "--backend", "serial")
-    assert _run(WARNED_IN, signal.SIGUSR1, module, function, *words) == (0, "")
+    assert _run(WARNED_IN, number, module, function, *words) == (0, "")
     assert (run / "completed.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "ended"),
+    [
+        (signal.SIGUSR1, (138, "speechdp: ended by SIGUSR1\n")),
+        (signal.SIGTERM, (143, "speechdp: ended by SIGTERM\n")),
+        (signal.SIGINT, (130, "speechdp: interrupted\n")),
+    ],
+)
+def test_a_signal_while_something_is_told_is_one_line(
+    number: signal.Signals, ended: tuple[int, str], tmp_path: Path
+) -> None:
+    words = ("speechdp.cli.main", "_let_rank_0_tell", "inspect", tmp_path / "nothing")
+    assert _run(WARNED_IN, number, *words) == ended
+
+
+def test_ctrl_c_during_the_first_imports_is_silent(tmp_path: Path) -> None:
+    assert warned_at("speechdp.cli.main", signal.SIGINT, "inspect", tmp_path) == (-signal.SIGINT, "")
+    assert warned_at("speechdp.cli.inspect", signal.SIGINT, "inspect", tmp_path) == (
+        130,
+        "speechdp: interrupted\n",
+    )
 
 
 def test_a_warning_during_imports_ends_what_saves_nothing(tmp_path: Path) -> None:
@@ -104,7 +134,9 @@ def test_launch_that_is_warned_during_imports_starts_no_rank(module: str, tmp_pa
     words = ("launch", "-np", "2", "--", "train", tmp_path / "no-data", tmp_path / "run")
     code, said = warned_at(module, signal.SIGUSR1, *words)
     assert code == 75, said
-    assert said.startswith("speechdp launch: the job was stopped by SIGUSR1; no checkpoint in "), said
+    assert said == (
+        "speechdp launch: the job was stopped by SIGUSR1 before its ranks were started; repeat the command\n"
+    )
 
 
 def test_ranks_that_are_warned_remove_what_is_not_complete(tmp_path: Path) -> None:

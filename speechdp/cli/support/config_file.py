@@ -14,9 +14,10 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.counting import did_you_mean
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, UsageError
 from speechdp.files import named_file_cannot_be_read
 from speechdp.json_input import parse_json
+from speechdp.options.shown import MAY_BE_EMPTY
 from speechdp.parallel.run_files import RUN_FORMAT
 
 _OPTION = "--config"
@@ -26,6 +27,8 @@ _RESOLVED = "resolved"
 _OF_PATHS = ("--alignments", "--initial-model")
 #: What helps where an unknown option is like none that a command has.
 _LISTED = "; speechdp {} --help lists them"
+#: What is said of an empty word, which as a path would be the current folder.
+_EMPTY = " is empty; is a variable of the shell unset?"
 #: An option with one dash too few; -np is a name, -inf and -nan are numbers.
 _LIKE_AN_OPTION = re.compile("-(?!inf$|nan$)[a-z][a-z-]{2,}")
 #: An option of each command that trains, as a run of `train` does.
@@ -50,6 +53,7 @@ def with_config(
         tell: is told which of these that run was given.
 
     Raises:
+        UsageError: --config is given twice, or without a file.
         ConfigError: the file cannot be read, holds no options, or one that the subcommand has not.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
@@ -58,13 +62,15 @@ def with_config(
     if not places:
         return [*own, *rest]
     if len(places) > 1:
-        raise ConfigError(f"{_OPTION} is given {len(places)} times; put all options into one file")
+        raise UsageError(f"{_OPTION} is given {len(places)} times; put all options into one file")
     (place,) = places
     _, equals, value = own.pop(place).partition("=")
     if not equals:
         if place == len(own):
-            raise ConfigError(f"{_OPTION} needs a file: {_OPTION} FILE.json")
+            raise UsageError(f"{_OPTION} needs a file: {_OPTION} FILE.json")
         value = own.pop(place)
+    if not value:
+        raise UsageError(f"{_OPTION}{_EMPTY}")
     given = {word.partition("=")[0].replace("_", "-") for word in own}
     options = _Options(options_of(of_command()), {_option(name): why for name, why in refused.items()})
     words = list(_words(Path(value), options, given, tell))
@@ -86,7 +92,11 @@ def _option(name: str) -> str:
 
 def options_of(command: type) -> dict[str, _Kind]:
     """Return the options of a command and its groups, each with the way its value is written."""
-    found: dict[str, _Kind] = {}
+    return {option: kind for option, kind, _ in _declared(command)}
+
+
+def _declared(command: type) -> Iterator[tuple[str, _Kind, bool]]:
+    """Yield the options of a command and its groups, how the value is written, and whether it may be ""."""
     for name, hint in get_type_hints(command, include_extras=True).items():
         marks = getattr(hint, "__metadata__", ())
         kind = hint.__origin__ if marks else hint
@@ -94,12 +104,38 @@ def options_of(command: type) -> dict[str, _Kind]:
             continue
         is_value = any(isinstance(mark, tyro.constructors.PrimitiveConstructorSpec) for mark in marks)
         if isinstance(kind, type) and dataclasses.is_dataclass(kind) and not is_value:
-            found |= options_of(kind)
+            yield from _declared(kind)
         else:
             repeated = tyro.conf.UseAppendAction in marks
-            for spelling in _spellings(name, marks):
-                found[spelling] = "flag" if kind is bool else "repeated" if repeated else "value"
-    return found
+            written: _Kind = "flag" if kind is bool else "repeated" if repeated else "value"
+            default = next(field.default for field in dataclasses.fields(command) if field.name == name)
+            may_be_empty = MAY_BE_EMPTY in marks or default == ""
+            yield from ((spelling, written, may_be_empty) for spelling in _spellings(name, marks))
+
+
+def refuse_empty(arguments: Sequence[str], command: type) -> None:
+    """Refuse "" as an argument, or as the value of an option that says nothing else of it.
+
+    As a path it would be the current folder, and a list of nothing, or a name, would be as good as not given.
+
+    Args:
+        arguments: of a subcommand; what follows `--` is another's.
+        command: the dataclass of the subcommand's options.
+
+    Raises:
+        UsageError: naming the option or the place.
+    """
+    may_be_empty = {option for option, _, may_be in _declared(command) if may_be}
+    before = ""
+    for word in takewhile(lambda word: word != "--", arguments):
+        option, equals, value = word.partition("=")
+        if word == "" or (equals and value == "" and word.startswith("--")):
+            named = before if word == "" else option
+            if not named.startswith("-"):
+                named = f"the argument after {named!r}" if named else "the first argument"
+            if named.replace("_", "-") not in may_be_empty:
+                raise UsageError(f"{named}{_EMPTY}")
+        before = word
 
 
 def _spellings(name: str, marks: Sequence[Any]) -> Iterator[str]:
@@ -127,8 +163,8 @@ def refuse_unknown(arguments: Sequence[str], command: type, name: str, tell: Cal
     """
     known = options_of(command)
     flags = {option for option, kind in known.items() if kind == "flag"}
-    flags |= {f"--no-{option[2:]}" for option in flags}
-    names = {"--help", *known, *flags}
+    flags |= {"--help", *(f"--no-{option[2:]}" for option in flags)}
+    names = {*known, *flags}
     for word in takewhile(lambda word: word != "--", arguments):
         given, equals, value = word.partition("=")
         option = given.replace("_", "-")
@@ -171,10 +207,20 @@ def _words(
             raise ConfigError(f"{path}: {name!r} is no option of this command{meant or '; leave it out'}")
         if known[option] == "repeated" and option in given:
             continue
-        relative = option in _OF_PATHS and isinstance(value, str)
+        elsewhere = Path(began_in or "").absolute() != Path.cwd()
+        relative = elsewhere and option in _OF_PATHS and isinstance(value, str)
         yield from _of(path, option, str(Path(began_in or "") / value) if relative else value, known[option])
     if left_out:
         tell(f"{path}: left out, as this command has no use for them: {', '.join(left_out)}")
+
+
+def is_record(path: Path) -> bool:
+    """Tell whether a file can be read and is the record of a run."""
+    try:
+        values = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(values, dict) and values.get("format") == RUN_FORMAT and "options" in values
 
 
 def _values_of(path: Path, known: Mapping[str, _Kind]) -> tuple[dict[str, Any], str | None]:

@@ -29,7 +29,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.launching.cores import share_cores
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.stop import StopRequest
-from speechdp.process.ending import outlast_warnings
+from speechdp.process.ending import outlast_signals
 from speechdp.process.file_limit import raise_file_limit
 from speechdp.process.heap import keep_few_kernels, keep_freed_memory
 from speechdp.timing.gpu import gpu_facts
@@ -117,7 +117,7 @@ def _stop_request(*, by_interrupt: bool = False) -> Iterator[StopRequest]:
         with StopRequest(by_interrupt=by_interrupt) as stop:
             yield stop
     finally:
-        outlast_warnings()
+        outlast_signals()
 
 
 def _train_or_feed(

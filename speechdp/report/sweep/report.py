@@ -18,7 +18,7 @@ from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.kit.outside import outside_sentences
 from speechdp.report.kit.pages import WrittenReport, render_page, setting_text, swatch, write_files
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
-from speechdp.report.kit.tables import RowHead, ShownTable
+from speechdp.report.kit.tables import RowHead, ShownTable, with_figures
 from speechdp.report.runs.derived import RunFigures, sweep_figures, target_of_all, with_race
 from speechdp.report.runs.folders import read_sweep
 from speechdp.report.runs.results import Sweep
@@ -29,7 +29,7 @@ from speechdp.report.sweep.data_answer import path_sentences
 from speechdp.report.sweep.data_columns import CSV_COLUMNS, shown_columns
 from speechdp.report.sweep.figures import make_panels
 from speechdp.report.sweep.resources import sampling_notices
-from speechdp.report.sweep.speech_columns import SPEECH_CAPTION, SPEECH_COLUMNS, SPEECH_TITLE
+from speechdp.report.sweep.speech_columns import SPEECH_COLUMNS, SPEECH_TITLE, speech_caption
 
 #: Columns of a terminal that holds a run's figures, or its data path, on one line.
 _WIDE, _WIDE_DATA = 160, 230
@@ -194,10 +194,8 @@ def _make_tables(
     wide = _WIDE + (_RACED if any(row.raced is not None for row in rows) else 0)
     tables = {"figures": table("figures", "", main_columns(rows), rows, note=note, wide_columns=wide)}
     if spoken := [row for row in rows if row.run.spoken is not None]:
-        speech = table(
-            "speech", SPEECH_TITLE, SPEECH_COLUMNS, spoken, note=SPEECH_CAPTION, wide_columns=_WIDE
-        )
-        tables["speech"] = speech
+        columns, note = with_figures(SPEECH_COLUMNS, spoken), speech_caption(spoken)
+        tables["speech"] = table("speech", SPEECH_TITLE, columns, spoken, note=note, wide_columns=_WIDE)
     if recorded := [row for row in rows if row.data is not None]:
         columns = shown_columns(recorded)
         tables["data_path"] = table("data-path", "Data path", columns, recorded, wide_columns=_WIDE_DATA)

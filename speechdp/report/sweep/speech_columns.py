@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.columns import FigureColumn
@@ -11,10 +11,17 @@ from speechdp.report.runs.derived import RunFigures
 from speechdp.report.runs.results import Estimate, Spoken
 
 SPEECH_TITLE = "Speech on held-out texts"
-SPEECH_CAPTION = (
+_INTERVALS = "[ ]: 95 % intervals over utterances."
+_OF_RECOGNISER = (
     "Word errors are those of the recogniser: in the recordings (its own), in their spectrograms made "
-    "audible (with Griffin-Lim's), in the synthetic speech. [ ]: 95 % intervals over utterances."
+    "audible (with Griffin-Lim's), in the synthetic speech."
 )
+
+
+def speech_caption(rows: Sequence[RunFigures]) -> str:
+    """Return what stands above the table of these runs: of words only where a recogniser has heard any."""
+    heard = any(row.run.spoken is not None and row.run.spoken.word_errors for row in rows)
+    return f"{_OF_RECOGNISER} {_INTERVALS}" if heard else _INTERVALS
 
 
 def _figure(

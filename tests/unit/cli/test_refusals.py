@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from typing import get_type_hints
+
 import pytest
+import tyro
 
 from speechdp.cli import main
 from speechdp.cli.support.refusals import line_of
+from speechdp.parallel.registry import StrategyChoice
 from tests.helpers.jobs import DEADLINE_S, ended_within, our_lines, under_mpirun
 
 
@@ -25,6 +32,7 @@ from tests.helpers.jobs import DEADLINE_S, ended_within, our_lines, under_mpirun
         ("train DATA RUN --precision zzz", "--precision zzz: choose one of bf16, fp16, fp32"),
         ("train DATA RUN --epochs", "--epochs needs a value"),
         ("train DATA RUN --resume=yes", "--resume takes no value; leave =yes out"),
+        ("report --help=yes", "--help takes no value; leave =yes out"),
         ("train DATA RUN --no-resume=yes", "--no-resume takes no value; leave =yes out"),
         ("train DATA RUN --epochs few", "--epochs: expected a whole number, got 'few'"),
         ("train DATA RUN --learning-rate few", "--learning-rate: expected a number, got 'few'"),
@@ -49,6 +57,110 @@ def test_a_refusal_is_one_line(
     assert ended.value.code == 2
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", f"speechdp: {says}\n")
+
+
+#: What follows an option that a command of these needs to be one.
+WHOLE = {
+    "prepare": "SOURCE DATA",
+    "train": "DATA RUN",
+    "decode": "RUN DATA",
+    "synthesize": "RUN text",
+    "transcribe": "RUN FILE",
+    "doctor": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("prepare", "prepare takes SOURCE and DATA, not 0 paths; or --synthetic HOURS DATA"),
+        ("prepare SOURCE", "prepare takes SOURCE and DATA, not 1 paths; or --synthetic HOURS DATA"),
+        ("prepare --synthetic 1", "prepare --synthetic HOURS takes one path, the DATA folder to make"),
+        ("transcribe RUN", "no audio files given; name some after RUN, or a folder that holds some"),
+        ("launch", "nothing to launch; write it after --, e.g. speechdp launch -np 2 -- train DATA RUN"),
+        ("launch -np 2 -- launch", "launch cannot start launch; write train, sweep or another subcommand "),
+        ("launch -np 2 -- train DATA", "write the folders right after the subcommand, options after them: "),
+        ("launch -np 2 -- compare DATA OUT", "compare starts its own jobs: give the command without launch"),
+        ("launch -- train DATA RUN", "give the number of ranks: -np N, or --hostfile FILE (see hostfiles/)"),
+        ("submit --nodes 1 --ranks-per-node 1 --time 1:00:00 --scheduler slurm --", "nothing to submit; "),
+        ("sweep DATA OUT --strategy bmuf", "--strategy does not apply to sweep: use --swept, "),
+        ("compare DATA OUT -- a", "after -- stand a script's own arguments, and there is no --script: "),
+        ("train --config", "--config needs a file: --config FILE.json"),
+        ("nope", "unknown command 'nope'"),
+    ],
+)
+def test_a_command_line_that_is_none_ends_with_2(
+    command: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(command.split()) == 2
+    assert capsys.readouterr().err.startswith(f"speechdp: {says}")
+
+
+def _options_with_a_path() -> list[tuple[str, str]]:
+    """Return each option of a command of WHOLE that takes a path, also where it may be given again."""
+    found = []
+    for name in WHOLE:
+        command = main.SUBCOMMANDS[name]
+        kind = getattr(importlib.import_module(f"speechdp.cli.{command.module}"), command.class_name)
+        found += [(name, option) for option in paths_of(kind)]
+    return found
+
+
+def paths_of(kind: type) -> Iterator[str]:
+    """Yield the options of a dataclass whose type speaks of paths."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        marks = getattr(hint, "__metadata__", ())
+        bare = hint.__origin__ if marks else hint
+        if isinstance(bare, type) and dataclasses.is_dataclass(bare):
+            yield from () if bare is StrategyChoice else paths_of(bare)
+        elif "Path" in str(bare) and tyro.conf.Positional not in marks:
+            names = [mark.name for mark in marks if getattr(mark, "name", None)]
+            yield "--" + (names[-1] if names else name).replace("_", "-")
+
+
+def test_commands_have_options_with_a_path() -> None:
+    assert {("prepare", "--like"), ("prepare", "--dev"), ("train", "--alignments")} <= set(
+        _options_with_a_path()
+    )
+
+
+@pytest.mark.parametrize(("name", "option"), _options_with_a_path())
+@pytest.mark.parametrize("is_one_word", [False, True])
+def test_an_empty_path_is_not_the_current_folder(
+    name: str, option: str, is_one_word: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a job's script has it whose variable is not set: --like "$RUN"."""
+    words = [f"{option}="] if is_one_word else [option, ""]
+    for line in ([*WHOLE[name].split(), *words], [*words, *WHOLE[name].split()]):
+        assert main.run([name, *line]) == 2
+        assert capsys.readouterr().err == f"speechdp: {option} is empty; is a variable of the shell unset?\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (["train", "DATA", "RUN", "--strategy", ""], "--strategy"),
+        (["train", "DATA", "RUN", "--held_out="], "--held_out"),
+        (["launch", "--hostfile", "", "--", "train", "DATA", "RUN"], "--hostfile"),
+        (["launch", "-np", "2", "--", "train", "DATA", ""], "the argument after 'DATA'"),
+        (["compare", "DATA", "OUT", "--script", ""], "--script"),
+        (["train", "DATA", "RUN", "--config", ""], "--config"),
+        (["report", ""], "the first argument"),
+        (["transcribe", "RUN", ""], "the argument after 'RUN'"),
+    ],
+)
+def test_other_empty_words_are_refused(
+    words: list[str], place: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(words) == 2
+    assert capsys.readouterr().err == f"speechdp: {place} is empty; is a variable of the shell unset?\n"
+
+
+def test_an_option_that_is_empty_where_it_is_not_given_may_be_given_so() -> None:
+    command = main.parse("launch", ["--mpi-args", "", "-np", "2", "--", "python", "own.py", ""])
+    assert (command.mpi_args, command.command) == ("", ("python", "own.py", ""))
+    command = main.parse("sweep", ["DATA", "OUT", "--decode-split", "", "--reference="])
+    assert (command.decode_split, command.reference) == ("", "")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from speechdp.cli.main import run
 from speechdp.exit_codes import FAILED, STOPPED, STOPPED_UNSAVED
+from speechdp.launching.faults import Fault
 from speechdp.launching.requeue import is_to_go_on
 from speechdp.launching.supervise import JobEnd
 
@@ -120,7 +121,8 @@ def test_what_becomes_of_a_job_at_its_time_limit_is_told(
     ("command", "said"),
     [
         (TRAIN, "job 7 is given back to slurm, to be started again"),
-        (DECODE, "job 7 is not requeued: decode saves nothing on the way"),
+        (SCRIPT, "job 7 is given back to slurm, to be started again"),
+        (DECODE, "job 7 is given back to slurm, to be started again"),
     ],
 )
 def test_a_warning_before_launch_was_ready_counts(
@@ -132,9 +134,40 @@ def test_a_warning_before_launch_was_ready_counts(
 ) -> None:
     monkeypatch.setattr("speechdp.process.ending._held", [int(signal.SIGUSR1)])
     monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: pytest.fail("started"))
-    assert run(["launch", "--requeue", "--", *command]) == (STOPPED if command == TRAIN else 138)
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"speechdp launch: {said}")
-    assert (folder / "ordered").exists() == (command == TRAIN)
+    assert run(["launch", "--requeue", "--", *command]) == STOPPED
+    stopped = "speechdp launch: the job was stopped by SIGUSR1 before its ranks were started"
+    assert capsys.readouterr().err.splitlines() == [stopped, f"speechdp launch: {said}"]
+    assert (folder / "ordered").exists()
+
+
+@pytest.mark.parametrize("command", [SCRIPT, TRAIN, DECODE])
+@pytest.mark.parametrize(("signum", "exit_code"), [(signal.SIGUSR2, STOPPED), (signal.SIGUSR1, STOPPED)])
+def test_a_warning_before_launch_was_ready_is_told_without_advice_to_resume(
+    command: tuple[str, ...],
+    signum: signal.Signals,
+    exit_code: int,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """There may be no run yet, and a script has saved nothing."""
+    monkeypatch.setattr("speechdp.process.ending._held", [int(signum)])
+    monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: pytest.fail("started"))
+    assert run(["launch", "--", *command]) == exit_code
+    assert capsys.readouterr().err == (
+        f"speechdp launch: the job was stopped by {signum.name} before its ranks were started; "
+        "repeat the command\n"
+    )
+
+
+def test_a_script_that_a_warning_has_killed_is_not_said_to_have_been_slow(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    end = JobEnd(138, signal.SIGUSR1, (Fault("killed", 0, "localhost", signal=signal.SIGUSR1),))
+    monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: end)
+    assert run(["launch", "--requeue", "--", *SCRIPT]) == 138
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("speechdp launch: job 7 is not requeued: the script was ended by the warning, as ")
 
 
 @pytest.mark.parametrize(

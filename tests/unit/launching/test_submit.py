@@ -107,8 +107,8 @@ def test_the_umask_holds_and_links_are_not_followed(work: Path, tmp_path: Path) 
     assert stat.S_IMODE(script.stat().st_mode) == 0o600
 
 
-def failure(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert run(["submit", *words]) == 1
+def failure(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 1) -> str:
+    assert run(["submit", *words]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("speechdp: ") and captured.err.count("\n") == 1
@@ -171,24 +171,24 @@ def test_no_scheduler_and_a_doubtful_one(work: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "code", "said"),
     [
-        ([], "nothing to submit"),
-        (["launch", "-np", "2", "--", "train", "D", "R"], "not launch"),
-        (["submit"], "not submit"),
-        (["train", "--seed", "1", "D", "R"], "folders right after the subcommand"),
-        (["train", "D", "R", "--overwrite"], "--overwrite in a batch job would delete"),
-        (["train", "D", ""], "the argument after 'D' is empty"),
-        (["train", "D", "R", "--pause-at", "100"], "--pause-at ends the job with exit code 75"),
-        (["prepare", "C", "D"], "prepare uses no ranks: 8 copies of it would disturb one another; give it w"),
-        (["posteriors", "R", "D", "-o", "o"], "posteriors uses no ranks: 8 copies"),
-        (["python", "-m", "speechdp", "train", "D", "R"], "after --: ... -- train DATA RUN"),
+        ([], 2, "nothing to submit"),
+        (["launch", "-np", "2", "--", "train", "D", "R"], 2, "not launch"),
+        (["submit"], 2, "not submit"),
+        (["train", "--seed", "1", "D", "R"], 2, "folders right after the subcommand"),
+        (["train", "D", "R", "--overwrite"], 1, "--overwrite in a batch job would delete"),
+        (["train", "D", ""], 2, "the argument after 'D' is empty"),
+        (["train", "D", "R", "--pause-at", "100"], 1, "--pause-at ends the job with exit code 75"),
+        (["prepare", "C", "D"], 1, "prepare uses no ranks: 8 copies of it would disturb one another; give "),
+        (["posteriors", "R", "D", "-o", "o"], 1, "posteriors uses no ranks: 8 copies"),
+        (["python", "-m", "speechdp", "train", "D", "R"], 2, "after --: ... -- train DATA RUN"),
     ],
 )
 def test_a_command_that_cannot_work_is_not_submitted(
-    words: list[str], said: str, work: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], code: int, said: str, work: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert said in failure([*RESOURCES, "--scheduler", "slurm", "--", *words], capsys)
+    assert said in failure([*RESOURCES, "--scheduler", "slurm", "--", *words], capsys, code)
     assert list(work.iterdir()) == []
 
 

@@ -71,7 +71,7 @@ def test_options_that_an_earlier_version_did_not_have_are_not_what_differs(tmp_p
     given = {"flat_start": False, "model": model, "seed": 2}
     with pytest.raises(ConfigError, match=r"\(--seed was 1, is 2\)"):
         run.check_same("abd", "123", given, defaults)
-    with pytest.raises(ConfigError, match=r"\(--criterion was frame, is ctc\)"):
+    with pytest.raises(ConfigError, match=r"\(--criterion was frame, is ctc; --seed was 1, is 2\)"):
         run.check_same("abd", "123", {**given, "model": {**model, "criterion": "ctc"}}, defaults)
 
 

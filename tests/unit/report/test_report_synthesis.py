@@ -239,11 +239,21 @@ def test_what_was_measured_of_synthetic_speech_is_a_table(tmp_path: Path) -> Non
     cells = re.search(r"test \(50\) .*", _printed(report))
     assert cells is not None
     assert re.split(r"\s{2,}", cells[0].strip()) == [
-        "test (50)", "4.42 [4.24, 4.57]", "88.7", "98", "2.29", "1.0 [0.0, 2.0]", "-", "118.0 [77.1, 175.8]",
+        "test (50)", "4.42 [4.24, 4.57]", "88.7", "98", "2.29", "1.0 [0.0, 2.0]", "118.0 [77.1, 175.8]",
     ]  # fmt: skip
     page = report.html.read_text()
     assert '<table id="speech"' in page and "118.0 [77.1,\u00a0175.8]" in page
     assert (_csv(report)["a"]["speech_wer_synthetic"], _csv(report)["a"]["speech_wer_copy"]) == ("1.18", "")
+
+
+def test_speech_that_no_recogniser_has_heard_has_no_columns_of_words(tmp_path: Path) -> None:
+    run = write_run(MadeUpRun("a", settings={"task": "synthesis"}, wer=None), tmp_path)
+    (run / "synthesis.json").write_text(json.dumps({**_speech_record(), "word_errors": {}}))
+    report = write_report(run)
+    page, printed = report.html.read_text(), _printed(report)
+    assert "focus rate" in printed and "focus rate" in page  # the table is there
+    for text in ("WER, ", "Word errors are those"):
+        assert text not in printed and text not in page
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": "speechdp-synthesis", "version": 1}'])

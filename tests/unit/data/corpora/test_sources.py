@@ -217,17 +217,6 @@ def test_sources_that_overlap_or_are_not_there_are_refused(
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize("words", [["--dev", ""], ["--test="], ["--test=x", "--dev="]])
-def test_an_empty_source_is_not_the_current_folder(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.run(["prepare", "corpus", "data", *words]) == 1
-    after = words[-2 if words[-1] == "" else -1].removesuffix("=")
-    assert capsys.readouterr().err == (
-        f"speechdp: the argument after {after!r} is empty; is a variable of the shell unset?\n"
-    )
-
-
 def test_ids_that_two_sources_have_get_their_names() -> None:
     (source, corpus), other = _part("x/train", "a"), _part("y/train", "a")
     copy = CorpusUtterance("sp0.9-a0", "sp0.9-a", "one", Path("x/train/copy.wav"))
