@@ -12,6 +12,7 @@ from speechdp.data.signal.features import FeatureConfig
 from speechdp.data.signal.spectrogram import spectrogram_config
 from speechdp.errors import RunError
 from speechdp.synthesis import quality
+from tests.helpers.librosa_as_written import librosa_as_written
 
 FEATURES = spectrogram_config(8000)
 
@@ -79,14 +80,14 @@ def test_attention_on_the_diagonal_even_and_stuck() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 7), (12, 3), (30, 41)])
 def test_the_path_is_librosas(shape: tuple[int, int]) -> None:
-    librosa = pytest.importorskip("librosa")
+    librosa = librosa_as_written()
     distances = np.random.default_rng(shape[1]).random(shape)
     expected = librosa.sequence.dtw(C=distances)[1][::-1]
     np.testing.assert_array_equal(quality.warping_path(distances), expected)
 
 
 def test_of_paths_that_cost_the_same_it_is_librosas_too() -> None:
-    librosa = pytest.importorskip("librosa")
+    librosa = librosa_as_written()
     distances = np.random.default_rng(0).integers(0, 2, (9, 13)).astype(float)
     expected = librosa.sequence.dtw(C=distances)[1][::-1]
     np.testing.assert_array_equal(quality.warping_path(distances), expected)

@@ -34,14 +34,21 @@ from tests.helpers.oracle import oracle
 from tests.helpers.tiny_speech import write_tiny_speech
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> Dataset:
+@pytest.fixture(scope="module")
+def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Data of two speakers who say ten digits, with features that nobody chooses by default."""
-    source = digit_folder(tmp_path / "trained-source", digits=10)
+    folder = tmp_path_factory.mktemp("trained")
+    source = digit_folder(folder / "source", digits=10)
     options = PrepareOptions(
-        (source, tmp_path / "trained"), features="mfcc", num_mel_bins=20, mean_normalise=False, workers=1
+        (source, folder / "data"), features="mfcc", num_mel_bins=20, mean_normalise=False, workers=1
     )
-    return prepare(options, no_progress).dataset
+    return prepare(options, no_progress).dataset.path
+
+
+@pytest.fixture
+def trained(prepared_once: Path, tmp_path: Path) -> Dataset:
+    """Those data, to be changed by the test."""
+    return Dataset.open(shutil.copytree(prepared_once, tmp_path / "trained"))
 
 
 def like(source: Path, given: Path, **options: object) -> Prepared:
