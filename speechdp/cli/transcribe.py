@@ -209,6 +209,8 @@ class TranscribeCommand:
 
         if not self.files:
             raise UsageError("no audio files given; name some after RUN, or a folder that holds some")
+        if Path("-") in self.files:
+            raise ConfigError("-: sound is not read from standard input; write it to a file first")
         found: dict[str, Path] = {}
         for given in without_converted(self.files):
             try:

@@ -523,3 +523,9 @@ def test_an_old_run_is_told_what_decode_needs(tmp_path: Path) -> None:
         RunError, match="prepare the recordings and their transcripts with --like RUN and use"
     ):
         kept_data(tmp_path)
+
+
+def test_standard_input_is_not_read(echo: Echo, capsys: pytest.CaptureFixture[str]) -> None:
+    assert speechdp(["transcribe", "RUN", "-"]) == 1
+    said = capsys.readouterr().err
+    assert said == "speechdp: -: sound is not read from standard input; write it to a file first\n"

@@ -33,6 +33,8 @@ _NO_AUDIO = re.compile(r"\.|(md5|sha[0-9]+)sums?\b", re.IGNORECASE)
 #: What prepared data and runs have, with their format in it.
 _RECORDS = frozenset({"data.json", "run.json"})
 _TRANSCRIPTS = ".trans.txt"
+#: How TIMIT's transcripts begin.
+_OF_TIMIT = re.compile(r"0 [0-9]{4,} ")
 #: Of lists of transcripts in forms that are not read.
 _TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 _MAX_NAMED = 5
@@ -77,7 +79,8 @@ def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRu
         f"{source}: no transcripts found; give a file 'text' (utterance-id words), *.trans.txt files, a .txt "
         f"beside each audio file, labels in the file names with --pattern '{DEFAULT_PATTERN}', or a reader "
         "of your own with --corpus MODULE:CLASS"
-        + (f"; docs/preparing.md says how to make 'text' of a table like {tables[0]}" if tables else "")
+        + "; docs/preparing.md says how to make 'text' of "
+        + (f"a table like {tables[0]}" if tables else "other forms (VCTK, TIMIT, STM)")
     )
 
 
@@ -239,6 +242,12 @@ def _by_text_beside(source: Path, files: list[Path], every_text: list[Path], rul
             texts[ids[file]] = " ".join(line for _, line in file_lines(path))
         else:
             without.append(file)
+    if texts and all(map(_OF_TIMIT.match, texts.values())):
+        first = next(file for file in files if ids[file] in texts).with_suffix(".txt")
+        raise ConfigError(
+            f"{first}: begins with the numbers of its first and last sample, as all do here, which nobody "
+            "says; docs/preparing.md says how to make a file 'text' of TIMIT's"
+        )
     if without and rules.needs_text and not rules.skip_incomplete:
         first, *others = without
         named = ", ".join(str(file) for file in others[: _MAX_NAMED - 1])

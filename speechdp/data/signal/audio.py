@@ -232,20 +232,31 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
             if start:
                 file.seek(start)
             # In pieces: room for all that the header announces may be more than there is.
-            pieces = [np.empty(0, dtype=np.float32)]
+            pieces: list[npt.NDArray[np.float32]] = []
             missing = end - start
             if end == file.frames:
                 _refuse_cut_short(source, file)
             while missing > 0 and len(piece := file.read(min(missing, _PIECE_SAMPLES), dtype="float32")):
                 pieces.append(_of_channel(piece, channel))
                 missing -= len(piece)
-            samples: npt.NDArray[np.float32] = np.concatenate(pieces)
+            samples = _joined(pieces)
     except _ERRORS as error:
         raise _unreadable(source, error) from error
     if end <= start:
         raise _without_samples(source)
     _refuse_damaged(source, len(samples), end - start, _peak(samples))
     return resample(samples, rate, sampling_rate)
+
+
+def _joined(pieces: list[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+    """Join (S,) pieces, each given up once it is copied: hours of sound are not in memory twice."""
+    samples = np.empty(sum(map(len, pieces)), dtype=np.float32)  # memory is taken as it is written to
+    end = len(samples)
+    while pieces:
+        piece = pieces.pop()
+        samples[end - len(piece) : end] = piece
+        end -= len(piece)
+    return samples
 
 
 def _of_channel(piece: npt.NDArray[np.float32], channel: Channel | None) -> npt.NDArray[np.float32]:

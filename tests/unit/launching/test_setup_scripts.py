@@ -121,14 +121,14 @@ def test_quickstart_passes_on_what_prepare_advises(checkout: Path) -> None:
     )
     words = [*advised.split(), "--lexicon=lexicon.txt", "--workers", "1", "--held-out-speaker", "ann"]
     words += ["--resample", "8000", "--num-mel-bins", "23", "--g2p-model", "lexicon.txt"]
-    words += ["--dev", "words"]
+    words += ["--dev", "words", "--channel", "mix"]
     assert run_script(checkout, "launch/quickstart", "--corpus", "words", *words).returncode == 3
     prepare, sweep = ((checkout / "calls").read_text().splitlines()[number] for number in (0, 2))
     lexicon = checkout / "lexicon.txt"
     assert f" prepare {checkout}/words {checkout}/quickstart-words/data {advised}" in prepare
     assert f" --lexicon {lexicon} --workers 1 --held-out-speaker ann" in prepare
     assert f" --resample 8000 --num-mel-bins 23 --g2p-model {lexicon}" in prepare
-    assert f" --dev {checkout}/words" in prepare
+    assert f" --dev {checkout}/words --channel mix" in prepare
     assert "--unknown-words" not in sweep
     lacking = run_script(checkout, "launch/quickstart", "--corpus", "words", "--unknown-words")
     assert "--unknown-words needs a value" in lacking.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import soundfile
 
 from speechdp.data.corpora import audio_folder
 from speechdp.data.corpora.audio_folder import read_audio_folder
@@ -17,9 +18,10 @@ from speechdp.data.corpora.corpus import Corpus, CorpusUtterance
 from speechdp.data.corpora.kaldi_dir import ReadingRules, read_kaldi_dir
 from speechdp.data.corpora.reader import read_corpus
 from speechdp.data.shards.dataset import DATA_FORMAT, MANIFEST_NAME
+from speechdp.data.signal.audio import probe
 from speechdp.errors import ConfigError
 from speechdp.parallel.run_files import RUN_FORMAT
-from tests.helpers.corpora import digit_folder, kaldi_folder, shared_data, write_tone
+from tests.helpers.corpora import digit_folder, kaldi_folder, shared_data, tone, write_tone
 
 
 def test_kaldi_directory(tmp_path: Path) -> None:
@@ -303,7 +305,8 @@ def test_folders_without_audio_or_transcripts(tmp_path: Path) -> None:
         read_corpus(tmp_path, None)
     write_tone(tmp_path / "0_1_0_0_1_1_0_1.wav")  # yesno's form, which must not pass for FSDD's
     with pytest.raises(
-        ConfigError, match=r"no transcripts found; give a file 'text'.*--pattern.*--corpus MODULE:CLASS$"
+        ConfigError,
+        match=r"no transcripts found; give a file 'text'.*--pattern.*--corpus .*; docs/.*STM\)$",
     ):
         read_corpus(tmp_path, None)
     (tmp_path / "metadata.csv").write_text("0_1_0_0_1_1_0_1|yes|yes\n")
@@ -440,11 +443,11 @@ def test_texts_that_no_audio_has_the_name_of_are_told_of(tmp_path: Path) -> None
 
 
 def _commands_of(form: str, folder: Path) -> str:
-    """Return the awk line of docs/preparing.md for a form of tables, for the corpus in a folder."""
+    """Return the commands of docs/preparing.md for a form of transcripts, for the corpus in a folder."""
     page = Path(__file__).parents[4].joinpath("docs", "preparing.md").read_text(encoding="utf-8")
-    block = re.search(rf"{form}'s form.*\n\n((?:    .*\n)+)", page)
+    block = re.search(rf"{form}.*\n\n((?:    .*\n)+)", page)
     assert block is not None
-    return block[1].replace("CORPUS/", f"{folder}/")
+    return re.sub(r"\bCORPUS\b", str(folder), block[1])
 
 
 def test_ljspeechs_table_becomes_a_text_by_the_command_of_the_docs(tmp_path: Path) -> None:
@@ -522,3 +525,56 @@ def test_files_are_named_as_often_for_many_tables_as_for_one(
         return len(named)
 
     assert times(6) == times(1)
+
+
+def test_sample_numbers_of_timit_are_no_words(tmp_path: Path) -> None:
+    for number in range(3):
+        path = write_tone(tmp_path / f"sx{number}.wav")
+        path.with_suffix(".txt").write_text(f"0 {46797 + number} She had your dark suit.\n")
+    with pytest.raises(ConfigError, match=r"sx0\.txt: begins with the numbers of its first and last"):
+        read_audio_folder(tmp_path)
+    (tmp_path / "sx2.txt").write_text("0 1 2\n")  # digits that somebody says
+    assert read_audio_folder(tmp_path).utterances[2].text == "0 1 2"
+
+
+def test_the_recipe_for_vctk(tmp_path: Path) -> None:
+    for speaker in ("p225", "p226"):
+        for microphone in (1, 2):
+            write_tone(tmp_path / "CORPUS" / "wav48" / speaker / f"{speaker}_001_mic{microphone}.flac")
+        (tmp_path / "CORPUS" / "txt" / speaker).mkdir(parents=True)
+        (tmp_path / "CORPUS" / "txt" / speaker / f"{speaker}_001.txt").write_text("Please call Stella.\n")
+    subprocess.run(_commands_of("VCTK", tmp_path / "CORPUS"), shell=True, check=True)
+    corpus = read_audio_folder(tmp_path / "CORPUS", rules=ReadingRules(skip_incomplete=True))
+    assert [(u.utterance_id, u.speaker, u.text) for u in corpus.utterances] == [
+        (f"{speaker}_001_mic1", speaker, "Please call Stella.") for speaker in ("p225", "p226")
+    ]
+
+
+def test_the_recipe_for_timit(tmp_path: Path) -> None:
+    for speaker in ("FCJF0", "MDAC0"):
+        path = write_tone(tmp_path / "TIMIT" / "TRAIN" / "DR1" / speaker / "SA1.WAV")
+        path.with_suffix(".TXT").write_text("0 46797 She had your dark suit.\n")
+    subprocess.run(_commands_of("TIMIT", tmp_path), shell=True, check=True, cwd=tmp_path)
+    corpus = read_audio_folder(tmp_path / "TIMIT" / "TRAIN")
+    assert [(u.utterance_id, u.speaker, u.text) for u in corpus.utterances] == [
+        (f"DR1-{speaker}-SA1", speaker, "She had your dark suit.") for speaker in ("FCJF0", "MDAC0")
+    ]
+
+
+def test_the_recipe_for_stm(tmp_path: Path) -> None:
+    (tmp_path / "CORPUS" / "sph").mkdir(parents=True)
+    (tmp_path / "CORPUS" / "stm").mkdir()
+    soundfile.write(tmp_path / "CORPUS" / "sph" / "Al_2009.sph", tone(5.0), 8000, format="NIST")
+    (tmp_path / "CORPUS" / "stm" / "Al_2009.stm").write_text(
+        ";; a comment\n"
+        "Al_2009 1 Al_2009 0.50 2.25 <o,f0,male> thank you so much\n"
+        "Al_2009 1 inter_segment_gap 2.25 3.00 <o,f0,> ignore_time_segment_in_scoring\n"
+        "Al_2009 1 other 3.00 4.50 without a label\n"
+    )
+    subprocess.run(_commands_of("STM", Path("CORPUS")), shell=True, check=True, cwd=tmp_path)
+    corpus = read_corpus(tmp_path / "KALDI", None)
+    assert [(u.utterance_id, u.speaker, u.text) for u in corpus.utterances] == [
+        ("Al_2009-0000050-0000225", "Al_2009", "thank you so much"),
+        ("other-0000300-0000450", "other", "without a label"),
+    ]
+    assert [probe(u.audio).num_samples for u in corpus.utterances] == [14_000, 12_000]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +35,23 @@ def test_samples_come_back(tmp_path: Path, suffix: str) -> None:
     samples = read_audio(path, 16000)
     assert samples.dtype == np.float32
     np.testing.assert_allclose(samples, tone(0.5, 16000), atol=1 / 32768)
+
+
+def test_long_recordings_are_in_memory_once(tmp_path: Path) -> None:
+    with soundfile.SoundFile(tmp_path / "long.wav", "w", 16000, 1, "PCM_16") as file:
+        for number in range(10):
+            file.write(np.full(5_000_000, number / 16, np.float32))
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from speechdp.data.signal.audio import read_audio\n"
+        "from speechdp.timing.memory import peak_rss_bytes\n"
+        "before = peak_rss_bytes(); samples = read_audio(Path(sys.argv[1]), 16000)\n"
+        "assert samples[::5_000_000].tolist() == [number / 16 for number in range(10)]\n"
+        "print((peak_rss_bytes() - before) / samples.nbytes)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "long.wav")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert 0.9 < float(done.stdout) < 1.5
 
 
 def test_resampling_keeps_a_sine() -> None:
