@@ -29,7 +29,7 @@ LINE = (
     "speechdp: standard output: cannot be written (No space left on device), lines are lost; "
     "free some space there, or send it elsewhere\n"
 )
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 TRAINING = (*TINY_MODEL, "--epochs", "1", "--backend", "serial", "--sample-hz", "0")
 
 
