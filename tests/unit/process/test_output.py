@@ -29,7 +29,7 @@ LINE = (
     "speechdp: standard output: cannot be written (No space left on device), lines are lost; "
     "free some space there, or send it elsewhere\n"
 )
-ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 TRAINING = (*TINY_MODEL, "--epochs", "1", "--backend", "serial", "--sample-hz", "0")
 
 
@@ -41,7 +41,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, str]]]:
     """Run `speechdp ARGUMENTS` in this process over streams of its own; return exit code and stderr."""
-    signals = {number: signal.getsignal(number) for number in ENDING}
+    signals = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGINT)}
     kept = {descriptor: os.dup(descriptor) for descriptor in (0, 1, 2)}
     streams = sys.stdout, sys.stderr
     errors = tmp_path / "stderr"
