@@ -18,6 +18,9 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, *WARNINGS)
 #: Warnings that came before there was anybody to heed them.
 _held: list[int] = []
+#: Signals that came amid an import, and come again so much later, s.
+_deferred: list[int] = []
+_AGAIN_S = 0.1
 #: What is said of a stop before there was anything to save.
 STOPPED_BEFORE = "stopped as requested before it began; repeat the command"
 
@@ -133,10 +136,38 @@ def _let_the_next_end(signum: int, _frame: FrameType | None) -> None:
     signal.signal(signum, signal.SIG_DFL)
 
 
-def _raise(signum: int, _frame: FrameType | None) -> NoReturn:
+def _raise(signum: int, frame: FrameType | None) -> None:
+    if _is_importing(frame) and _comes_again(signum):
+        return
     for other in _SIGNALS:
         give_up_handler(other, signal.SIG_IGN)
     raise Ended(signum)
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Say whether a module is being imported: what raises amid a library's C++ ends the process (SIGABRT)."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _comes_again(signum: int) -> bool:
+    """Have a signal come once more a little later, to who heeds it then; False: another has the alarm."""
+    if signal.getsignal(signal.SIGALRM) not in (signal.SIG_DFL, _send_again):
+        return False
+    _deferred.append(signum)
+    signal.signal(signal.SIGALRM, _send_again)
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    return True
+
+
+def _send_again(_signum: int, _frame: FrameType | None) -> None:
+    due = list(dict.fromkeys(_deferred))
+    _deferred.clear()
+    for signum in due:
+        signal.raise_signal(signum)
 
 
 def give_up_handler(signum: signal.Signals, disposition: signal.Handlers) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -280,6 +280,7 @@ def build_trainer(
     stack.callback(graphs.close)  # the next training of this process needs the memory
     pulse, task = pulse or Pulse(), options.make_task().for_data(session.dataset)
     sources.training.beat = pulse.beat
+    on_metrics, on_mean = _writers(session, task, run_dir, stack)
     parts = TrainingParts(
         task=task,
         model=model,
@@ -293,7 +294,8 @@ def build_trainer(
         device=session.device,
         reporter=session.reporter,
         average=EpochAverage(options.average_epochs, options.num_epochs, comm),
-        on_metrics=_metrics_writer(session, task, run_dir, stack) if comm.rank == 0 else lambda metrics: None,
+        on_metrics=on_metrics,
+        on_mean=on_mean,
         slowness=options.slowness(comm.rank),
         pulse=pulse,
         graphs=graphs,
@@ -308,9 +310,12 @@ def _graphs(model: nn.Module, device: torch.device, options: TrainOptions) -> Gr
     return Graphs.of(model, device, lambda: CudaRecorder(device))
 
 
-def _metrics_writer(
+def _writers(
     session: Session, task: Task, run_dir: Path, stack: ExitStack
-) -> Callable[[Metrics], None]:
+) -> tuple[Callable[[Metrics], None], Callable[[int, Mapping[str, float]], None]]:
+    """Return what takes evaluations, and the score of the mean of several epochs' models."""
+    if session.comm.rank != 0:
+        return lambda metrics: None, lambda step, values: None
     run = RunDirectory(run_dir)
 
     def notice(text: str) -> None:
@@ -323,4 +328,4 @@ def _metrics_writer(
         run.add_metrics(metrics)
         scalars.add(metrics)
 
-    return write
+    return write, scalars.add_mean

@@ -6,7 +6,7 @@ import io
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -46,9 +46,16 @@ class Scalars:
 
     def add(self, metrics: Metrics) -> None:
         """Record an evaluation."""
+        self._add(_records(metrics, self._held_out))
+
+    def add_mean(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the task's metrics of the mean of several epochs' models, made after the last step."""
+        self._add(_event(step, _of_task(values, self._held_out, "held_out_mean")))
+
+    def _add(self, records: bytes) -> None:
         if not self._unwritten and self._written_bytes == 0:
             self._unwritten = _first_records(self._began, self._begun_after)
-        self._unwritten += _records(metrics, self._held_out)
+        self._unwritten += records
         self._write()
 
     def __enter__(self) -> Scalars:
@@ -103,26 +110,31 @@ def _first_records(began: float, after_step: int) -> bytes:
     )
 
 
-def _tag(metric: Metric) -> str:
-    return f"held_out/{metric.key}{'_per_frame' if metric.is_per_frame else ''}"
+def _of_task(values: Mapping[str, float], metrics: Sequence[Metric], group: str) -> dict[str, float]:
+    """Return the metrics that there are by the names that TensorBoard shows them by."""
+    return {
+        f"{group}/{metric.key}{'_per_frame' if metric.is_per_frame else ''}": values[metric.key]
+        for metric in metrics
+        if metric.key in values
+    }
 
 
 def _records(metrics: Metrics, held_out: Sequence[Metric]) -> bytes:
-    from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 (slow to import)
-    from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
-
     values = {
         "train/loss": metrics.train_loss,
         "train/learning_rate": metrics.learning_rate,
         "train/frames_per_s": metrics.frames_per_s,
-        **{
-            _tag(metric): metrics.held_out[metric.key]
-            for metric in held_out
-            if metric.key in metrics.held_out
-        },
+        **_of_task(metrics.held_out, held_out, "held_out"),
     }
+    return _event(metrics.step, values)
+
+
+def _event(step: int, values: Mapping[str, float]) -> bytes:
+    from tensorboard.compat.proto.event_pb2 import Event  # noqa: PLC0415 (slow to import)
+    from tensorboard.compat.proto.summary_pb2 import Summary  # noqa: PLC0415
+
     summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-    return _encoded(Event(wall_time=time.time(), step=metrics.step, summary=summary))
+    return _encoded(Event(wall_time=time.time(), step=step, summary=summary))
 
 
 def _encoded(*events: object) -> bytes:

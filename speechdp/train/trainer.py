@@ -212,6 +212,7 @@ class Trainer:
                     }
                 )
                 run.sync_metrics()
+                parts.on_mean(counters.step, held_out.values)
                 told = f"final model: the mean of the last {number} epochs, {main.with_unit(mean)}"
                 for _, last in lasts:
                     told += f"; the last alone: {main.with_unit(last)}"

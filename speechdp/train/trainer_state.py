@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,8 @@ class TrainingParts:
     reporter: Reporter
     on_metrics: Callable[[Metrics], None]
     """Called on rank 0 after each evaluation."""
+    on_mean: Callable[[int, Mapping[str, float]], None]
+    """Called on rank 0 with the last step and what the mean of several epochs' models was scored with."""
     average: EpochAverage
     """Of the models after the last epochs."""
     slowness: float = 1.0

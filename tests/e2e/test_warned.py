@@ -125,6 +125,24 @@ def test_ctrl_c_during_the_first_imports_is_silent(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_an_import_ends_before_a_signal_does(number: signal.Signals, tmp_path: Path) -> None:
+    """What is raised amid the initialisation of a library in C++ would abort: 80 lines of its stack."""
+    (tmp_path / "warned_module.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\nDONE = 1\n")
+    program = f"""
+import sys, time
+from speechdp.process.ending import Ended, end_by_exception
+end_by_exception()
+sys.path.insert(0, {str(tmp_path)!r})
+try:
+    import warned_module
+    time.sleep(60)
+except Ended as end:
+    sys.exit(end.exit_code if hasattr(sys.modules.get("warned_module"), "DONE") else "the import was cut off")
+"""
+    assert _run(program, number) == (128 + number, "")
+
+
 def test_a_warning_during_imports_ends_what_saves_nothing(tmp_path: Path) -> None:
     assert warned_at("tyro", signal.SIGUSR1, "inspect", tmp_path) == (138, "speechdp: ended by SIGUSR1\n")
 

@@ -75,7 +75,7 @@ class Tuner:
         if len(search.record.left) == 1:  # nothing has to be trained
             search.choose(search.record.left[0])
             return
-        if search.backend_before:
+        if search.backend_before and measured[backend].besides is None:  # nothing was measured again
             search.charge_from_now()
         TunedRace(search, measured[backend]).hold()
         if len(search.record.left) > 1:

@@ -879,6 +879,24 @@ def test_a_refused_budget_stays_the_same_and_the_one_that_is_advised_is_enough(
     assert search(tmp_path, jobs, budget_s=float(advised[0])).completed
 
 
+def test_what_has_to_be_measured_again_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where runs/measured was deleted between two commands."""
+
+    class MeasuringAgain(SlowToRead):
+        def measure(self, backend: str, *, knows_start: bool) -> Measurement | str:
+            self.now_s += 30.0
+            return super().measure(backend, knows_start=False)
+
+    spent_s = []
+    for kind in (SlowToRead, SlowToRead, MeasuringAgain):
+        jobs = kind(tmp_path)
+        monkeypatch.setattr(tune_search, "time", SimpleNamespace(monotonic=lambda jobs=jobs: jobs.now_s))
+        with pytest.raises(ConfigError, match="go on with --budget"):
+            search(tmp_path, jobs, budget_s=10.0)
+        spent_s.append(read_tune(tmp_path).spent_s)
+    assert spent_s[1] == spent_s[0] and spent_s[2] >= spent_s[1] + 30.0
+
+
 def test_a_race_that_takes_more_than_half_of_the_budget_is_not_begun(tmp_path: Path) -> None:
     jobs = LongRace(tmp_path, least_s=300.0)
     with pytest.raises(

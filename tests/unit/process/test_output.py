@@ -41,7 +41,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, str]]]:
     """Run `speechdp ARGUMENTS` in this process over streams of its own; return exit code and stderr."""
-    signals = {number: signal.getsignal(number) for number in ENDING}
+    signals = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGINT)}
     kept = {descriptor: os.dup(descriptor) for descriptor in (0, 1, 2)}
     streams = sys.stdout, sys.stderr
     errors = tmp_path / "stderr"

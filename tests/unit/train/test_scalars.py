@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -105,6 +107,21 @@ def test_a_resumed_run_shows_what_stands_in_metrics_jsonl(tmp_path: Path) -> Non
     assert shown(run / "tensorboard")["train/loss"] == [
         (line["step"], round(line["train_loss"], 4)) for line in lines
     ]
+
+
+def test_the_mean_of_the_last_epochs_has_curves_of_its_own(tmp_path: Path) -> None:
+    dataset = write_tiny_data(tmp_path / "data")
+    run, options = tmp_path / "run", dataclasses.replace(OPTIONS, average_epochs=2)
+    train_run(Session(dataset, SerialCommunicator(), torch.device("cpu"), SilentReporter()), options, run)
+    (mean,) = [
+        line
+        for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        if "averaged_epochs" in line
+    ]
+    curves = shown(run / "tensorboard")
+    assert set(curves) == TAGS | {tag.replace("held_out/", "held_out_mean/") for tag in TAGS}
+    assert curves["held_out_mean/log_prob_per_frame"] == [(18, round(mean["heldout_log_prob"], 4))]
+    assert [step for step, _ in curves["held_out/log_prob_per_frame"]] == [6, 12, 18]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
