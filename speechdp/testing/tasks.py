@@ -39,7 +39,7 @@ from speechdp.tasks.model_file import ClassCounts
 from speechdp.tasks.registry import task_class, task_options
 
 #: Frames of the utterances, and symbols of their texts.
-_LENGTHS = ((17, 6), (12, 4), (9, 5), (6, 2))
+_LENGTHS = ((17, 6), (11, 4), (9, 5), (6, 2))
 #: What is said in them, where transcripts are learnt: each has the frames for its states.
 _TEXTS = ("one two", "two", "one", "two")
 _UPDATES = 30
