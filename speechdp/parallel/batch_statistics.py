@@ -18,11 +18,38 @@ from torch import Tensor, nn
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.staging import as_bytes
+from speechdp.errors import ConfigError
+from speechdp.remedies import backend
 
 
 def running_statistics(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's floating-point buffers by name: what this rank's batches may have changed."""
     return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+
+
+def refuse_unsynchronised(model: nn.Module, comm: Communicator, *, together: bool) -> None:
+    """Refuse torch's SyncBatchNorm where it would not exchange, which torch does not say, or could not.
+
+    Args:
+        model: on the device that it is trained on.
+        together: whether ranks take their steps together: others would wait in its exchange for ever.
+
+    Raises:
+        ConfigError: it is refused.
+    """
+    if comm.size == 1:
+        return
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.SyncBatchNorm):
+            continue
+        on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+        if on_cpu or not together or not torch.distributed.is_initialized():
+            raise ConfigError(
+                f"the model's {name or 'only layer'} is a SyncBatchNorm of torch, which exchanges through "
+                f"torch.distributed alone ({backend('torch')}), on GPUs, between ranks that step together; "
+                "take BatchNorm instead (leave out convert_sync_batchnorm): each rank normalises with its "
+                "own batches, and running statistics are averaged for evaluations"
+            )
 
 
 def average_statistics(model: nn.Module, comm: Communicator, *, has_trained: bool) -> None:

@@ -19,7 +19,11 @@ from speechdp.comm.base import Communicator, Work
 from speechdp.comm.calls import Calls
 from speechdp.errors import ConfigError, DivergedError, RunError, one_line
 from speechdp.launching.variables import FOLDER
-from speechdp.parallel.batch_statistics import average_statistics, averaged_statistics
+from speechdp.parallel.batch_statistics import (
+    average_statistics,
+    averaged_statistics,
+    refuse_unsynchronised,
+)
 from speechdp.parallel.joined_batches import BatchJoiner
 from speechdp.parallel.registry import describe, parse_strategy
 from speechdp.parallel.replica import Replica, name_of
@@ -110,6 +114,7 @@ class DataParallel:
             self.strategy: Strategy = parse_strategy(settings["strategy"])
             check_strategy(self.strategy, comm, num_steps)
             check_model(model)
+            refuse_unsynchronised(model, comm, together=self.strategy.traits.synchronous)
             check_norm(max_gradient_norm)
             check_same(model, optimizer, comm)
             if comm.rank == 0:

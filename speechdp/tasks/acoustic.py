@@ -140,7 +140,7 @@ class AcousticTask(Task):
 
         def encode(values: Values, batch: Batch) -> Values:
             learnt = batch.targets != IGNORED_TARGET  # (B, T)
-            return {"encoded": _encoded(model, batch)[learnt]}  # (frames, H)
+            return {"encoded": self._encoded(model, batch)[learnt]}  # (frames, H)
 
         def classify(values: Values, batch: Batch) -> Values:
             return {"logits": _classified(model, values["encoded"])}  # (frames, C)
@@ -179,8 +179,29 @@ class AcousticTask(Task):
 
         # Padding and context leave before the output layer: with 32,000 classes it is most of the work.
         learnt = batch.targets != IGNORED_TARGET  # (B, T)
-        logits = _classified(model, _encoded(model, batch)[learnt])  # (frames, C)
+        logits = _classified(model, self._encoded(model, batch)[learnt])  # (frames, C)
         return at_least_float32(logits), batch.targets[learnt]
+
+    def _encoded(self, model: Any, batch: Batch) -> Tensor:
+        """Return what a network's output layer sees, (B, T, H); the logits where it has no such parts."""
+        network = model.encode if _has_parts(model) else model
+        return self._of_each_frame(network(batch.features, batch.lengths), batch)
+
+    def _logits(self, model: Any, batch: Batch) -> Tensor:
+        """Return a network's logits, (B, T, C)."""
+        return self._of_each_frame(model(batch.features, batch.lengths), batch)
+
+    def _of_each_frame(self, found: Tensor, batch: Batch) -> Tensor:
+        """Return what a network gives.  Raises ConfigError: it is not a vector for each frame."""
+        utterances, frames = batch.features.shape[:2]
+        if found.dim() == 3 and found.shape[:2] == (utterances, frames):
+            return found
+        raise ConfigError(
+            f"--task {self.name}: for features {tuple(batch.features.shape)} its network gives "
+            f"{tuple(found.shape)}, and not a vector for each frame, ({utterances}, {frames}, ...); where it "
+            "works at a lower rate, let each of its steps classify the frames that it stands for "
+            "(docs/api.md, An acoustic network of your own)"
+        )
 
     def _accuracy(self, correct: Tensor, targets: Tensor, num_frames: int) -> FrameScores:
         """Count the frames that are right, and those of them that are not silence.
@@ -211,13 +232,6 @@ def _has_parts(model: Any) -> bool:
     return hasattr(model, "encode") and hasattr(model, "output")
 
 
-def _encoded(model: Any, batch: Batch) -> Tensor:
-    """Return what a network's output layer sees, (B, T, H); the logits where it has no such parts."""
-    network = model.encode if _has_parts(model) else model
-    encoded: Tensor = network(batch.features, batch.lengths)
-    return encoded
-
-
 def _classified(model: Any, encoded: Tensor) -> Tensor:
     """Return the logits, (..., C), of what `_encoded` gives or of some of its frames, (..., H)."""
     logits: Tensor = model.output(encoded) if _has_parts(model) else encoded
@@ -232,7 +246,7 @@ class TranscriptTask(AcousticTask):
 
     def loss(self, model: Any, batch: Batch) -> LossSum:
         """Return the summed loss of a batch with at least one frame."""
-        return LossSum(self.total(model, model(batch.features, batch.lengths), batch), batch.num_frames)
+        return LossSum(self.total(model, self._logits(model, batch), batch), batch.num_frames)
 
     @abstractmethod
     def total(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
@@ -246,7 +260,7 @@ class TranscriptTask(AcousticTask):
 
         assert batch.transcripts is not None
         with torch.no_grad():
-            logits = at_least_float32(model(batch.features, batch.lengths))
+            logits = at_least_float32(self._logits(model, batch))
         log_probs, fits = full_sum(logits.log_softmax(2), batch.lengths, batch.transcripts)
         targets = batch.targets[fits.to(batch.targets.device)]
         correct = logits[fits.to(logits.device)].argmax(dim=2) == targets  # never where a target is ignored
@@ -260,7 +274,7 @@ class TranscriptTask(AcousticTask):
         """Return the network but its output layer, that, and the sum over state sequences."""
 
         def encode(values: Values, batch: Batch) -> Values:
-            return {"encoded": _encoded(model, batch)}  # (B, T, H)
+            return {"encoded": self._encoded(model, batch)}  # (B, T, H)
 
         def classify(values: Values, batch: Batch) -> Values:
             return {"logits": _classified(model, values["encoded"])}  # (B, T, C)

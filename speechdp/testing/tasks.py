@@ -19,8 +19,9 @@ from speechdp.data.signal.features import FeatureConfig
 from speechdp.data.transforms.inputs import InputOptions
 from speechdp.extensions import write_options
 from speechdp.labels.hmm import StateInventory
-from speechdp.labels.lexicon import lexicon_for
+from speechdp.labels.lexicon import Lexicon, lexicon_for
 from speechdp.labels.symbols import SymbolInventory
+from speechdp.labels.transcript_hmm import TranscriptHmm, TranscriptHmms, make_compiler
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.run_files import MODEL_NAME
 from speechdp.parallel.untrained import load_untrained, untrained_tensors
@@ -38,7 +39,9 @@ from speechdp.tasks.model_file import ClassCounts
 from speechdp.tasks.registry import task_class, task_options
 
 #: Frames of the utterances, and symbols of their texts.
-_LENGTHS = ((17, 6), (12, 4), (9, 5), (5, 2))
+_LENGTHS = ((17, 6), (11, 4), (9, 5), (6, 2))
+#: What is said in them, where transcripts are learnt: each has the frames for its states.
+_TEXTS = ("one two", "two", "one", "two")
 _UPDATES = 30
 _LEARNING_RATE = 1e-3
 _FEATURES = FeatureConfig(num_mel_bins=6, dtype="float32")
@@ -121,10 +124,11 @@ def _options_are_read_as_written(text: str, made: Task) -> None:
 
 @dataclass(frozen=True)
 class _Utterance:
-    """A made-up utterance: features (T, F), targets (T,) or (S,)."""
+    """A made-up utterance: features (T, F), targets (T,) or (S,), the HMM of its words if asked for."""
 
     features: Tensor
     targets: Tensor
+    transcript: TranscriptHmm | None = None
 
 
 @dataclass(frozen=True)
@@ -168,11 +172,20 @@ class _Contract:
         generator = torch.Generator().manual_seed(3)
         has_texts, num_classes = self.dataset.has_texts, self.dataset.num_classes
         found = []
-        for frames, symbols in _LENGTHS:
+        for (frames, symbols), transcript in zip(_LENGTHS, self._transcripts(), strict=True):
             features = torch.rand(frames, self.dataset.feature_dim, generator=generator)
             targets = torch.randint(num_classes, (symbols if has_texts else frames,), generator=generator)
-            found.append(_Utterance(features if has_texts else 4 * features - 2, targets))
+            found.append(_Utterance(features if has_texts else 4 * features - 2, targets, transcript))
         return found
+
+    def _transcripts(self) -> list[TranscriptHmm | None]:
+        """Make the HMM of each utterance's words, for a task that learns these as a whole."""
+        options = self.task.transcripts
+        if options is None:
+            return [None for _ in _TEXTS]
+        lexicon = Lexicon.load(self.dataset.lexicon_path)
+        compiler = make_compiler(lexicon, StateInventory.load(self.dataset.classes_path), options)
+        return [compiler.compile(text.split()) for text in _TEXTS]
 
     def _seeds_decide(self, batch: Batch) -> None:
         first, second = self._model(1), self._model(1)
@@ -377,7 +390,9 @@ def _batch(utterances: Sequence[_Utterance], *, spare: int = 0) -> Batch:
     for row, utterance in enumerate(utterances):
         features[row, : len(utterance.features)] = utterance.features
         targets[row, : len(utterance.targets)] = utterance.targets
-    return Batch(features, targets, lengths, int(lengths.sum()))
+    hmms = [utterance.transcript for utterance in utterances if utterance.transcript is not None]
+    transcripts = TranscriptHmms.of(hmms) if hmms else None
+    return Batch(features, targets, lengths, int(lengths.sum()), transcripts=transcripts)
 
 
 def _aligned_features(folder: Path) -> Dataset:

@@ -31,6 +31,7 @@ from speechdp.models.captured import CudaRecorder, Graphs
 from speechdp.models.precision import Precision
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.batch_statistics import refuse_unsynchronised
 from speechdp.parallel.loss_scale import make_scaler
 from speechdp.parallel.replica import Replica
 from speechdp.parallel.run_files import Metrics, RunDirectory
@@ -262,6 +263,7 @@ def build_trainer(
     model = make_model(session.dataset, options)
     load_initial_weights(model, session.dataset, options)
     model = model.to(session.device)
+    refuse_unsynchronised(model, comm, together=options.strategy.parsed.traits.synchronous)
     if session.device.type == "cuda":
         for module in model.modules():
             if isinstance(module, nn.RNNBase):

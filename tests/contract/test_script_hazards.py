@@ -19,6 +19,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, ConfigError, RunError
+from speechdp.parallel.batch_statistics import refuse_unsynchronised
 from speechdp.parallel.replica import Replica
 from speechdp.testing import StrategyRun, assert_bitwise_equal_over_ranks, assert_close, make_replica
 from tests.helpers.own_script import SYNCHRONOUS, Script, loss_sum, make_batch, sgd, values
@@ -322,6 +323,43 @@ def test_what_no_group_has_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     DataParallel(model, sgd(model[0]), SerialCommunicator())
     told = "the optimizer does not have 1.weight, 1.bias, 2.weight and 1 more, which stay as they are"
     assert told in capsys.readouterr().err
+
+
+def test_normalisation_that_would_not_exchange_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's SyncBatchNorm is a BatchNorm where there is no process group, and says nothing."""
+
+    def make(strategy: str) -> Callable[[Communicator], DataParallel]:
+        def of_rank(comm: Communicator) -> DataParallel:
+            layers = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+            model = nn.SyncBatchNorm.convert_sync_batchnorm(layers)
+            return DataParallel(model, sgd(model), comm, strategy)
+
+        return of_rank
+
+    make("gradient_averaging")(SerialCommunicator())  # statistics of all batches there are
+    words = "the model's 1 is a SyncBatchNorm of torch, which exchanges through torch.distributed alone"
+    with refused(words, ConfigError):
+        run_threads(2, make("gradient_averaging"))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with refused("on GPUs, between ranks that step together; take BatchNorm instead", ConfigError):
+        run_threads(2, make("gradient_averaging"))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_normalisation_exchanges_where_ranks_on_gpus_step_together(
+    monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    model = nn.SyncBatchNorm(2, device="meta")  # no GPU is needed to be none of the CPU's
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+
+    def look(comm: Communicator) -> None:
+        refuse_unsynchronised(model, comm, together=together)
+
+    if together:
+        run_threads(2, look)
+        return
+    with refused("the model's only layer is a SyncBatchNorm", ConfigError):
+        run_threads(2, look)
 
 
 def test_complex_parameters_are_refused_before_training() -> None:

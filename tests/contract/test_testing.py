@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 import speechdp
 from speechdp.data.loading.batch import Batch
+from speechdp.errors import ConfigError
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.parallel.registry import STRATEGIES, strategy_names
 from speechdp.parallel.strategy import Progress
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
 from speechdp.strategies.model_averaging import ModelAveraging
-from speechdp.tasks.acoustic import AcousticTask
+from speechdp.tasks.acoustic import AcousticTask, CtcTask, FullSumTask
 from speechdp.tasks.base import FrameScores, LossSum, TaskData
 from speechdp.tasks.registry import TASKS
 from speechdp.testing import strategy_contract, task_contract
@@ -364,6 +365,68 @@ def test_a_loss_of_ones_own_keeps_the_contract_without_stages(registered: None) 
             return replace(found, total=2 * found.total)
 
     task_contract("doubled")
+
+
+@pytest.mark.parametrize("criterion", [CtcTask, FullSumTask])
+def test_a_network_of_ones_own_keeps_the_contract_with_whole_transcripts(
+    registered: None, criterion: type[AcousticTask]
+) -> None:
+    @speechdp.task("whole")
+    @dataclass(frozen=True)
+    class Whole(_OwnNetwork, criterion):  # type: ignore[valid-type, misc]
+        pass
+
+    task_contract("whole")
+
+
+@pytest.mark.parametrize("bases", [(), (CtcTask,)])
+@pytest.mark.parametrize("has_parts", [True, False])
+def test_a_network_of_a_lower_rate_is_told_of_its_frames(
+    registered: None, bases: tuple[type], has_parts: bool
+) -> None:
+    @speechdp.task("halves")
+    @dataclass(frozen=True)
+    class Halves(_OwnNetwork, *bases):  # type: ignore[misc]
+        def make_network(self, feature_dim: int, num_classes: int) -> nn.Module:
+            return (_EverySecond if has_parts else _EverySecondAlone)(feature_dim, num_classes)
+
+    given = "for features (4, 17, 6) its network gives (4, 9, "
+    with pytest.raises(ConfigError, match=re.escape(given)) as error:
+        task_contract("halves")
+    assert "not a vector for each frame, (4, 17, ...); where it works at a lower rate" in str(error.value)
+
+
+class _EverySecond(LstmAcousticModel):
+    """Works at half the rate, and leaves it at that."""
+
+    def __init__(self, feature_dim: int, num_classes: int) -> None:
+        super().__init__(feature_dim, num_classes, LstmConfig(1, 8, bidirectional=False))
+
+    def encode(self, features: Tensor, lengths: Tensor) -> Tensor:
+        return super().encode(features[:, ::2].contiguous(), (lengths + 1) // 2)
+
+
+class _EverySecondAlone(nn.Module):
+    """The same without parts."""
+
+    def __init__(self, feature_dim: int, num_classes: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(feature_dim, num_classes)
+
+    def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
+        logits: Tensor = self.layer(features[:, ::2])
+        return logits
+
+
+@dataclass(frozen=True)
+class _OwnNetwork(AcousticTask):
+    """Ours, as one from outside: without presets."""
+
+    presets = ()
+    model_options = ()
+
+    def make_network(self, feature_dim: int, num_classes: int) -> nn.Module:
+        return LstmAcousticModel(feature_dim, num_classes, LstmConfig(1, 8, bidirectional=False, dropout=0.2))
 
 
 def test_a_file_of_another_form_is_read_by_its_task(registered: None) -> None:

@@ -25,7 +25,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.transforms.inputs import InputOptions
 from speechdp.errors import ConfigError, RunError
 from speechdp.experiments.profile.plan import ProfilePlan
-from speechdp.models.lstm_am import LstmConfig
+from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.options.batch import BatchOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.period import Period
@@ -346,6 +346,23 @@ def test_a_model_that_is_made_by_numbers_just_computed_is_trained(
     assert isinstance(settings["num_classes"], int)
     assert settings["num_parameters"] == sum(p.numel() for p in trained.parameters())
     assert safetensors.torch.load_file(tmp_path / "model.safetensors")["model.steps"] > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Synchronised(Outside):
+    """Has a normalisation that exchanges by itself, on GPUs."""
+
+    def make_network(self, feature_dim: int, num_classes: int) -> nn.Module:
+        network = LstmAcousticModel(feature_dim, num_classes, LstmConfig(1, 4, bidirectional=False))
+        network.norm = nn.SyncBatchNorm(4)
+        return network
+
+
+def test_a_normalisation_that_would_not_exchange_is_refused(dataset: Dataset, tmp_path: Path) -> None:
+    speechdp.task("synchronised")(Synchronised)
+    options = TrainOptions(task="synchronised", epochs=1)
+    with pytest.raises(ConfigError, match="the model's norm is a SyncBatchNorm of torch, which exchanges"):
+        run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path / "run"))
 
 
 def test_what_a_model_has_beside_its_parameters_goes_on_too(dataset: Dataset, tmp_path: Path) -> None:
