@@ -16,13 +16,13 @@ from tests.helpers.killed import last_step
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 
 OPTIONS = (*TINY_MODEL, "--batch-size", "1", "--epochs", "6", "--checkpoint-steps", "29", "--backend", "mpi")
-#: Steps at which the first and the second start wait to be killed; there are 600.
-GATES = (100, 400)
+#: Steps at which the first and the second start wait to be killed; there are 240.
+GATES = (60, 160)
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return write_tiny_data(tmp_path_factory.mktemp("restart") / "data", TinySizes(train=200))
+    return write_tiny_data(tmp_path_factory.mktemp("restart") / "data", TinySizes(train=80))
 
 
 def launched(launch: list[str], dataset: Dataset, run: Path, *more: str) -> list[str]:
