@@ -7,6 +7,7 @@ a small model in double precision, batches of unequal length, a run of steps, pl
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -181,13 +182,24 @@ PLAIN = Sgd()
 def make_model() -> LstmAcousticModel:
     """Return the same small model on every rank, in double precision."""
     # torch's generator is one for all threads, and here each thread is a rank.
-    with _GENERATOR, torch.random.fork_rng():
+    with _GENERATOR:
+        return copy.deepcopy(_initial_model())
+
+
+@functools.cache
+def _initial_model() -> LstmAcousticModel:
+    """Return the model that others are copies of: seeding torch takes longer than a step of training."""
+    with torch.random.fork_rng():
         torch.manual_seed(7)
         return LstmAcousticModel(_FEATURES, _CLASSES, LstmConfig(1, 8, False, bottleneck=3)).double()
 
 
+@functools.cache
 def make_batch(rank: int, step: int) -> Batch:
-    """Return a batch that depends on rank and step only; ranks have unequal numbers of frames."""
+    """Return a batch that depends on rank and step only; ranks have unequal numbers of frames.
+
+    It is the same object each time, and not to be changed.
+    """
     generator = torch.Generator().manual_seed(1000 * rank + step)
     longest = 4 + rank + step % 3
     lengths = torch.randint(2, longest + 1, (_SEGMENTS,), generator=generator)

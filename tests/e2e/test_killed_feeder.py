@@ -28,10 +28,11 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return write_tiny_data(tmp_path_factory.mktemp("killed_feeder") / "data", TinySizes(train=200))
 
 
-def test_a_killed_feeder_ends_the_job_and_the_run_goes_on(dataset: Dataset, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def test_a_killed_feeder_ends_the_job_and_the_run_goes_on(tmp_path: Path) -> None:
+    dataset, run = write_tiny_data(tmp_path / "data", TinySizes(train=60)), tmp_path / "run"
     arguments = ["train", dataset.path, run, *OPTIONS, *FED]
-    with started(by_launch(3, *arguments), run, Gates(tmp_path / "gates", 500)) as job:
+    # At half of its 300 steps the run waits for the kill.
+    with started(by_launch(3, *arguments), run, Gates(tmp_path / "gates", 150)) as job:
         job.wait_until(lambda: last_step(run), "a checkpoint")
         job.signal(signal.SIGKILL, job.rank_pid(FEEDER))
         ended = job.finish()

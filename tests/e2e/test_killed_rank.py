@@ -27,7 +27,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return write_tiny_data(tmp_path_factory.mktemp("killed") / "data", TinySizes(train=200))
+    return write_tiny_data(tmp_path_factory.mktemp("killed") / "data", TinySizes(train=60))
 
 
 @pytest.mark.parametrize(("strategy", "backend", "rank"), CASES)
@@ -36,8 +36,8 @@ def test_a_killed_rank_ends_the_job_and_the_run_goes_on(
 ) -> None:
     run = tmp_path / "run"
     arguments = ["train", dataset.path, run, *OPTIONS, "--strategy", strategy, "--backend", backend]
-    # Of 1,000 steps in three seconds: however late the kill comes, it finds the run in its middle.
-    with started(by_launch(2, *arguments), run, Gates(tmp_path / "gates", 500)) as job:
+    # At half of its 300 steps the run waits for the kill.
+    with started(by_launch(2, *arguments), run, Gates(tmp_path / "gates", 150)) as job:
         job.wait_until(lambda: last_step(run), "a checkpoint")
         job.signal(signal.SIGKILL, job.rank_pid(rank))
         ended = job.finish()

@@ -27,18 +27,18 @@ from tests.helpers.jobs import (
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 from tests.parallel.test_communicator_backends import needs_horovod
 
-#: About 1,000 steps on two ranks, three seconds of training; jobs to be interrupted wait for it at gates.
+#: 750 steps on two ranks, two seconds of training; jobs to be interrupted wait for it at gates.
 OPTIONS = (*TINY_MODEL, "--batch-size", "1", "--epochs", "10", "--checkpoint-steps", "37")
 AVERAGING = ("--strategy", "model_averaging:period=5")
 STOPPED = 75
 #: Steps from its first at which a job waits to be interrupted: two checkpoints behind it, and early enough
-#: that ranks, which agree on a stop at ever rarer steps, do so before the last.
+#: that ranks, which agree on a stop at ever rarer steps (at its 256th at the latest), do so before the last.
 WAITS_AFTER = 100
 
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    return write_tiny_data(tmp_path_factory.mktemp("resume") / "data", TinySizes(train=200))
+    return write_tiny_data(tmp_path_factory.mktemp("resume") / "data", TinySizes(train=150))
 
 
 @pytest.fixture(scope="module")

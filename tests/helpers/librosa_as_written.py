@@ -1,4 +1,4 @@
-"""librosa to compare with, run by Python: to compile it takes 25 s of a core, and little is computed with it."""
+"""librosa to compare with, run by Python: to compile it takes 25 s of a core, for little that is computed."""
 
 from __future__ import annotations
 

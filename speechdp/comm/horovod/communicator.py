@@ -93,6 +93,8 @@ class HorovodCommunicator(Communicator):
         # Horovod itself has collectives only; the MPI that started its ranks is still there.
         self.has_peers = not environment.started_by_horovodrun()
         self._closed = False
+        #: The same ranks over MPI, for messages and groups, once one has been asked for.
+        self._mpi: Communicator | None = None
         #: Names of reductions that have not been waited for.
         self._under_way: set[str] = set()
 
@@ -122,23 +124,19 @@ class HorovodCommunicator(Communicator):
             return super().peers()
         if self._part is not None:
             return self._part.peers()
-        mpi = self._over_mpi()
-        channel = mpi.peers()
-        mpi.close()
-        return channel
+        return self._over_mpi().peers()
 
     def _split(self, color: int) -> Communicator:
         if not self.has_peers:
             return super()._split(color)
         if self._part is not None:
             return self._part.split(color)
-        mpi = self._over_mpi()
-        group = mpi.split(color)
-        mpi.close()
-        return group
+        return self._over_mpi().split(color)
 
     def _over_mpi(self) -> Communicator:
-        """Return a communicator of the same ranks over MPI.  Collective."""
+        """Return the communicator of the same ranks over MPI, which `close` closes.  Collective."""
+        if self._mpi is not None:
+            return self._mpi
         from speechdp.comm.mpi.communicator import MpiCommunicator  # noqa: PLC0415
 
         mpi = MpiCommunicator()
@@ -147,6 +145,7 @@ class HorovodCommunicator(Communicator):
                 f"rank {self.rank} of {self.size} in Horovod is rank {mpi.rank} of {mpi.size} in MPI, so "
                 f"they cannot exchange messages over MPI; choose {remedies.backend('mpi')}"
             )
+        self._mpi = mpi
         return mpi
 
     def barrier(self) -> None:
@@ -159,6 +158,8 @@ class HorovodCommunicator(Communicator):
         self._closed = True
         # A rank that shuts down while others still exchange would fail their exchange.
         self.barrier()
+        if self._mpi is not None:
+            self._mpi.close()
         hvd.shutdown()
 
     def abort(self, exit_code: int) -> NoReturn:

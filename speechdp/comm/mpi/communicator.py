@@ -74,13 +74,14 @@ class MpiCommunicator(Communicator):
 
     Args:
         world: mpi4py communicator over the ranks; None for MPI.COMM_WORLD.  It is only copied.
-        local_rank: index among the job's ranks on this host where `world` is a part of the job; None counts.
+        part_of: whose part `world` is, which is then not copied but kept, and freed by `close`: to make a
+            communicator takes MPI several rounds over all ranks.
     """
 
     backend: ClassVar[str] = "mpi"
     reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE["mpi"]
 
-    def __init__(self, world: Any = None, *, local_rank: int | None = None) -> None:
+    def __init__(self, world: Any = None, *, part_of: MpiCommunicator | None = None) -> None:
         world = MPI.COMM_WORLD if world is None else world
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise CommunicationError(
@@ -89,12 +90,15 @@ class MpiCommunicator(Communicator):
             )
         self.rank = world.Get_rank()
         self.size = world.Get_size()
-        host_rank, host_size = _place_on_host(world)
-        self.local_rank = host_rank if local_rank is None else local_rank
-        self._over_network = host_size < self.size
+        if part_of is None:
+            self.local_rank, host_size = _place_on_host(world)
+            self._over_network = host_size < self.size
+        else:
+            self.local_rank = part_of.local_rank
+            self._over_network = part_of._over_network and _place_on_host(world)[1] < self.size
         # One for the caller's collectives and one for the thread's: MPI matches the collectives of a
         # communicator by their order, which two threads could not agree on.
-        self._sync = world.Dup()
+        self._sync = world.Dup() if part_of is None else world
         self._async = world.Dup()
         self._reads_cuda = _mpi_reads_cuda()
         self._queue: queue.SimpleQueue[_MpiWork | None] = queue.SimpleQueue()
@@ -136,10 +140,7 @@ class MpiCommunicator(Communicator):
             meet(self._sync)
             # By the colour's place among all: MPI takes no negative ones.
             colors = sorted(set(self.allgather_object(color)))
-            part = self._sync.Split(colors.index(color), self.rank)
-            communicator = MpiCommunicator(part, local_rank=self.local_rank)
-            part.Free()
-            return communicator
+            return MpiCommunicator(self._sync.Split(colors.index(color), self.rank), part_of=self)
 
         return checked("split", run)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from unittest import mock
 
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
@@ -42,6 +43,8 @@ def main(comm: Communicator) -> None:
             check(comm)
         except AssertionError as error:
             raise AssertionError(f"{check.__name__}: {error}") from error
+    if comm.backend != "torch" and not without_peers and "--between-hosts" not in sys.argv:
+        _check_that_groups_take_few_communicators(comm)
     if comm.rank == 0:
         print(f"{len(checks)} checks passed on {comm.size} ranks")
 
@@ -54,6 +57,21 @@ def _check_that_strangers_are_kept_out(comm: Communicator) -> None:
     assert (listener is not None) == (comm.rank == 0), "rank 0 serves the store"
     if listener is not None:
         assert not is_let_in(listener.getsockname())
+
+
+def _check_that_groups_take_few_communicators(comm: Communicator) -> None:
+    """MPI makes each in rounds over all ranks: a group on one host takes two, messages one."""
+    from speechdp.comm.mpi import communicator as mpi  # noqa: PLC0415
+
+    comm.peers().close()  # from now on Horovod has all that it needs of MPI
+    with (
+        mock.patch.object(mpi, "_place_on_host", wraps=mpi._place_on_host) as placed,
+        mock.patch.object(mpi, "MpiCommunicator", wraps=mpi.MpiCommunicator) as made,
+    ):
+        for _ in range(2):
+            comm.split(0).close()
+            comm.peers().close()
+    assert (made.call_count, placed.call_count) == (2, 0), (made.call_count, placed.call_count)
 
 
 def _communicator() -> Communicator:

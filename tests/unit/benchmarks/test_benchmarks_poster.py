@@ -25,6 +25,7 @@ from speechdp.experiments.profile.measured import FunctionTime, MeasuredMemory, 
 from speechdp.experiments.profile.record import BLOCKING, WEAK, JobEntry, Profile, ProfileJob, Settings
 from speechdp.models.tacotron.config import TINY
 from speechdp.models.tacotron.decoder import Decoder
+from tests.helpers.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
 SIZES = Sizes(batch=3, symbols=4, frames=11, mel_dim=5, linear_dim=7, num_symbols=6)
@@ -98,7 +99,7 @@ def test_every_function_can_be_measured_by_two_replicas_at_once(name: str) -> No
 
 def test_replicas_run_in_threads_of_their_own_and_their_errors_are_raised() -> None:
     names: list[str] = []
-    meeting = threading.Barrier(2, timeout=20)
+    meeting = threading.Barrier(2, timeout=LIMIT_S)
 
     def call() -> None:
         meeting.wait()  # only passed if both are under way at once

@@ -411,7 +411,7 @@ def test_a_second_run_does_not_begin_with_fewer_ranks(dataset: Dataset, tmp_path
     started = threading.Barrier(2)
 
     def work(comm: Communicator) -> None:
-        started.wait(10)
+        started.wait(LIMIT_S)
         if comm.rank == 1:
             raise Vanished
         comm.barrier()
