@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -30,6 +31,27 @@ _LONG_FILES = ("e2e/test_recipes.py", "parallel/test_strategy_backends.py", "fau
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files that take longest first."""
     items.sort(key=lambda item: not item.path.as_posix().endswith(_LONG_FILES))
+
+
+#: What commands, run in the process of a test, leave to others than those that were there.
+_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGINT,
+    signal.SIGALRM,
+)
+
+
+@pytest.fixture(autouse=True)
+def _signals_stay() -> Iterator[None]:
+    """Leave signals to whom they were left before the test."""
+    kept = {number: signal.getsignal(number) for number in _SIGNALS}
+    yield
+    for number, handler in kept.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 _session = ExitStack()

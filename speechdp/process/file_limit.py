@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 
 from speechdp.errors import ConfigError
@@ -12,6 +13,18 @@ _LEAST_OF_LAUNCHER = 64
 #: Raised to by a launcher, not to all that the system lets it have: Open MPI closes every number up to the
 #: limit for each rank that it starts, which takes minutes where that is a thousand millions.
 _OF_LAUNCHER = 4096
+
+
+def files_left() -> int | None:
+    """Return how many more files this process may open now; None: without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    try:
+        already = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not one, to look
+        return 0
+    return max(0, limit - already)
 
 
 def raise_file_limit() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from speechdp.errors import ShardError
 from speechdp.files import cannot_be_read, disk_reason, is_of_disk
+from speechdp.process.file_limit import files_left
 
 #: (file descriptor, buffers, position) -> bytes read.
 PositionedRead = Callable[[int, Sequence[memoryview], int], int]
@@ -68,7 +68,7 @@ class ArrayPlace:
         return 0 if self.offset_bytes is None else self.offset_bytes + self.shape[0] * self.row_bytes
 
 
-#: Readers of an OpenFiles with an open file; a quarter of what a process may open where that is less.
+#: Readers of an OpenFiles with an open file; a quarter of what the process may open yet where that is less.
 _MOST_OPEN = 128
 
 
@@ -84,8 +84,8 @@ class OpenFiles:
     """Keeps the files of few readers open, those that were read last; safe from several threads."""
 
     def __init__(self) -> None:
-        may_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = _MOST_OPEN if may_open == resource.RLIM_INFINITY else min(_MOST_OPEN, may_open // 4)
+        left = files_left()
+        self._most = _MOST_OPEN if left is None else min(_MOST_OPEN, left // 4)
         self._lock = threading.Lock()
         self._recent: OrderedDict[RowReader, None] = OrderedDict()
 

@@ -41,7 +41,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[int, str]]]:
     """Run `speechdp ARGUMENTS` in this process over streams of its own; return exit code and stderr."""
-    signals = {number: signal.getsignal(number) for number in (*ENDING, signal.SIGINT)}
     kept = {descriptor: os.dup(descriptor) for descriptor in (0, 1, 2)}
     streams = sys.stdout, sys.stderr
     errors = tmp_path / "stderr"
@@ -60,7 +59,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         monkeypatch.setattr(sys, "argv", ["speechdp", *map(str, arguments)])
         monkeypatch.setattr(output, "_losses", {})
         monkeypatch.setattr(main, "leave", sys.exit)  # this process stays
-        for number in signals:
+        for number in (*ENDING, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         for descriptor, target in ((1, stdout), (2, stderr)):
             put(descriptor, target)
@@ -77,8 +76,6 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     for descriptor, copy in kept.items():
         os.dup2(copy, descriptor)
         os.close(copy)
-    for number, handler in signals.items():
-        signal.signal(number, handler)
 
 
 def gone() -> int:

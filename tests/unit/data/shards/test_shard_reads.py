@@ -7,6 +7,7 @@ import gc
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import h5py
@@ -179,7 +180,9 @@ def test_a_split_may_have_more_shards_than_a_process_may_open_files(
 def test_fewer_files_are_open_where_a_process_may_open_few(tmp_path: Path) -> None:
     """So that the advice, to write fewer shards, can be followed."""
     dataset = write_tiny_data(tmp_path / "data", TinySizes(train=40, shards=40))
-    with few_files(20):
+    with ExitStack() as open_already, few_files(120):
+        for _ in range(100):
+            open_already.enter_context(Path("/").joinpath("proc/self/stat").open())
         reshard(ReshardOptions(dataset.path, tmp_path / "few", 2), no_progress)
         SplitReader(Dataset.open(tmp_path / "few"), "train").close()
         with pytest.raises(ShardError, match=r"\(ulimit -n\), then run again; or write fewer shards with"):
