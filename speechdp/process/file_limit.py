@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import resource
+from pathlib import Path
 
 from speechdp.errors import ConfigError
 
@@ -21,7 +21,7 @@ def files_left() -> int | None:
     if limit == resource.RLIM_INFINITY:
         return None
     try:
-        already = len(os.listdir("/proc/self/fd"))
+        already = sum(1 for _ in Path("/proc/self/fd").iterdir())
     except OSError:  # not one, to look
         return 0
     return max(0, limit - already)
