@@ -44,17 +44,21 @@ class SameFiles:
         self._folders: dict[str, str] = {}
         self._files: dict[Path, str] = {}
         sides: defaultdict[str, set[Hashable]] = defaultdict(set)
-        named: defaultdict[str, set[Channel | None]] = defaultdict(set)
+        named: dict[str, Channel | None] = {}
+        in_several_ways: set[str] = set()
         for source, side in audio:
             file = file_of(source)
             if file not in self._files:
                 self._files[file] = self._real_path(file)
-            sides[self._files[file]].add(side)
-            named[self._files[file]].add(named_channel(source))
+            real, channel = self._files[file], named_channel(source)
+            sides[real].add(side)
+            if named.setdefault(real, channel) != channel:
+                in_several_ways.add(real)
         self._first_of_copies = _copies(sides)
         for copy, first in self._first_of_copies.items():
-            named[first] |= named[copy]
-        self._of_one_channel = {path for path, names in named.items() if len(names) > 1 and _is_mono(path)}
+            if copy in in_several_ways or named[copy] != named[first]:
+                in_several_ways.add(first)
+        self._of_one_channel = set(filter(_is_mono, in_several_ways))
 
     def of(self, audio: AudioSource) -> Hashable:
         """Return what is equal for the same channel of the same file, however the tables name it."""

@@ -186,7 +186,7 @@ def _channel_of(source: AudioSource, in_file: int) -> Channel | None:
     if channel != MIX and channel > in_file:
         raise ConfigError(
             f"{source}: has {in_file} channels, and channel {channel} is to be read; give another "
-            "--channel, or mend the line of reco2file_and_channel that says so"
+            "--channel, or, where reco2file_and_channel names it, mend its line there"
         )
     return channel
 
