@@ -145,6 +145,20 @@ def test_only_files_of_one_size_on_two_sides_are_read(
     assert read == []
     SameFiles([(path, n % 2) for n, path in enumerate(same)])
     assert sorted(read) == sorted(map(str, same))  # the middles, which differ
+    read.clear()
+    link = tmp_path / "link.wav"
+    link.symlink_to(same[0])
+    files = SameFiles([(same[0], 0), (link, 1)])
+    assert files.of(link) == files.of(same[0]) and read == []
+
+
+def test_files_that_differ_only_beside_their_middles_are_no_copies(tmp_path: Path) -> None:
+    one, two = (write_tone(tmp_path / name, 2.0, 16000) for name in ("one.wav", "two.wav"))
+    content = bytearray(one.read_bytes())
+    content[-1] ^= 1
+    two.write_bytes(content)
+    files = SameFiles([(one, 0), (two, 1)])
+    assert files.of(one) != files.of(two)
 
 
 def test_what_cannot_be_read_is_no_copy(tmp_path: Path) -> None:
