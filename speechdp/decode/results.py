@@ -76,6 +76,7 @@ class DecodingResult:
         nbest: the lists of the most probable word sequences, if they were asked for.
         speed: what it took.
         rescoring_remark: what to tell of the language model that rescored; "": nothing.
+        are_speakers_new: False: the model was trained on some of them, or that is not known of its own data.
     """
 
     split: str
@@ -93,6 +94,7 @@ class DecodingResult:
     nbest: NBestLists | None = None
     speed: DecodingSpeed | None = None
     rescoring_remark: str = ""
+    are_speakers_new: bool = True
 
     @property
     def untranscribed(self) -> int:
@@ -101,11 +103,15 @@ class DecodingResult:
 
     @property
     def of_new_speakers(self) -> tuple[float, float] | None:
-        """The WER's interval for speakers like these; None where not every word has a speaker, or not enough.
+        """The WER's interval for speakers like these, fractions; None where too little is known of them.
 
-        Fractions, as `interval_of_new_speakers` has them.
+        That is where the model was trained on some, where not every word has a speaker, or as
+        `interval_of_new_speakers` says.
         """
-        if sum(errors.words for errors in self.speakers.values()) < self.wer.words:
+        if (
+            not self.are_speakers_new
+            or sum(errors.words for errors in self.speakers.values()) < self.wer.words
+        ):
             return None
         return interval_of_new_speakers(self.speakers.values())
 

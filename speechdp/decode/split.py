@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ import torch
 
 from speechdp.comm.base import Communicator
 from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER
+from speechdp.data.corpora.splits import original_name
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.shards.shard import Shard
 from speechdp.data.signal.features import shift_s
@@ -40,7 +41,7 @@ from speechdp.decode.results import (
     write_results,
 )
 from speechdp.decode.wer import word_error_rate
-from speechdp.errors import ConfigError
+from speechdp.errors import ConfigError, ShardError
 from speechdp.files import check_writable
 from speechdp.labels.hmm import FloatArray
 from speechdp.labels.kaldi_pdfs import is_kaldi_pdfs, load_classes, refuse_kaldi_pdfs
@@ -203,13 +204,14 @@ def decode_split(
         own.recognise(recogniser, reader, features, is_asked_to_stop)
     found = _found_by_all(own, recogniser, reader, comm)
     told = judged(found.hypotheses)
+    speakers = errors_by_speaker(told)
     result = DecodingResult(
         split=split,
         name=name,
         data={"path": str(dataset.path), "checksum": dataset.checksum},
         grammar=recogniser.grammar,
         wer=word_error_rate([h.ref for h in told], [h.hyp for h in told]),
-        speakers=errors_by_speaker(told),
+        speakers=speakers,
         retried=found.num_retried,
         failed=sum(h.num_candidates == 0 for h in found.hypotheses),
         unknown_words=sum(word not in recogniser.words for words in reader.transcripts for word in words),
@@ -219,6 +221,7 @@ def decode_split(
         nbest=NBestLists.of(found.hypotheses, nbest_path(path), options.num_candidates),
         speed=found.speed,
         rescoring_remark=recogniser.rescoring_remark,
+        are_speakers_new=_are_new(speakers, trained, dataset, comm),
     )
     lists = _gathered(own.lists, comm)
     if comm.rank == 0:
@@ -237,6 +240,19 @@ def _agreed_name(
         with results_at(run_dir):
             check_writable(run_dir / "hypotheses")  # of somebody else's run, say: before the work
     return str(comm.broadcast_object(name))
+
+
+def _are_new(speakers: Collection[str], trained: TrainedModel, dataset: Dataset, comm: Communicator) -> bool:
+    """Return whether none of these speakers is in the train split, where it is the model's.  Collective."""
+    are_new = True
+    if comm.rank == 0 and speakers and trained.config.get("data_checksum") == dataset.checksum:
+        names = set(map(original_name, speakers))
+        try:
+            with dataset.open_shards("train") as shards:
+                are_new = all(names.isdisjoint(map(original_name, set(shard.speakers))) for shard in shards)
+        except ShardError:  # as where only the shards to be decoded were copied here
+            are_new = False  # for all that is known
+    return bool(comm.broadcast_object(are_new))
 
 
 def _gathered(own: Mapping[str, str], comm: Communicator) -> dict[str, str]:

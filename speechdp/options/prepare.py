@@ -356,6 +356,7 @@ class PrepareOptions:
             f"--features {self.features}": self.features != "log_mel",
             "--num-mel-bins": self.num_mel_bins is not None,
             "--num-ceps": self.num_ceps != FeatureConfig.num_ceps,
+            "--channel": self.files.channel is not None,
         }
         for option, is_given in computed.items():
             if is_given and kaldi.feats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import stat
 from bisect import bisect_right
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from speechdp.data.signal.audio import AudioPart, AudioSource, file_of
+from speechdp.data.signal.audio import AudioPart, AudioSource, file_of, named_channel, num_channels
+from speechdp.data.signal.channel import Channel
+from speechdp.errors import ConfigError
 
 #: Segments are cut with some tenths of a second around them: parts of a recording have sound in common from
 #: this many seconds on, or from half of the shorter one.
@@ -27,7 +30,8 @@ class SameFiles:
     """Which files are one: by whatever path or link they are reached, and copies of the same bytes.
 
     The disk is asked once for each file.  Copies are looked for among files of one size, first by a piece
-    from their middles, and only where they are on different sides.
+    from their middles, and only where they are on different sides.  Headers are read where tables name the
+    channel of a file in several ways.
     """
 
     def __init__(self, audio: Iterable[tuple[AudioSource, Hashable]]) -> None:
@@ -40,18 +44,27 @@ class SameFiles:
         self._folders: dict[str, str] = {}
         self._files: dict[Path, str] = {}
         sides: defaultdict[str, set[Hashable]] = defaultdict(set)
+        named: dict[str, Channel | None] = {}
+        in_several_ways: set[str] = set()
         for source, side in audio:
             file = file_of(source)
             if file not in self._files:
                 self._files[file] = self._real_path(file)
-            sides[self._files[file]].add(side)
+            real, channel = self._files[file], named_channel(source)
+            sides[real].add(side)
+            if named.setdefault(real, channel) != channel:
+                in_several_ways.add(real)
         self._first_of_copies = _copies(sides)
+        for copy, first in self._first_of_copies.items():
+            if copy in in_several_ways or named[copy] != named[first]:
+                in_several_ways.add(first)
+        self._of_one_channel = set(filter(_is_mono, in_several_ways))
 
-    def of(self, audio: AudioSource) -> tuple[Hashable, ...]:
-        """Return what is equal for the same channel of the same file."""
+    def of(self, audio: AudioSource) -> Hashable:
+        """Return what is equal for the same channel of the same file, however the tables name it."""
         real = self._files[file_of(audio)]
-        channel = (audio.channel, audio.of_several) if isinstance(audio, AudioPart) else (None, None)
-        return (self._first_of_copies.get(real, real), *channel)
+        first = self._first_of_copies.get(real, real)
+        return first, None if first in self._of_one_channel else named_channel(audio)
 
     def _real_path(self, file: Path) -> str:
         folder, name = os.path.split(os.path.realpath(file) if file.is_symlink() else file)
@@ -71,6 +84,14 @@ def _copies(sides: Mapping[str, Collection[Hashable]]) -> dict[str, str]:
             if len({side for path in same for side in sides[path]}) > 1
         ]
     return {path: group[0] for group in groups for path in group}
+
+
+def _is_mono(path: str) -> bool:
+    """Return whether a file has one channel; what cannot be read is for others to refuse."""
+    try:
+        return num_channels(Path(path)) == 1
+    except ConfigError:
+        return False
 
 
 def _grouped(paths: Iterable[str], told_by: Callable[[str], Hashable]) -> list[list[str]]:
@@ -106,13 +127,23 @@ def _whole(path: str) -> bytes:
     return digest.digest()
 
 
-@dataclass
-class _Block(Generic[_Item]):
-    """A stretch of a file, seconds, without gaps, and what stands where it begins."""
+@dataclass(frozen=True)
+class _Stretches(Generic[_Item]):
+    """Stretches of one file, in order of their beginnings.
 
-    start_s: float
-    end_s: float
-    item: _Item
+    Attributes:
+        parts: beginning and end, seconds, and what stands for each.
+        reach_s: where the last one ends of those up to each.
+    """
+
+    parts: list[tuple[float, float, _Item]]
+    reach_s: list[float]
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[float, float, _Item]]) -> _Stretches[_Item]:
+        """Put stretches in order."""
+        in_order = sorted(parts, key=lambda part: part[:2])
+        return cls(in_order, list(itertools.accumulate((end for _, end, _ in in_order), max)))
 
 
 class SoundIndex(Generic[_Item]):
@@ -126,30 +157,25 @@ class SoundIndex(Generic[_Item]):
             sounds: where each is, and what stands for it.
         """
         self._files = files
-        stretches: defaultdict[tuple[Hashable, ...], list[tuple[float, float, _Item]]] = defaultdict(list)
+        stretches: defaultdict[Hashable, list[tuple[float, float, _Item]]] = defaultdict(list)
         for audio, item in sounds:
             stretches[files.of(audio)].append((*times_of(audio), item))
-        self._blocks = {place: _blocks(parts) for place, parts in stretches.items()}
-        self._starts = {place: [b.start_s for b in blocks] for place, blocks in self._blocks.items()}
+        self._stretches = {place: _Stretches.of(parts) for place, parts in stretches.items()}
 
     def find(self, audio: AudioSource) -> _Item | None:
-        """Return what stands for sound that audio has in common with these; None: none, or too little."""
-        place = self._files.of(audio)
-        blocks = self._blocks.get(place)
-        if blocks is None:
+        """Return what stands for one that has sound in common with this; None: none has, or too little."""
+        there = self._stretches.get(self._files.of(audio))
+        if there is None:
             return None
         start, end = times_of(audio)
-        shared, found = 0.0, None
-        first = max(0, bisect_right(self._starts[place], start) - 1)
-        for block in map(blocks.__getitem__, range(first, len(blocks))):
-            if block.start_s >= end:
+        # Parts that touch need no adding up: one of those that cover half of this, or a second, does alone.
+        for number in range(bisect_right(there.reach_s, start), len(there.parts)):
+            other_start, other_end, item = there.parts[number]
+            if other_start >= end:
                 break
-            common = min(end, block.end_s) - max(start, block.start_s)
-            if common > 0:
-                shared += common
-                found = block.item if found is None else found
-                if shared >= min(_LEAST_SHARED_S, (end - start) / 2, (block.end_s - block.start_s) / 2):
-                    return found
+            common = min(end, other_end) - max(start, other_start)
+            if common >= min(_LEAST_SHARED_S, (end - start) / 2, (other_end - other_start) / 2):
+                return item
         return None
 
 
@@ -158,14 +184,3 @@ def times_of(audio: AudioSource) -> tuple[float, float]:
     if not isinstance(audio, AudioPart):
         return 0.0, float("inf")
     return audio.start_s, float("inf") if audio.end_s is None else audio.end_s
-
-
-def _blocks(parts: list[tuple[float, float, _Item]]) -> list[_Block[_Item]]:
-    """Join stretches that overlap or touch, in order."""
-    blocks: list[_Block[_Item]] = []
-    for start, end, item in sorted(parts, key=lambda part: part[:2]):
-        if blocks and start <= blocks[-1].end_s:
-            blocks[-1].end_s = max(blocks[-1].end_s, end)
-        else:
-            blocks.append(_Block(start, end, item))
-    return blocks

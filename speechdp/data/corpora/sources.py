@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 from speechdp.counting import counted, said_of
-from speechdp.data.corpora.corpus import SPLIT_NAMES, Corpus, CorpusUtterance
+from speechdp.data.corpora.corpus import SPLIT_NAMES, Corpus
 from speechdp.data.corpora.same_sound import SameFiles, SoundIndex, times_of
 from speechdp.data.corpora.splits import RANDOM_DEFAULT, original_name, original_start, without_test
 from speechdp.data.signal.audio import AudioSource
@@ -71,16 +71,14 @@ def joined(parts: Sequence[tuple[Source, Corpus]], *, is_ruled: bool = False) ->
     divided = [source for source, _ in parts if source.split is None]
     return Corpus.of(
         ", ".join(map(str, divided or [source for source, _ in parts])),
-        chain.from_iterable(_in_its_split(source, corpus) for source, corpus in parts),
+        chain.from_iterable(
+            (corpus if source.split is None else _in_split(corpus, source.split)).utterances
+            for source, corpus in parts
+        ),
         may_lack_text=True,  # each has been looked at
         notices=(*(f"{each.source}: {notice}" for _, each in parts for notice in each.notices), *notices),
         held_out=held_out,
     )
-
-
-def _in_its_split(source: Source, corpus: Corpus) -> Iterator[CorpusUtterance]:
-    for utterance in corpus.utterances:
-        yield utterance if source.split is None else replace(utterance, split=source.split)
 
 
 def _with_one_division(
@@ -111,7 +109,8 @@ def _with_one_division(
 
 
 def _in_split(corpus: Corpus, split: str | None) -> Corpus:
-    return replace(corpus, utterances=tuple(replace(u, split=split) for u in corpus.utterances))
+    utterances = (u if u.split == split else replace(u, split=split) for u in corpus.utterances)
+    return replace(corpus, utterances=tuple(utterances))
 
 
 def _refuse_own_splits(parts: Sequence[tuple[Source, Corpus]]) -> None:

@@ -78,13 +78,18 @@ def read_kaldi(options: PrepareOptions, scratch: Path, progress: Progress) -> Co
                 "leave --feats out"
             )
         if manifest.features.kind == "kaldi":
+            if options.files.channel is not None:
+                raise ConfigError(
+                    f"--channel: the model of --like {options.like} was trained on Kaldi's features, not on "
+                    "audio; leave it out"
+                )
             check_frame_shift(folder, options, manifest.features)
         listed = _Listed.read(folder, rules, manifest.features, feats=manifest.features.kind == "kaldi")
         listed = listed.with_readable_audio(options, progress)
-        utterances = count_frames(listed.utterances, manifest, progress)
+        utterances, channels = count_frames(listed.utterances, manifest, progress)
         if not utterances:
             raise ConfigError(f"{folder}: has no utterance to score; check feats.scp or wav.scp")
-        splits, notices = {"test": utterances}, listed.left_out(utterances, "have no frame")
+        splits, notices = {"test": utterances}, listed.left_out(utterances, "have no frame") + channels
     cmvn = SpeakerCmvn(folder / "cmvn.scp", rules) if manifest.features.cmvn == "speaker" else None
     rules.path_map.refuse_unused(folder)
     dealt = deal_splits(splits, lambda utterance: utterance.num_frames, options.shards, options.seed)
@@ -250,13 +255,14 @@ def _align(
     utterances = sorted(found.aligned, key=lambda utterance: utterance.utterance_id)
     snipped = None if listed.cut is None else listed.cut.snipped_to_fit(utterances)
     utterances = utterances if snipped is None else snipped
-    config, sampling_rate = feature_settings(options, utterances, progress)
+    config, sampling_rate, channels = feature_settings(options, utterances, progress)
     if snipped is not None:
         config = replace(config, snip_edges=True)
     num_classes = alignments.num_pdfs or found.max_pdf + 1
     rule, splits, unseparated = _divide(listed.folder, options, utterances)
     manifest = Manifest(sampling_rate, config, num_classes, "kaldi", rule, {}, options.store)
-    notices = (*alignments.notices, *listed.left_out(utterances, "have no alignment", found.unknown))
+    left_out = listed.left_out(utterances, "have no alignment", found.unknown)
+    notices = (*alignments.notices, *left_out, *channels)
     if alignments.num_pdfs is None:
         largest = f"by the largest in {options.from_kaldi.ali_pdf}"
         notices += (f"{num_classes} pdfs, {largest}; --ali would count them",)

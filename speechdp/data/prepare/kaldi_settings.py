@@ -9,12 +9,12 @@ from pathlib import Path
 
 from speechdp.data.kaldi.cmvn import CmvnOptions
 from speechdp.data.kaldi.matrix import MatrixPlace, num_rows, read_matrix
-from speechdp.data.prepare.divided_corpus import probe_all
+from speechdp.data.prepare.divided_corpus import channels_read, probe_all
 from speechdp.data.prepare.jobs import Progress
 from speechdp.data.prepare.kaldi_shards import KaldiUtterance, frames_differ
 from speechdp.data.shards.dataset import UNALIGNED, Dataset, Manifest
 from speechdp.data.shards.layout import Stored
-from speechdp.data.signal.audio import common_sampling_rate, probe
+from speechdp.data.signal.audio import AudioInfo, AudioSource, common_sampling_rate, probe
 from speechdp.data.signal.features import FeatureConfig, check_mel_bins, num_frames_of
 from speechdp.errors import ConfigError
 from speechdp.labels.kaldi_pdfs import KaldiPdfs, load_classes
@@ -23,20 +23,23 @@ from speechdp.options.prepare import KaldiOptions, PrepareOptions
 
 def feature_settings(
     options: PrepareOptions, utterances: Sequence[KaldiUtterance], progress: Progress
-) -> tuple[FeatureConfig, int]:
-    """Return how the features are made and their sampling rate in Hz, 0 where only Kaldi knows it.
+) -> tuple[FeatureConfig, int, tuple[str, ...]]:
+    """Return how the features are made, their sampling rate in Hz, and what to tell of channels.
+
+    The rate is 0 where only Kaldi knows it.
 
     Raises:
         ConfigError: audio or features cannot be read, or do not fit the alignment's frames.
     """
     if options.from_kaldi.feats:
-        return _features_of_kaldi(options.from_kaldi, options.feature_config(), utterances[0]), 0
+        return _features_of_kaldi(options.from_kaldi, options.feature_config(), utterances[0]), 0, ()
     infos = probe_all([u.source for u in utterances if not isinstance(u.source, MatrixPlace)], progress)
     sampling_rate = common_sampling_rate(infos, None)
     config = options.feature_config(sampling_rate)
     check_mel_bins(sampling_rate, config)
     num_samples = [info.num_samples for info in infos]
-    return _with_edges(config, sampling_rate, utterances, num_samples), sampling_rate
+    config = _with_edges(config, sampling_rate, utterances, num_samples)
+    return config, sampling_rate, channels_read(infos, options.files.chosen_channel)
 
 
 def _features_of_kaldi(kaldi: KaldiOptions, config: FeatureConfig, first: KaldiUtterance) -> FeatureConfig:
@@ -151,26 +154,32 @@ def manifest_like(like: Dataset, stored: Stored) -> Manifest:
 
 def count_frames(
     utterances: Sequence[KaldiUtterance], manifest: Manifest, progress: Progress
-) -> list[KaldiUtterance]:
+) -> tuple[list[KaldiUtterance], tuple[str, ...]]:
     """Count the frames of each utterance, by the headers of features or audio; leave out those without any.
+
+    Returns:
+        The others, and what to tell of channels.
 
     Raises:
         ConfigError: unreadable features or audio, or another sampling rate.
     """
-    counted = []
+    counted, infos = [], []
     for number, utterance in enumerate(utterances, 1):
-        counted.append(dataclasses.replace(utterance, num_frames=_num_frames(utterance, manifest)))
+        if isinstance(utterance.source, MatrixPlace):
+            num_frames = num_rows(utterance.source, utterance.utterance_id)
+        else:
+            infos.append(info := _probed(utterance.source, manifest))
+            num_frames = num_frames_of(info.num_samples, info.sampling_rate, manifest.features)
+        counted.append(dataclasses.replace(utterance, num_frames=num_frames))
         progress("counting frames", number, len(utterances))
-    return [utterance for utterance in counted if utterance.num_frames > 0]
+    return [utterance for utterance in counted if utterance.num_frames > 0], channels_read(infos, None)
 
 
-def _num_frames(utterance: KaldiUtterance, manifest: Manifest) -> int:
-    if isinstance(utterance.source, MatrixPlace):
-        return num_rows(utterance.source, utterance.utterance_id)
-    info = probe(utterance.source)
+def _probed(audio: AudioSource, manifest: Manifest) -> AudioInfo:
+    info = probe(audio)
     if info.sampling_rate != manifest.sampling_rate:
         raise ConfigError(
             f"{info.source}: has {info.sampling_rate} Hz, the data of --like have {manifest.sampling_rate} "
             "Hz; resample it first, e.g. with sox"
         )
-    return num_frames_of(info.num_samples, info.sampling_rate, manifest.features)
+    return info

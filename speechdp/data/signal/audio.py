@@ -117,6 +117,13 @@ def with_channel(source: AudioSource, of_several: Channel | None) -> AudioSource
     return part if part.channel is not None or part.of_several else replace(part, of_several=of_several)
 
 
+def named_channel(source: AudioSource) -> Channel | None:
+    """Return what audio says is read of several channels, counted from 1; None: it says nothing."""
+    if isinstance(source, Path):
+        return None
+    return source.of_several if source.channel is None else source.channel + 1
+
+
 def num_channels(path: Path) -> int:
     """Return how many channels a file has.
 
@@ -169,21 +176,19 @@ def _channel_of(source: AudioSource, in_file: int) -> Channel | None:
         SeveralChannelsError: none is named.
         ConfigError: the file does not have the one that is named.
     """
-    part = AudioPart(source) if isinstance(source, Path) else source
-    if part.channel is not None and part.channel >= in_file:
-        raise ConfigError(f"{source}: has no channel {part.channel}, only {in_file}; mend segments")
+    if isinstance(source, AudioPart) and source.channel is not None and source.channel >= in_file:
+        raise ConfigError(f"{source}: has no channel {source.channel}, only {in_file}; mend segments")
     if in_file == 1:
         return None
-    if part.channel is not None:
-        return part.channel + 1
-    if part.of_several is None:
+    channel = named_channel(source)
+    if channel is None:
         raise SeveralChannelsError(f"{source}: has {in_file} channels")
-    if part.of_several != MIX and part.of_several > in_file:
+    if channel != MIX and channel > in_file:
         raise ConfigError(
-            f"{source}: has {in_file} channels, and channel {part.of_several} is to be read; give another "
-            "--channel, or mend the line of reco2file_and_channel that says so"
+            f"{source}: has {in_file} channels, and channel {channel} is to be read; give another "
+            "--channel, or, where reco2file_and_channel names it, mend its line there"
         )
-    return part.of_several
+    return channel
 
 
 def _stretch(source: AudioSource, num_samples: int, sampling_rate: int) -> tuple[int, int]:

@@ -111,6 +111,31 @@ def test_what_other_speakers_may_expect_is_recorded_where_each_word_has_a_speake
     assert not decode(write_dataset(tmp_path / "more", [said]), tmp_path / "other").speakers_remark
 
 
+@pytest.mark.parametrize(
+    ("trained_on", "are_there", "is_told"),
+    [("eve", True, True), ("cem", True, False), ("sp0.9-cem", True, False), ("eve", False, False)],
+)
+def test_nothing_is_said_of_other_speakers_where_some_were_trained_on(
+    tmp_path: Path, trained_on: str, are_there: bool, is_told: bool
+) -> None:
+    heard = [("ann", "one two"), ("bob", "two two"), ("cem", "one two"), ("dee", "one one")]
+    said = [Spoken(name[0], "one two", words, speaker=name) for name, words in heard]
+    data = write_dataset(tmp_path / "data", [said]).path
+    learnt = [Spoken("x", "one two", "one two", speaker=trained_on)]
+    train = write_dataset(tmp_path / "train", [learnt], split="train").path
+    manifests = [json.loads((folder / "data.json").read_text()) for folder in (data, train)]
+    manifests[0]["splits"] |= manifests[1]["splits"]
+    (data / "data.json").write_text(json.dumps(manifests[0]))
+    if are_there:
+        (train / "train-00000.h5").rename(data / "train-00000.h5")
+    dataset = Dataset.open(data)
+    trained = oracle(dataset.num_classes)
+    for checksum, tells in ((dataset.checksum, is_told), ("of other data", True)):
+        own = dataclasses.replace(trained, config={"data_checksum": checksum})
+        result = decode_split(own, dataset, "test", tmp_path / "run", DecodingOptions(), SerialCommunicator())
+        assert bool(result.speakers_remark) is tells
+
+
 def test_other_data_leave_the_runs_own_results_alone(dataset: Dataset, tmp_path: Path) -> None:
     run_dir, model = tmp_path / "run", oracle(dataset.num_classes)
     (run_dir / "trained_on").mkdir(parents=True)

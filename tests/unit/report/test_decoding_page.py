@@ -86,10 +86,17 @@ def test_page_csv_and_table(tmp_path: Path) -> None:
     assert not any("other speakers" in line for line in report.answer)
 
 
-def test_the_page_says_what_other_speakers_may_expect(tmp_path: Path) -> None:
-    third = Heard("c-1", "cem", "go left", "go left")
-    (line,) = [line for line in written(tmp_path, (*UTTERANCES, third)).answer if "other speakers" in line]
+def test_page_and_terminal_say_what_other_speakers_may_expect(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard = (*UTTERANCES, Heard("c-1", "cem", "go left", "go left"))
+    run_dir = tmp_path / "run"
+    result, data = decoding_of(heard, run_dir), data_of(heard, tmp_path / "data", audio=False)
+    answer = write_decoding_page(result, data, run_dir).answer
+    (line,) = [line for line in answer if "other speakers" in line]
     assert line.startswith("Of other speakers, as these 3 differ: WER ") and "95 % interval" in line
+    DecodeCommand(run_dir, data.path)._show(result, data)
+    assert f"{line[0].lower()}{line[1:-1]}\n" in capsys.readouterr().out
 
 
 def test_the_page_stands_alone_and_its_ids_are_its_own(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.audio import AudioPart, probe, read_audio, to_int16
 from speechdp.data.signal.channel import Channel
 from speechdp.errors import ConfigError, SeveralChannelsError, ShardError
-from speechdp.options.prepare import FilesOptions, PrepareOptions
+from speechdp.options.prepare import FilesOptions, KaldiOptions, PrepareOptions
 from tests.helpers.corpora import kaldi_folder, no_progress, write_tone
 
 Samples = npt.NDArray[np.float32]
@@ -175,6 +175,24 @@ def test_files_of_one_channel_keep_it_whatever_the_table_says(tmp_path: Path) ->
     (source / "reco2file_and_channel").write_text("utt0 call A\nutt1 call B\n")
     for before, after in zip(plain, read_corpus(source, None).utterances, strict=True):
         np.testing.assert_array_equal(read_audio(before.audio, RATE), read_audio(after.audio, RATE))
+
+
+def test_what_is_read_of_a_kaldi_alignment_s_audio_is_said(tmp_path: Path) -> None:
+    source, _ = telephone(tmp_path, "utt0 call A\nutt1 call B\n")
+    (tmp_path / "pdfs").write_text("".join(f"{name} {'0 ' * 98}\n" for name in ("utt0", "utt1")))
+    aligned = KaldiOptions(kaldi=source, ali_pdf=tmp_path / "pdfs")
+    options = PrepareOptions((tmp_path / "data",), from_kaldi=aligned, split="random:dev=0", workers=1)
+    said = "of 1 file of several channels: channel 1 of 1, channel 2 of 1"
+    assert said in prepare(options, no_progress).notices
+    like = PrepareOptions(
+        (tmp_path / "new",), from_kaldi=KaldiOptions(kaldi=source), like=tmp_path / "data", workers=1
+    )
+    assert said in prepare(like, no_progress).notices
+    for name in ("utt0", "utt1"):
+        write_tone(source / "wav" / f"{name}.wav", 1.0)
+    (source / "wav.scp").write_text("utt0 wav/utt0.wav\nutt1 wav/utt1.wav\n")
+    options = dataclasses.replace(options, files=FilesOptions(channel="1"), overwrite=True)
+    assert "--channel 1: all audio has one channel already" in prepare(options, no_progress).notices
 
 
 @pytest.mark.parametrize("line", ["utt0 call", "utt0 call 0", "utt0 call left", "utt0 call A B"])

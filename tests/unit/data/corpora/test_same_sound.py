@@ -98,12 +98,38 @@ def test_overlapping_parts_within_a_corpus_are_told(tmp_path: Path) -> None:
     ]
 
 
-def test_channels_of_a_file_are_different_sound(tmp_path: Path) -> None:
-    file = write_tone(tmp_path / "call.wav", 4.0)
-    left, right = AudioPart(file, channel=0), AudioPart(file, channel=1)
-    files = SameFiles([(left, 0), (right, 1)])
-    assert SoundIndex(files, [(left, "left")]).find(right) is None
-    assert SoundIndex(files, [(left, "left")]).find(AudioPart(file, 1.0, 2.0, 0)) == "left"
+def test_channels_of_a_file_are_different_sound_however_tables_name_them(tmp_path: Path) -> None:
+    stereo = tmp_path / "call.wav"
+    soundfile.write(stereo, [[0.1, 0.2]] * 32000, 8000)
+    by_segments, by_table = AudioPart(stereo, channel=1), AudioPart(stereo, 1.0, 2.0, of_several=2)
+    other, mean = AudioPart(stereo, channel=0), AudioPart(stereo, of_several="mix")
+    files = SameFiles([(by_segments, 0), (by_table, 1), (other, 1), (mean, 1)])
+    index = SoundIndex(files, [(by_segments, "right")])
+    assert [index.find(one) for one in (by_table, other, mean)] == ["right", None, None]
+
+
+def test_a_file_of_one_channel_is_one_whether_tables_name_it_or_not(tmp_path: Path) -> None:
+    mono = write_tone(tmp_path / "a.wav", 1.0)
+    copy = _copy(mono, tmp_path, "b.wav")
+    named = [AudioPart(copy, channel=0), AudioPart(copy, of_several=2), AudioPart(mono, of_several="mix")]
+    for one in named:
+        files = SameFiles([(mono, 0), (one, 1)])
+        assert SoundIndex(files, [(mono, "mono")]).find(one) == "mono"
+
+
+def test_of_parts_that_touch_that_which_overlaps_is_named() -> None:
+    file = Path("rec.wav")
+    parts = [AudioPart(file, float(n), n + 1.0) for n in range(6)]
+    long = AudioPart(file, 0.0, 2.2)
+    files = SameFiles([(part, 0) for part in [*parts, long]])
+    index = SoundIndex(files, ((part, f"part {n}") for n, part in enumerate(parts)))
+    assert index.find(AudioPart(file, 3.4, 4.2)) == "part 3"
+    assert index.find(AudioPart(file, 3.8, 5.2)) == "part 4"
+    assert index.find(AudioPart(file, 6.0, 7.0)) is None
+    # One that began earlier reaches beyond those that follow it, but shares too little.
+    index = SoundIndex(files, [(long, "long"), (parts[1], "part 1"), (parts[2], "part 2")])
+    assert index.find(AudioPart(file, 2.1, 4.0)) == "part 2"
+    assert index.find(AudioPart(file, 1.0, 1.2)) == "long"
 
 
 def test_only_files_of_one_size_on_two_sides_are_read(
@@ -119,6 +145,20 @@ def test_only_files_of_one_size_on_two_sides_are_read(
     assert read == []
     SameFiles([(path, n % 2) for n, path in enumerate(same)])
     assert sorted(read) == sorted(map(str, same))  # the middles, which differ
+    read.clear()
+    link = tmp_path / "link.wav"
+    link.symlink_to(same[0])
+    files = SameFiles([(same[0], 0), (link, 1)])
+    assert files.of(link) == files.of(same[0]) and read == []
+
+
+def test_files_that_differ_only_beside_their_middles_are_no_copies(tmp_path: Path) -> None:
+    one, two = (write_tone(tmp_path / name, 2.0, 16000) for name in ("one.wav", "two.wav"))
+    content = bytearray(one.read_bytes())
+    content[-1] ^= 1
+    two.write_bytes(content)
+    files = SameFiles([(one, 0), (two, 1)])
+    assert files.of(one) != files.of(two)
 
 
 def test_what_cannot_be_read_is_no_copy(tmp_path: Path) -> None:

@@ -442,6 +442,16 @@ def test_a_frame_shift_is_a_time(options: PrepareOptions, text: str) -> None:
         prepare(options, no_progress)
 
 
+def test_features_have_no_channels(options: PrepareOptions) -> None:
+    like = prepared(options).dataset.path
+    kaldi = KaldiOptions(kaldi=kaldi_of(options)[0])
+    scored = PrepareOptions(
+        (options.data.with_name("test"),), from_kaldi=kaldi, like=like, files=FilesOptions(channel="1")
+    )
+    with pytest.raises(ConfigError, match=r"--channel: the model of --like .* was trained on Kaldi's feat"):
+        prepare(scored, no_progress)
+
+
 def test_another_frame_shift_than_kaldis_is_refused(options: PrepareOptions) -> None:
     """The option had no effect, and a model scored features of another frame shift than its own."""
     shift = kaldi_of(options)[0] / "frame_shift"

@@ -323,6 +323,10 @@ def test_a_damaged_shard_ends_inspect_with_one_line(
             ["d", "--kaldi", "k", "--ali", "a", "--feats", "--num-ceps", "20"],
             "--num-ceps does not go with --feats",
         ),
+        (
+            ["d", "--kaldi", "k", "--ali", "a", "--feats", "--channel", "1"],
+            "--channel does not go with --feats",
+        ),
     ],
 )
 def test_command_lines_that_are_refused(
