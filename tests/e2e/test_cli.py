@@ -253,6 +253,20 @@ def test_resume_alone_goes_on_as_the_run_was_begun(
     assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
+def test_what_is_given_to_resume_goes_with_the_runs_own_options(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--average-epochs goes with --epochs, which is not given again."""
+    run = tmp_path / "run"
+    assert train(dataset, run, "--epochs", "14", "--average-epochs", "13", "--pause-at", "1") == 75
+    bare = ["train", "--hang-timeout", "500", str(dataset.path), str(run), "--resume"]
+    assert speechdp([*bare, "--average-epochs", "13", "--pause-at", "2"]) == 75
+    taken = [line for line in capsys.readouterr().err.splitlines() if "options not given" in line]
+    assert len(taken) == 1 and "--epochs 14" in taken[0] and "--average-epochs" not in taken[0]
+    assert speechdp([*bare, "--average-epochs=15"]) == 1
+    assert one_line(capsys).startswith("speechdp: --average-epochs 15: the training has 14 epochs; ")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
