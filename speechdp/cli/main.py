@@ -39,6 +39,7 @@ from speechdp.process.ending import (
     describe_end,
     end_by_exception,
     end_by_held_warning,
+    heed_put_off,
     interrupts_raise,
     leave,
     outlast_signals,
@@ -262,6 +263,7 @@ def run(arguments: Sequence[str]) -> int:
         if name != "launch":
             end_by_held_warning()
         command = _parsed(name, _with_config(name, rest), _told_by_rank_0)
+        heed_put_off()
         options = _options_of(command)
         with remedies.of_command(options):
             exit_code: int = command.run()
