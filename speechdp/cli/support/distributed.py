@@ -113,7 +113,7 @@ def _train(
 
 @contextmanager
 def _stop_request(*, by_interrupt: bool = False) -> Iterator[StopRequest]:
-    """Let signals ask to stop; when the work is done, while ranks leave, a warning changes nothing more."""
+    """Let signals ask to stop; when the work is done, while ranks leave, they change nothing more."""
     try:
         with StopRequest(by_interrupt=by_interrupt) as stop:
             yield stop
