@@ -11,18 +11,26 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import tyro
 
 from speechdp import __version__, exit_codes, remedies
-from speechdp.cli.support.config_file import is_record, refuse_empty, refuse_unknown, with_config
+from speechdp.cli.support.config_file import (
+    arguments_of,
+    is_record_of_run,
+    refuse_empty,
+    refuse_unknown,
+    with_config,
+)
 from speechdp.cli.support.help_text import option_rules, wrapped_paragraphs
 from speechdp.cli.support.refusals import boxes_as_lines
 from speechdp.comm.environment import announced
 from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, SpeechDPError, UsageError
 from speechdp.files import cannot_be_used
+from speechdp.launching.forwarded_options import plain_option
 from speechdp.parallel.run_files import differing
 from speechdp.process.ending import (
     STOPPED_BEFORE,
@@ -31,6 +39,7 @@ from speechdp.process.ending import (
     describe_end,
     end_by_exception,
     end_by_held_warning,
+    heed_put_off,
     interrupts_raise,
     leave,
     outlast_signals,
@@ -253,8 +262,8 @@ def run(arguments: Sequence[str]) -> int:
     try:
         if name != "launch":
             end_by_held_warning()
-        words = _with_config(name, rest)
-        command = _going_on(name, words, parse(name, words), _told_by_rank_0)
+        command = _parsed(name, _with_config(name, rest), _told_by_rank_0)
+        heed_put_off()
         options = _options_of(command)
         with remedies.of_command(options):
             exit_code: int = command.run()
@@ -380,28 +389,36 @@ def _with_config(name: str, arguments: Sequence[str]) -> Sequence[str]:
     return with_config(arguments, of_command, refused, _told_by_rank_0)
 
 
-def _going_on(name: str, arguments: Sequence[str], command: Any, say: Callable[[str], None]) -> Any:
-    """Return a command as it is; `train --resume` with the run's own options where others are not given.
+def _parsed(name: str, arguments: Sequence[str], say: Callable[[str], None]) -> Any:
+    """Return the command of a command line; `train --resume` has the run's own options beside those given.
 
     Args:
         name: of the subcommand.
         arguments: of its command line, without --config.
-        command: what they say.
         say: is told what they leave to the run.
 
     Raises:
         SystemExit: as `parse` does.
-        ConfigError: as `with_config` does.
+        ConfigError: as `parse` does.
     """
-    if name != "train" or not command.resume or not is_record(record := command.run_dir / "run.json"):
-        return command  # there is no run yet, or who reads its record says what is wrong with it
-    words = with_config([*arguments, f"--config={record}"], lambda: type(command), {}, lambda text: None)
+    given = {plain_option(word) for word in arguments}
+    if name != "train" or "--resume" not in given:
+        return parse(name, arguments)
+    kind = importlib.import_module("speechdp.cli.train").TrainCommand
+    folders = arguments_of(arguments, kind)  # DATA RUN
+    record = Path(folders[-1], "run.json") if len(folders) == 2 else None
+    if record is None or not is_record_of_run(record):
+        return parse(name, arguments)  # there is no run yet, or who reads it says what is wrong with it
     try:
+        words = with_config([*arguments, f"--config={record}"], lambda: kind, {}, lambda text: None)
         going_on = parse(name, words)
-    except ConfigError:  # by the options given it is another run, which is told with all that differs
-        return command
-    pairs = differing(command.options.to_json(), going_on.options.to_json())
-    taken = [option if now is True else f"{option} {now}" for option, _, now in pairs]
+    except ConfigError as error:
+        try:  # what is given makes it another run, which is told with all that differs
+            return parse(name, arguments)
+        except ConfigError:
+            raise error from None
+    pairs = differing(type(going_on.options)().to_json(), going_on.options.to_json())
+    taken = [option if now is True else f"{option} {now}" for option, _, now in pairs if option not in given]
     if taken:
         say(f"{record}: options not given are the run's, {', '.join(taken)}")
     return going_on
@@ -478,7 +495,7 @@ def check_forwarded(arguments: Sequence[str]) -> Any:
         known = "speechdp --help lists them"
         tell(f"unknown command {name!r}{meant or f'; {known}'}; {script}")
         raise SystemExit(exit_codes.USAGE)
-    command = _going_on(name, rest, parse(name, rest), lambda text: None)  # rank 0 tells it
+    command = _parsed(name, rest, lambda text: None)  # rank 0 tells it
     if isinstance(command, _CheckedBefore):
         command.check()
     return command

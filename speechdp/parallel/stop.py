@@ -20,6 +20,7 @@ import torch
 from speechdp.comm.base import Communicator, ReduceOp, Work
 from speechdp.errors import ConfigError
 from speechdp.launching.variables import PAUSE
+from speechdp.process.ending import is_interrupt_raised
 from speechdp.process.notices import warn
 from speechdp.process.output import STDERR
 from speechdp.timing.timeline import Span, Timeline
@@ -53,8 +54,9 @@ class StopRequest:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             self._previous[number] = signal.signal(number, self._note)
-        if self._by_interrupt and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._note_interrupt)
+        if self._by_interrupt and is_interrupt_raised():
+            self._previous[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+            signal.signal(signal.SIGINT, self._note_interrupt)
         return self
 
     def __exit__(
@@ -68,7 +70,7 @@ class StopRequest:
 
     def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._note(number, frame)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, self._previous[signal.SIGINT])  # type: ignore[arg-type]
         with suppress(OSError):  # not print: what is interrupted may be printing
             os.write(STDERR, _ON_INTERRUPT)
 

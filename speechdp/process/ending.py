@@ -18,7 +18,7 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, *WARNINGS)
 #: Warnings that came before there was anybody to heed them.
 _held: list[int] = []
-#: Signals that came amid an import, and come again so much later, s.
+#: Signals that came amid an import, and come again so much later, s; one that comes meanwhile is not put off.
 _deferred: list[int] = []
 _AGAIN_S = 0.1
 #: What is said of a stop before there was anything to save.
@@ -91,9 +91,14 @@ def interrupts_end() -> None:
 
 
 def interrupts_raise() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, to be called by who tells of it in a line."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let Ctrl-C raise KeyboardInterrupt, to be called by who tells of it in a line."""
+    if signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, signal.default_int_handler):
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def is_interrupt_raised() -> bool:
+    """Say whether Ctrl-C raises KeyboardInterrupt: it is not ignored, and no one else heeds it."""
+    return signal.getsignal(signal.SIGINT) in (_interrupt, signal.default_int_handler)
 
 
 def take_held_warnings() -> list[int]:
@@ -120,7 +125,7 @@ def end_by_held_warning() -> None:
 
 
 def outlast_signals() -> None:
-    """Let signals raise no more: all is done, and what leaves is not to be told as stopped.
+    """Let signals raise no more as they do here: all is done, and what leaves is not to be told as stopped.
 
     A warning changes nothing; of others, the second ends what takes long to leave.
     """
@@ -128,7 +133,7 @@ def outlast_signals() -> None:
         if signal.getsignal(signum) == _raise:
             signal.signal(signum, _do_nothing)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        if signal.getsignal(signum) in (_raise, signal.default_int_handler):
+        if signal.getsignal(signum) in (_raise, _interrupt):
             signal.signal(signum, _let_the_next_end)
 
 
@@ -137,11 +142,21 @@ def _let_the_next_end(signum: int, _frame: FrameType | None) -> None:
 
 
 def _raise(signum: int, frame: FrameType | None) -> None:
-    if _is_importing(frame) and _comes_again(signum):
+    if _is_put_off(signum, frame):
         return
     for other in _SIGNALS:
         give_up_handler(other, signal.SIG_IGN)
     raise Ended(signum)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    if not _is_put_off(signum, frame):
+        signal.default_int_handler(signum, frame)
+
+
+def _is_put_off(signum: int, frame: FrameType | None) -> bool:
+    """Have a signal come again if it came amid an import, for the first time: an import may hang."""
+    return _is_importing(frame) and signum not in _deferred and _comes_again(signum)
 
 
 def _is_importing(frame: FrameType | None) -> bool:
@@ -158,9 +173,15 @@ def _comes_again(signum: int) -> bool:
     if signal.getsignal(signal.SIGALRM) not in (signal.SIG_DFL, _send_again):
         return False
     _deferred.append(signum)
-    signal.signal(signal.SIGALRM, _send_again)
+    if signal.signal(signal.SIGALRM, _send_again) is signal.SIG_DFL:
+        atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # an alarm that nobody takes would kill
     signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     return True
+
+
+def heed_put_off() -> None:
+    """Let a signal that came amid an import come now, as that has ended, and not into what begins next."""
+    _send_again(signal.SIGALRM, None)
 
 
 def _send_again(_signum: int, _frame: FrameType | None) -> None:

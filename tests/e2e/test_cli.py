@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -251,6 +252,28 @@ def test_resume_alone_goes_on_as_the_run_was_begun(
     assert taken.startswith(f"speechdp: {run}/run.json: options not given are the run's, ")
     assert "--seed 7" in taken and "--spec-augment" in taken and "--hang-timeout" not in taken
     assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
+def test_what_a_command_changes_of_signals_is_its_own_process_alone(dataset: Dataset, tmp_path: Path) -> None:
+    """Here it runs in that of the tests, which Ctrl-C has to end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as tests/conftest.py has it
+    before = [signal.getsignal(number) for number in signal.valid_signals()]
+    assert train(dataset, tmp_path / "run") == 0
+    assert [signal.getsignal(number) for number in signal.valid_signals()] == before
+
+
+def test_what_is_given_to_resume_goes_with_the_runs_own_options(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--average-epochs goes with --epochs, which is not given again."""
+    run = tmp_path / "run"
+    assert train(dataset, run, "--epochs", "14", "--average-epochs", "13", "--pause-at", "1") == 75
+    bare = ["train", "--hang-timeout", "500", str(dataset.path), str(run), "--resume"]
+    assert speechdp([*bare, "--average-epochs", "13", "--pause-at", "2"]) == 75
+    taken = [line for line in capsys.readouterr().err.splitlines() if "options not given" in line]
+    assert len(taken) == 1 and "--epochs 14" in taken[0] and "--average-epochs" not in taken[0]
+    assert speechdp([*bare, "--average-epochs=15"]) == 1
+    assert one_line(capsys).startswith("speechdp: --average-epochs 15: the training has 14 epochs; ")
 
 
 @pytest.mark.parametrize(

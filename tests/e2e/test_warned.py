@@ -125,22 +125,63 @@ def test_ctrl_c_during_the_first_imports_is_silent(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
 def test_an_import_ends_before_a_signal_does(number: signal.Signals, tmp_path: Path) -> None:
     """What is raised amid the initialisation of a library in C++ would abort: 80 lines of its stack."""
-    (tmp_path / "warned_module.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\nDONE = 1\n")
+    program = _importing(tmp_path, f"import os\nos.kill(os.getpid(), {int(number)})\nDONE = 1\n")
+    assert _run(program, number) == (128 + number, "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_import_that_does_not_end_is_ended_by_the_second_signal(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    kill = f"os.kill(os.getpid(), {int(number)})\n"
+    program = _importing(tmp_path, f"import os, time\n{kill}{kill}time.sleep(60)\nDONE = 1\n")
+    assert _run(program, number) == (1, "the import was cut off\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_is_done_before_a_signal_comes_again_ends_as_it_would(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """The alarm by which it comes again killed the process as it left."""
+    (tmp_path / "warned_module.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
     program = f"""
 import sys, time
-from speechdp.process.ending import Ended, end_by_exception
-end_by_exception()
+from speechdp.process import ending
+ending._AGAIN_S = 0.5
+ending.end_by_exception()
+ending.interrupts_raise()
 sys.path.insert(0, {str(tmp_path)!r})
+import warned_module
+
+class Late:  # what is still there is taken down last of all, when Python heeds no signal any more
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+sys.kept = Late()
+ending.outlast_signals()
+"""
+    assert _run(program, number) == (0, "")
+
+
+def _importing(folder: Path, module: str) -> str:
+    """Return a program that imports a module, and ends by a signal with its exit code if that is whole."""
+    (folder / "warned_module.py").write_text(module)
+    return f"""
+import sys, time
+from speechdp.process.ending import Ended, describe_end, end_by_exception, interrupts_raise
+end_by_exception()
+interrupts_raise()
+sys.path.insert(0, {str(folder)!r})
 try:
     import warned_module
     time.sleep(60)
-except Ended as end:
-    sys.exit(end.exit_code if hasattr(sys.modules.get("warned_module"), "DONE") else "the import was cut off")
+except (Ended, KeyboardInterrupt) as end:
+    is_whole = hasattr(sys.modules.get("warned_module"), "DONE")
+    sys.exit(describe_end(end)[1] if is_whole else "the import was cut off")
 """
-    assert _run(program, number) == (128 + number, "")
 
 
 def test_a_warning_during_imports_ends_what_saves_nothing(tmp_path: Path) -> None:

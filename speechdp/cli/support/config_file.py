@@ -17,6 +17,7 @@ from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, UsageError
 from speechdp.files import named_file_cannot_be_read
 from speechdp.json_input import parse_json
+from speechdp.launching.forwarded_options import plain_option
 from speechdp.options.shown import MAY_BE_EMPTY
 from speechdp.parallel.run_files import RUN_FORMAT
 
@@ -54,7 +55,7 @@ def with_config(
 
     Raises:
         UsageError: --config is given twice, or without a file.
-        ConfigError: the file cannot be read, holds no options, or one that the subcommand has not.
+        ConfigError: the file cannot be read, holds no options, or one that the subcommand has not, or "".
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     own, rest = list(arguments[:end]), list(arguments[end:])
@@ -72,7 +73,9 @@ def with_config(
     if not value:
         raise UsageError(f"{_OPTION}{_EMPTY}")
     given = {word.partition("=")[0].replace("_", "-") for word in own}
-    options = _Options(options_of(of_command()), {_option(name): why for name, why in refused.items()})
+    command = of_command()
+    refused = {_option(name): why for name, why in refused.items()}
+    options = _Options(options_of(command), _may_be_empty(command), refused)
     words = list(_words(Path(value), options, given, tell))
     first = next((i for i, word in enumerate(own) if word.startswith("-")), len(own))
     return [*own[:first], *words, *own[first:], *rest]
@@ -83,6 +86,7 @@ class _Options:
     """The options of a command, and those of training that it has no use for, with what to do instead."""
 
     known: Mapping[str, _Kind]
+    may_be_empty: Collection[str]
     refused: Mapping[str, str]
 
 
@@ -93,6 +97,10 @@ def _option(name: str) -> str:
 def options_of(command: type) -> dict[str, _Kind]:
     """Return the options of a command and its groups, each with the way its value is written."""
     return {option: kind for option, kind, _ in _declared(command)}
+
+
+def _may_be_empty(command: type) -> set[str]:
+    return {option for option, _, may_be in _declared(command) if may_be}
 
 
 def _declared(command: type) -> Iterator[tuple[str, _Kind, bool]]:
@@ -113,6 +121,22 @@ def _declared(command: type) -> Iterator[tuple[str, _Kind, bool]]:
             yield from ((spelling, written, may_be_empty) for spelling in _spellings(name, marks))
 
 
+def arguments_of(words: Sequence[str], command: type) -> list[str]:
+    """Return what stands on a command line beside its options, of which each has one value or none.
+
+    Args:
+        words: of a subcommand.
+        command: the dataclass of its options.
+    """
+    known = options_of(command)
+    found, is_value = list[str](), False
+    for word in words:
+        if not is_value and not word.startswith("-"):
+            found.append(word)
+        is_value = not is_value and "=" not in word and known.get(plain_option(word), "flag") != "flag"
+    return found
+
+
 def refuse_empty(arguments: Sequence[str], command: type) -> None:
     """Refuse "" as an argument, or as the value of an option that says nothing else of it.
 
@@ -125,11 +149,10 @@ def refuse_empty(arguments: Sequence[str], command: type) -> None:
     Raises:
         UsageError: naming the option or the place.
     """
-    may_be_empty = {option for option, _, may_be in _declared(command) if may_be}
-    before = ""
+    may_be_empty, before = _may_be_empty(command), ""
     for word in takewhile(lambda word: word != "--", arguments):
         option, equals, value = word.partition("=")
-        if word == "" or (equals and value == "" and word.startswith("--")):
+        if word == "" or (equals and value == "" and word.startswith("-")):
             named = before if word == "" else option
             if not named.startswith("-"):
                 named = f"the argument after {named!r}" if named else "the first argument"
@@ -207,6 +230,9 @@ def _words(
             raise ConfigError(f"{path}: {name!r} is no option of this command{meant or '; leave it out'}")
         if known[option] == "repeated" and option in given:
             continue
+        each = value if isinstance(value, list) else [value]
+        if option not in options.may_be_empty and "" in each:
+            raise ConfigError(f"{path}: {name!r} is empty; give it a value, or leave it out")
         elsewhere = Path(began_in or "").absolute() != Path.cwd()
         relative = elsewhere and option in _OF_PATHS and isinstance(value, str)
         yield from _of(path, option, str(Path(began_in or "") / value) if relative else value, known[option])
@@ -214,7 +240,7 @@ def _words(
         tell(f"{path}: left out, as this command has no use for them: {', '.join(left_out)}")
 
 
-def is_record(path: Path) -> bool:
+def is_record_of_run(path: Path) -> bool:
     """Tell whether a file can be read and is the record of a run."""
     try:
         values = parse_json(path.read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.launching.cores import share_cores
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.stop import StopRequest
-from speechdp.process.ending import outlast_signals
+from speechdp.process.ending import heed_put_off, outlast_signals
 from speechdp.process.file_limit import raise_file_limit
 from speechdp.process.heap import keep_few_kernels, keep_freed_memory
 from speechdp.timing.gpu import gpu_facts
@@ -78,6 +78,7 @@ def train_over_ranks(request: SessionRequest, function: Callable[[Session], int]
 
     Ranks that differ in world, versions, seed, data or options are refused.  A failure of any rank ends all.
     """
+    heed_put_off()
     options = request.options
     num_feeders = options.loading.feeders
     launch = environment.announced()
@@ -112,7 +113,7 @@ def _train(
 
 @contextmanager
 def _stop_request(*, by_interrupt: bool = False) -> Iterator[StopRequest]:
-    """Let signals ask to stop; when the work is done, while ranks leave, a warning changes nothing more."""
+    """Let signals ask to stop; when the work is done, while ranks leave, they change nothing more."""
     try:
         with StopRequest(by_interrupt=by_interrupt) as stop:
             yield stop

@@ -305,7 +305,9 @@ def owned_folder(
     """
     from speechdp.comm.startup.folder_owner import owner_of  # noqa: PLC0415
     from speechdp.ownership.overwrite import empty  # noqa: PLC0415
+    from speechdp.process.ending import heed_put_off  # noqa: PLC0415
 
+    heed_put_off()
     out.check(kind)
     with owner_of(out.path, command, say) as owner:
         if out.overwrite and (stays := empty(owner, kind)):

@@ -133,9 +133,10 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
     launch = environment.announced()
     feeders = f"--feeders {num_feeders}"
     if launch is None or launch.size == 1 or choice.name == "serial":
+        other = " with --backend auto" if name == "serial" else ""  # of a run that goes on it has to stay
         raise ConfigError(
             f"{feeders}: takes at least {num_feeders + 1} ranks of a host, but this one is alone; start with "
-            f"speechdp launch -np {num_feeders + 1} -- train ..., and --backend auto"
+            f"speechdp launch -np {num_feeders + 1} -- train ...{other}, or give --feeders 0"
         )
     if environment.started_by_horovodrun() or launch.launcher == "torchrun":
         raise ConfigError(

@@ -124,6 +124,8 @@ def test_forwarded_commands_and_scripts_have_their_own(tmp_path: Path) -> None:
         ({"model": {"cels": 3}}, "'cels' is no option of this command; did you mean --cells?"),
         ({"qqqqqq": 3}, "'qqqqqq' is no option of this command; leave it out"),
         ({"run_dir": "D"}, "'run_dir' is no option of this command"),
+        ({"strategy": ""}, "'strategy' is empty; give it a value, or leave it out"),
+        ({"alignments": ""}, "'alignments' is empty; give it a value, or leave it out"),
         ({"epochs": [[3]]}, "--epochs is [[3]]; write a text, a number, true or a list"),
         ([3], "holds no options; write a JSON object"),
         ({"format": "speechdp-run"}, "holds no options"),
@@ -135,6 +137,13 @@ def test_what_is_no_option_is_refused_by_name(content: Any, message: str, tmp_pa
     with pytest.raises(ConfigError, match=re.escape(f"{file}: {message}")) as caught:
         trained("--config", file)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_has_an_empty_value_where_the_command_line_may_have_one(tmp_path: Path) -> None:
+    assert trained("--config", file_of(tmp_path, {"slow_ranks": "", "noise-snr-db": ""})) == trained()
+    file = file_of(tmp_path, {"path_map": ["/a=/b", ""]})
+    with pytest.raises(ConfigError, match="'path_map' is empty; give it a value, or leave it out"):
+        main._with_config("prepare", ["C", "D", "--config", file])
 
 
 def test_a_file_that_is_not_there_or_not_given(tmp_path: Path) -> None:

@@ -147,6 +147,8 @@ def test_an_empty_path_is_not_the_current_folder(
         (["train", "DATA", "RUN", "--config", ""], "--config"),
         (["report", ""], "the first argument"),
         (["transcribe", "RUN", ""], "the argument after 'RUN'"),
+        (["transcribe", "RUN", "FILE", "-o", ""], "-o"),
+        (["transcribe", "RUN", "FILE", "-o="], "-o"),
     ],
 )
 def test_other_empty_words_are_refused(

@@ -45,8 +45,12 @@ def test_a_host_on_which_nobody_would_train_is_named(hosts: list[str]) -> None:
 def test_feeders_without_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "HOROVOD_RANK", "RANK"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match=r"--feeders 2: .* speechdp launch -np 3 "):
-        create_fed_job("auto", 2)
+    start = "--feeders 2: .* start with speechdp launch -np 3 -- train ..."
+    for backend in ("auto", "mpi"):  # which a run that goes on has to keep
+        with pytest.raises(ConfigError, match=f"{start}, or give --feeders 0$"):
+            create_fed_job(backend, 2)
+    with pytest.raises(ConfigError, match=f"{start} with --backend auto, or give --feeders 0$"):
+        create_fed_job("serial", 2)
 
 
 def test_feeders_under_horovodrun_without_mpi_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
