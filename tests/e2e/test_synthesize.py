@@ -10,6 +10,7 @@ import pytest
 import soundfile
 import torch
 
+from speechdp import exit_codes
 from speechdp.cli.main import run as speechdp
 from speechdp.data.prepare.pipeline import prepare
 from speechdp.data.shards.dataset import Dataset
@@ -159,7 +160,8 @@ def test_mistakes_are_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     given = [text.replace("DATA", str(data.path)).replace("TMP", str(tmp_path)) for text in arguments]
-    assert speechdp(["synthesize", str(run), *given]) == 1
+    expected = exit_codes.USAGE if message.startswith("give either") else exit_codes.FAILED
+    assert speechdp(["synthesize", str(run), *given]) == expected
     error = capsys.readouterr().err
     assert message in error and error.count("speechdp:") == 1 and "Traceback" not in error
 
