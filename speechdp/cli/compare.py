@@ -55,6 +55,9 @@ class CompareCommand(StartsJobs):
     One rank, which has nothing to exchange, is run once, as the reference for all strategies."""
     seeds: Annotated[str, shown("SEED,...")] = "1"
     """Seeds to train every strategy with; use at least three to draw conclusions."""
+    learning_rates: Annotated[str, shown("RATE,...", "none: all train with --learning-rate")] = ""
+    """Learning rates to try, each once for every strategy on every number of ranks.
+    Its runs then have the rate with the best held-out value: a strategy is not judged at another's rate."""
     modes: Annotated[str, shown("MODE,...")] = "frames,time"
     """What is kept equal across runs.
     frames: the number of epochs; time: the training time, about that of the slowest run in mode frames."""
@@ -132,7 +135,7 @@ class CompareCommand(StartsJobs):
         return 0
 
     def _plan(self) -> ComparePlan:
-        from speechdp.experiments.compare.plan import ComparePlan, checked_strategies, whole_numbers  # noqa: PLC0415
+        from speechdp.experiments.compare.plan import ComparePlan, checked_strategies, rates, whole_numbers  # noqa: PLC0415
 
         return ComparePlan(
             strategies=checked_strategies(self.strategies),
@@ -140,6 +143,7 @@ class CompareCommand(StartsJobs):
             seeds=whole_numbers("seeds", self.seeds, least=0),
             modes=tuple(filter(None, self.modes.split(","))),
             epochs=self.options.num_epochs,
+            learning_rates=rates(self.learning_rates),
         )
 
     def _request(self, plan: ComparePlan) -> CompareRequest:
@@ -155,6 +159,8 @@ class CompareCommand(StartsJobs):
             refuse_kaldi_pdfs(dataset.classes_path, '--decode-split ("" for none)')
         for split in filter(None, (self.options.train_split, self.options.held_out, decode_split)):
             dataset.shard_paths(split)
+        if plan.learning_rates:
+            self.options.optimizer.refuse_rate("--learning-rates tries several")
         # A rank of a race decodes nothing, and where it was started the hosts may not be told as here.
         decodes_here = not self.job and self.hosts.are_counted_here
         return CompareRequest(
@@ -193,6 +199,10 @@ class CompareScriptCommand:
     seeds: Annotated[str, shown("SEED,...")] = "1"
     """Seeds, one run each: a seed replaces {seed} in the script's arguments and is in SPEECHDP_SEED.
     Use at least three to draw conclusions."""
+    learning_rates: Annotated[str, shown("RATE,...", "none: the script's own")] = ""
+    """Learning rates to try, each in one run of every strategy on every number of ranks.
+    A rate replaces {learning_rate} in the script's arguments: -- --lr {learning_rate}.
+    The other runs then have the rate with the best final metric."""
     race: Annotated[int, shown("ROUNDS")] = 6
     """Rounds of the race after the runs: short runs of all settings in turn, so that speeds can be compared.
     Each is a start of the script.  An interval needs at least 6 rounds.
@@ -206,7 +216,13 @@ class CompareScriptCommand:
 
     def run(self) -> int:
         """Make the comparison and its report; return the exit code: 1 where a run failed."""
-        from speechdp.experiments.compare.plan import FRAMES, ComparePlan, checked_strategies, whole_numbers  # noqa: PLC0415
+        from speechdp.experiments.compare.plan import (  # noqa: PLC0415
+            FRAMES,
+            ComparePlan,
+            checked_strategies,
+            rates,
+            whole_numbers,
+        )
         from speechdp.experiments.compare.record import threads_before  # noqa: PLC0415
         from speechdp.experiments.compare.script_training import ComparedScript  # noqa: PLC0415
         from speechdp.experiments.race.plan import RaceOptions  # noqa: PLC0415
@@ -218,16 +234,18 @@ class CompareScriptCommand:
             seeds=whole_numbers("seeds", self.seeds, least=0),
             modes=(FRAMES,),
             epochs=None,
+            learning_rates=rates(self.learning_rates),
         )
         race = RaceOptions(self.race, self.race_steps)
         script = self.script.user_script(self.script_arguments)
+        script.check_rates(given=bool(plan.learning_rates))
         before = None if self.overwrite else threads_before(self.out_dir)
         starter = self.script.starter("compare", max(plan.ranks), before)
         return _compare(
             OutFolder(self.out_dir, self.overwrite),
             plan,
             lambda say: ComparedScript(script, starter, race, say, self.out_dir, plan),
-            [f"{counted(len(plan.runs()), 'run')} of {self.script.script}"],
+            [f"{_runs_of(plan)} of {self.script.script}"],
             starter.threads,
             target=self.script.target,
             metric=self.script.metric,
@@ -276,6 +294,12 @@ def _compare(
         return until_stopped(out.path, say, work)
 
 
+def _runs_of(plan: ComparePlan) -> str:
+    """Say how many runs there are, and how many before them that try learning rates."""
+    runs, trials = counted(len(plan.runs()), "run"), len(plan.trials())
+    return f"{runs}, after {trials} that try learning rates" if trials else runs
+
+
 def _announcement(request: CompareRequest) -> list[str]:
     """Say what is going to be trained, and what a step holds; refuse a batch that cannot be shared out."""
     from speechdp.train.build import training_ranks  # noqa: PLC0415
@@ -289,7 +313,7 @@ def _announcement(request: CompareRequest) -> list[str]:
         f"{batch} on each of {counted(count, 'training rank')} ({count * batch} together)"
         for count, batch in batches.items()
     ]
-    lines = [f"{counted(len(plan.runs()), 'run')}; segments per step: {', '.join(words)}"]
+    lines = [f"{_runs_of(plan)}; segments per step: {', '.join(words)}"]
     if len({count * batch for count, batch in batches.items()}) > 1:
         lines.append(
             "the batch is each rank's own: at equal frames more ranks make fewer updates "

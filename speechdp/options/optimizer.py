@@ -99,6 +99,19 @@ class OptimizerOptions:
             anneal_from=max(1, epochs * 2 // 3) if anneal_from < 0 else anneal_from,
         )
 
+    def refuse_rate(self, instead: str) -> None:
+        """Refuse a learning rate that is given.
+
+        Args:
+            instead: what the command does with other rates: `--learning-rates tries several`.
+
+        Raises:
+            ConfigError: one is, or what it is scaled from.
+        """
+        for name in ("learning_rate", "base_learning_rate", "base_batch"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{instead}: leave out --{name.replace('_', '-')}")
+
     def check_warmup(self, recipe: Recipe) -> None:
         """Refuse, of options as given, a start of a warm-up that there is not.  Raises ConfigError."""
         warmup = recipe.warmup_share if self.warmup_epochs is None else self.warmup_epochs

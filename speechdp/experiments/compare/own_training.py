@@ -13,7 +13,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.results import has_word_errors
 from speechdp.errors import RunError
 from speechdp.experiments.arguments import refuse_throughout, split_to_tune_on, train_arguments
-from speechdp.experiments.compare.plan import SEQUENTIAL, ComparePlan, stretched
+from speechdp.experiments.compare.plan import RATES, SEQUENTIAL, ComparePlan, stretched
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.training import ComparedTraining, log_of
 from speechdp.experiments.jobs import JobStarter
@@ -62,12 +62,20 @@ class CompareRequest:
             **{key: value for key, value in options.items() if key not in ("strategy", "seed")},
         }
 
-    def options_of(self, strategy: StrategyChoice, seed: int) -> TrainOptions:
-        """Return the options of a run at equal frames."""
-        return dataclasses.replace(self.options, strategy=strategy, seed=seed)
+    def options_of(
+        self, strategy: StrategyChoice, seed: int, learning_rate: float | None = None
+    ) -> TrainOptions:
+        """Return the options of a run at equal frames, with another learning rate where it has one."""
+        options = dataclasses.replace(self.options, strategy=strategy, seed=seed)
+        if learning_rate is None:
+            return options
+        optimizer = dataclasses.replace(options.optimizer, learning_rate=learning_rate)
+        return dataclasses.replace(options, optimizer=optimizer)
 
     def race_on(self, ranks: int, strategies: Sequence[StrategyChoice], options: TrainOptions) -> RacePlan:
         """Return the race of strategies on so many ranks; where one rank was compared, it races too.
+
+        Steps take as long at any learning rate: all race with that which the training has by itself.
 
         Args:
             options: what the settings share, as the ranks are given them.
@@ -123,29 +131,34 @@ class OwnTraining(ComparedTraining):
                 raise RunError(f"{run_dir}: the alignment failed: {message}")
         self._alignments = last_alignment(run_dir, options)
 
-    def is_done(self, run_dir: Path) -> bool:
-        """Tell whether a run is trained and decoded."""
-        split = self._request.decode_split
+    def is_done(self, run: RunRecord, run_dir: Path) -> bool:
+        """Tell whether a run is trained and, unless it only tries a learning rate, decoded."""
+        split = self._split_of(run)
         decoded = split == "" or has_word_errors(run_dir, split)
         return decoded and RunDirectory(run_dir).is_complete
+
+    def _split_of(self, run: RunRecord) -> str:
+        """Return the split that is decoded after a run; "": none."""
+        return "" if run.mode == RATES else self._request.decode_split
 
     def run(self, run: RunRecord, run_dir: Path) -> str | None:
         """Train and decode a run, as far as that is not done; return None, or what went wrong."""
         request, directory = self._request, RunDirectory(run_dir)
         if not (directory.is_complete and directory.has_model):
-            options = request.options_of(run.strategy, run.seed)
+            options = request.options_of(run.strategy, run.seed, run.learning_rate)
             assert run.epochs is not None
             if run.epochs != options.num_epochs:
                 options = stretched(options, run.epochs)
             message = self._train(run_dir, options.on_alignments(self._alignments), run.ranks)
             if message is not None:
                 return message
-        if not request.decode_split:
+        split = self._split_of(run)
+        if not split:
             return None
         ranks = min(run.ranks, request.most_decoding_ranks or run.ranks)
-        words = ["decode", str(run_dir), str(request.data.absolute()), "--split", request.decode_split]
+        words = ["decode", str(run_dir), str(request.data.absolute()), "--split", split]
         words += [f"--device={request.options.device}"]
-        tune_on = split_to_tune_on(request.data, request.options.held_out, request.decode_split)
+        tune_on = split_to_tune_on(request.data, request.options.held_out, split)
         words += [f"--tune-on={tune_on}"] if tune_on is not None else []
         if ranks > 1:
             words += [f"--backend={request.options.backend}"]
@@ -155,9 +168,9 @@ class OwnTraining(ComparedTraining):
         KeptGraph(run_dir).discard()  # each run has another: they would fill a disk
         return message
 
-    def race(self, ranks: int, strategies: Sequence[StrategyChoice]) -> str | None:
+    def race(self, ranks: int, runs: Sequence[RunRecord]) -> str | None:
         """Let strategies race on so many ranks, unless they have; return None, or what went wrong."""
-        request = self._request
+        request, strategies = self._request, [run.strategy for run in runs if run.ranks == ranks]
         options = request.options_of(SEQUENTIAL, request.plan.seeds[0]).on_alignments(self._alignments)
         plan = request.race_on(ranks, strategies, options)
         if not plan.is_race or _was_held(request.out, plan):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +19,10 @@ FRAMES = "frames"
 #: Every run trains for about as long as the slowest run of `FRAMES` with as many ranks and the same seed.
 TIME = "time"
 MODES = (FRAMES, TIME)
+#: Every learning rate is tried once, at equal frames, with a seed that no other run has.
+RATES = "rates"
+#: The first seed that is taken for that, unless it is one of the comparison's.
+_RATES_SEED = 1000
 #: What is trained on one rank, whatever the strategies: it has nothing to exchange.
 SEQUENTIAL = StrategyChoice("gradient_averaging")
 
@@ -27,6 +33,7 @@ class PlannedRun:
 
     Attributes:
         epochs: None until it is known (mode `TIME`), and of a script, which trains as long as it does.
+        learning_rate: None where it is what the training has by itself.
     """
 
     strategy: StrategyChoice
@@ -34,29 +41,35 @@ class PlannedRun:
     seed: int
     mode: str
     epochs: int | None
+    learning_rate: float | None = None
 
     @property
     def folder(self) -> str:
         """Name of its folder; a run of another length is another run."""
-        readable = self.strategy.file_name
-        if self.is_of_script:
-            return f"{self.ranks}x-{readable}-seed{self.seed}"
-        assert self.epochs is not None
-        return f"{self.mode}-{self.ranks}x-{readable}-seed{self.seed}-{self.epochs}ep"
+        assert self.epochs is not None or self.is_of_script
+        words = [f"{self.ranks}x-{self.strategy.file_name}-seed{self.seed}"]
+        if not self.is_of_script or self.mode != FRAMES:
+            words.insert(0, self.mode)
+        if self.epochs is not None:
+            words.append(f"{self.epochs}ep")
+        if self.learning_rate is not None:
+            words.append(f"rate{self.learning_rate:g}")
+        return "-".join(words)
 
     @property
     def title(self) -> str:
         """What lines of progress and the page call it."""
-        label = strategy_label(self.strategy.text, self.ranks)
-        what = f"{label}, seed {self.seed}"
-        if self.ranks > 1:
-            what = f"{rank_count(self.ranks)}, {what}"
-        return what if self.is_of_script else f"equal {self.mode}, {what}"
+        words = [] if self.is_of_script or self.mode == RATES else [f"equal {self.mode}"]
+        words += [rank_count(self.ranks)] if self.ranks > 1 else []
+        words.append(strategy_label(self.strategy.text, self.ranks))
+        words += [] if self.mode == RATES else [f"seed {self.seed}"]
+        words += [] if self.learning_rate is None else [f"learning rate {self.learning_rate:g}"]
+        return ", ".join(words)
 
     @property
     def is_of_script(self) -> bool:
         """Whether a script of the user's decides how long it trains."""
-        return self.mode == FRAMES and self.epochs is None
+        return self.mode != TIME and self.epochs is None
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,8 @@ class ComparePlan:
         seeds: every strategy is trained once for each.
         modes: of `MODES`, `FRAMES` among them.
         epochs: of the runs at equal frames; None: a script's own.
+        learning_rates: that are tried for every strategy on every number of ranks; empty: none, all train
+            with the rate that the training has by itself.
     """
 
     strategies: tuple[StrategyChoice, ...]
@@ -76,12 +91,14 @@ class ComparePlan:
     seeds: tuple[int, ...]
     modes: tuple[str, ...]
     epochs: int | None
+    learning_rates: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.strategies:
             raise ConfigError("--strategies: name at least one, e.g. gradient_averaging,bmuf:period=16")
         for name in ("strategies", "ranks", "seeds", "modes"):
             refuse_twice(name, getattr(self, name))
+        refuse_twice("learning-rates", self.learning_rates)
         if self.epochs is not None:  # a script's seeds are its own matter
             for seed in self.seeds:
                 check_seed(seed, "--seeds")
@@ -91,6 +108,19 @@ class ComparePlan:
     def strategies_on(self, ranks: int) -> tuple[StrategyChoice, ...]:
         """Return what is trained on so many ranks."""
         return self.strategies if ranks > 1 else (SEQUENTIAL,)
+
+    def trials(self) -> list[PlannedRun]:
+        """Return the runs that try learning rates, in the order they are trained in.
+
+        Their seed is none of the comparison's: what is chosen by a run would come out too good in it.
+        """
+        seed = next(seed for seed in itertools.count(_RATES_SEED) if seed not in self.seeds)
+        return [
+            PlannedRun(choice, ranks, seed, RATES, self.epochs, rate)
+            for ranks in sorted(self.ranks)
+            for choice in self.strategies_on(ranks)
+            for rate in sorted(self.learning_rates)
+        ]
 
     def runs(self) -> list[PlannedRun]:
         """Return all runs in the order they are trained in; every other seed has the strategies reversed.
@@ -169,6 +199,27 @@ def whole_numbers(option: str, text: str, least: int) -> tuple[int, ...]:
     if not words or not all(word.isdecimal() and int(word) >= least for word in words):
         raise ConfigError(f"--{option} {text!r}: write whole numbers from {least} on, separated by commas")
     return tuple(int(word) for word in words)
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """Read `--learning-rates 0.001,0.002,0.004`; empty: none.
+
+    Raises:
+        ConfigError: something else, or a single one.
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    try:
+        found = tuple(float(word) for word in words)
+    except ValueError:
+        found = ()
+    if len(found) != len(words) or not all(0 < rate < math.inf for rate in found):
+        raise ConfigError(f"--learning-rates {text!r}: write numbers above 0, separated by commas")
+    if len(found) == 1:
+        raise ConfigError(
+            f"--learning-rates {text}: is a single one, of which there is none to choose; write several, for "
+            f"example {found[0] / 2:g},{found[0]:g},{found[0] * 2:g}"
+        )
+    return found
 
 
 def equal_time_epochs(epochs: int, own_s: float, reference_s: float) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from speechdp.experiments.compare.plan import PlannedRun
+from speechdp.experiments.compare.plan import TIME, PlannedRun
 from speechdp.experiments.record import (
     COMPLETE,
     PENDING,
@@ -32,6 +32,7 @@ class RunRecord:
         message: why it failed.
         wall_s: how long training, decoding and start took in the last command that ran it; None: none of this
             record has.
+        learning_rate: as in PlannedRun.
     """
 
     strategy: StrategyChoice
@@ -43,26 +44,38 @@ class RunRecord:
     state: str = PENDING
     message: str = ""
     wall_s: float | None = None
+    learning_rate: float | None = None
 
     @classmethod
     def of(cls, run: PlannedRun) -> RunRecord:
         """Return the record of a run that has not begun."""
-        return cls(run.strategy, run.ranks, run.seed, run.mode, run.epochs)
+        return cls(**vars(run))
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunRecord:
         """Return what `to_json` gave, or an earlier version, or a later one with more in it."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        if known.get("learning_rate") is not None:
+            known["learning_rate"] = float(known["learning_rate"])
         return cls(**{**known, "strategy": StrategyChoice(str(values["strategy"]))})
 
     def to_json(self) -> dict[str, Any]:
         """Return what stands in compare.json; the strategy as it was given."""
-        return {**vars(self), "strategy": self.strategy.text}
+        values = {**vars(self), "strategy": self.strategy.text}
+        if self.learning_rate is None:
+            del values["learning_rate"]
+        return values
 
     @property
     def planned(self) -> PlannedRun:
         """What is to be trained."""
-        return PlannedRun(self.strategy, self.ranks, self.seed, self.mode, self.epochs)
+        return PlannedRun(self.strategy, self.ranks, self.seed, self.mode, self.epochs, self.learning_rate)
+
+    @property
+    def key(self) -> tuple[str, int, int, str, int | None, float | None]:
+        """Return what tells runs apart; the epochs of those at equal time follow from the others."""
+        epochs = None if self.mode == TIME else self.epochs
+        return self.strategy.text, self.ranks, self.seed, self.mode, epochs, self.learning_rate
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,7 @@ class CompareRecord:
         metric: what runs of a script are judged by, as for `--metric`; "": what they log last.
         failed_races: why, by the number of ranks.
         threads: of a rank, the same in all runs; None: an earlier version did not say.
+        trials: runs that try learning rates, from which those of `runs` are chosen.
     """
 
     settings: dict[str, Any]
@@ -83,12 +97,19 @@ class CompareRecord:
     metric: str = ""
     failed_races: dict[str, str] = field(default_factory=dict)
     threads: int | None = None
+    trials: tuple[RunRecord, ...] = ()
 
     def with_run(self, index: int, **changes: Any) -> CompareRecord:
         """Return the record with some fields of run `index` changed."""
-        runs = list(self.runs)
-        runs[index] = replace(runs[index], **changes)
-        return replace(self, runs=tuple(runs))
+        return replace(self, runs=_changed(self.runs, index, changes))
+
+    def with_trial(self, index: int, **changes: Any) -> CompareRecord:
+        """Return the record with some fields of trial `index` changed."""
+        return replace(self, trials=_changed(self.trials, index, changes))
+
+
+def _changed(runs: tuple[RunRecord, ...], index: int, changes: dict[str, Any]) -> tuple[RunRecord, ...]:
+    return (*runs[:index], replace(runs[index], **changes), *runs[index + 1 :])
 
 
 def write_record(out: Path, record: CompareRecord) -> None:
@@ -100,6 +121,7 @@ def write_record(out: Path, record: CompareRecord) -> None:
         **({"metric": record.metric} if record.metric else {}),
         **({"failed_races": record.failed_races} if record.failed_races else {}),
         **({} if record.threads is None else {"threads": record.threads}),
+        **({"trials": [run.to_json() for run in record.trials]} if record.trials else {}),
     }
     write_record_file(out / FILE_NAME, "compare", content)
 
@@ -114,14 +136,15 @@ def read_record(out: Path) -> CompareRecord:
     with reading(path, _THEN):
         content = read_record_file(path, "compare")
         runs = tuple(RunRecord.from_json(run) for run in content["runs"])
+        trials = tuple(RunRecord.from_json(run) for run in content.get("trials", ()))
         settings, completed = dict(content["settings"]), bool(content["completed"])
         metric = str(content.get("metric", ""))
         failed_races = {str(ranks): str(why) for ranks, why in content.get("failed_races", {}).items()}
         threads = None if content.get("threads") is None else int(content["threads"])
-    for run in runs:
+    for run in (*trials, *runs):
         if run.folder is not None:
             check_beside(path, run.folder)
-    return CompareRecord(settings, runs, completed, metric, failed_races, threads)
+    return CompareRecord(settings, runs, completed, metric, failed_races, threads, trials)
 
 
 def find_earlier(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> CompareRecord | None:

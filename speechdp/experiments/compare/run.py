@@ -9,11 +9,19 @@ from pathlib import Path
 from statistics import fmean
 
 from speechdp.counting import counted
-from speechdp.experiments.compare.plan import FRAMES, MODES, TIME, ComparePlan, equal_time_epochs
+from speechdp.experiments.compare.plan import (
+    FRAMES,
+    MODES,
+    SEQUENTIAL,
+    TIME,
+    ComparePlan,
+    equal_time_epochs,
+)
 from speechdp.experiments.compare.record import CompareRecord, RunRecord, find_earlier, write_record
 from speechdp.experiments.compare.training import ComparedTraining
 from speechdp.experiments.record import COMPLETE, FAILED, PENDING
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.kit import formatting
 from speechdp.report.kit.metric_names import terms_of
 from speechdp.report.runs.derived import run_figures
@@ -42,8 +50,8 @@ class Comparer:
         threads: int | None = None,
     ) -> None:
         self._out, self._plan, self._training, self._say = out, plan, training, say
-        records = tuple(RunRecord.of(run) for run in plan.runs())
-        self._record = CompareRecord(training.settings(), records, metric=metric, threads=threads)
+        runs, trials = (tuple(map(RunRecord.of, planned)) for planned in (plan.runs(), plan.trials()))
+        self._record = CompareRecord(training.settings(), runs, metric=metric, threads=threads, trials=trials)
 
     def run(self) -> CompareRecord:
         """Train and decode all runs; return what became of them.
@@ -58,6 +66,10 @@ class Comparer:
             self._take_over(earlier)
         self._update(self._record)
         self._training.begin()
+        if self._record.trials:
+            self._try_rates(earlier)
+        if earlier is not None:
+            self._say_what_is_left_out(earlier)
         # Equal times are those of the runs at equal frames, which come first.
         for mode in sorted(self._plan.modes, key=MODES.index):
             if mode == TIME:
@@ -74,11 +86,14 @@ class Comparer:
 
     def _take_over(self, earlier: CompareRecord) -> None:
         """Begin with what an earlier command has finished, which the page has in the meantime."""
-        self._record = with_finished(
-            self._record, earlier, lambda folder: self._training.is_done((self._out / folder).absolute())
-        )
-        named = set(map(_key, self._record.runs))
-        others = [run for run in earlier.runs if run.state == COMPLETE and _key(run) not in named]
+        trials = with_finished(self._record.trials, earlier.trials, self._is_done)
+        self._record = with_rates(dataclasses.replace(self._record, trials=trials), self._out)
+        runs = with_finished(self._record.runs, earlier.runs, self._is_done)
+        self._record = dataclasses.replace(self._record, runs=runs)
+
+    def _say_what_is_left_out(self, earlier: CompareRecord) -> None:
+        named = {run.key for run in self._record.runs}
+        others = [run for run in earlier.runs if run.state == COMPLETE and run.key not in named]
         if others:
             self._say(
                 f"{counted(len(others), 'finished run')} of {self._out} will not be in the report, first "
@@ -86,19 +101,36 @@ class Comparer:
                 "repeat the command to have them back"
             )
 
+    def _is_done(self, run: RunRecord) -> bool:
+        """Tell whether the folder of a finished run holds all that is wanted now."""
+        assert run.folder is not None
+        return self._training.is_done(run, (self._out / run.folder).absolute())
+
     def _update(self, record: CompareRecord) -> None:
         self._record = record
         write_record(self._out, record)
 
+    def _try_rates(self, earlier: CompareRecord | None) -> None:
+        """Train once with every learning rate, and give each strategy on each number of ranks its best."""
+        for index in range(len(self._record.trials)):
+            self._carry_out(index, is_trial=True)
+        self._update(with_rates(self._record, self._out))
+        if earlier is not None:
+            self._take_over(earlier)
+        for (strategy, ranks), rate in chosen_rates(self._record, self._out).items():
+            what = f"{formatting.rank_count(ranks)}, {formatting.strategy_label(strategy, ranks)}"
+            self._say(f"learning rate {rate:g}: {what}")
+
     def _race(self) -> None:
         """Let those strategies race on each number of ranks that have been trained there."""
         failed: dict[str, str] = {}
+        finished: dict[tuple[StrategyChoice, int], RunRecord] = {}
+        for run in self._record.runs:
+            if run.mode == FRAMES and run.state == COMPLETE:
+                finished.setdefault((run.strategy, run.ranks), run)
         for ranks in sorted({run.ranks for run in self._record.runs if run.ranks > 1}):
-            trained = dict.fromkeys(
-                run.strategy for run in self._record.runs if run.ranks == ranks and run.state == COMPLETE
-            )
-            given = [choice for choice in self._plan.strategies_on(ranks) if choice in trained]
-            message = self._training.race(ranks, given)
+            settings = [(SEQUENTIAL, 1), *((choice, ranks) for choice in self._plan.strategies_on(ranks))]
+            message = self._training.race(ranks, [finished[one] for one in settings if one in finished])
             if message is not None:
                 failed[str(ranks)] = message
             self._update(dataclasses.replace(self._record, failed_races=failed))
@@ -110,12 +142,20 @@ class Comparer:
                 what = run.message or "is the one at equal frames: as many epochs"
                 self._say(f"[{index + 1}/{total}] {run.planned.title}: {what}")
 
-    def _carry_out(self, index: int) -> None:
-        """Train and decode run `index`, unless that is done, and record what became of it."""
-        run = self._record.runs[index]
+    def _carry_out(self, index: int, *, is_trial: bool = False) -> None:
+        """Train and decode run or trial `index`, unless that is done, and record what became of it."""
+        runs, with_run = self._record.runs, CompareRecord.with_run
+        if is_trial:
+            runs, with_run = self._record.trials, CompareRecord.with_trial
+        run = runs[index]
         folder = run.planned.folder
-        place = f"[{index + 1}/{len(self._record.runs)}] {run.planned.title}"
-        self._update(self._record.with_run(index, folder=folder))
+        place = f"[{index + 1}/{len(runs)}] {run.planned.title}"
+        if self._record.trials and run.learning_rate is None:
+            why = "none of the learning rates that were tried for it has led to a score"
+            self._say(f"{place}: failed: {why}")
+            self._update(with_run(self._record, index, state=FAILED, message=why))
+            return
+        self._update(with_run(self._record, index, folder=folder))
         message, wall_s = carry_out(
             self._training,
             run,
@@ -127,38 +167,61 @@ class Comparer:
         )
         state = COMPLETE if message is None else FAILED
         wall_s = run.wall_s if wall_s is None else wall_s
-        self._update(self._record.with_run(index, state=state, message=message or "", wall_s=wall_s))
+        self._update(with_run(self._record, index, state=state, message=message or "", wall_s=wall_s))
         # Before hours of further runs: refuse a name that none of those so far has logged.
-        done = [other.folder for other in self._record.runs if other.state == COMPLETE]
+        runs = (*self._record.trials, *self._record.runs)
+        done = [other.folder for other in runs if other.state == COMPLETE]
         common_metric([self._out / name for name in done if name is not None], self._record.metric)
 
     def _time_left(self) -> str:
-        left_s = estimate_left_s(self._record.runs)
+        left_s = estimate_left_s([*self._record.trials, *self._record.runs])
         return "" if left_s is None else f"; about {formatting.seconds(left_s)} left"
 
 
 def with_finished(
-    record: CompareRecord, earlier: CompareRecord, is_done: Callable[[str], bool]
-) -> CompareRecord:
-    """Return a record with what became of those of its runs that an earlier one has as finished.
+    runs: Sequence[RunRecord], earlier: Sequence[RunRecord], is_done: Callable[[RunRecord], bool]
+) -> tuple[RunRecord, ...]:
+    """Return runs with what became of those of them that were finished earlier.
 
     Args:
-        is_done: tells of a run's folder whether it holds all that is wanted now.
+        is_done: tells of a finished run whether its folder holds all that is wanted now.
     """
-    done = {_key(run): run for run in earlier.runs if run.state == COMPLETE and run.folder is not None}
-    for index, run in enumerate(record.runs):
-        found = done.get(_key(run))
-        if found is not None and found.folder is not None and is_done(found.folder):
-            record = record.with_run(
-                index, epochs=found.epochs, folder=found.folder, state=COMPLETE, wall_s=found.wall_s
-            )
-    return record
+    done = {run.key: run for run in earlier if run.state == COMPLETE and run.folder is not None}
+    return tuple(
+        found if (found := done.get(run.key)) is not None and is_done(found) else run for run in runs
+    )
 
 
-def _key(run: RunRecord) -> tuple[str, int, int, str, int | None]:
-    """Return what tells runs apart; the epochs of those at equal time follow from the others."""
-    epochs = run.epochs if run.mode == FRAMES else None
-    return run.strategy.text, run.ranks, run.seed, run.mode, epochs
+def with_rates(record: CompareRecord, out: Path) -> CompareRecord:
+    """Return a record whose runs have the learning rates that its trials, as far as they are done, chose.
+
+    A run that gets another rate is another run, which has not begun.
+    """
+    chosen, runs = chosen_rates(record, out), list[RunRecord]()
+    for run in record.runs:
+        rate = chosen.get((run.strategy.text, run.ranks))
+        if rate != run.learning_rate:
+            epochs = run.epochs if run.mode == FRAMES else None
+            run = RunRecord(run.strategy, run.ranks, run.seed, run.mode, epochs, learning_rate=rate)  # noqa: PLW2901
+        runs.append(run)
+    return dataclasses.replace(record, runs=tuple(runs))
+
+
+def chosen_rates(record: CompareRecord, out: Path) -> dict[tuple[str, int], float]:
+    """Return the learning rate of each strategy on each number of ranks: of those tried, the best.
+
+    The best has the best final held-out score, the lower of two that are as good.  One that is still to be
+    tried might be it, so there is none before all are; one that failed or has no score is none.
+    """
+    scores: dict[tuple[str, int], dict[float, float]] = {}
+    waiting = {(run.strategy.text, run.ranks) for run in record.trials if run.state == PENDING}
+    for run in record.trials:
+        key = run.strategy.text, run.ranks
+        if run.state == COMPLETE and run.folder is not None and key not in waiting:
+            score = run_figures(read_run(out / run.folder, record.metric), None, None).score
+            if score is not None and run.learning_rate is not None:
+                scores.setdefault(key, {})[run.learning_rate] = score
+    return {key: min(of, key=lambda rate, of=of: (-of[rate], rate)) for key, of in scores.items()}  # type: ignore[misc]
 
 
 def carry_out(
@@ -187,7 +250,7 @@ def carry_out(
     """
     run_dir = run_dir.absolute()
     message, wall_s = None, None
-    if not training.is_done(run_dir):
+    if not training.is_done(run, run_dir):
         say(f"{place}: started{expectation}")
         start_s = time.monotonic()
         message = training.run(run, run_dir)

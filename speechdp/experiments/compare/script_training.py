@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from speechdp.counting import counted
-from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL, ComparePlan, PlannedRun
+from speechdp.errors import ConfigError
+from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL, ComparePlan
 from speechdp.experiments.compare.record import RunRecord
 from speechdp.experiments.compare.training import ComparedTraining, log_of
 from speechdp.experiments.jobs import JobStarter
@@ -38,6 +39,8 @@ from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS
 SEED = "SPEECHDP_SEED"
 #: Stands for the seed in a script's arguments.
 SEED_WORD = "{seed}"
+#: Stands for the learning rate.
+RATE_WORD = "{learning_rate}"
 #: The back-end of which all ranks are threads of one process.
 THREADS = "threads"
 
@@ -47,7 +50,8 @@ class UserScript:
     """A script that trains with `speechdp.DataParallel`.
 
     Attributes:
-        arguments: of its command line; `{seed}` in them stands for the seed of a run.
+        arguments: of its command line; `{seed}` in them stands for the seed of a run, and `{learning_rate}`
+            for its learning rate, where several are tried.
         backend: as for `run_ranks`; `threads` for as many as there are ranks.
     """
 
@@ -55,9 +59,30 @@ class UserScript:
     arguments: tuple[str, ...] = ()
     backend: str = "auto"
 
-    def words(self, seed: int) -> list[str]:
+    def words(self, run: RunRecord) -> list[str]:
         """Return its path and arguments."""
-        return [str(self.path), *(word.replace(SEED_WORD, str(seed)) for word in self.arguments)]
+        values = {SEED_WORD: str(run.seed)}
+        if run.learning_rate is not None:
+            values[RATE_WORD] = f"{run.learning_rate:g}"
+        return [str(self.path), *(_filled(word, values) for word in self.arguments)]
+
+    def check_rates(self, *, given: bool) -> None:
+        """Refuse learning rates that the script is not told, and a place for them that nothing fills.
+
+        Raises:
+            ConfigError: it is so.
+        """
+        has_place = any(RATE_WORD in word for word in self.arguments)
+        if given and not has_place:
+            raise ConfigError(
+                f"--learning-rates: write {RATE_WORD} in the script's arguments where a rate is to stand, "
+                f"for example -- --lr {RATE_WORD}"
+            )
+        if has_place and not given:
+            raise ConfigError(
+                f"{RATE_WORD} in the script's arguments stands for one of --learning-rates; give them, for "
+                "example --learning-rates 0.001,0.002,0.004"
+            )
 
     def processes(self, ranks: int) -> int:
         """Return how many processes so many ranks are."""
@@ -76,6 +101,13 @@ class UserScript:
         }
 
 
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    """Return a word of a command line with values in place of what stands for them."""
+    for name, value in values.items():
+        word = word.replace(name, value)
+    return word
+
+
 def run_until(
     script: UserScript, starter: JobStarter, run: RunRecord, run_dir: Path, pause: Pause
 ) -> str | None:
@@ -86,7 +118,7 @@ def run_until(
     """
     environment = script.environment(run.strategy, run.ranks, run.seed, run_dir) | {PAUSE: str(pause)}
     message = starter.run_script(
-        script.processes(run.ranks), script.words(run.seed), log_of(run_dir), environment, may_pause=True
+        script.processes(run.ranks), script.words(run), log_of(run_dir), environment, may_pause=True
     )
     if message is None and not RunDirectory(run_dir).is_begun:
         return f"{script.path.name} {_NOTHING_TRAINED}"
@@ -159,6 +191,7 @@ class RacedRuns:
         ranks: of those that do not train alone.
         seed: of all turns, and of their order.
         runs: folders of finished runs, one a setting.
+        rates: learning rates of those that have one of their own.
     """
 
     out: Path
@@ -166,6 +199,7 @@ class RacedRuns:
     ranks: int
     seed: int
     runs: Mapping[RaceSetting, Path]
+    rates: Mapping[RaceSetting, float | None] = field(default_factory=dict)
 
 
 class ScriptTraining(ComparedTraining):
@@ -195,7 +229,7 @@ class ScriptTraining(ComparedTraining):
             "backend": script.backend,
         }
 
-    def is_done(self, run_dir: Path) -> bool:
+    def is_done(self, run: RunRecord, run_dir: Path) -> bool:
         """Tell whether the script has ended well; what it does after its training belongs to the run."""
         return RunDirectory(run_dir).script_has_ended_well
 
@@ -206,7 +240,7 @@ class ScriptTraining(ComparedTraining):
         directory = RunDirectory(run_dir)
         directory.forget_end()  # so that the script may begin anew where it trained but then failed
         message = self._starter.run_script(
-            script.processes(run.ranks), script.words(run.seed), log_of(run_dir), environment
+            script.processes(run.ranks), script.words(run), log_of(run_dir), environment
         )
         if message is not None:
             return message
@@ -307,7 +341,9 @@ class ScriptTraining(ComparedTraining):
 
 def _turn_of(setting: RaceSetting, raced: RacedRuns) -> RunRecord:
     ranks = 1 if setting.alone else raced.ranks
-    return RunRecord(setting.strategy, ranks, raced.seed, FRAMES, None)
+    return RunRecord(
+        setting.strategy, ranks, raced.seed, FRAMES, None, learning_rate=raced.rates.get(setting)
+    )
 
 
 class ComparedScript(ScriptTraining):
@@ -329,19 +365,22 @@ class ComparedScript(ScriptTraining):
         super().__init__(script, starter, race, say)
         self._out, self._plan = out, plan
 
-    def race(self, ranks: int, strategies: Sequence[StrategyChoice]) -> str | None:
-        """See ComparedTraining; where one rank was run, it races too."""
-        runs = {RaceSetting(choice.text, choice): self._finished(choice, ranks) for choice in strategies}
-        alone = self._finished(SEQUENTIAL, 1) if 1 in self._plan.ranks else None
-        if alone is not None:
-            runs = {RaceSetting(ONE_RANK, SEQUENTIAL, alone=True): alone, **runs}
-        found = {setting: run_dir for setting, run_dir in runs.items() if run_dir is not None}
-        return self.hold_race(RacedRuns(self._out, "compare", ranks, self._plan.seeds[0], found))
+    def race(self, ranks: int, runs: Sequence[RunRecord]) -> str | None:
+        """See ComparedTraining."""
+        settings = {_setting_of(run): run for run in sorted(runs, key=lambda run: run.ranks > 1)}
+        return self.hold_race(
+            RacedRuns(
+                self._out,
+                "compare",
+                ranks,
+                self._plan.seeds[0],
+                {setting: self._out / run.planned.folder for setting, run in settings.items()},
+                {setting: run.learning_rate for setting, run in settings.items()},
+            )
+        )
 
-    def _finished(self, strategy: StrategyChoice, ranks: int) -> Path | None:
-        """Return the folder of a finished run, of the first seed that has one."""
-        for seed in self._plan.seeds:
-            run_dir = self._out / PlannedRun(strategy, ranks, seed, FRAMES, None).folder
-            if self.is_done(run_dir):
-                return run_dir
-        return None
+
+def _setting_of(run: RunRecord) -> RaceSetting:
+    if run.ranks == 1:
+        return RaceSetting(ONE_RANK, SEQUENTIAL, alone=True)
+    return RaceSetting(run.strategy.text, run.strategy)

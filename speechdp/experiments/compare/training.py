@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from speechdp.experiments.compare.record import RunRecord
-from speechdp.parallel.registry import StrategyChoice
 
 LOGS = "logs"
 
@@ -24,8 +23,11 @@ class ComparedTraining(ABC):
         """Do what all runs need before the first.  Raises RunError where that fails."""
         return
 
-    def race(self, ranks: int, strategies: Sequence[StrategyChoice]) -> str | None:
+    def race(self, ranks: int, runs: Sequence[RunRecord]) -> str | None:
         """Let strategies race on so many ranks; return None, or what went wrong in one line.
+
+        Args:
+            runs: a finished one of each strategy that takes part, and of one rank where it does.
 
         Raises:
             JobStopped: a signal came meanwhile.
@@ -34,7 +36,7 @@ class ComparedTraining(ABC):
         return None
 
     @abstractmethod
-    def is_done(self, run_dir: Path) -> bool:
+    def is_done(self, run: RunRecord, run_dir: Path) -> bool:
         """Tell whether nothing of a run is left to do."""
 
     @abstractmethod

@@ -172,8 +172,9 @@ class TunedScript(TunedJobs):
     def command(self, setting: Setting, backend: str) -> str:
         """See TunedJobs."""
         script = replace(self._script, backend=backend)
-        told = script.environment(setting.strategy, self._ranks, self._seeds[0], Path(NEW_RUN))
+        record = self._record_of(setting.strategy, self._seeds[0])
+        told = script.environment(record.strategy, record.ranks, record.seed, Path(NEW_RUN))
         shown = [f"{name}={shlex.quote(told[name])}" for name in (STRATEGY, FOLDER, BACKEND, SEED)]
         launch = ["speechdp", "launch", *self._starter.launch_options]
-        launch += ["-np", str(script.processes(self._ranks)), "--", "python", *script.words(self._seeds[0])]
+        launch += ["-np", str(script.processes(self._ranks)), "--", "python", *script.words(record)]
         return " ".join([*shown, shlex.join(launch)])

@@ -17,6 +17,7 @@ from speechdp.report.compare.headline import (
     seeds_wanted,
     tolerance,
 )
+from speechdp.report.compare.rates import rate_sentences
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
@@ -56,11 +57,11 @@ class ComparisonAnswer(Answer):
     chosen: dict[int, Group] = field(default_factory=dict)
 
 
-def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> ComparisonAnswer:
+def choose(groups: Sequence[Group], cautions: tuple[str, ...] = ()) -> ComparisonAnswer:
     """Apply the rule (`rule_for`) to the groups of every number of ranks above 1.
 
     Args:
-        of_races: what the reader must know of the races, a sentence each.
+        cautions: what the reader must know of races and learning rates, a sentence each.
     """
     chosen: dict[int, Group] = {}
     unsure: set[int] = set()
@@ -80,6 +81,7 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
             chosen[ranks] = one_rank if one_rank is not None and suffices else fastest
             like_one_rank |= {ranks} if any(map(_is_like_one_rank, [fastest, *alike])) else set()
             details += _sentences(fastest, best, rows, one_rank)
+            details += rate_sentences(rows)
             details += told_apart(rows, lambda group: group.label, f" on {ranks} ranks")
             details += _not_told_apart(fastest, alike)
             details += _gain(fastest, rows)
@@ -88,10 +90,10 @@ def choose(groups: Sequence[Group], of_races: tuple[str, ...] = ()) -> Compariso
             details += _by_chance(accurate)
     raced = any_raced(groups)
     machine = _machine(groups, raced=raced)
-    cautions = tuple(filter(None, (machine if raced else "", *of_races, *_cautions(groups))))
+    found = tuple(filter(None, (machine if raced else "", *cautions, *_cautions(groups))))
     warning = "" if raced else machine
     text = headline(chosen, unsure, like_one_rank, groups, one_rank)
-    return ComparisonAnswer(text, tuple(details), cautions, warning, chosen=chosen)
+    return ComparisonAnswer(text, tuple(details), found, warning, chosen=chosen)
 
 
 def rule_for(groups: Sequence[Group]) -> str:

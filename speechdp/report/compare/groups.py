@@ -43,13 +43,19 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison as it was found; of races that failed: why, by the number of ranks."""
+    """A comparison as it was found.
+
+    Attributes:
+        trials: runs that tried learning rates.
+        failed_races: why, by the number of ranks.
+    """
 
     path: Path
     settings: dict[str, Any]
     runs: tuple[ComparedRun, ...]
     races: ShownRaces = field(default_factory=ShownRaces)
     failed_races: Mapping[str, str] = field(default_factory=dict)
+    trials: tuple[ComparedRun, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,7 @@ class Group:
         raced: its speed by the race on as many ranks; None: it took no part, or there was none.
         alone: that of one rank in the same race.
         alone_on: of one rank, its speeds by the races in which it took part, by their number of ranks.
+        learning_rate: of its runs, where several were tried; None: what the training has by itself.
     """
 
     strategy: str
@@ -101,6 +108,7 @@ class Group:
     raced: RacedSpeed | None = None
     alone: RacedSpeed | None = None
     alone_on: Mapping[int, RacedSpeed] = field(default_factory=dict)
+    learning_rate: float | None = None
 
     def spread(self, figure: Callable[[RunFigures], Value]) -> Spread | None:
         """Return a figure of the finished runs; None where none has it."""
@@ -176,18 +184,20 @@ def read_comparison(out: Path, metric: str = "") -> Comparison:
         ConfigError: compare.json is damaged, or `metric` is none.
     """
     record = read_record(out)
-    folders = [out / run.folder for run in record.runs if run.folder is not None]
+    planned = (*record.trials, *record.runs)
+    folders = [out / run.folder for run in planned if run.folder is not None]
     metric = common_metric(folders, metric, record.metric, out / FILE_NAME)
     split = str(record.settings.get("decode_split") or "")
-    runs = [
+
+    def read(runs: Sequence[RunRecord]) -> tuple[ComparedRun, ...]:
         # Of unfinished runs no figures are shown.
-        ComparedRun(
-            run,
-            None if run.folder is None else _read_compared(out / run.folder, record.settings, metric, split),
+        found = (
+            run.folder and _read_compared(out / run.folder, record.settings, metric, split) for run in runs
         )
-        for run in record.runs
-    ]
-    return Comparison(out, record.settings, tuple(runs), read_races(out), record.failed_races)
+        return tuple(ComparedRun(run, result or None) for run, result in zip(runs, found, strict=True))
+
+    runs, trials = read(record.runs), read(record.trials)
+    return Comparison(out, record.settings, runs, read_races(out), record.failed_races, trials)
 
 
 def _read_compared(folder: Path, settings: Mapping[str, Any], metric: str, split: str) -> RunResult:
@@ -223,6 +233,14 @@ def make_groups(comparison: Comparison, target: float | None) -> list[Group]:
         if comparison.races.compares(ranks, labels):
             groups = _with_race(groups, ranks, comparison.races.speeds(ranks))
     return groups
+
+
+def make_trials(comparison: Comparison, target: float | None) -> list[Group]:
+    """Return the runs that tried learning rates, each by itself, in the order they were trained in."""
+    return [
+        _group((run.record.mode, run.record.ranks, run.record.strategy.text), [run], target)
+        for run in comparison.trials
+    ]
 
 
 def compared_by_race(groups: Sequence[Group]) -> dict[int, dict[str, str]]:
@@ -272,7 +290,13 @@ def _group(key: tuple[str, int, str], runs: list[ComparedRun], target: float | N
     results = [run.result for run in runs if run.is_finished and run.result is not None]
     figures = tuple(run_figures(result, None, target) for result in results)
     return Group(
-        strategy, ranks, mode, tuple(runs), figures, _mean_errors([result.word_errors for result in results])
+        strategy,
+        ranks,
+        mode,
+        tuple(runs),
+        figures,
+        _mean_errors([result.word_errors for result in results]),
+        learning_rate=runs[0].record.learning_rate,
     )
 
 

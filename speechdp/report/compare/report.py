@@ -17,11 +17,13 @@ from speechdp.report.compare.groups import (
     Comparison,
     compared_by_race,
     make_groups,
+    make_trials,
     read_comparison,
     target_of_most,
 )
 from speechdp.report.compare.panels import make_canvas, make_panels
-from speechdp.report.compare.table import SPREAD_NOTE, csv_of_groups, make_tables
+from speechdp.report.compare.rates import rate_cautions
+from speechdp.report.compare.table import SPREAD_NOTE, csv_of_groups, make_tables, trial_table
 from speechdp.report.kit import theme
 from speechdp.report.kit.choice import metric_meanings
 from speechdp.report.kit.metric_names import terms_of
@@ -60,12 +62,17 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
     if target is None:
         target = target_of_most(comparison.runs)
     until = None if target is None else terms.with_unit(target)
-    groups = make_groups(comparison, target)
-    of_races = (*_failed_races(comparison), *comparison.races.cautions(compared_by_race(groups)))
-    choice, lines = choose(groups, of_races), make_panels(groups)
+    groups, trials = make_groups(comparison, target), make_trials(comparison, target)
+    before = (
+        *rate_cautions(trials, groups),
+        *_failed_races(comparison),
+        *comparison.races.cautions(compared_by_race(groups)),
+    )
+    choice, lines = choose(groups, before), make_panels(groups)
     canvas = make_canvas(groups, theme.PAGE)
     marks = legend_marks(canvas)
     tables = make_tables(groups, choice.chosen.values(), marks)
+    tables += [trial_table(trials, groups, marks)] if trials else []
     drawn = [panel_svgs(line, lambda: make_canvas(groups, theme.PAGE)) for line in lines]
     page = render_page(
         "comparison",
@@ -80,11 +87,11 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
         target=until,
         spread_note=SPREAD_NOTE,
         settings=_settings(comparison),
-        runs=[_facts(run) for run in comparison.runs],
+        runs=[_facts(run) for run in (*comparison.trials, *comparison.runs)],
     )
     picture = partial(write_png, lines=lines, canvas=make_canvas(groups, theme.PRINT), with_names=True)
     html, csv, png = write_files(
-        out / "compare", "compare", page, csv_of_groups(groups, target), {"compare": picture}
+        out / "compare", "compare", page, csv_of_groups([*groups, *trials], target), {"compare": picture}
     )
     below = [] if until is None else [Text(f"to target: until {until}.  {SPREAD_NOTE}")]
     terminal = [replace(table, note="") for table in tables]

@@ -77,6 +77,11 @@ def _seeds(group: Group) -> str:
 
 
 _RANKS = Column[Group]("ranks", "ranks", "", "Number of ranks.", lambda group: group.ranks)
+_RATE = Column[Group](
+    "learning_rate", "learning rate", "",
+    "Of those tried, the one with the best held-out value at the end of a run of its own.",
+    lambda group: group.learning_rate, lambda value: f"{value:g}",
+)  # fmt: skip
 _EPOCHS = Column[Group](
     "epochs", "epochs", "", "Passes over the training split.",
     lambda group: group.epochs.mean if group.epochs else None, cell=_epochs, is_detail=True,
@@ -164,8 +169,42 @@ def shown_columns(groups: Sequence[Group]) -> tuple[Column[Group], ...]:
     keys = [column.key for column in others]
     if _WER.key in keys:
         others.insert(keys.index(_WER.key) + 1, OVER_LOWEST)
-    figures = [_RACED_SPEED, replace(speed, is_detail=raced), *others]
+    figures = [_RATE, _RACED_SPEED, replace(speed, is_detail=raced), *others]
     return (_RANKS, length, _SEEDS, *with_figures(figures, groups))
+
+
+def trial_table(
+    trials: Sequence[Group], groups: Sequence[Group], marks: Mapping[str, Markup]
+) -> ShownTable[Group]:
+    """Return the table of the learning rates that were tried, with those that were taken.
+
+    Args:
+        groups: the rows of the other tables.
+    """
+    taken = {(group.strategy, group.ranks, group.learning_rate) for group in groups}
+    terms = group_terms(trials)
+    scores = [
+        measure for measure in measures(trials) if measure.key in {one.key for one in terms.task.metrics}
+    ]
+    rows = [
+        (
+            RowHead(
+                group.label,
+                status="failed" if group.failures else "",
+                mark=marks.get(group.label),
+                is_pale=not group.finished,
+                is_chosen=(group.strategy, group.ranks, group.learning_rate) in taken,
+                begins=number > 0
+                and (trials[number - 1].strategy, trials[number - 1].ranks) != (group.strategy, group.ranks),
+            ),
+            group,
+        )
+        for number, group in enumerate(trials)
+    ]
+    rate = replace(_RATE, meaning="That the run trained with.")
+    note = "One run each, with a seed of their own; the best of a strategy on as many ranks is marked."
+    columns = (_RANKS, rate, *with_figures(list(map(_over_seeds, scores)), trials))
+    return ShownTable("learning-rates", "Learning rates tried", columns, rows, "strategy", note)
 
 
 def make_tables(
@@ -203,7 +242,11 @@ def make_tables(
 
 
 def csv_of_groups(groups: Sequence[Group], target: float | None) -> str:
-    """Return the table as CSV, in plain units: shares and rates 0 to 1, bytes, s; empty for unknown."""
+    """Return the table as CSV, in plain units: shares and rates 0 to 1, bytes, s; empty for unknown.
+
+    Args:
+        groups: the rows of the tables, those of learning rates that were tried among them.
+    """
     parts = ("n", "mean", "sd", "min", "max")
     raced_columns = (RACED_SPEED, RACED_LOW, RACED_HIGH)
     differences = (OVER_LOWEST, OVER_LOWEST_LOW, OVER_LOWEST_HIGH)
@@ -215,15 +258,15 @@ def csv_of_groups(groups: Sequence[Group], target: float | None) -> str:
         alone = None if group.alone is None else replace(group, raced=group.alone)
         figures = [value for measure in all_measures for value in _parts(group.spread(measure.value))]
         return [
-            group.mode, group.ranks, group.strategy, len(group.runs), len(group.finished),
-            len(group.failures), epochs.mean if epochs else None, *figures,
+            group.mode, group.ranks, group.strategy, group.learning_rate, len(group.runs),
+            len(group.finished), len(group.failures), epochs.mean if epochs else None, *figures,
             errors.low if errors else None, errors.high if errors else None,
             *(column.value(group) for column in differences), until,
             *(column.value(group) for column in raced_columns),
             *(None if alone is None else column.value(alone) for column in raced_columns),
         ]  # fmt: skip
 
-    head = ["mode", "ranks", "strategy", "seeds", "finished", "failed", "epochs_mean"]
+    head = ["mode", "ranks", "strategy", "learning_rate", "seeds", "finished", "failed", "epochs_mean"]
     keys = [f"{measure.key}_{part}" for measure in all_measures for part in parts]
     more = ["wer_low", "wer_high", *(column.key for column in differences), f"target_{metric.key}"]
     raced = [column.key for column in raced_columns]

@@ -18,6 +18,7 @@ from speechdp.experiments.compare.plan import (
     PlannedRun,
     checked_strategies,
     equal_time_epochs,
+    rates,
     split_strategies,
     stretched,
     whole_numbers,
@@ -102,6 +103,35 @@ def test_numbers_are_read_or_refused() -> None:
             whole_numbers("ranks", text, least=1)
 
 
+def test_learning_rates_are_read_or_refused() -> None:
+    assert rates("0.001, 2e-3") == (0.001, 0.002) and rates("") == ()
+    for text in ("x", "0.1,0", "-1,1", "nan,1", "1,inf"):
+        with pytest.raises(ConfigError, match="write numbers above 0"):
+            rates(text)
+    with pytest.raises(ConfigError, match=r"is a single one.*for example 0\.001,0\.002,0\.004"):
+        rates("2e-3")
+
+
+def test_each_learning_rate_is_tried_once_with_a_seed_of_its_own() -> None:
+    chosen = (StrategyChoice("a"), StrategyChoice("b:period=4"))
+    plan = ComparePlan(chosen, (2, 1), (1, 1000), ("frames", "time"), 6, (0.2, 0.1))
+    trials = plan.trials()
+    assert [(r.strategy.text, r.ranks, r.learning_rate) for r in trials] == [
+        ("gradient_averaging", 1, 0.1), ("gradient_averaging", 1, 0.2),
+        ("a", 2, 0.1), ("a", 2, 0.2), ("b:period=4", 2, 0.1), ("b:period=4", 2, 0.2),
+    ]  # fmt: skip
+    assert {(r.seed, r.epochs) for r in trials} == {(1001, 6)}
+    assert trials[-1].title == "2 ranks, b (period=4), learning rate 0.2"
+    assert trials[-1].folder == "rates-2x-b-period=4-seed1001-6ep-rate0.2"
+    of_script = dataclasses.replace(trials[-1], epochs=None)
+    assert of_script.folder == "rates-2x-b-period=4-seed1001-rate0.2"
+    with_rate = dataclasses.replace(plan.runs()[0], learning_rate=0.2)
+    assert with_rate.folder == plan.runs()[0].folder + "-rate0.2"
+    assert with_rate.title == "equal frames, one rank, seed 1, learning rate 0.2"
+    assert {run.learning_rate for run in plan.runs()} == {None}
+    assert ComparePlan(chosen, (2,), (1,), ("frames",), 6).trials() == []
+
+
 def test_one_rank_is_trained_once_a_seed_and_strategies_alternate() -> None:
     chosen = (StrategyChoice("a"), StrategyChoice("b:period=4"))
     runs = ComparePlan(chosen, (2, 1), (1, 2), ("time", "frames"), 6).runs()
@@ -124,6 +154,7 @@ def test_one_rank_is_trained_once_a_seed_and_strategies_alternate() -> None:
         ({"seeds": (1, 2**32)}, "--seeds 4294967296: must lie in 0"),
         ({"modes": ("time",)}, "--modes: write frames, or frames,time"),
         ({"modes": ("frames", "x")}, "--modes: write frames, or frames,time"),
+        ({"learning_rates": (0.1, 0.2, 0.1)}, "--learning-rates: 0.1 is given twice"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(changes: dict[str, object], message: str) -> None:

@@ -71,6 +71,21 @@ def test_graphs_that_decoding_keeps_are_removed(tmp_path: Path) -> None:
     assert not graph.exists()
 
 
+def test_a_run_that_tries_a_learning_rate_trains_with_it_and_is_not_decoded(tmp_path: Path) -> None:
+    starter = NeverStarts()
+    training = OwnTraining(request_for(tmp_path, "test", epochs=5), starter, lambda text: None)  # type: ignore[arg-type]
+    trial = RunRecord(SEQUENTIAL, 1, 1000, "rates", 5, learning_rate=0.25)
+    run_dir = tmp_path / "run"
+    assert training.run(trial, run_dir) == "did not start"
+    assert "--learning-rate=0.25" in starter.commands[0] and not training.is_done(trial, run_dir)
+    run_dir.mkdir()
+    for name in ("completed.json", "model.safetensors"):
+        (run_dir / name).write_text("{}")
+    assert training.is_done(trial, run_dir) and training.run(trial, run_dir) is None
+    assert len(starter.commands) == 1  # none to decode
+    assert not training.is_done(RunRecord(SEQUENTIAL, 1, 1, "frames", 5, learning_rate=0.25), run_dir)
+
+
 @pytest.mark.parametrize(("there", "command"), [("model.safetensors", "decode"), ("other.txt", "train")])
 def test_a_model_that_is_gone_is_made_again_before_decoding(tmp_path: Path, there: str, command: str) -> None:
     starter = NeverStarts()

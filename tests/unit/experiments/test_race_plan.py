@@ -252,14 +252,14 @@ class TrainedAlready(ComparedTraining):
     def settings(self) -> dict[str, Any]:
         return {"epochs": EPOCHS}
 
-    def is_done(self, run_dir: Path) -> bool:
+    def is_done(self, run: RunRecord, run_dir: Path) -> bool:
         return True
 
     def run(self, run: RunRecord, run_dir: Path) -> str | None:
         raise AssertionError("it is done")
 
-    def race(self, ranks: int, strategies: Sequence[StrategyChoice]) -> str | None:
-        self.raced.append((ranks, [choice.text for choice in strategies]))
+    def race(self, ranks: int, runs: Sequence[RunRecord]) -> str | None:
+        self.raced.append((ranks, [run.strategy.text for run in runs if run.ranks == ranks]))
         return self.messages.pop(0)
 
 
@@ -287,7 +287,7 @@ def test_finished_runs_stay_in_the_record_while_others_are_trained_again(tmp_pat
     seen: list[tuple[str, ...]] = []
 
     class FirstAnew(TrainedAlready):
-        def is_done(self, run_dir: Path) -> bool:
+        def is_done(self, run: RunRecord, run_dir: Path) -> bool:
             return "bmuf" in run_dir.name
 
         def run(self, run: RunRecord, run_dir: Path) -> str | None:

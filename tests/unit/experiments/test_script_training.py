@@ -142,6 +142,22 @@ def test_a_script_is_told_by_its_environment(ranks: FakeRanks, script: Path) -> 
     assert all(Path(one["FOLDER"]).is_absolute() for one in told)
 
 
+def test_a_script_is_told_each_learning_rate_and_then_the_best(ranks: FakeRanks, script: Path) -> None:
+    ranks.writes, ranks.logs = (*ranks.writes, "metrics.jsonl"), {"step": 1, "valid_acc": 0.5}
+    ranks.failing["bmuf"] = "the loss is nan"
+    options = ["--strategies", "bmuf,easgd", "--ranks", "2", "--race", "0", "--learning-rates", "0.1,0.2"]
+    assert compare(script, *options, "--", "--lr={learning_rate}", "--seed={seed}") == 1
+    told = [(call[2]["STRATEGY"], *call[1][1:]) for call in ranks.calls]
+    tried = [(name, f"--lr={rate}", "--seed=1000") for name in ("bmuf", "easgd") for rate in ("0.1", "0.2")]
+    assert told == [*tried, ("easgd", "--lr=0.1", "--seed=1")]  # of rates that are as good, the lower
+    record = read_record(script.parent / "out")
+    assert [(run.state, run.learning_rate) for run in record.trials] == [
+        ("failed", 0.1), ("failed", 0.2), ("complete", 0.1), ("complete", 0.2)
+    ]  # fmt: skip
+    assert [(run.state, run.learning_rate) for run in record.runs] == [("failed", None), ("complete", 0.1)]
+    assert record.runs[0].message == "none of the learning rates that were tried for it has led to a score"
+
+
 def test_with_threads_one_process_has_all_ranks(ranks: FakeRanks, script: Path) -> None:
     assert compare(script, "--ranks", "4", "--backend", "threads", "--strategies", "bmuf") == 0
     ((num_processes, _, told),) = ranks.calls
@@ -213,6 +229,8 @@ def test_the_period_of_a_strategy_of_the_scripts_own_is_swept(ranks: FakeRanks, 
         (["--ranks", "0"], "write whole numbers from 1 on"),
         (["--metric", "loss:less"], "write NAME, NAME:min"),
         (["--script", "no.py"], "--script no.py: no such file"),
+        (["--learning-rates", "0.1,0.2"], "write {learning_rate} in the script's arguments"),
+        (["--", "--lr", "{learning_rate}"], "{learning_rate} in the script's arguments stands for one of"),
     ],
 )
 def test_what_no_run_could_use_is_refused_before_the_first(

@@ -1,0 +1,185 @@
+"""A comparison that tries learning rates: which are chosen, what is kept, and what its report says."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from speechdp.experiments.compare.plan import RATES, ComparePlan, checked_strategies
+from speechdp.experiments.compare.record import RunRecord, read_record
+from speechdp.experiments.compare.run import Comparer
+from speechdp.experiments.compare.training import ComparedTraining
+from speechdp.experiments.record import COMPLETE, FAILED
+from speechdp.report.compare.report import write_comparison
+from tests.helpers.comparisons import EPOCHS
+from tests.helpers.runs import MadeUpRun, write_run
+from tests.helpers.terminal import on_terminal
+
+TEXTS = ("gradient_averaging", "bmuf:period=4")
+#: How well a strategy on 2 ranks learns with each rate; what is not listed fails.
+LEARNT = {
+    "gradient_averaging": {0.001: -0.5, 0.002: -0.4, 0.004: -0.45},
+    "bmuf:period=4": {0.001: -0.6, 0.002: -0.5, 0.004: -0.42, 0.008: -0.47},
+}
+
+
+@dataclass
+class MadeUpTraining(ComparedTraining):
+    """Writes each run with the score of its learning rate."""
+
+    learnt: Mapping[str, Mapping[float | None, float]] = field(default_factory=lambda: LEARNT)
+    trained: list[RunRecord] = field(default_factory=list)
+
+    def settings(self) -> dict[str, Any]:
+        return {"epochs": EPOCHS}
+
+    def is_done(self, run: RunRecord, run_dir: Path) -> bool:
+        return (run_dir / "completed.json").is_file()
+
+    def run(self, run: RunRecord, run_dir: Path) -> str | None:
+        self.trained.append(run)
+        score = self.learnt[run.strategy.text].get(run.learning_rate)
+        if score is None:
+            return "the loss is nan"
+        made = MadeUpRun(
+            run_dir.name, run.strategy.name, size=2, final_log_prob=score, wer=(0.02, 0.01, 0.03)
+        )
+        write_run(made, run_dir.parent)
+        return None
+
+
+def compare(
+    out: Path, training: ComparedTraining, rates: Sequence[float], seeds: Sequence[int] = (1,)
+) -> list[str]:
+    """Compare both strategies on 2 ranks; return what is said."""
+    said: list[str] = []
+    strategies = checked_strategies(",".join(TEXTS))
+    plan = ComparePlan(strategies, (2,), tuple(seeds), ("frames",), EPOCHS, tuple(rates))
+    Comparer(out, plan, training, said.append).run()
+    return said
+
+
+def rates_of(out: Path) -> dict[str, float | None]:
+    """Return the learning rates of the runs, all of which are complete."""
+    runs = read_record(out).runs
+    assert {run.state for run in runs} == {COMPLETE}
+    return {run.strategy.text: run.learning_rate for run in runs}
+
+
+def test_each_strategy_has_the_rate_with_which_it_learnt_best(tmp_path: Path) -> None:
+    training = MadeUpTraining()
+    said = compare(tmp_path, training, (0.001, 0.002, 0.004), seeds=(1, 2))
+    assert rates_of(tmp_path) == {"gradient_averaging": 0.002, "bmuf:period=4": 0.004}
+    assert [run.mode for run in training.trained] == [RATES] * 6 + ["frames"] * 4
+    assert not {run.seed for run in training.trained[:6]} & {1, 2}
+    assert "learning rate 0.002: 2 ranks, gradient averaging" in said
+    assert any(line.startswith("[6/6] 2 ranks, bmuf (period=4), learning rate 0.004: ") for line in said)
+    # What is done is kept, and a seed more is trained with the same rates.
+    training.trained.clear()
+    compare(tmp_path, training, (0.001, 0.002, 0.004), seeds=(1, 2, 3))
+    assert [(run.seed, run.learning_rate) for run in training.trained] == [(3, 0.002), (3, 0.004)]
+
+
+def test_rates_that_are_added_may_change_the_choice(tmp_path: Path) -> None:
+    training = MadeUpTraining()
+    compare(tmp_path, training, (0.001, 0.002))
+    assert rates_of(tmp_path)["bmuf:period=4"] == 0.002
+    training.trained.clear()
+    said = compare(tmp_path, training, (0.001, 0.002, 0.004))
+    assert rates_of(tmp_path) == {"gradient_averaging": 0.002, "bmuf:period=4": 0.004}
+    assert [(run.mode, run.strategy.name) for run in training.trained] == [
+        (RATES, "gradient_averaging"), (RATES, "bmuf"), ("frames", "bmuf")
+    ]  # fmt: skip
+    assert any("1 finished run of" in line and "learning rate 0.002" in line for line in said)
+
+
+def test_runs_of_a_comparison_without_rates_are_none_of_one_with_them(tmp_path: Path) -> None:
+    own = {text: {None: -0.41, **rates} for text, rates in LEARNT.items()}
+    training = MadeUpTraining(own)
+    compare(tmp_path, training, ())
+    assert rates_of(tmp_path) == dict.fromkeys(TEXTS)
+    compare(tmp_path, training, (0.001, 0.002))
+    assert rates_of(tmp_path) == dict.fromkeys(TEXTS, 0.002)
+    assert len(training.trained) == 2 + 4 + 2
+
+
+def test_a_rate_that_fails_is_not_chosen_and_is_tried_again(tmp_path: Path) -> None:
+    training = MadeUpTraining()
+    said = compare(tmp_path, training, (0.004, 0.008))
+    assert rates_of(tmp_path) == dict.fromkeys(TEXTS, 0.004)
+    trials = read_record(tmp_path).trials
+    assert [(run.learning_rate, run.state) for run in trials[:2]] == [(0.004, COMPLETE), (0.008, FAILED)]
+    assert "[2/4] 2 ranks, gradient averaging, learning rate 0.008: failed: the loss is nan" in said
+    training.trained.clear()
+    compare(tmp_path, training, (0.004, 0.008))
+    assert [(run.mode, run.learning_rate) for run in training.trained] == [(RATES, 0.008)]
+
+
+def test_a_strategy_that_no_rate_suits_has_failed(tmp_path: Path) -> None:
+    training = MadeUpTraining({**LEARNT, "gradient_averaging": {}})
+    compare(tmp_path, training, (0.001, 0.002))
+    first, second = read_record(tmp_path).runs
+    assert (first.state, second.state) == (FAILED, COMPLETE)
+    assert first.message == "none of the learning rates that were tried for it has led to a score"
+    assert [run.mode for run in training.trained] == [RATES] * 4 + ["frames"]
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("rates")
+    compare(out, MadeUpTraining(), (0.001, 0.002, 0.004, 0.008), seeds=(1, 2, 3))
+    return out
+
+
+def test_the_report_says_at_which_rates_strategies_were_compared(reported: Path) -> None:
+    written = write_comparison(reported)
+    text = " ".join(written.answer)
+    assert (
+        "On 2 ranks each strategy has the learning rate with which it learnt best, of those tried: 0.002 for "
+        "gradient averaging; 0.004 for bmuf (period=4)."
+    ) in text
+    assert "gradient averaging, learning rate 0.008, which failed: the loss is nan" in text
+    assert "one beyond it may be better" not in text
+    shown = on_terminal(written.table, 160)
+    assert "Learning rates tried" in shown and shown.count("0.008") == 2
+    with (reported / "compare" / "compare.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = [(row["mode"], row["strategy"], row["learning_rate"], row["seeds"]) for row in rows]
+    assert found[:2] == [
+        ("frames", "gradient_averaging", "0.002", "3"), ("frames", "bmuf:period=4", "0.004", "3")
+    ]  # fmt: skip
+    assert [row[2] for row in found[2:]] == ["0.001", "0.002", "0.004", "0.008"] * 2
+    assert {row[0] for row in found[2:]} == {RATES}
+    assert [row["heldout_log_prob_mean"] for row in rows[2:5]] == ["-0.5", "-0.4", "-0.45"]
+    assert [row["failed"] for row in rows[2:6]] == ["0", "0", "0", "1"]
+
+
+def test_a_best_rate_at_the_end_of_those_tried_is_told(tmp_path: Path) -> None:
+    compare(tmp_path, MadeUpTraining(), (0.002, 0.004))
+    text = " ".join(write_comparison(tmp_path).answer)
+    for end, name in (("the lowest, 0.002", "gradient averaging"), ("the highest, 0.004", "bmuf (period=4)")):
+        assert f"Of the learning rates tried {end}, was the best for {name} on 2 ranks: one beyond" in text
+
+
+def test_before_all_rates_are_tried_the_report_says_so(tmp_path: Path) -> None:
+    class StoppedError(Exception):
+        pass
+
+    class StopsSoon(MadeUpTraining):
+        def run(self, run: RunRecord, run_dir: Path) -> str | None:
+            if len(self.trained) == 3:
+                raise StoppedError
+            return super().run(run, run_dir)
+
+    with pytest.raises(StoppedError):
+        compare(tmp_path, StopsSoon(), (0.001, 0.002))
+    text = " ".join(write_comparison(tmp_path).answer)
+    assert "1 of 4 runs that try learning rates" in text
+    training = MadeUpTraining()
+    compare(tmp_path, training, (0.001, 0.002))
+    assert [run.mode for run in training.trained] == [RATES, "frames", "frames"]
