@@ -118,8 +118,10 @@ class Comparer:
         if earlier is not None:
             self._take_over(earlier)
         for (strategy, ranks), rate in chosen_rates(self._record, self._out).items():
-            what = f"{formatting.rank_count(ranks)}, {formatting.strategy_label(strategy, ranks)}"
-            self._say(f"learning rate {rate:g}: {what}")
+            where = f"{formatting.rank_count(ranks)}, " if ranks > 1 else ""
+            self._say(
+                f"{where}{formatting.strategy_label(strategy, ranks)}: learning rate {rate:g} from here on"
+            )
 
     def _race(self) -> None:
         """Let those strategies race on each number of ranks that have been trained there."""

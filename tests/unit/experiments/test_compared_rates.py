@@ -77,7 +77,7 @@ def test_each_strategy_has_the_rate_with_which_it_learnt_best(tmp_path: Path) ->
     assert rates_of(tmp_path) == {"gradient_averaging": 0.002, "bmuf:period=4": 0.004}
     assert [run.mode for run in training.trained] == [RATES] * 6 + ["frames"] * 4
     assert not {run.seed for run in training.trained[:6]} & {1, 2}
-    assert "learning rate 0.002: 2 ranks, gradient averaging" in said
+    assert "2 ranks, gradient averaging: learning rate 0.002 from here on" in said
     assert any(line.startswith("[6/6] 2 ranks, bmuf (period=4), learning rate 0.004: ") for line in said)
     # What is done is kept, and a seed more is trained with the same rates.
     training.trained.clear()
