@@ -24,11 +24,11 @@ def rate_sentences(rows: Sequence[Group]) -> list[str]:
     if len(by_rate) == 1:
         return [
             f"{where} all strategies learnt best with the learning rate {next(iter(by_rate)):g}, of those "
-            "tried."
+            "tried, by one run each."
         ]
     named = "; ".join(f"{rate:g} for {', '.join(labels)}" for rate, labels in sorted(by_rate.items()))
     return [
-        f"{where} each strategy has the learning rate with which it learnt best, of those tried: {named}."
+        f"{where} each strategy has the learning rate with which it learnt best, of those tried, by one run each: {named}."
     ]
 
 

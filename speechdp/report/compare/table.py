@@ -147,13 +147,18 @@ def _over_seeds(measure: FigureColumn) -> Column[Group]:
     return replace(measure, value=value, cell=lambda group: written(measure, group))  # type: ignore[arg-type,return-value]
 
 
+def _metric_columns(groups: Sequence[Group]) -> list[FigureColumn]:
+    """Return what the groups' task is judged by."""
+    rows = (row for group in groups for row in group.figures)
+    known = known_metrics(group_terms(groups).task.metrics, rows)
+    return [metric_column(metric, is_first=n == 0) for n, metric in enumerate(known)]
+
+
 def measures(groups: Sequence[Group]) -> tuple[FigureColumn, ...]:
     """Return the figures of the groups, those that their task declares among them."""
     terms = group_terms(groups)
     speed = replace(throughput(terms), number=lambda value: f"{value:,.0f}")
-    rows = (row for group in groups for row in group.figures)
-    known = known_metrics(terms.task.metrics, rows)
-    metrics = [metric_column(metric, is_first=n == 0) for n, metric in enumerate(known)]
+    metrics = _metric_columns(groups)
     recorded = [measure for measure in (_WER, _DISTANCE) if measure.key in terms.kind.measures]
     return (speed, _TRAFFIC, _TO_TARGET, *metrics, *recorded, _STALENESS)
 
@@ -182,10 +187,6 @@ def trial_table(
         groups: the rows of the other tables.
     """
     taken = {(group.strategy, group.ranks, group.learning_rate) for group in groups}
-    terms = group_terms(trials)
-    scores = [
-        measure for measure in measures(trials) if measure.key in {one.key for one in terms.task.metrics}
-    ]
     rows = [
         (
             RowHead(
@@ -203,7 +204,7 @@ def trial_table(
     ]
     rate = replace(_RATE, meaning="That the run trained with.")
     note = "One run each, with a seed of their own; the best of a strategy on as many ranks is marked."
-    columns = (_RANKS, rate, *with_figures(list(map(_over_seeds, scores)), trials))
+    columns = (_RANKS, rate, *with_figures([*map(_over_seeds, _metric_columns(trials))], trials))
     return ShownTable("learning-rates", "Learning rates tried", columns, rows, "strategy", note)
 
 

@@ -41,7 +41,7 @@ def train(dataset: Dataset, run: Path, *, resume: bool = False, **changes: Any) 
         ({"augment": AugmentOptions(noise_snr_db="5-10")}, "--store audio"),
         ({"loading": LoadingOptions(preprocess_on="gpu")}, "this rank computes on the CPU"),
         ({"train_split": "trane"}, "has no split 'trane'"),
-        ({"alignments": Path("/nonexistent")}, "/nonexistent: no such alignment directory"),
+        ({"alignments": Path("/dev/null/none")}, "/dev/null/none: no such alignment directory"),
     ],
 )
 def test_a_mistake_leaves_no_run_behind(
