@@ -28,7 +28,8 @@ def rate_sentences(rows: Sequence[Group]) -> list[str]:
         ]
     named = "; ".join(f"{rate:g} for {', '.join(labels)}" for rate, labels in sorted(by_rate.items()))
     return [
-        f"{where} each strategy has the learning rate with which it learnt best, of those tried, by one run each: {named}."
+        f"{where} each strategy has the learning rate with which it learnt best, of those tried, by one run "
+        f"each: {named}."
     ]
 
 
