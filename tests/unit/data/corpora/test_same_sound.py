@@ -152,6 +152,20 @@ def test_only_files_of_one_size_on_two_sides_are_read(
     assert files.of(link) == files.of(same[0]) and read == []
 
 
+def test_several_sources_are_asked_of_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("_size", "_middle", "_whole"):
+        function = getattr(same_sound, name)
+        monkeypatch.setattr(
+            same_sound, name, lambda path, n=name, f=function: (asked.append(f"{n} {path}"), f(path))[1]
+        )
+    one, two = digit_folder(tmp_path / "one", ("ann",), 3), digit_folder(tmp_path / "two", ("bob",), 3)
+    _copy(one / "0_ann_0.wav", one, "0_cat_0.wav")  # looked for only where splits are compared
+    prepared = _prepared((one, two, tmp_path / "data"), split="speaker:dev=cat,test=bob")
+    assert any("1 dev utterance has sound that train has, too, first" in n for n in prepared.notices)
+    assert len(asked) == len(set(asked)) and sum(each.startswith("_size") for each in asked) == 13
+
+
 def test_files_that_differ_only_beside_their_middles_are_no_copies(tmp_path: Path) -> None:
     one, two = (write_tone(tmp_path / name, 2.0, 16000) for name in ("one.wav", "two.wav"))
     content = bytearray(one.read_bytes())
