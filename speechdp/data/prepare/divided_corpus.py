@@ -211,9 +211,12 @@ def warn_of_same_sound(
     order = [name for name in SPLIT_NAMES if name in sounds]
     files = SameFiles(((audio, name) for name in order for _, audio in sounds[name]), asked)
     warnings = []
+    indices = {
+        name: SoundIndex(files, ((audio, utterance) for utterance, audio in sounds[name]))
+        for name in order[:-1]
+    }
     for first, second in itertools.combinations(order, 2):
-        index = SoundIndex(files, ((audio, utterance) for utterance, audio in sounds[first]))
-        found = ((utterance, index.find(audio)) for utterance, audio in sounds[second])
+        found = ((utterance, indices[first].find(audio)) for utterance, audio in sounds[second])
         shared = [(utterance, other) for utterance, other in found if other is not None]
         if shared:
             (one, other), said = shared[0], f"have sound that {first} has, too"
