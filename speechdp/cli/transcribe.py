@@ -13,7 +13,9 @@ import tyro
 
 from speechdp import exit_codes
 from speechdp.counting import counted
+from speechdp.data.signal.channel import Channel
 from speechdp.errors import ConfigError, SeveralChannelsError, UsageError
+from speechdp.options.channel import CHANNEL_OR_EACH_TEXT
 from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptions
 from speechdp.options.shown import heading, shown
 from speechdp.process.notices import tell, warn
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
     from speechdp.data.shards.dataset import Dataset
     from speechdp.data.signal.audio import AudioSource
-    from speechdp.data.signal.channel import Channel
     from speechdp.decode.recogniser import DecodingOptions
     from speechdp.decode.transcribe import Recording, Transcription
 
@@ -62,7 +63,9 @@ class TranscribeCommand:
     """Cut recordings that are longer than this, at pauses: a model hears best what is as long as its training
     utterances were."""
     channel: Annotated[
-        str | None, shown("N|mix|each", "as for its training data; else files of several are refused")
+        Channel | Literal["each"] | None,
+        CHANNEL_OR_EACH_TEXT,
+        shown("N|mix|each", "as for its training data; else files of several are refused"),
     ] = None
     """What to recognise of files of several channels: that of this number (1 is the first), the mean, or each
     by itself, as of telephone speech with a speaker a channel: talk.wav then has transcripts talk-1, talk-2,
@@ -80,7 +83,6 @@ class TranscribeCommand:
         from speechdp.cli.support.outputs import growing_files  # noqa: PLC0415 - keeps --help fast
         from speechdp.comm.device import choose_device  # noqa: PLC0415
         from speechdp.comm.environment import announced  # noqa: PLC0415
-        from speechdp.data.signal.audio import probe  # noqa: PLC0415
         from speechdp.decode.kept_graph import KeptGraph  # noqa: PLC0415
         from speechdp.decode.origin import is_ctc  # noqa: PLC0415
         from speechdp.decode.transcribe import Transcriber, kept_data  # noqa: PLC0415
@@ -93,7 +95,6 @@ class TranscribeCommand:
                 f"transcribe runs on one rank, not {launch.size}; give it without mpirun or srun"
             )
         printed, outputs = self._printed(), self._outputs()
-        chosen = self._chosen_channel()
         files = self._files()
         _refuse_to_replace(files.values(), outputs)
         device = choose_device(self.device, 0)
@@ -101,7 +102,7 @@ class TranscribeCommand:
         if is_ctc(trained.config):
             self.search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
         kept = kept_data(self.run_dir)
-        recordings = _recordings(files, kept.channel if chosen is None else chosen)
+        recordings = _recordings(files, kept.channel if self.channel is None else self.channel)
         graph = KeptGraph(self.run_dir)
         transcriber = Transcriber(trained, kept, self._options(kept), self.longest, graph)
         if transcriber.remark:
@@ -117,8 +118,7 @@ class TranscribeCommand:
                 except ConfigError as error:  # one bad file of many does not cost the others
                     tell(str(error))
                     continue
-                rate = probe(recording.audio).sampling_rate
-                for remark in done.count(found, recording.audio, rate):
+                for remark in done.count(found, recording.audio):
                     tell(remark)
                 if printed is not None:
                     print(printed(found), end="", flush=True)
@@ -187,16 +187,6 @@ class TranscribeCommand:
         if earlier.line:
             tell(earlier.line)
         return self.search.with_weights(earlier.weights).decoding()
-
-    def _chosen_channel(self) -> Channel | Literal["each"] | None:
-        """Return what is recognised of files of several channels, if that is said.  Raises ConfigError."""
-        from speechdp.data.signal.channel import parse_channel  # noqa: PLC0415 - keeps --help fast
-
-        if self.channel is None:
-            return None
-        if self.channel == "each":
-            return "each"
-        return parse_channel(self.channel, "mix, or each")
 
     def _files(self) -> dict[str, Path]:
         """Return the files given and those in the folders given, by name.  Raises ConfigError."""
@@ -291,13 +281,12 @@ class _Done:
     _has_low_rate: bool = False
     _began: float = field(default_factory=time.monotonic)
 
-    def count(self, found: Transcription, audio: AudioSource, sampling_rate: int) -> Iterator[str]:
+    def count(self, found: Transcription, audio: AudioSource) -> Iterator[str]:
         """Count a recording, and yield what to tell of it.
 
         Args:
             found: what was recognised in it.
             audio: its file, or a channel of it.
-            sampling_rate: of the file, in Hz.
         """
         self.recordings += 1
         self.duration_s += found.duration_s
@@ -309,11 +298,12 @@ class _Done:
             if self.failed <= _MOST_NAMED:
                 part = f"{found.failed_s:.2f} s of its {found.duration_s:.2f} s" if found.words else "it"
                 yield f"{audio}: nothing found in {part}"
-        if sampling_rate < self.sampling_rate and not self._has_low_rate:
+        if found.sampling_rate < self.sampling_rate and not self._has_low_rate:
             self._has_low_rate = True
             yield (
-                f"warning: {audio} has {sampling_rate} Hz, less than the {self.sampling_rate} Hz that the "
-                "model was trained on; expect more errors in it and others like it"
+                f"warning: {audio} has {found.sampling_rate} Hz, less than the "
+                f"{self.sampling_rate} Hz that the model was trained on; expect more errors in it and others "
+                "like it"
             )
 
     def summary(self) -> str:

@@ -150,6 +150,7 @@ class Transcription:
         name: of the recording, without blanks.
         words: in order.
         duration_s: of the recording, seconds.
+        sampling_rate: of its file, in Hz.
         failed_s: seconds of it for which nothing was found.
         candidates: the most probable word sequences of the recording, `words` first.
         is_too_short: there is not a single frame of features in it.
@@ -160,6 +161,7 @@ class Transcription:
     name: str
     words: tuple[TimedWord, ...]
     duration_s: float
+    sampling_rate: int
     failed_s: float = 0.0
     candidates: tuple[Candidate, ...] = ()
     is_too_short: bool = False
@@ -254,7 +256,7 @@ class Transcriber:
             SeveralChannelsError: of several channels, none of which is chosen.
             ConfigError: not audio, or without the channel that is chosen.
         """
-        channel = probe(recording.audio).channel
+        info = probe(recording.audio)
         samples = read_audio(recording.audio, self._sampling_rate)
         pieces = cut_at_pauses(samples, self._sampling_rate, self._longest_s)
         words: list[TimedWord] = []
@@ -273,11 +275,12 @@ class Transcriber:
             recording.name,
             tuple(words),
             len(samples) / rate,
+            info.sampling_rate,
             failed / rate,
             tuple(candidates),
             is_too_short=not any(piece.num_frames for piece in found.values()),
             file=recording.file,
-            channel=channel if isinstance(channel, int) else 1,
+            channel=info.channel if isinstance(info.channel, int) else 1,
         )
 
     def _recognise(self, pieces: Iterable[npt.NDArray[np.int16]]) -> Iterator[tuple[int, _FoundPiece]]:

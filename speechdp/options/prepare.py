@@ -15,10 +15,11 @@ import tyro
 from speechdp.data.corpora.joining import JoinRule
 from speechdp.data.corpora.path_map import PathMap
 from speechdp.data.corpora.sources import Source
-from speechdp.data.signal.channel import Channel, parse_channel
+from speechdp.data.signal.channel import Channel
 from speechdp.data.signal.features import FeatureConfig, usual_mel_bins
 from speechdp.data.signal.spectrogram import spectrogram_config
 from speechdp.errors import ConfigError, UsageError
+from speechdp.options.channel import CHANNEL_TEXT
 from speechdp.options.seed import check_seed
 from speechdp.options.shown import heading, shown
 
@@ -130,7 +131,9 @@ class FilesOptions:
     allow_pipes: bool = False
     """Run the commands in wav.scp and feats.scp that end with "|", without a shell.
     Of Kaldi data directories only."""
-    channel: Annotated[str | None, shown("N|mix", "files of several channels are refused")] = None
+    channel: Annotated[
+        Channel | None, CHANNEL_TEXT, shown("N|mix", "files of several channels are refused")
+    ] = None
     """What to read of audio files of several channels: that of this number (1 is the first), or the mean.
     segments and reco2file_and_channel of Kaldi data directories count first, and files of one channel are
     read as they are.  With --like: as for its data, where nothing else is given."""
@@ -140,12 +143,6 @@ class FilesOptions:
 
     def __post_init__(self) -> None:
         PathMap.parse(self.path_map)
-        self.chosen_channel  # noqa: B018 - refuses one that is not understood
-
-    @property
-    def chosen_channel(self) -> Channel | None:
-        """What is read of files of several channels; None: they are refused.  Raises ConfigError."""
-        return None if self.channel is None else parse_channel(self.channel)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from speechdp.labels import decision_tree
 from speechdp.process.ending import Ended
 from speechdp.tasks.model_file import load_model
 from speechdp.train import tied_states
-from tests.helpers.corpora import TrainedOnFsdd, tone, trained_on_fsdd, write_tone
+from tests.helpers.corpora import TrainedOnFsdd, tone, trained_on_fsdd
 
 OPTIONS = ("--layers", "1", "--cells", "32", "--epochs", "8", "--batch-size", "4", "--learning-rate", "0.01")
 
@@ -212,6 +212,7 @@ def test_a_long_recording_is_cut_and_its_times_go_on(trained: TrainedOnFsdd, tmp
     )
     times = [(word.start_s, word.start_s + word.duration_s) for word in found.words]
     assert all(end <= start + 1e-6 for (_, end), (start, _) in itertools.pairwise(times))
+    assert found.sampling_rate == 8000
     assert found.duration_s == pytest.approx(starts[-1]) and times[-1][1] <= found.duration_s
     costs = [each.cost for each in found.candidates]
     assert 1 < len(costs) <= 4 and costs == sorted(costs)
@@ -306,7 +307,7 @@ class Echo:
         if name in self.ends:
             raise self.ends[name]
         self.most_alive = max(self.most_alive, len(self.alive))
-        found = Transcription(name, (TimedWord(f"word-{name}", 0.5, 0.25, 0.5),), 2.0)
+        found = Transcription(name, (TimedWord(f"word-{name}", 0.5, 0.25, 0.5),), 2.0, 16000)
         self.alive.add(found)
         return found
 
@@ -458,10 +459,10 @@ def test_recordings_in_which_nothing_was_found_are_named(
     echo: Echo, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = Path(recordings_in(tmp_path / "talks", *(f"{number}.wav" for number in range(7))))
-    heard = {name: Transcription(name, (), 0.01, 0.01) for name in "0245"} | {
-        name: Transcription(name, (TimedWord("yes", 0.5, 0.25, 0.5),), 4.0, 1.5) for name in "13"
+    heard = {name: Transcription(name, (), 0.01, 16000, 0.01) for name in "0245"} | {
+        name: Transcription(name, (TimedWord("yes", 0.5, 0.25, 0.5),), 4.0, 16000, 1.5) for name in "13"
     }
-    whole = Transcription("6", (TimedWord("yes", 0.5, 0.25, 0.5),), 4.0)
+    whole = Transcription("6", (TimedWord("yes", 0.5, 0.25, 0.5),), 4.0, 16000)
     monkeypatch.setattr(echo, "transcribe", lambda recording: heard.get(recording.name, whole))
     assert speechdp(["transcribe", "RUN", str(folder), "-o", str(tmp_path / "out.txt")]) == 0
     *lines, last = [line for line in capsys.readouterr().err.splitlines() if "nothing found" in line]
@@ -476,12 +477,13 @@ def test_recordings_in_which_nothing_was_found_are_named(
 
 
 def test_recordings_of_a_lower_rate_are_warned_of_once(
-    echo: Echo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    echo: Echo, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = Path(recordings_in(tmp_path / "talks", "0.wav"))
-    for name in ("1.wav", "2.wav"):
-        write_tone(folder / name, 0.1, 8000)
-    write_tone(folder / "3.wav", 0.1, 48000)
+    # All files are of 16 kHz: what counts is what was read with the sound, not what another look says.
+    folder = Path(recordings_in(tmp_path / "talks", *(f"{number}.wav" for number in range(4))))
+    rates = {"0": 16000, "1": 8000, "2": 8000, "3": 48000}
+    heard = {name: Transcription(name, (), 0.1, rate) for name, rate in rates.items()}
+    monkeypatch.setattr(echo, "transcribe", lambda recording: heard[recording.name])
     assert speechdp(["transcribe", "RUN", str(folder), "-o", str(tmp_path / "out.txt")]) == 0
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert warning == (

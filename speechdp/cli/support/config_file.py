@@ -149,14 +149,14 @@ def refuse_empty(arguments: Sequence[str], command: type) -> None:
     Raises:
         UsageError: naming the option or the place.
     """
-    may_be_empty, before = _may_be_empty(command), ""
+    before = ""
     for word in takewhile(lambda word: word != "--", arguments):
         option, equals, value = word.partition("=")
         if word == "" or (equals and value == "" and word.startswith("-")):
             named = before if word == "" else option
             if not named.startswith("-"):
                 named = f"the argument after {named!r}" if named else "the first argument"
-            if named.replace("_", "-") not in may_be_empty:
+            if named.replace("_", "-") not in _may_be_empty(command):
                 raise UsageError(f"{named}{_EMPTY}")
         before = word
 

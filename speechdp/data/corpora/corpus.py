@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from speechdp.data.corpora.same_sound import SameFiles
 from speechdp.data.signal.audio import AudioSource, file_of
 from speechdp.errors import ConfigError
 
@@ -48,12 +49,14 @@ class Corpus:
         notices: what to tell the user, e.g. what was left out.
         held_out: dev and test, where they are sources of their own, with the names of these; a rule divides
             the other utterances only.
+        files: what several sources were found to have in common; None: nothing has been asked of the disk.
     """
 
     source: Path | str
     utterances: tuple[CorpusUtterance, ...]
     notices: tuple[str, ...] = ()
     held_out: Mapping[str, str] = field(default_factory=dict)
+    files: SameFiles | None = None
 
     @classmethod
     def of(
@@ -64,11 +67,12 @@ class Corpus:
         may_lack_text: bool = False,
         notices: tuple[str, ...] = (),
         held_out: Mapping[str, str] | None = None,
+        files: SameFiles | None = None,
     ) -> Corpus:
         """Sort the utterances and refuse what no later step could use.
 
         Args:
-            source, notices, held_out: see Corpus.
+            source, notices, held_out, files: see Corpus.
             utterances: in any order.
             may_lack_text: empty transcripts are no fault.
 
@@ -107,7 +111,7 @@ class Corpus:
                     f"{source}: utterance {utterance.utterance_id} is in split {utterance.split!r}; "
                     "splits are train, dev and test"
                 )
-        return cls(source, tuple(ordered), notices, held_out)
+        return cls(source, tuple(ordered), notices, held_out, files)
 
     @property
     def to_divide(self) -> Corpus:

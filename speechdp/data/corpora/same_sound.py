@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -34,27 +35,26 @@ class SameFiles:
     channel of a file in several ways.
     """
 
-    def __init__(self, audio: Iterable[tuple[AudioSource, Hashable]]) -> None:
+    def __init__(
+        self, audio: Iterable[tuple[AudioSource, Hashable]], earlier: SameFiles | None = None
+    ) -> None:
         """Look at files.
 
         Args:
             audio: all that will be asked for, and what each is to be compared with others for: copies on one
                 side are not looked for.
+            earlier: the disk is not asked again what it was asked for these.
         """
-        self._folders: dict[str, str] = {}
-        self._files: dict[Path, str] = {}
+        self._disk: _Disk = _Disk() if earlier is None else earlier._disk
         sides: defaultdict[str, set[Hashable]] = defaultdict(set)
         named: dict[str, Channel | None] = {}
         in_several_ways: set[str] = set()
         for source, side in audio:
-            file = file_of(source)
-            if file not in self._files:
-                self._files[file] = self._real_path(file)
-            real, channel = self._files[file], named_channel(source)
+            real, channel = self._disk.real_path(file_of(source)), named_channel(source)
             sides[real].add(side)
             if named.setdefault(real, channel) != channel:
                 in_several_ways.add(real)
-        self._first_of_copies = _copies(sides)
+        self._first_of_copies = _copies(sides, self._disk)
         for copy, first in self._first_of_copies.items():
             if copy in in_several_ways or named[copy] != named[first]:
                 in_several_ways.add(first)
@@ -62,25 +62,46 @@ class SameFiles:
 
     def of(self, audio: AudioSource) -> Hashable:
         """Return what is equal for the same channel of the same file, however the tables name it."""
-        real = self._files[file_of(audio)]
+        real = self._disk.real_path(file_of(audio))
         first = self._first_of_copies.get(real, real)
         return first, None if first in self._of_one_channel else named_channel(audio)
 
-    def _real_path(self, file: Path) -> str:
-        folder, name = os.path.split(os.path.realpath(file) if file.is_symlink() else file)
-        if folder not in self._folders:
-            self._folders[folder] = os.path.realpath(folder)
-        return f"{self._folders[folder]}{os.sep}{name}"
+
+class _Disk:
+    """What files and folders are, asked once each."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, str] = {}
+        self._files: dict[Path, str] = {}
+        self._marks: dict[tuple[Callable[[str], Hashable], str], Hashable] = {}
+
+    def real_path(self, file: Path) -> str:
+        if file not in self._files:
+            folder, name = os.path.split(os.path.realpath(file) if file.is_symlink() else file)
+            if folder not in self._folders:
+                self._folders[folder] = os.path.realpath(folder)
+            self._files[file] = f"{self._folders[folder]}{os.sep}{name}"
+        return self._files[file]
+
+    def mark(self, told_by: Callable[[str], Hashable], path: str) -> Hashable:
+        """Return what a file is told by; None of one that cannot be read, which is for others to refuse."""
+        asked = told_by, path
+        if asked not in self._marks:
+            try:
+                self._marks[asked] = told_by(path)
+            except OSError:
+                self._marks[asked] = None
+        return self._marks[asked]
 
 
-def _copies(sides: Mapping[str, Collection[Hashable]]) -> dict[str, str]:
+def _copies(sides: Mapping[str, Collection[Hashable]], disk: _Disk) -> dict[str, str]:
     """Return the first of the files of the same bytes, of each that has copies on another side."""
     groups = [list(sides)]
     for told_by in (_size, _middle, _whole):
         groups = [
             same
             for group in groups
-            for same in _grouped(group, told_by)
+            for same in _grouped(group, partial(disk.mark, told_by))
             if len({side for path in same for side in sides[path]}) > 1
         ]
     return {path: group[0] for group in groups for path in group}
@@ -95,14 +116,10 @@ def _is_mono(path: str) -> bool:
 
 
 def _grouped(paths: Iterable[str], told_by: Callable[[str], Hashable]) -> list[list[str]]:
-    """Put files together that are alike; those that cannot be read are for others to refuse."""
+    """Put files together that are alike; one without a mark is like no other."""
     groups: defaultdict[Hashable, list[str]] = defaultdict(list)
     for path in paths:
-        try:
-            mark = told_by(path)
-        except OSError:
-            continue
-        if mark is not None:
+        if (mark := told_by(path)) is not None:
             groups[mark].append(path)
     return [group for group in groups.values() if len(group) > 1]
 

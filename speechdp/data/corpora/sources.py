@@ -78,6 +78,7 @@ def joined(parts: Sequence[tuple[Source, Corpus]], *, is_ruled: bool = False) ->
         may_lack_text=True,  # each has been looked at
         notices=(*(f"{each.source}: {notice}" for _, each in parts for notice in each.notices), *notices),
         held_out=held_out,
+        files=files,
     )
 
 

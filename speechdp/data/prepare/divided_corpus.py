@@ -74,13 +74,12 @@ class DividedCorpus:
         infos = probe_all(list(dict.fromkeys(u.audio for each in splits.values() for u in each)), progress)
         seconds = {info.source: info.num_samples / info.sampling_rate for info in infos}
         rate = common_sampling_rate(infos, options.resample) if like is None else like.sampling_rate
-        notices = division.notices + channels_read(
-            infos, options.files.chosen_channel if like is None else None
-        )
+        notices = division.notices + channels_read(infos, options.files.channel if like is None else None)
         if options.is_for_recognition:
             notices += warn_of_splits(splits, division.held_out)
         notices += warn_of_same_sound(
-            {name: [(u.utterance_id, u.audio) for u in part] for name, part in splits.items()}
+            {name: [(u.utterance_id, u.audio) for u in part] for name, part in splits.items()},
+            division.files,
         )
         if like is not None:
             notices += _resampled(infos, rate)
@@ -94,12 +93,14 @@ class Division:
     Attributes:
         rule, splits, notices: see DividedCorpus.
         held_out: the splits that are sources of their own.
+        files: see Corpus.
     """
 
     rule: str
     splits: dict[str, list[CorpusUtterance]]
     notices: tuple[str, ...]
     held_out: tuple[str, ...]
+    files: SameFiles | None
 
 
 def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) -> Division:
@@ -124,7 +125,7 @@ def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) 
         )
     may_be_like = options.is_for_recognition and not for_model
     splits = split_corpus(corpus, rule, needs_train=not for_model, may_be_like=may_be_like)
-    return Division(rule.spec, splits, corpus.notices, tuple(corpus.held_out))
+    return Division(rule.spec, splits, corpus.notices, tuple(corpus.held_out), corpus.files)
 
 
 def warn_of_splits(
@@ -198,18 +199,24 @@ def warn_of_speakers(
     )
 
 
-def warn_of_same_sound(sounds: Mapping[str, Sequence[tuple[str, AudioSource]]]) -> tuple[str, ...]:
+def warn_of_same_sound(
+    sounds: Mapping[str, Sequence[tuple[str, AudioSource]]], asked: SameFiles | None = None
+) -> tuple[str, ...]:
     """Warn of utterances of a held-out split whose sound an earlier split has: copies, or parts that overlap.
 
     Args:
         sounds: the ids of each split's utterances, and where they are.
+        asked: of what files the disk has been asked already.
     """
     order = [name for name in SPLIT_NAMES if name in sounds]
-    files = SameFiles((audio, name) for name in order for _, audio in sounds[name])
+    files = SameFiles(((audio, name) for name in order for _, audio in sounds[name]), asked)
     warnings = []
+    indices = {
+        name: SoundIndex(files, ((audio, utterance) for utterance, audio in sounds[name]))
+        for name in order[:-1]
+    }
     for first, second in itertools.combinations(order, 2):
-        index = SoundIndex(files, ((audio, utterance) for utterance, audio in sounds[first]))
-        found = ((utterance, index.find(audio)) for utterance, audio in sounds[second])
+        found = ((utterance, indices[first].find(audio)) for utterance, audio in sounds[second])
         shared = [(utterance, other) for utterance, other in found if other is not None]
         if shared:
             (one, other), said = shared[0], f"have sound that {first} has, too"

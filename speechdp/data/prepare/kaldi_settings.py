@@ -39,7 +39,7 @@ def feature_settings(
     check_mel_bins(sampling_rate, config)
     num_samples = [info.num_samples for info in infos]
     config = _with_edges(config, sampling_rate, utterances, num_samples)
-    return config, sampling_rate, channels_read(infos, options.files.chosen_channel)
+    return config, sampling_rate, channels_read(infos, options.files.channel)
 
 
 def _features_of_kaldi(kaldi: KaldiOptions, config: FeatureConfig, first: KaldiUtterance) -> FeatureConfig:

@@ -46,8 +46,7 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
         RunError: a process was killed.
     """
     if options.like is not None and options.files.channel is None:
-        channel = open_like(options.like).channel
-        files = dataclasses.replace(options.files, channel=None if channel is None else str(channel))
+        files = dataclasses.replace(options.files, channel=open_like(options.like).channel)
         options = dataclasses.replace(options, files=files)
     with (
         new_data_dir(options.data, options.overwrite) as directory,
@@ -59,8 +58,8 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
         except UnreadableAudioError as error:  # behind a header that can be read
             raise ConfigError(as_option_does(error)) from error
         contents.save(directory)
-        channel = options.files.chosen_channel
-        dataclasses.replace(contents.manifest, splits=splits, channel=channel).write(directory)
+        manifest = dataclasses.replace(contents.manifest, splits=splits, channel=options.files.channel)
+        manifest.write(directory)
     return Prepared(Dataset.open(options.data, just_written=True), contents.notices)
 
 

@@ -32,7 +32,7 @@ def reading_rules(
         pipes=PipeRunner(scratch, options.workers, progress) if files.allow_pipes else None,
         skip_incomplete=files.skip_incomplete,
         needs_text=needs_text,
-        channel=files.chosen_channel,
+        channel=files.channel,
     )
 
 

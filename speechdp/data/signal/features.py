@@ -5,6 +5,7 @@ Legend: S samples, T frames, D feature dimensions.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -294,11 +295,12 @@ def check_mel_bins(sampling_rate: int, config: FeatureConfig) -> None:
     )
 
 
+@functools.cache
 def _fills_mel_bins(num_mel_bins: int, sampling_rate: int, window: int) -> bool:
     """Tell whether each mel filter covers a point of the spectrum of a window of so many samples.
 
     The filters are laid out as Kaldi does: equally spaced on mel(f) = 1127 ln(1 + f / 700) from 20 Hz to half
-    the rate.
+    the rate.  Asked for each utterance, and the same for all: cached.
     """
     num_fft = 1 << (window - 1).bit_length()
     if num_mel_bins > num_fft:  # two filters share each of the num_fft / 2 points

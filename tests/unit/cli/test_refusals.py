@@ -11,7 +11,9 @@ import pytest
 import tyro
 
 from speechdp.cli import main
+from speechdp.cli.support import config_file
 from speechdp.cli.support.refusals import line_of
+from speechdp.cli.sweep import SweepCommand
 from speechdp.parallel.registry import StrategyChoice
 from tests.helpers.jobs import DEADLINE_S, ended_within, our_lines, under_mpirun
 
@@ -195,3 +197,14 @@ def test_a_refusal_of_all_ranks_is_told_once() -> None:
     ended = ended_within(DEADLINE_S, under_mpirun(2, "train", "DATA"))
     assert ended.exit_code == 2, ended.output
     assert our_lines(ended) == ["speechdp: train needs RUN; speechdp train --help says what that is"]
+
+
+def test_types_of_options_are_read_only_where_a_word_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[type] = []
+    monkeypatch.setattr(
+        config_file, "_may_be_empty", lambda command: (read.append(command), {"--reference"})[1]
+    )
+    config_file.refuse_empty(["DATA", "--reference", "name", "--epochs=3", "--", ""], SweepCommand)
+    assert read == []
+    config_file.refuse_empty(["DATA", "--reference", ""], SweepCommand)
+    assert read == [SweepCommand]

@@ -11,13 +11,14 @@ import numpy.typing as npt
 import pytest
 import soundfile
 
+from speechdp.cli.main import parse
 from speechdp.cli.main import run as speechdp
 from speechdp.data.corpora.kaldi_dir import ReadingRules, read_audio_table, read_kaldi_dir
 from speechdp.data.corpora.reader import read_corpus
 from speechdp.data.prepare.pipeline import Prepared, prepare
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.audio import AudioPart, probe, read_audio, to_int16
-from speechdp.data.signal.channel import Channel
+from speechdp.data.signal.channel import Channel, parse_channel
 from speechdp.errors import ConfigError, SeveralChannelsError, ShardError
 from speechdp.options.prepare import FilesOptions, KaldiOptions, PrepareOptions
 from tests.helpers.corpora import kaldi_folder, no_progress, write_tone
@@ -44,7 +45,7 @@ def folder_of_stereo(folder: Path, speakers: int = 4) -> dict[str, Samples]:
     return sounds
 
 
-def prepared(source: Path, data: Path, channel: str | None, **options: object) -> Prepared:
+def prepared(source: Path, data: Path, channel: Channel | None, **options: object) -> Prepared:
     values = {"split": "random:dev=0", "store": "audio", "workers": 1, "overwrite": True, **options}
     return prepare(
         PrepareOptions((source, data), files=FilesOptions(channel=channel), **values),  # type: ignore[arg-type]
@@ -81,14 +82,16 @@ def test_what_is_no_channel_is_refused(tmp_path: Path, channel: str) -> None:
     with pytest.raises(
         ConfigError, match=r"--channel .*: give the number of a channel, 1 for the first, or "
     ):
-        FilesOptions(channel=channel)
+        parse_channel(channel)
+    with pytest.raises(ConfigError, match="--channel"):
+        parse("prepare", ["corpus", "data", f"--channel={channel}"])
 
 
 def test_a_folder_is_prepared_of_a_channel_and_its_model_s_data_alike(tmp_path: Path) -> None:
     sounds = folder_of_stereo(tmp_path / "corpus")
     with pytest.raises(SeveralChannelsError, match=r"; add --channel 1 for the first, or another, or --cha"):
         prepared(tmp_path / "corpus", tmp_path / "data", None)
-    done = prepared(tmp_path / "corpus", tmp_path / "data", "2")
+    done = prepared(tmp_path / "corpus", tmp_path / "data", 2)
     assert "of 8 files of several channels: channel 2 of 8" in done.notices
     assert json.loads((tmp_path / "data" / "data.json").read_text())["channel"] == 2
 
@@ -106,7 +109,7 @@ def test_a_folder_is_prepared_of_a_channel_and_its_model_s_data_alike(tmp_path: 
         np.testing.assert_array_equal(samples, to_int16(sounds[name][:, 1]))
     # Another corpus for a model of these data: the same channel, unless another is asked for.
     like = {"like": tmp_path / "data", "split": None}
-    for given, channel in ((None, 1), ("1", 0)):
+    for given, channel in ((None, 1), (1, 0)):
         prepared(tmp_path / "corpus", tmp_path / "new", given, **like)
         assert Dataset.open(tmp_path / "new").channel == channel + 1
         for name, samples in stored(tmp_path / "new", "test").items():
@@ -191,7 +194,7 @@ def test_what_is_read_of_a_kaldi_alignment_s_audio_is_said(tmp_path: Path) -> No
     for name in ("utt0", "utt1"):
         write_tone(source / "wav" / f"{name}.wav", 1.0)
     (source / "wav.scp").write_text("utt0 wav/utt0.wav\nutt1 wav/utt1.wav\n")
-    options = dataclasses.replace(options, files=FilesOptions(channel="1"), overwrite=True)
+    options = dataclasses.replace(options, files=FilesOptions(channel=1), overwrite=True)
     assert "--channel 1: all audio has one channel already" in prepare(options, no_progress).notices
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import soundfile
 
 from speechdp.data.corpora import same_sound
 from speechdp.data.corpora.same_sound import SameFiles, SoundIndex
+from speechdp.data.prepare import divided_corpus
 from speechdp.data.prepare.pipeline import Prepared, prepare
-from speechdp.data.signal.audio import AudioPart
+from speechdp.data.signal.audio import AudioPart, AudioSource
 from speechdp.errors import ConfigError
 from speechdp.options.prepare import KaldiOptions, PrepareOptions
 from tests.helpers.corpora import digit_folder, kaldi_folder, no_progress, write_tone
@@ -150,6 +152,36 @@ def test_only_files_of_one_size_on_two_sides_are_read(
     link.symlink_to(same[0])
     files = SameFiles([(same[0], 0), (link, 1)])
     assert files.of(link) == files.of(same[0]) and read == []
+
+
+def test_several_sources_are_asked_of_the_disk_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    for name in ("_size", "_middle", "_whole"):
+        function = getattr(same_sound, name)
+        monkeypatch.setattr(
+            same_sound, name, lambda path, n=name, f=function: (asked.append(f"{n} {path}"), f(path))[1]
+        )
+    one, two = digit_folder(tmp_path / "one", ("ann",), 3), digit_folder(tmp_path / "two", ("bob",), 3)
+    _copy(one / "0_ann_0.wav", one, "0_cat_0.wav")  # looked for only where splits are compared
+    prepared = _prepared((one, two, tmp_path / "data"), split="speaker:dev=cat,test=bob")
+    assert any("1 dev utterance has sound that train has, too, first" in n for n in prepared.notices)
+    assert len(asked) == len(set(asked)) and sum(each.startswith("_size") for each in asked) == 13
+
+
+def test_the_sound_of_a_split_is_gone_through_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone_through: list[int] = []
+
+    def noted(files: SameFiles, sounds: Iterable[tuple[AudioSource, str]]) -> SoundIndex[str]:
+        listed = list(sounds)
+        gone_through.append(len(listed))
+        return SoundIndex(files, listed)
+
+    monkeypatch.setattr(divided_corpus, "SoundIndex", noted)
+    corpus = digit_folder(tmp_path / "corpus", ("ann", "bob", "cat"), 3)
+    _copy(corpus / "0_bob_0.wav", corpus, "0_cat_9.wav")
+    prepared = _prepared((corpus, tmp_path / "data"), split="speaker:dev=bob,test=cat")
+    assert gone_through == [6, 6]  # train, for dev and for test, and dev, for test
+    assert any("1 test utterance has sound that dev has, too, first 0_cat_9" in n for n in prepared.notices)
 
 
 def test_files_that_differ_only_beside_their_middles_are_no_copies(tmp_path: Path) -> None:

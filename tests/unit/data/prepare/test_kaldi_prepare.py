@@ -446,7 +446,7 @@ def test_features_have_no_channels(options: PrepareOptions) -> None:
     like = prepared(options).dataset.path
     kaldi = KaldiOptions(kaldi=kaldi_of(options)[0])
     scored = PrepareOptions(
-        (options.data.with_name("test"),), from_kaldi=kaldi, like=like, files=FilesOptions(channel="1")
+        (options.data.with_name("test"),), from_kaldi=kaldi, like=like, files=FilesOptions(channel=1)
     )
     with pytest.raises(ConfigError, match=r"--channel: the model of --like .* was trained on Kaldi's feat"):
         prepare(scored, no_progress)

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import soundfile
 
+from speechdp.data.signal import features
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import (
     SILENCE_ALONE,
     FeatureConfig,
     check_mel_bins,
     kaldi_features,
+    mel_of,
     normalise,
     num_frames_of,
 )
@@ -35,6 +37,16 @@ def test_same_samples_give_the_same_bytes() -> None:
     samples = tone(0.5)
     first, second = (compute_features(samples, 8000, FeatureConfig()) for _ in range(2))
     assert first.tobytes() == second.tobytes()
+
+
+def test_mel_filters_are_looked_at_once_for_all_utterances_of_a_rate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr(features, "mel_of", lambda hz: (calls.append(len(hz)), mel_of(hz))[1])
+    for _ in range(3):
+        compute_features(tone(0.2), 8123, FeatureConfig())  # a rate that no other test has
+    assert len(calls) == 2  # the points of the spectrum, and the ends of the scale
 
 
 def test_normalisation_takes_the_level_out() -> None:

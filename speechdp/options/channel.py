@@ -1,0 +1,28 @@
+"""How a channel of audio files is given on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import tyro
+
+from speechdp.data.signal.channel import Channel, parse_channel
+
+
+def _text(read: Callable[[str], Any]) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N|mix",
+        instance_from_str=lambda words: read(words[0]),
+        is_instance=lambda value: value is None or isinstance(value, (int, str)),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _channel_or_each(text: str) -> Channel | Literal["each"]:
+    return "each" if text == "each" else parse_channel(text, "mix, or each")
+
+
+#: How a channel is read from the command line, and one that may also be each by itself.
+CHANNEL_TEXT, CHANNEL_OR_EACH_TEXT = _text(parse_channel), _text(_channel_or_each)
