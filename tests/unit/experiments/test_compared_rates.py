@@ -142,8 +142,8 @@ def test_the_report_says_at_which_rates_strategies_were_compared(reported: Path)
     written = write_comparison(reported)
     text = " ".join(written.answer)
     assert (
-        "On 2 ranks each strategy has the learning rate with which it learnt best, of those tried, by one run "
-        "each: 0.002 for gradient averaging; 0.004 for bmuf (period=4)."
+        "On 2 ranks each strategy has the learning rate with which it learnt best, of those tried, by one "
+        "run each: 0.002 for gradient averaging; 0.004 for bmuf (period=4)."
     ) in text
     assert "gradient averaging, learning rate 0.008, which failed: the loss is nan" in text
     assert "one beyond it may be better" not in text
