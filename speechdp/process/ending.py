@@ -123,7 +123,7 @@ def end_by_exception(signals: Sequence[signal.Signals] = _SIGNALS) -> None:
 
 
 def _lose_none() -> None:
-    """Let what a signal has raised where Python drops exceptions, in a finaliser or a callback, be raised anew.
+    """Let what a signal raises where Python drops exceptions, in a finaliser or callback, be raised anew.
 
     Else it would be printed with a traceback ("Exception ignored in"), and the command would go on.
     """
@@ -142,9 +142,8 @@ class _RaisesAnew:
         end = dropped.exc_value
         signum = end.signum if isinstance(end, Ended) else signal.SIGINT
         is_raised = isinstance(end, (Ended, KeyboardInterrupt))
-        if not is_raised or threading.current_thread() is not threading.main_thread():
-            self._others(dropped)
-        elif not _comes_again(signum):
+        is_here = threading.current_thread() is threading.main_thread()
+        if not (is_raised and is_here and _comes_again(signum)):
             self._others(dropped)
         elif isinstance(end, Ended):
             signal.signal(signum, _raise)  # that one has let signals be ignored
