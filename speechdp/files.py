@@ -88,6 +88,20 @@ def cannot_be_written(path: Path | str, error: Exception, then: str = "run again
     return f"{path}: cannot be written ({disk_reason(error)}); {remedy_of(error)}, then {then}"
 
 
+def or_by_links(error: OSError, folder: Path, *written: str) -> str:
+    """Return how results of a folder that may not be written are made, as the end of a list of remedies.
+
+    Args:
+        error: what the disk said; "" is returned where it is not about rights.
+        folder: a colleague's run, or one in an archive.
+        written: names in it of what is made.
+    """
+    if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return ""
+    names = " and ".join(written)
+    return f"; or give a folder of your own with links to all in {folder} but {names} (docs/run-directory.md)"
+
+
 def cannot_be_read(path: Path | str, error: Exception, then: str = "run again") -> str:
     """Return one line that says why `path` cannot be read and what helps; as `cannot_be_written`."""
     return f"{path}: cannot be read ({disk_reason(error)}); {remedy_of(error, reading=True)}, then {then}"

@@ -43,7 +43,7 @@ def of_part(folder: Path) -> Iterator[None]:
 
 def going_on() -> str:
     """Return what continues work that was broken off, to complete "free some space, then ..."."""
-    return "continue with --resume" if _has("resume") else "run again"
+    return "continue with --resume" if goes_on_by_option() else "run again"
 
 
 def starting_over(folder: Path) -> str:
@@ -53,9 +53,16 @@ def starting_over(folder: Path) -> str:
     return f"delete {folder}, then {going_on()}"
 
 
-def repeating() -> str:
-    """Return what a run's command is repeated with to go on with it, to complete "repeat its command"."""
-    return " with --resume" if _has("resume") else ""
+def goes_on_by_option() -> bool:
+    """Tell whether the command goes on with a run where it is told to, by --resume."""
+    return _has("resume")
+
+
+def going_on_as_begun() -> str:
+    """Return how a run is gone on with that was begun with other options than those given, as an order."""
+    if goes_on_by_option():
+        return "give --resume alone, which takes the run's options"
+    return "repeat its command (it stands in run.json)"
 
 
 def backend(name: str) -> str:

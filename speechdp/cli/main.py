@@ -20,6 +20,7 @@ from speechdp import __version__, exit_codes, remedies
 from speechdp.cli.support.config_file import (
     arguments_of,
     is_record_of_run,
+    of_its_file,
     refuse_empty,
     refuse_unknown,
     with_config,
@@ -268,7 +269,7 @@ def run(arguments: Sequence[str]) -> int:
         with remedies.of_command(options):
             exit_code: int = command.run()
     except SpeechDPError as error:
-        text, exit_code = str(error), error.exit_code
+        text, exit_code = _told(error, _of_forwarded(name, rest)), error.exit_code
         _let_rank_0_tell()
     except OSError as error:
         line = cannot_be_used(error)
@@ -292,6 +293,11 @@ def run(arguments: Sequence[str]) -> int:
     return exit_code
 
 
+def _told(error: SpeechDPError, arguments: Sequence[str]) -> str:
+    """Return an error's line; where the value that it refuses stands in a --config file, with that."""
+    return of_its_file(str(error), arguments) if isinstance(error, ConfigError) else str(error)
+
+
 def _let_rank_0_tell() -> None:
     """Wait on other ranks, in a job, until rank 0 has told what is wrong and the launcher has ended them.
 
@@ -300,12 +306,6 @@ def _let_rank_0_tell() -> None:
     launch = announced()
     if launch is not None and launch.rank > 0:
         time.sleep(_AFTER_RANK_0_S)
-
-
-def _tell_once(text: str) -> None:
-    """Print a line to stderr that every rank of a job would have to print."""
-    _let_rank_0_tell()
-    tell(text)
 
 
 def _options_of(command: Any) -> set[str]:
@@ -321,7 +321,8 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     """Return the command of a subcommand's command line.
 
     Raises:
-        SystemExit: unknown, wrong or missing options, having said so, or --help, having helped.
+        SystemExit: --help, having helped.
+        UsageError: unknown, wrong or missing options.
         ConfigError: invalid options.
     """
     command = SUBCOMMANDS[name]
@@ -341,7 +342,7 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
     kind = getattr(module, command.script_class_name if of_script else command.class_name)
     if name not in _WITH_COMMAND or "--" in given:  # else the option may be the script's
         _refuse_others(name, refused, given)
-        refuse_unknown(shown, kind, name, _tell_once)
+        refuse_unknown(shown, kind, name)
         refuse_empty(shown, kind)
     before_command = ""
     if name in _WITH_COMMAND and "--" not in arguments:
@@ -349,7 +350,7 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
         before_command = f"write -- before the command: ... -- {inner} ..."
     own = shown[: shown.index("--")] if "--" in shown else shown
     is_help = bool({"-h", "--help"} & set(own))
-    with wrapped_paragraphs() if is_help else boxes_as_lines(name, _tell_once, before_command):
+    with wrapped_paragraphs() if is_help else boxes_as_lines(name, before_command):
         options = tyro.cli(
             kind,
             prog=f"speechdp {name}",
@@ -389,6 +390,14 @@ def _with_config(name: str, arguments: Sequence[str]) -> Sequence[str]:
     return with_config(arguments, of_command, refused, _told_by_rank_0)
 
 
+def _of_forwarded(name: str, arguments: Sequence[str]) -> Sequence[str]:
+    """Return the arguments of the subcommand that another starts, or its own, among which --config may be."""
+    if name not in _WITH_COMMAND or "--" not in arguments:
+        return arguments
+    inner = arguments[arguments.index("--") + 1 :]
+    return _of_forwarded(inner[0], inner[1:]) if inner and inner[0] in SUBCOMMANDS else ()
+
+
 def _parsed(name: str, arguments: Sequence[str], say: Callable[[str], None]) -> Any:
     """Return the command of a command line; `train --resume` has the run's own options beside those given.
 
@@ -398,8 +407,7 @@ def _parsed(name: str, arguments: Sequence[str], say: Callable[[str], None]) -> 
         say: is told what they leave to the run.
 
     Raises:
-        SystemExit: as `parse` does.
-        ConfigError: as `parse` does.
+        SystemExit, UsageError, ConfigError: as `parse` does.
     """
     given = {plain_option(word) for word in arguments}
     if name != "train" or "--resume" not in given:
@@ -485,8 +493,8 @@ def check_forwarded(arguments: Sequence[str]) -> Any:
         The command that it is.
 
     Raises:
-        SystemExit: as `parse` does.
-        ConfigError: invalid options.
+        SystemExit: an unknown command, having said so, or as `parse` does.
+        UsageError, ConfigError: as `parse` does.
     """
     name, *rest = arguments
     if name not in SUBCOMMANDS:

@@ -23,7 +23,7 @@ from speechdp.decode.wer import (
     word_error_rate,
 )
 from speechdp.errors import RunError
-from speechdp.files import cannot_be_written, write_text_atomically
+from speechdp.files import cannot_be_written, or_by_links, write_text_atomically
 from speechdp.json_input import parse_json
 from speechdp.parallel.run_files import TRAINED_ON, TUNED_NAME
 
@@ -343,4 +343,5 @@ def results_at(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise RunError(cannot_be_written(error.filename or run_dir, error)) from error
+        elsewhere = or_by_links(error, run_dir, "hypotheses", "report")
+        raise RunError(cannot_be_written(error.filename or run_dir, error) + elsewhere) from error

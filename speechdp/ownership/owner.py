@@ -323,10 +323,15 @@ class FolderOwner:
 
     def _create(self, name: Path) -> bool:
         try:
-            with name.open("x", encoding="utf-8") as file:
-                file.write(self._content())
+            file = name.open("x", encoding="utf-8")
         except FileExistsError:
             return False
+        try:
+            with file:
+                file.write(self._content())
+        except OSError:
+            _remove(name)  # a claim of nobody, which the next would wait for
+            raise
         return True
 
     def _write_temporary(self) -> None:

@@ -252,7 +252,7 @@ class RunDirectory:
             differs = difference(record.get("options"), options, defaults or {})
             raise ConfigError(
                 f"{path}: the run was begun with other options{differs}; "
-                f"repeat its command (it stands in run.json){remedies.repeating()}, or choose another folder"
+                f"{remedies.going_on_as_begun()}, or choose another folder"
             )
         if not same_data:
             raise ConfigError(

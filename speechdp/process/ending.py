@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -29,12 +29,14 @@ class Ended(BaseException):
     """A signal asked for the end; no error, so that nothing takes it for one and goes on.
 
     Attributes:
+        signum: the signal's number.
         exit_code: what a shell reports for a program that the signal has ended.
         is_warning: a batch system warns by this signal.
     """
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"ended by {signal.Signals(signum).name}")
+        self.signum = signum
         self.is_warning = signum in WARNINGS
         self.exit_code = 128 + signum
 
@@ -94,6 +96,7 @@ def interrupts_raise() -> None:
     """Let Ctrl-C raise KeyboardInterrupt, to be called by who tells of it in a line."""
     if signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, signal.default_int_handler):
         signal.signal(signal.SIGINT, _interrupt)
+    _lose_none()
 
 
 def is_interrupt_raised() -> bool:
@@ -116,6 +119,34 @@ def end_by_exception(signals: Sequence[signal.Signals] = _SIGNALS) -> None:
     for signum in signals:
         if signal.getsignal(signum) in (signal.SIG_DFL, _hold):
             signal.signal(signum, _raise)
+    _lose_none()
+
+
+def _lose_none() -> None:
+    """Let what a signal raises where Python drops exceptions, in a finaliser or callback, be raised anew.
+
+    Else it would be printed with a traceback ("Exception ignored in"), and the command would go on.
+    """
+    if isinstance(sys.unraisablehook, _RaisesAnew):
+        return
+    sys.unraisablehook = _RaisesAnew(sys.unraisablehook)
+
+
+class _RaisesAnew:
+    """Takes what Python has dropped; hands on what no signal has raised."""
+
+    def __init__(self, others: Callable[[sys.UnraisableHookArgs], object]) -> None:
+        self._others = others
+
+    def __call__(self, dropped: sys.UnraisableHookArgs, /) -> None:
+        end = dropped.exc_value
+        signum = end.signum if isinstance(end, Ended) else signal.SIGINT
+        is_raised = isinstance(end, (Ended, KeyboardInterrupt))
+        is_here = threading.current_thread() is threading.main_thread()
+        if not (is_raised and is_here and _comes_again(signum)):
+            self._others(dropped)
+        elif isinstance(end, Ended):
+            signal.signal(signum, _raise)  # that one has let signals be ignored
 
 
 def end_by_held_warning() -> None:

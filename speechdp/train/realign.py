@@ -102,8 +102,8 @@ def _check_begun(session: Session, options: TrainOptions, run_dir: Path) -> None
     if begun_on is None or Path(str(begun_on)).resolve() not in [folder.resolve() for folder in made]:
         raise ConfigError(
             f"{run_dir / 'run.json'}: the run was begun on {begun_on or 'the targets in DATA'}, and "
-            f"--realign {options.realign} leads to {made[-1]}; repeat its command (it stands in run.json) "
-            "with --resume, or choose another folder"
+            f"--realign {options.realign} leads to {made[-1]}; {remedies.going_on_as_begun()}, or choose "
+            "another folder"
         )
 
 

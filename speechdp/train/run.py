@@ -241,7 +241,8 @@ def _check_same(session: Session, options: TrainOptions, run: RunDirectory) -> N
             options.fingerprint(), session.dataset.checksum, options.to_json(), TrainOptions().to_json()
         )
     except ConfigError as error:
-        if not run.is_complete and not remedies.repeating():  # a part of a command that has its own way on
+        # A part of a command that has its own way on.
+        if not run.is_complete and not remedies.goes_on_by_option():
             raise
         raise ConfigError(f"{error}{_how_to_train_on(options, run)}") from error
 

@@ -141,6 +141,53 @@ def test_an_import_that_does_not_end_is_ended_by_the_second_signal(
     assert _run(program, number) == (1, "the import was cut off\n")
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("place", ["weakref.finalize(thing, warn)", "thing.finalizer = Finalizer()"])
+def test_a_signal_in_a_finaliser_ends_as_elsewhere(place: str, number: signal.Signals) -> None:
+    """Python drops what is raised there: a traceback was printed, and the command went on."""
+    program = f"""
+import signal, sys, time, weakref
+from speechdp.process.ending import Ended, describe_end, end_by_exception, interrupts_raise
+end_by_exception()
+interrupts_raise()
+
+def warn():
+    signal.raise_signal({int(number)})
+    time.sleep(0.01)
+
+class Finalizer:
+    def __del__(self):
+        warn()
+
+class Thing:
+    pass
+
+try:
+    thing = Thing()
+    {place}
+    del thing
+    time.sleep(60)
+except (Ended, KeyboardInterrupt) as end:
+    sys.exit(describe_end(end)[1])
+"""
+    assert _run(program, number) == (128 + number, "")
+
+
+def test_what_no_signal_has_raised_in_a_finaliser_is_printed_as_ever() -> None:
+    program = """
+from speechdp.process.ending import interrupts_raise
+interrupts_raise()
+
+class Thing:
+    def __del__(self):
+        raise ValueError("no signal")
+
+Thing()
+"""
+    code, said = _run(program, signal.SIGINT)
+    assert code == 0 and "Exception ignored in" in said and "ValueError: no signal" in said
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_what_is_done_before_a_signal_comes_again_ends_as_it_would(
     number: signal.Signals, tmp_path: Path

@@ -30,7 +30,7 @@ PACKAGE = Path(speechdp.__file__).parent
 OPTIONS = re.compile(r"--(resume|overwrite|hang-timeout|backend|device|max-steps)\b")
 #: Imported by scripts, too, but what names options there happens in commands alone.
 OF_COMMANDS = {
-    "remedies.py": {"going_on", "starting_over", "repeating", "backend", "device", "longer_wait"},
+    "remedies.py": {"going_on", "starting_over", "going_on_as_begun", "backend", "device", "longer_wait"},
     "parallel/run_files.py": {"check_same"},
     "comm/base.py": {"packets", "check_loss_tolerance"},
     "comm/loss_tolerance.py": {"__init__", "leader_lost", "broadcast"},
@@ -66,9 +66,10 @@ def test_a_full_disk_is_gone_on_from_as_the_users_command_can(tmp_path: Path) ->
 
 def test_a_run_that_is_a_part_of_a_command_is_begun_anew_by_itself() -> None:
     run, other = Path("OUT/a"), Path("OUT")
-    assert remedies.starting_over(run) == "delete OUT/a, then run again" and remedies.repeating() == ""
+    assert remedies.starting_over(run) == "delete OUT/a, then run again"
+    assert remedies.going_on_as_begun() == "repeat its command (it stands in run.json)"
     with remedies.of_command({"resume", "overwrite"}):
-        assert remedies.repeating() == " with --resume"
+        assert remedies.going_on_as_begun() == "give --resume alone, which takes the run's options"
         with remedies.of_part(run):
             assert remedies.starting_over(run) == "delete OUT/a, then continue with --resume"
             assert remedies.starting_over(other) == "start over with --overwrite"

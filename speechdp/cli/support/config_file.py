@@ -12,7 +12,6 @@ from typing import Any, Literal, get_type_hints
 
 import tyro
 
-from speechdp import exit_codes
 from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, UsageError
 from speechdp.files import named_file_cannot_be_read
@@ -32,6 +31,10 @@ _LISTED = "; speechdp {} --help lists them"
 _EMPTY = " is empty; is a variable of the shell unset?"
 #: An option with one dash too few; -np is a name, -inf and -nan are numbers.
 _LIKE_AN_OPTION = re.compile("-(?!inf$|nan$)[a-z][a-z-]{2,}")
+#: Options whose values name strategies.
+_OF_STRATEGIES = ("--strategy", "--strategies", "--swept", "--reference")
+#: An option in a message.
+_NAMED_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
 #: An option of each command that trains, as a run of `train` does.
 _OF_TRAINING = "--preset"
 #: How the value of an option is written: as --like or --no-like, as a value, or the option again for each.
@@ -79,6 +82,38 @@ def with_config(
     words = list(_words(Path(value), options, given, tell))
     first = next((i for i, word in enumerate(own) if word.startswith("-")), len(own))
     return [*own[:first], *words, *own[first:], *rest]
+
+
+def of_its_file(line: str, arguments: Sequence[str]) -> str:
+    """Return a line that refuses an option with the name of the --config file that has it, if one does.
+
+    Args:
+        line: names the option that it is about before any other, or a strategy.
+        arguments: of a subcommand, as they were given; what is given beside --config is not the file's.
+    """
+    own = list(takewhile(lambda word: word != "--", arguments))
+    place = next((place for place, word in enumerate(own) if word.partition("=")[0] == _OPTION), None)
+    if place is None:
+        return line
+    path = Path(own[place].partition("=")[2] or next(iter(own[place + 1 :]), ""))
+    try:
+        values = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return line
+    if not isinstance(values, dict) or str(path) in line:
+        return line
+    options = values.get("options") if values.get("format") == RUN_FORMAT else values
+    its_own = {_option(name): value for name, value in _flat(options if isinstance(options, dict) else {})}
+    for given in own:
+        its_own.pop(plain_option(given), None)
+    named = _NAMED_OPTION.search(line)
+    if named is not None:
+        is_its = named[0] in its_own
+    else:  # a strategy refuses its own options, whichever option of ours it was given by
+        texts = [str(its_own[option]) for option in _OF_STRATEGIES if option in its_own]
+        strategies = [one.partition(":")[0] for text in texts for one in text.split(",")]
+        is_its = any(line.startswith(f"{one}:") or f"{one!r}" in line for one in strategies)
+    return f"{path}: {line}" if is_its else line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +205,7 @@ def _spellings(name: str, marks: Sequence[Any]) -> Iterator[str]:
         yield from (alias for alias in mark.aliases or () if alias.startswith("--"))
 
 
-def refuse_unknown(arguments: Sequence[str], command: type, name: str, tell: Callable[[str], None]) -> None:
+def refuse_unknown(arguments: Sequence[str], command: type, name: str) -> None:
     """Refuse what looks like an option and is none, before a word behind it is taken for an argument.
 
     So is a flag with a value, which tyro would take for an argument, too.
@@ -179,10 +214,9 @@ def refuse_unknown(arguments: Sequence[str], command: type, name: str, tell: Cal
         arguments: of a subcommand; what follows `--` is another's.
         command: the dataclass of the subcommand's options.
         name: of the subcommand.
-        tell: takes the line.
 
     Raises:
-        SystemExit: having said so.
+        UsageError: naming it.
     """
     known = options_of(command)
     flags = {option for option, kind in known.items() if kind == "flag"}
@@ -192,15 +226,13 @@ def refuse_unknown(arguments: Sequence[str], command: type, name: str, tell: Cal
         given, equals, value = word.partition("=")
         option = given.replace("_", "-")
         if equals and option in flags:
-            tell(f"{given} takes no value; leave ={value} out")
-            raise SystemExit(exit_codes.USAGE)
+            raise UsageError(f"{given} takes no value; leave ={value} out")
         if given.startswith("--"):
             meant = "" if option in names else did_you_mean(option, known) or _LISTED.format(name)
         else:  # -epochs; a short name, a negative number or - is like no option
             meant = did_you_mean(f"-{option}", known) if _LIKE_AN_OPTION.fullmatch(option) else ""
         if meant:
-            tell(f"{name} has no option {given}{meant}")
-            raise SystemExit(exit_codes.USAGE)
+            raise UsageError(f"{name} has no option {given}{meant}")
 
 
 def _words(
@@ -231,7 +263,8 @@ def _words(
         if known[option] == "repeated" and option in given:
             continue
         each = value if isinstance(value, list) else [value]
-        if option not in options.may_be_empty and "" in each:
+        is_empty = not each and known[option] != "repeated"
+        if is_empty or (option not in options.may_be_empty and "" in each):
             raise ConfigError(f"{path}: {name!r} is empty; give it a value, or leave it out")
         elsewhere = Path(began_in or "").absolute() != Path.cwd()
         relative = elsewhere and option in _OF_PATHS and isinstance(value, str)
@@ -301,7 +334,13 @@ def _of(path: Path, option: str, value: Any, kind: _Kind) -> list[str]:
     if isinstance(value, list) and all(isinstance(one, (str, int, float)) for one in value):
         if kind == "repeated":
             return [f"{option}={one}" for one in value]
-        return [option, *map(str, value)] if value else []
+        if len(value) > 1:
+            together = ",".join(map(str, value))
+            raise ConfigError(
+                f'{path}: {option} is {json.dumps(value)[:80]}; write one value, or "{together[:80]}" where '
+                "it takes several"
+            )
+        return [f"{option}={value[0]}"]
     if isinstance(value, (str, int, float)):
         return [f"{option}={value}"]
     raise ConfigError(f"{path}: {option} is {json.dumps(value)[:80]}; write a text, a number, true or a list")

@@ -7,11 +7,12 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 
 from speechdp import exit_codes
 from speechdp.counting import did_you_mean
+from speechdp.errors import UsageError
 
 #: So wide that nothing is wrapped in a box.
 _WIDTH = "100000"
@@ -31,34 +32,33 @@ _UNKNOWN = re.compile(r"Unrecognized options: (?P<words>.*)")
 
 
 @contextmanager
-def boxes_as_lines(name: str, tell: Callable[[str], None], remedy: str = "") -> Iterator[None]:
-    """Let tyro parse in the block, and tell in a line what it refuses.
+def boxes_as_lines(name: str, remedy: str = "") -> Iterator[None]:
+    """Let tyro parse in the block, and raise in a line what it refuses.
 
     Args:
         name: of the subcommand.
-        tell: takes the line.
         remedy: of words that are missing or not known, where something else must come first; "": nothing.
 
     Raises:
-        SystemExit: of tyro.
+        UsageError: in place of tyro's SystemExit with a box.
+        SystemExit: of tyro, having helped.
     """
     said, columns = io.StringIO(), os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = _WIDTH
-    is_refused = False
     try:
         with redirect_stderr(said):
             yield
     except SystemExit as end:
-        is_refused = end.code == exit_codes.USAGE
+        if end.code == exit_codes.USAGE:
+            raise UsageError(line_of(said.getvalue(), name, remedy)) from None
+        sys.stderr.write(said.getvalue())
         raise
+    else:
+        sys.stderr.write(said.getvalue())
     finally:
         del os.environ["COLUMNS"]
         if columns is not None:
             os.environ["COLUMNS"] = columns
-        if is_refused:
-            tell(line_of(said.getvalue(), name, remedy))
-        else:
-            sys.stderr.write(said.getvalue())
 
 
 def line_of(box: str, name: str, remedy: str = "") -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import re
 import shlex
@@ -18,7 +17,7 @@ from markupsafe import Markup, escape
 from rich.console import RenderableType
 
 from speechdp.errors import RunError, printable
-from speechdp.files import atomic_path, cannot_be_written
+from speechdp.files import atomic_path, cannot_be_written, or_by_links
 from speechdp.report.kit import theme
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.canvas import Canvas, dashes
@@ -53,13 +52,8 @@ def writing_into(folder: Path) -> Iterator[None]:
         folder.mkdir(exist_ok=True)
         yield
     except OSError as error:
-        line = cannot_be_written(folder, error)
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):  # a colleague's run, an archive
-            line += (
-                f"; or give a folder of your own with links to all in {folder.parent} but {folder.name} "
-                "(docs/run-directory.md)"
-            )
-        raise RunError(line) from error
+        elsewhere = or_by_links(error, folder.parent, folder.name)
+        raise RunError(cannot_be_written(folder, error) + elsewhere) from error
 
 
 def write_files(

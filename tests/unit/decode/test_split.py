@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import re
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -233,6 +236,35 @@ def test_full_disk_is_one_line(dataset: Dataset, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file where the folder should be")
     with pytest.raises(RunError, match="cannot be written"):
         decode(dataset, tmp_path / "run")
+
+
+def test_a_run_that_may_not_be_written_is_decoded_by_the_commands_of_the_docs(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that was said of a colleague's run was to have its disk mounted for writing."""
+    run, mkdir = tmp_path / "RUN", Path.mkdir
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
+        if self.parent == run:
+            raise OSError(errno.EROFS, "Read-only file system", str(self))
+        mkdir(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)  # root may write anywhere
+    said = (
+        r"; or give a folder of your own with links to all in .*/RUN but hypotheses and report \(docs/run-d"
+    )
+    with pytest.raises(
+        RunError, match=rf"/RUN/hypotheses: cannot be written \(Read-only file system\).*{said}"
+    ):
+        decode(dataset, run)
+    docs = (Path(__file__).parents[3] / "docs" / "run-directory.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^    (mkdir MINE .*)$", docs, re.MULTILINE)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    decode(dataset, tmp_path / "MINE")
+    assert (tmp_path / "MINE" / "hypotheses").is_dir()
+    assert [path.name for path in run.iterdir()] == ["run.json"]
 
 
 @pytest.mark.parametrize(

@@ -257,6 +257,34 @@ def test_what_could_not_be_owned_leaves_no_empty_folder(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_without_hard_links_leaves_no_claim_of_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command, with space again, waited a minute for a job that owner.json did not name."""
+    written, asked = FolderOwner._content, list[FolderOwner]()
+
+    def content(owner: FolderOwner) -> str:
+        asked.append(owner)
+        if len(asked) > 1:  # first comes the temporary file
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written(owner)
+
+    def no_links(*args: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", no_links)
+    with monkeypatch.context() as patches:
+        patches.setattr(FolderOwner, "_content", content)
+        with pytest.raises(RunError, match="No space left on device"):
+            Host(tmp_path).owner.acquire()
+    assert len(asked) == 2 and list(tmp_path.iterdir()) == []
+    host = Host(tmp_path)
+    host.owner.acquire()
+    assert (tmp_path / OWNER_FILE).is_file()
+    host.owner.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_the_disk_refuses_a_sign_of_life_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
