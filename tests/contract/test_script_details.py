@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from speechdp import DataParallel
 from speechdp.comm.base import Communicator
@@ -516,3 +518,40 @@ def test_parameters_that_are_not_finite_are_neither_saved_nor_final(
     with refused(words.get(saves, "a parameter is not finite after step 1 on rank "), DivergedError):
         run_threads(size, check)
     assert not is_complete(tmp_path / "run") and not file.exists()
+
+
+@pytest.mark.parametrize(
+    "strategy", ["model_averaging:period=3", "delayed_averaging:period=2", "bmuf:period=3"]
+)
+@pytest.mark.parametrize("saved_after", [None, 2])
+def test_a_script_ends_with_the_mean_of_its_last_models(strategy: str, saved_after: int | None) -> None:
+    """As docs/api.md says how: by torch's AveragedModel, of what evaluations show and of the final model."""
+    num_epochs, of_epoch = 4, 2
+
+    def trained(comm: Communicator) -> tuple[Tensor, Tensor]:
+        script, state, epochs = Script(comm, strategy), None, range(num_epochs)
+        averaged, shown = AveragedModel(script.model, use_buffers=True), []
+        for part in [epochs] if saved_after is None else [epochs[:saved_after], epochs[saved_after:]]:
+            if state is not None:
+                script = Script(comm, strategy)
+                averaged = AveragedModel(script.model, use_buffers=True)
+                script.run.load_state_dict(state["run"])
+                script.scheduler.load_state_dict(state["scheduler"])
+                averaged.load_state_dict(state["averaged"])
+            with script.run:
+                for epoch in part:
+                    script.train(of_epoch * epoch, of_epoch * (epoch + 1))
+                    if 1 <= epoch < num_epochs - 1:  # the last three, of which the very last comes after all
+                        with script.run.evaluating():
+                            averaged.update_parameters(script.model)
+                            shown.append(values(script.model))
+                kept = {"run": script.run.state_dict(), "scheduler": script.scheduler.state_dict()}
+                state = copy.deepcopy({**kept, "averaged": averaged.state_dict()})
+        averaged.update_parameters(script.model)
+        shown.append(values(script.model))
+        script.model.load_state_dict(averaged.module.state_dict())
+        assert_bitwise_equal_over_ranks(comm, values(script.model), strategy)
+        return values(script.model), torch.stack(shown).mean(0)
+
+    for mean, expected in run_threads(2, trained):
+        assert_close(mean, expected, strategy)
