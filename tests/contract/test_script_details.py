@@ -22,7 +22,16 @@ from speechdp.parallel.training_step import DivergenceWatch
 from speechdp.strategies.mechanisms.window_loss import WindowLoss
 from speechdp.testing import assert_bitwise_equal_over_ranks, assert_close
 from tests.contract.test_script_hazards import drawn, filled, refused
-from tests.helpers.own_script import NUM_STEPS, Script, batches_of, loss_sum, make_batch, plain, values
+from tests.helpers.own_script import (
+    NUM_STEPS,
+    Script,
+    batches_of,
+    loss_sum,
+    make_batch,
+    make_model,
+    plain,
+    values,
+)
 
 
 def linear(inputs: int = 4, outputs: int = 1) -> nn.Module:
@@ -555,3 +564,38 @@ def test_a_script_ends_with_the_mean_of_its_last_models(strategy: str, saved_aft
 
     for mean, expected in run_threads(2, trained):
         assert_close(mean, expected, strategy)
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_weight_decay_of_neighbours_is_of_the_averaged_parameters(period: int) -> None:
+    """x_i = (mean x_j) - update of the gradient at x_i, and of that mean by weight decay (strategies.md)."""
+
+    def decayed(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9, weight_decay=0.3
+        )
+
+    models = [make_model(batch_norm=False) for _ in range(2)]
+    optimizers = [decayed(model) for model in models]
+    for step in range(NUM_STEPS):
+        for rank, model in enumerate(models):
+            batch = make_batch(rank, step)
+            model.zero_grad()
+            (loss_sum(model, batch) / len(batch[0])).backward()  # type: ignore[no-untyped-call]
+        if step > 0 and step % period == 0:
+            with torch.no_grad():
+                for one, other in zip(*(model.parameters() for model in models), strict=True):
+                    mean = (one + other) / 2
+                    one.copy_(mean)
+                    other.copy_(mean)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:  # the script's scheduler
+            optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** ((step + 1) // 3)
+    expected = (values(models[0]) + values(models[1])) / 2
+
+    def trained(comm: Communicator) -> Tensor:
+        return Script(comm, f"dpsgd:period={period}", decayed, batch_norm=False).trained()
+
+    for found in run_threads(2, trained):
+        assert_close(found, expected, f"period {period}")

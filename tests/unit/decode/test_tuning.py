@@ -210,14 +210,17 @@ def test_a_setting_that_takes_long_says_how_far_it_is(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "_SILENCE_S", 0.0)
+    model, comm = unsure(dataset.num_classes), SerialCommunicator()
     told: list[str] = []
-    tuned = tune(
-        unsure(dataset.num_classes), dataset, "dev", DecodingOptions(), SerialCommunicator(), say=told.append
-    )
+    tuned = tune(model, dataset, "dev", DecodingOptions(), comm, say=told.append)
     line = r"tuning on dev: acoustic-scale 1: 2 of 5 utterances; setting 1 of at most (\d+), at most \d+ min "
     (first,) = (found for each in told if (found := re.match(line, each)))
     assert int(first[1]) >= len(tuned.record["trials"])
     assert len(told) == (5 + 1) * len(tuned.record["trials"])
+    assert told[0].endswith(" min more at this pace; --max-active 2000 is faster")
+    told.clear()
+    tune(model, dataset, "dev", DecodingOptions(max_active=2000), comm, say=told.append)
+    assert told[0].endswith(" min more at this pace")
 
 
 def test_what_has_no_transcript_does_not_count(dataset: Dataset, tmp_path: Path) -> None:
