@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from speechdp.comm.base import Communicator
 from speechdp.labels.hmm import FloatArray, scaled_log_likelihoods
@@ -30,8 +30,8 @@ class Outputs:
     frame and class).
     """
 
-    _posteriors: FloatArray | None = None  # (C,)
-    _times_likeliest: FloatArray | None = None  # (C,)
+    _posteriors: NDArray[np.float64] | None = None  # (C,)
+    _times_likeliest: NDArray[np.float64] | None = None  # (C,)
     _entropy: float = 0.0  # nats
     _frames: int = 0
 
@@ -39,7 +39,8 @@ class Outputs:
         """Add the frames of an utterance, (T, C)."""
         posteriors = np.exp(log_posteriors)
         if self._posteriors is None or self._times_likeliest is None:
-            self._posteriors, self._times_likeliest = np.zeros((2, log_posteriors.shape[1]))
+            self._posteriors = np.zeros(log_posteriors.shape[1])
+            self._times_likeliest = np.zeros(log_posteriors.shape[1])
         self._posteriors += posteriors.sum(0, dtype=np.float64)
         self._times_likeliest += np.bincount(log_posteriors.argmax(1), minlength=len(self._posteriors))
         # Where a class is impossible (0 times minus infinity), nothing.

@@ -473,8 +473,8 @@ class _Trials:
         faster = f"; --max-active {_FEW_ACTIVE} is faster" if max_active > _FEW_ACTIVE else ""
         number = f"setting {len(self._errors) + 1} of at most {self._most_settings}"
         self.say(
-            f"tuning on {self.split}: {setting}: {utterances} of {whole} utterances; {number}, at most "
-            f"{minutes} min more at this pace{faster}"
+            f"tuning on {self.split}: {setting}: {utterances} of {whole} utterances; {number}; trying "
+            f"all would take some {minutes} min more at this pace{faster}"
         )
 
     def table(self) -> list[dict[str, float]]:
