@@ -213,7 +213,7 @@ def test_a_setting_that_takes_long_says_how_far_it_is(
     model, comm = unsure(dataset.num_classes), SerialCommunicator()
     told: list[str] = []
     tuned = tune(model, dataset, "dev", DecodingOptions(), comm, say=told.append)
-    line = r"tuning on dev: acoustic-scale 1: 2 of 5 utterances; setting 1 of at most (\d+); trying all would "
+    line = r"tuning on dev: acoustic-scale 1: 2 of 5 utterances; setting 1 of at most (\d+); trying all "
     (first,) = (found for each in told if (found := re.match(line, each)))
     assert int(first[1]) >= len(tuned.record["trials"])
     assert len(told) == (5 + 1) * len(tuned.record["trials"])
