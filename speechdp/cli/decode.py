@@ -163,8 +163,8 @@ class DecodeCommand:
             print(f"{retried} needed a wider beam; without hypothesis: {result.failed}")
         if result.nbest is not None:
             print(result.nbest.summary())
-        if result.rescoring_remark:
-            warn(result.rescoring_remark)
+        for remark in filter(None, (result.learnt_remark, result.rescoring_remark)):
+            warn(remark)
         if result.speed is not None:
             print(result.speed.summary())
         page = write_decoding_page(result, dataset, self.run_dir)

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from speechdp.comm.base import Communicator
 from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.graphs.graph import (
@@ -28,7 +29,7 @@ from speechdp.decode.kept_graph import LARGE_MODEL_BYTES, KeptGraph, graph_key
 from speechdp.decode.language_model import StoredModel, nothing_fits, read_given_model, respelled_model
 from speechdp.decode.nbest import Candidate, NBestSearcher, Rescorer, SentenceCost, ngram_cost
 from speechdp.decode.origin import is_ctc
-from speechdp.decode.scoring import AcousticScorer
+from speechdp.decode.scoring import AcousticScorer, Outputs
 from speechdp.decode.search import SearchOptions
 from speechdp.errors import ConfigError
 from speechdp.labels.hmm import FloatArray, StateInventory
@@ -229,7 +230,10 @@ class Recogniser:
         """Take the network and the options of the search."""
         log_prior = trained.class_log_prior.detach().cpu().numpy()
         device = next(trained.model.parameters(), trained.class_log_prior).device
-        self._scorer = AcousticScorer(trained.model, log_prior, options.prior_scale, device)
+        self._outputs, self._num_classes = Outputs(), len(log_prior)
+        self._scorer = AcousticScorer(
+            trained.model, log_prior, options.prior_scale, device, outputs=self._outputs
+        )
         #: By the scale of the language model.
         self._graphs: dict[float, DecodingGraph] = {}
         self._num_kept_arcs = 0
@@ -320,6 +324,10 @@ class Recogniser:
     def score(self, utterances: Iterable[FloatArray]) -> Iterator[tuple[int, FloatArray]]:
         """Yield (position in `utterances`, log-likelihoods (T, C)), in any order."""
         return self._scorer.score(utterances)
+
+    def learnt_remark(self, comm: Communicator) -> str:
+        """Return a line if the network has learnt little, by what all ranks scored; else "".  Collective."""
+        return self._outputs.remark(self._num_classes, comm)
 
     def candidates(self, log_likelihoods: FloatArray) -> list[Candidate]:
         """Return the most probable word sequences, the best first: as many as the options ask for.

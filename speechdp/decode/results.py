@@ -76,6 +76,7 @@ class DecodingResult:
         nbest: the lists of the most probable word sequences, if they were asked for.
         speed: what it took.
         rescoring_remark: what to tell of the language model that rescored; "": nothing.
+        learnt_remark: what to tell of a model that has learnt little; "": nothing.
         are_speakers_new: False: the model was trained on some of them, or that is not known of its own data.
     """
 
@@ -94,6 +95,7 @@ class DecodingResult:
     nbest: NBestLists | None = None
     speed: DecodingSpeed | None = None
     rescoring_remark: str = ""
+    learnt_remark: str = ""
     are_speakers_new: bool = True
 
     @property

@@ -8,12 +8,72 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
+from speechdp.comm.base import Communicator
 from speechdp.labels.hmm import FloatArray, scaled_log_likelihoods
 
+#: Of the entropy of the classes; a network of which less depends on what it hears has learnt little ...
+_LITTLE = 0.005
+#: ... or less than this, where one class is the likeliest in so many frames: CTC begins with blanks alone.
+_LITTLE_OF_ONE_CLASS, _NEARLY_ALL = 0.05, 0.999
 _WINDOW = 256  # utterances that are sorted by length together
 _MAX_LOGITS = 2**26  # of a batch: 256 MiB in float32
+
+
+@dataclass
+class Outputs:
+    """What a network's posteriors say of how much it hears, summed over frames.
+
+    Where they are the same whatever is heard, the mean of their entropies is the entropy of their mean; the
+    better a network tells frames apart, the further it is below (the difference is the mutual information of
+    frame and class).
+    """
+
+    _posteriors: NDArray[np.float64] | None = None  # (C,)
+    _times_likeliest: NDArray[np.float64] | None = None  # (C,)
+    _entropy: float = 0.0  # nats
+    _frames: int = 0
+
+    def note(self, log_posteriors: FloatArray) -> None:
+        """Add the frames of an utterance, (T, C)."""
+        posteriors = np.exp(log_posteriors)
+        if self._posteriors is None or self._times_likeliest is None:
+            self._posteriors = np.zeros(log_posteriors.shape[1])
+            self._times_likeliest = np.zeros(log_posteriors.shape[1])
+        self._posteriors += posteriors.sum(0, dtype=np.float64)
+        self._times_likeliest += np.bincount(log_posteriors.argmax(1), minlength=len(self._posteriors))
+        # Where a class is impossible (0 times minus infinity), nothing.
+        self._entropy -= float((posteriors * np.maximum(log_posteriors, -1e4)).sum(dtype=np.float64))
+        self._frames += len(log_posteriors)
+
+    def remark(self, num_classes: int, comm: Communicator) -> str:
+        """Return a line if the network has learnt little, by what all ranks have noted; else "".  Collective.
+
+        Args:
+            num_classes: C.
+            comm: the ranks.
+        """
+        totals = torch.zeros(2 * num_classes + 2, dtype=torch.float64)
+        if self._posteriors is not None and self._times_likeliest is not None:
+            own = np.concatenate([self._posteriors, self._times_likeliest, [self._entropy, self._frames]])
+            totals.copy_(torch.from_numpy(own))
+        comm.allreduce(totals, name="outputs")
+        entropy, frames = totals[-2:].tolist()
+        # What is not finite is refused where it is searched.
+        if num_classes < 2 or frames == 0 or not bool(totals.isfinite().all()):
+            return ""
+        mean = totals[:num_classes] / frames
+        entropy_of_mean = float(-torch.xlogy(mean, mean).sum())
+        heard = max(0.0, 1 - entropy / frames / entropy_of_mean) if entropy_of_mean > 0 else 0.0
+        most = float(totals[num_classes : 2 * num_classes].max() / frames)
+        if heard >= (_LITTLE_OF_ONE_CLASS if most >= _NEARLY_ALL else _LITTLE):
+            return ""
+        share = f"{100 * heard:.1f} % of what its outputs say depends on what it hears"
+        text = f"the model has learnt little: {share}"
+        if most >= _NEARLY_ALL:
+            text += ", and one class is the likeliest everywhere"
+        return f"{text}; train it for more epochs, or with another learning rate"
 
 
 @dataclass(frozen=True)
@@ -26,6 +86,7 @@ class AcousticScorer:
         prior_scale: how much of the prior is divided out, 0 to 1.
         device: where the model is.
         max_padded_frames: frames of a batch, padding included.
+        outputs: is told the posteriors; None: nobody asks.
     """
 
     model: torch.nn.Module
@@ -33,6 +94,7 @@ class AcousticScorer:
     prior_scale: float = 1.0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     max_padded_frames: int = 20_000
+    outputs: Outputs | None = None
 
     def score(self, utterances: Iterable[FloatArray]) -> Iterator[tuple[int, FloatArray]]:
         """Yield (position in `utterances`, log-likelihoods (T, C)), not in order: by length within a window.
@@ -80,4 +142,6 @@ class AcousticScorer:
             self.model.train(was_training)
         log_prior = np.asarray(self.log_prior, dtype=np.float32)
         for log_posteriors, length in zip(posteriors, lengths.tolist(), strict=True):
+            if self.outputs is not None:
+                self.outputs.note(log_posteriors[:length])
             yield scaled_log_likelihoods(log_posteriors[:length], log_prior, self.prior_scale)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,8 @@ _RATIOS = ("acoustic_scale", "lm_scale")
 #: Options whose values above end where they have no meaning beyond, so that a best one at the end is no sign.
 _BOUNDED = ("prior_scale",)
 _ROUNDS = 2
+_FEW_ACTIVE = 2000  # paths a frame, which most searches do with; fewer than the default
+_SILENCE_S = 30.0  # after which a line says how far a setting that takes long has come
 _PATIENCE = 3  # values in a row that are worse than the best, beyond which none is tried
 
 
@@ -217,7 +220,8 @@ def tune(
     least, on the way up and down from the present one, each until three in a row had more errors than the
     best; then the weight of the language model to rescore with, on the lists that these values give.  The
     network runs once; its posteriors stay in memory, 4 bytes a frame and class, divided among the ranks.  The
-    result is the same for any number of ranks, and on every rank.
+    result is the same for any number of ranks, and on every rank.  Of a model that has learnt little
+    (`Outputs.remark`) the setting to start from is tried alone, and kept.
 
     Args:
         trained: the model.
@@ -226,7 +230,8 @@ def tune(
         options: how to decode; where to start from.
         comm: the ranks to share the work.
         is_asked_to_stop: looked at before every utterance.
-        say: takes a line about each setting that was tried; on rank 0.
+        say: takes a line about each setting that was tried, and at times one about how long it takes; on
+            rank 0.
         kept: where the graph of a large language model is kept; None: nowhere.
 
     Raises:
@@ -238,11 +243,18 @@ def tune(
     log_prior = trained.class_log_prior.detach().cpu().numpy()
     trials = _Trials(recogniser, log_prior, split, scored, num_words, comm, is_asked_to_stop, say)
     tunable = [n for n in _tunable(recogniser.grammar) if n != "prior_scale" or not is_ctc(trained.config)]
-    best = trials.best(options, tunable)
+    has_learnt_little = bool(recogniser.learnt_remark(comm))
+    if has_learnt_little:
+        # All settings would do as badly, and take long: no path stands out that others could be dropped for.
+        if comm.rank == 0:
+            say(f"tuning on {split}: the model has learnt little, so only the setting begun with is tried")
+        best = options
+    else:
+        best = trials.best(options, tunable)
     chosen = {name: getattr(best, name) for name in tunable}
     edges = {name: _edge(name, value, options) for name, value in chosen.items()}
     errors, tried_weights = trials.errors(best, tunable[-1]), []
-    if options.rescore_lm is not None:
+    if options.rescore_lm is not None and not has_learnt_little:
         tried_weights = trials.rescored(best)
         given = best.rescore_weight
         fewest = min(tried_weights, key=lambda t: (t["errors"], abs(t["rescore_weight"] - given)))
@@ -312,6 +324,28 @@ def _change(name: str, options: DecodingOptions, now: DecodingOptions) -> tuple[
     return round(abs(change), 9), value
 
 
+class _Clock:
+    """How long tuning takes, and when it is time to tell of it.
+
+    Attributes:
+        seconds: since it began.
+    """
+
+    def __init__(self) -> None:
+        self._began = self._told = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def is_time_for_a_line(self) -> bool:
+        """Tell whether the last line was long ago; if so, this is when the last one was."""
+        if time.monotonic() - self._told < _SILENCE_S:
+            return False
+        self._told = time.monotonic()
+        return True
+
+
 @dataclass
 class _Trials:
     """Counts the word errors of settings over all ranks, each once.
@@ -324,7 +358,7 @@ class _Trials:
         num_words: of all ranks' utterances.
         comm: the ranks.
         is_asked_to_stop: looked at before every utterance.
-        say: takes a line about each new setting; on rank 0.
+        say: takes a line about each new setting, and at times one about how long it takes; on rank 0.
     """
 
     recogniser: Recogniser
@@ -336,6 +370,8 @@ class _Trials:
     is_asked_to_stop: Callable[[], bool]
     say: Callable[[str], None]
     _errors: dict[DecodingOptions, int] = field(default_factory=dict)
+    _most_settings: int = 1
+    _clock: _Clock = field(default_factory=_Clock)
 
     def best(self, given: DecodingOptions, names: Sequence[str]) -> DecodingOptions:
         """Return the best setting found from `given` on, one option after the other, and again.
@@ -346,6 +382,7 @@ class _Trials:
             Stopped: a rank was asked to.
         """
         best = given
+        self._most_settings = 1 + _ROUNDS * sum(len(_values(name, given)) - 1 for name in names)
         for _ in range(_ROUNDS):
             before = best
             for name in names:
@@ -375,11 +412,11 @@ class _Trials:
         """Return the word errors of a setting, told by its value of `name`.  Collective.  Raises Stopped."""
         if options not in self._errors:
             self.recogniser.use(options)
-            hypotheses = self._search(options.prior_scale)
+            setting = f"{name.replace('_', '-')} {getattr(options, name):g}"
+            hypotheses = self._search(options.prior_scale, setting, max_active=options.max_active)
             self._errors[options] = self._count(hypotheses)
             if self.comm.rank == 0:
                 percent = 100 * self._errors[options] / self.num_words
-                setting = f"{name.replace('_', '-')} {getattr(options, name):g}"
                 self.say(f"tuning on {self.split}: {setting}: {percent:.1f} % WER")
         return self._errors[options]
 
@@ -415,7 +452,7 @@ class _Trials:
             raise Stopped
         return sum(part["errors"] for part in parts)
 
-    def _search(self, prior_scale: float) -> list[str]:
+    def _search(self, prior_scale: float, setting: str, *, max_active: int) -> list[str]:
         hypotheses: list[str] = []
         for _, log_posteriors in self.scored:
             if self.is_asked_to_stop():
@@ -423,7 +460,22 @@ class _Trials:
             scores = scaled_log_likelihoods(log_posteriors, self.log_prior, prior_scale)
             path = self.recogniser.searcher.search(scores)
             hypotheses.append("" if path is None else " ".join(path.words))
+            if self.comm.rank == 0 and self._clock.is_time_for_a_line():
+                self._say_how_far(len(hypotheses), setting, max_active=max_active)
         return hypotheses
+
+    def _say_how_far(self, utterances: int, setting: str, *, max_active: int) -> None:
+        """Say how many of rank 0's utterances a setting has done, and how long all others may take."""
+        whole = max(1, len(self.scored))
+        done = len(self._errors) + utterances / whole
+        minutes = math.ceil(self._clock.seconds * (self._most_settings - done) / done / 60)
+        # By which AN4's word errors did not change, with models that had learnt little or well.
+        faster = f"; --max-active {_FEW_ACTIVE} is faster" if max_active > _FEW_ACTIVE else ""
+        number = f"setting {len(self._errors) + 1} of at most {self._most_settings}"
+        self.say(
+            f"tuning on {self.split}: {setting}: {utterances} of {whole} utterances; {number}; trying "
+            f"all would take some {minutes} min more at this pace{faster}"
+        )
 
     def table(self) -> list[dict[str, float]]:
         """Return every setting tried with its errors, in order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from speechdp import DataParallel
 from speechdp.comm.base import Communicator
@@ -20,7 +22,16 @@ from speechdp.parallel.training_step import DivergenceWatch
 from speechdp.strategies.mechanisms.window_loss import WindowLoss
 from speechdp.testing import assert_bitwise_equal_over_ranks, assert_close
 from tests.contract.test_script_hazards import drawn, filled, refused
-from tests.helpers.own_script import NUM_STEPS, Script, batches_of, loss_sum, make_batch, plain, values
+from tests.helpers.own_script import (
+    NUM_STEPS,
+    Script,
+    batches_of,
+    loss_sum,
+    make_batch,
+    make_model,
+    plain,
+    values,
+)
 
 
 def linear(inputs: int = 4, outputs: int = 1) -> nn.Module:
@@ -516,3 +527,75 @@ def test_parameters_that_are_not_finite_are_neither_saved_nor_final(
     with refused(words.get(saves, "a parameter is not finite after step 1 on rank "), DivergedError):
         run_threads(size, check)
     assert not is_complete(tmp_path / "run") and not file.exists()
+
+
+@pytest.mark.parametrize(
+    "strategy", ["model_averaging:period=3", "delayed_averaging:period=2", "bmuf:period=3"]
+)
+@pytest.mark.parametrize("saved_after", [None, 2])
+def test_a_script_ends_with_the_mean_of_its_last_models(strategy: str, saved_after: int | None) -> None:
+    """As docs/api.md says how: by torch's AveragedModel, of what evaluations show and of the final model."""
+    num_epochs, of_epoch = 4, 2
+
+    def trained(comm: Communicator) -> tuple[Tensor, Tensor]:
+        script, state, epochs = Script(comm, strategy), None, range(num_epochs)
+        averaged, shown = AveragedModel(script.model, use_buffers=True), []
+        for part in [epochs] if saved_after is None else [epochs[:saved_after], epochs[saved_after:]]:
+            if state is not None:
+                script = Script(comm, strategy)
+                averaged = AveragedModel(script.model, use_buffers=True)
+                script.run.load_state_dict(state["run"])
+                script.scheduler.load_state_dict(state["scheduler"])
+                averaged.load_state_dict(state["averaged"])
+            with script.run:
+                for epoch in part:
+                    script.train(of_epoch * epoch, of_epoch * (epoch + 1))
+                    if 1 <= epoch < num_epochs - 1:  # the last three, of which the very last comes after all
+                        with script.run.evaluating():
+                            averaged.update_parameters(script.model)
+                            shown.append(values(script.model))
+                kept = {"run": script.run.state_dict(), "scheduler": script.scheduler.state_dict()}
+                state = copy.deepcopy({**kept, "averaged": averaged.state_dict()})
+        averaged.update_parameters(script.model)
+        shown.append(values(script.model))
+        script.model.load_state_dict(averaged.module.state_dict())
+        assert_bitwise_equal_over_ranks(comm, values(script.model), strategy)
+        return values(script.model), torch.stack(shown).mean(0)
+
+    for mean, expected in run_threads(2, trained):
+        assert_close(mean, expected, strategy)
+
+
+@pytest.mark.parametrize("period", [1, 2])
+def test_weight_decay_of_neighbours_is_of_the_averaged_parameters(period: int) -> None:
+    """x_i = (mean x_j) - update of the gradient at x_i, and of that mean by weight decay (strategies.md)."""
+
+    def decayed(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            [p for p in model.parameters() if p.requires_grad], 0.1, momentum=0.9, weight_decay=0.3
+        )
+
+    models = [make_model(batch_norm=False) for _ in range(2)]
+    optimizers = [decayed(model) for model in models]
+    for step in range(NUM_STEPS):
+        for rank, model in enumerate(models):
+            batch = make_batch(rank, step)
+            model.zero_grad()
+            (loss_sum(model, batch) / len(batch[0])).backward()  # type: ignore[no-untyped-call]
+        if step > 0 and step % period == 0:
+            with torch.no_grad():
+                for one, other in zip(*(model.parameters() for model in models), strict=True):
+                    mean = (one + other) / 2
+                    one.copy_(mean)
+                    other.copy_(mean)
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:  # the script's scheduler
+            optimizer.param_groups[0]["lr"] = 0.1 * 0.5 ** ((step + 1) // 3)
+    expected = (values(models[0]) + values(models[1])) / 2
+
+    def trained(comm: Communicator) -> Tensor:
+        return Script(comm, f"dpsgd:period={period}", decayed, batch_norm=False).trained()
+
+    for found in run_threads(2, trained):
+        assert_close(found, expected, f"period {period}")

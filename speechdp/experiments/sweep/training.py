@@ -263,3 +263,5 @@ def _decode_once(
         trained, dataset, split, run_dir, options, comm, session.is_asked_to_stop, tuning=tuning
     )
     session.reporter.notice(f"{run_dir.name}: {result.wer.summary()} on {split}")
+    if result.learnt_remark:
+        session.reporter.notice(f"{run_dir.name}: {result.learnt_remark}")

@@ -183,6 +183,46 @@ def test_the_way_ends_where_three_values_in_a_row_are_worse(
     assert seen[:12] == [0.0, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, -0.5, -1.0, -2.0, 2.0]
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_of_a_model_that_has_learnt_nothing_one_setting_is_tried(
+    dataset: Dataset, tmp_path: Path, size: int
+) -> None:
+    sure = oracle(dataset.num_classes)
+    same_everywhere = dataclasses.replace(sure, model=OracleModel(dataset.num_classes, confidence=0.0))
+    start = DecodingOptions(acoustic_scale=0.7)
+
+    def run(comm: Communicator) -> tuple[list[str], tuning.Tuned, str]:
+        told: list[str] = []
+        tuned = tune(same_everywhere, dataset, "dev", start, comm, say=told.append)
+        result = decode_split(same_everywhere, dataset, "dev", tmp_path / "run", tuned.options, comm)
+        return told, tuned, result.learnt_remark
+
+    results = run_threads(size, run)
+    assert results[0][0][0].endswith(": the model has learnt little, so only the setting begun with is tried")
+    for _, tuned, remark in results:
+        assert tuned.options == start and len(tuned.record["trials"]) == 1
+        assert remark.startswith("the model has learnt little: 0.0 % of what its outputs say depends on")
+    learnt = decode_split(sure, dataset, "dev", tmp_path / "run", start, SerialCommunicator())
+    assert learnt.learnt_remark == ""
+
+
+def test_a_setting_that_takes_long_says_how_far_it_is(
+    dataset: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "_SILENCE_S", 0.0)
+    model, comm = unsure(dataset.num_classes), SerialCommunicator()
+    told: list[str] = []
+    tuned = tune(model, dataset, "dev", DecodingOptions(), comm, say=told.append)
+    line = r"tuning on dev: acoustic-scale 1: 2 of 5 utterances; setting 1 of at most (\d+); trying all "
+    (first,) = (found for each in told if (found := re.match(line, each)))
+    assert int(first[1]) >= len(tuned.record["trials"])
+    assert len(told) == (5 + 1) * len(tuned.record["trials"])
+    assert told[0].endswith(" min more at this pace; --max-active 2000 is faster")
+    told.clear()
+    tune(model, dataset, "dev", DecodingOptions(max_active=2000), comm, say=told.append)
+    assert told[0].endswith(" min more at this pace")
+
+
 def test_what_has_no_transcript_does_not_count(dataset: Dataset, tmp_path: Path) -> None:
     untold = write_dataset(tmp_path / "more", [*SHARDS, [Spoken("x", "", "one two", 60)]], "dev")
     start, comm = DecodingOptions(grammar=Grammar.WORD_LOOP), SerialCommunicator()
