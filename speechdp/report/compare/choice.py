@@ -17,7 +17,7 @@ from speechdp.report.compare.headline import (
     seeds_wanted,
     tolerance,
 )
-from speechdp.report.compare.rates import rate_sentences
+from speechdp.report.compare.rates import one_rate_caution, rate_sentences
 from speechdp.report.compare.table import group_terms
 from speechdp.report.kit import formatting
 from speechdp.report.kit.answer import Answer
@@ -285,6 +285,7 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
             f"This rests on {seeds_text(fewest)}: differences may be chance. A claim needs "
             f"{CLAIM_SEEDS}{more}."
         )
+    notes.append(one_rate_caution(groups))
     notes.append(without_seed(group.results for group in groups))
     notes.append(wrong_way([run for group in groups for run in group.results]))
     titled = [(run.result, run.record.planned.title) for group in groups for run in group.finished]

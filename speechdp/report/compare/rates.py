@@ -33,6 +33,17 @@ def rate_sentences(rows: Sequence[Group]) -> list[str]:
     ]
 
 
+def one_rate_caution(groups: Sequence[Group]) -> str:
+    """Say that strategies were compared with one learning rate; "" where each has its own, or there is one."""
+    compared = {group.strategy for group in groups if group.ranks > 1 and group.score is not None}
+    if len(compared) < 2 or any(group.learning_rate is not None for group in groups):
+        return ""
+    return (
+        "All were trained with the same learning rate, which may suit some strategies, and some numbers of "
+        "ranks, better than others: --learning-rates, with the same folder, gives each its own."
+    )
+
+
 def rate_cautions(trials: Sequence[Group], groups: Sequence[Group]) -> list[str]:
     """Return what keeps the tried learning rates from telling all: bests at an end, and runs that failed.
 

@@ -162,6 +162,13 @@ def test_the_report_says_at_which_rates_strategies_were_compared(reported: Path)
     assert [row["failed"] for row in rows[2:6]] == ["0", "0", "0", "1"]
 
 
+def test_with_one_learning_rate_for_all_the_report_says_so(reported: Path, tmp_path: Path) -> None:
+    words = "All were trained with the same learning rate"
+    compare(tmp_path, MadeUpTraining(dict.fromkeys(TEXTS, {None: -0.4})), ())
+    assert words in " ".join(write_comparison(tmp_path).answer)
+    assert words not in " ".join(write_comparison(reported).answer)
+
+
 def test_a_best_rate_at_the_end_of_those_tried_is_told(tmp_path: Path) -> None:
     compare(tmp_path, MadeUpTraining(), (0.002, 0.004))
     text = " ".join(write_comparison(tmp_path).answer)
