@@ -34,7 +34,7 @@ def rate_sentences(rows: Sequence[Group]) -> list[str]:
 
 
 def one_rate_caution(groups: Sequence[Group]) -> str:
-    """Say that strategies were compared with one learning rate; "" where each has its own, or there is one."""
+    """Say that strategies were compared with one learning rate; "" where each has its own."""
     compared = {group.strategy for group in groups if group.ranks > 1 and group.score is not None}
     if len(compared) < 2 or any(group.learning_rate is not None for group in groups):
         return ""

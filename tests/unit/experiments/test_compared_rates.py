@@ -164,7 +164,7 @@ def test_the_report_says_at_which_rates_strategies_were_compared(reported: Path)
 
 def test_with_one_learning_rate_for_all_the_report_says_so(reported: Path, tmp_path: Path) -> None:
     words = "All were trained with the same learning rate"
-    compare(tmp_path, MadeUpTraining(dict.fromkeys(TEXTS, {None: -0.4})), ())
+    compare(tmp_path, MadeUpTraining({text: {None: -0.4} for text in TEXTS}), ())
     assert words in " ".join(write_comparison(tmp_path).answer)
     assert words not in " ".join(write_comparison(reported).answer)
 
