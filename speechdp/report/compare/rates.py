@@ -69,8 +69,8 @@ def rate_cautions(trials: Sequence[Group], groups: Sequence[Group]) -> list[str]
     notes = []
     if near:
         notes.append(
-            "One run each does not tell which learning rate is better where they are as near as counts as "
-            f"accurate enough: {'; '.join(near)}."
+            "One run each does not tell which learning rate is better where they are no further apart than "
+            f"runs of other seeds, or than what is accurate enough: {'; '.join(near)}."
         )
     notes += [
         f"Of the learning rates tried {end}, was the best for {', '.join(names)}: one beyond it may be "
@@ -96,7 +96,8 @@ def rate_cautions(trials: Sequence[Group], groups: Sequence[Group]) -> list[str]
 def _as_good(group: Group, trials: Sequence[Group]) -> list[float]:
     """Return the learning rates with which one run each learnt as well as with that which was chosen.
 
-    How near is near enough is told as of strategies: by the metric, or by how the runs of seeds differ.
+    How near is near enough is told as of strategies, by the metric and by how the runs of seeds differ; the
+    run that tried the rate was of another seed than those that have it.
 
     Args:
         group: the runs at equal frames with the rate that was chosen.
@@ -106,5 +107,6 @@ def _as_good(group: Group, trials: Sequence[Group]) -> list[float]:
     best = next((trial for trial in trials if trial.learning_rate == group.learning_rate), None)
     if best is None or best.score is None:
         return []
-    least = best.score - max(tolerance(best), tolerance(group))
+    by_seed = 0.0 if group.score is None else abs(best.score - group.score)
+    least = best.score - max(tolerance(best), tolerance(group), by_seed)
     return sorted(rate for rate, score in scores.items() if score >= least and rate != group.learning_rate)

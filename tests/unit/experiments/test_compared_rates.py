@@ -199,19 +199,27 @@ def test_rates_that_one_run_each_does_not_tell_apart_are_named(tmp_path: Path) -
     assert "the highest, 0.004, was the best for bmuf (period=4) on 2 ranks: one beyond" in text
 
 
-def test_the_spread_over_seeds_tells_how_near_rates_may_be(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shifts", "named"),
+    [
+        # Seeds deviate by 0.07; of gradient averaging 0.05 are between the rates, of bmuf 0.08.
+        ({1: 0.05, 2: -0.05}, "0.004 beside 0.002 for gradient averaging on 2 ranks."),
+        # The only run with the rate is 0.09 from the one that tried it.
+        ({1: -0.09}, "0.004 beside 0.002 for gradient averaging on 2 ranks; 0.002 beside 0.004 for bmuf"),
+    ],
+)
+def test_how_seeds_differ_tells_how_near_rates_may_be(
+    shifts: Mapping[int, float], named: str, tmp_path: Path
+) -> None:
     @dataclass
-    class Spread(MadeUpTraining):
+    class Shifted(MadeUpTraining):
         def run(self, run: RunRecord, run_dir: Path) -> str | None:
-            shift = 0.1 * run.seed if run.mode != RATES else 0.0
-            rates = self.learnt[run.strategy.text]
-            moved = {rate: score - shift for rate, score in rates.items()}
+            shift = shifts.get(run.seed, 0.0)
+            moved = {rate: score + shift for rate, score in self.learnt[run.strategy.text].items()}
             return MadeUpTraining({run.strategy.text: moved}).run(run, run_dir)
 
-    compare(tmp_path, Spread(), (0.001, 0.002, 0.004), seeds=(1, 2))
-    text = " ".join(write_comparison(tmp_path).answer)
-    # 0.05 apart, of bmuf 0.08, where seeds deviate by 0.07.
-    assert "accurate enough: 0.004 beside 0.002 for gradient averaging on 2 ranks." in text
+    compare(tmp_path, Shifted(), (0.001, 0.002, 0.004), seeds=tuple(shifts))
+    assert f"accurate enough: {named}" in " ".join(write_comparison(tmp_path).answer)
 
 
 def test_before_all_rates_are_tried_the_report_says_so(tmp_path: Path) -> None:
