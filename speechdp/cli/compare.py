@@ -55,7 +55,7 @@ class CompareCommand(StartsJobs):
     One rank, which has nothing to exchange, is run once, as the reference for all strategies."""
     seeds: Annotated[str, shown("SEED,...")] = "1"
     """Seeds to train every strategy with; use at least three to draw conclusions."""
-    learning_rates: Annotated[str, shown("RATE,...", "none: all train with --learning-rate")] = ""
+    learning_rates: Annotated[str | None, shown("RATE,...", "none: all train with --learning-rate")] = None
     """Learning rates to try, each once for every strategy on every number of ranks.
     Its runs then have the rate with the best held-out value: a strategy is not judged at another's rate."""
     modes: Annotated[str, shown("MODE,...")] = "frames,time"
@@ -160,7 +160,7 @@ class CompareCommand(StartsJobs):
         for split in filter(None, (self.options.train_split, self.options.held_out, decode_split)):
             dataset.shard_paths(split)
         if plan.learning_rates:
-            self.options.optimizer.refuse_rate("--learning-rates tries several")
+            self.options.optimizer.refuse_rate("--learning-rates tries others")
         # A rank of a race decodes nothing, and where it was started the hosts may not be told as here.
         decodes_here = not self.job and self.hosts.are_counted_here
         return CompareRequest(
@@ -199,7 +199,7 @@ class CompareScriptCommand:
     seeds: Annotated[str, shown("SEED,...")] = "1"
     """Seeds, one run each: a seed replaces {seed} in the script's arguments and is in SPEECHDP_SEED.
     Use at least three to draw conclusions."""
-    learning_rates: Annotated[str, shown("RATE,...", "none: the script's own")] = ""
+    learning_rates: Annotated[str | None, shown("RATE,...", "none: the script's own")] = None
     """Learning rates to try, each in one run of every strategy on every number of ranks.
     A rate replaces {learning_rate} in the script's arguments: -- --lr {learning_rate}.
     The other runs then have the rate with the best final metric."""

@@ -103,14 +103,14 @@ class OptimizerOptions:
         """Refuse a learning rate that is given.
 
         Args:
-            instead: what the command does with other rates: `--learning-rates tries several`.
+            instead: what the command does with other rates: `--learning-rates tries others`.
 
         Raises:
             ConfigError: one is, or what it is scaled from.
         """
         for name in ("learning_rate", "base_learning_rate", "base_batch"):
             if getattr(self, name) is not None:
-                raise ConfigError(f"{instead}: leave out --{name.replace('_', '-')}")
+                raise ConfigError(f"--{name.replace('_', '-')}: leave it out: {instead}")
 
     def check_warmup(self, recipe: Recipe) -> None:
         """Refuse, of options as given, a start of a warm-up that there is not.  Raises ConfigError."""

@@ -12,7 +12,7 @@ from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
 from speechdp.options.seed import check_seed
 from speechdp.parallel.registry import StrategyChoice, describe, strategy_names
-from speechdp.report.kit.formatting import rank_count, strategy_label
+from speechdp.report.kit import formatting
 
 #: Every run trains for the same number of epochs, hence on the same frames.
 FRAMES = "frames"
@@ -53,17 +53,18 @@ class PlannedRun:
         if self.epochs is not None:
             words.append(f"{self.epochs}ep")
         if self.learning_rate is not None:
-            words.append(f"rate{self.learning_rate:g}")
+            words.append(f"rate{formatting.learning_rate(self.learning_rate)}")
         return "-".join(words)
 
     @property
     def title(self) -> str:
         """What lines of progress and the page call it."""
         words = [] if self.is_of_script or self.mode == RATES else [f"equal {self.mode}"]
-        words += [rank_count(self.ranks)] if self.ranks > 1 else []
-        words.append(strategy_label(self.strategy.text, self.ranks))
+        words += [formatting.rank_count(self.ranks)] if self.ranks > 1 else []
+        words.append(formatting.strategy_label(self.strategy.text, self.ranks))
         words += [] if self.mode == RATES else [f"seed {self.seed}"]
-        words += [] if self.learning_rate is None else [f"learning rate {self.learning_rate:g}"]
+        if self.learning_rate is not None:
+            words.append(f"learning rate {formatting.learning_rate(self.learning_rate)}")
         return ", ".join(words)
 
     @property
@@ -201,18 +202,20 @@ def whole_numbers(option: str, text: str, least: int) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
-def rates(text: str) -> tuple[float, ...]:
-    """Read `--learning-rates 0.001,0.002,0.004`; empty: none.
+def rates(text: str | None) -> tuple[float, ...]:
+    """Read `--learning-rates 0.001,0.002,0.004`; None: none are tried.
 
     Raises:
         ConfigError: something else, or a single one.
     """
+    if text is None:
+        return ()
     words = [word.strip() for word in text.split(",") if word.strip()]
     try:
         found = tuple(float(word) for word in words)
     except ValueError:
         found = ()
-    if len(found) != len(words) or not all(0 < rate < math.inf for rate in found):
+    if not words or len(found) != len(words) or not all(0 < rate < math.inf for rate in found):
         raise ConfigError(f"--learning-rates {text!r}: write numbers above 0, separated by commas")
     if len(found) == 1:
         raise ConfigError(

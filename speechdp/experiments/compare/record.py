@@ -171,6 +171,6 @@ def threads_before(out: Path) -> int | None:
         ConfigError: its record is damaged.
     """
     earlier = read_record(out) if (out / FILE_NAME).is_file() else None
-    if earlier is None or all(run.state != COMPLETE for run in earlier.runs):
+    if earlier is None or all(run.state != COMPLETE for run in (*earlier.trials, *earlier.runs)):
         return None
     return earlier.threads

@@ -93,13 +93,27 @@ class Comparer:
 
     def _say_what_is_left_out(self, earlier: CompareRecord) -> None:
         named = {run.key for run in self._record.runs}
-        others = [run for run in earlier.runs if run.state == COMPLETE and run.key not in named]
-        if others:
+        others: dict[str, list[RunRecord]] = {}
+        for run in earlier.runs:
+            if run.state == COMPLETE and run.key not in named:
+                others.setdefault(self._why_left_out(run), []).append(run)
+        for why, runs in others.items():
             self._say(
-                f"{counted(len(others), 'finished run')} of {self._out} will not be in the report, first "
-                f"{others[0].planned.title}: this command does not name what they train with; add it and "
-                "repeat the command to have them back"
+                f"{counted(len(runs), 'finished run')} of {self._out} will not be in the report, first "
+                f"{runs[0].planned.title}: {why}"
             )
+
+    def _why_left_out(self, run: RunRecord) -> str:
+        """Say why a finished run is none of this command's, and what brings it back, if anything does."""
+        named = {dataclasses.replace(one, learning_rate=run.learning_rate).key for one in self._record.runs}
+        tried = self._plan.learning_rates
+        if run.key in named and tried and run.learning_rate is None:
+            return "without a learning rate of those tried; leave out --learning-rates to have such runs back"
+        if run.key in named and run.learning_rate in tried:
+            return "of the learning rates tried another is better now"
+        return (
+            "this command does not name what they train with; add it and repeat the command to have them back"
+        )
 
     def _is_done(self, run: RunRecord) -> bool:
         """Tell whether the folder of a finished run holds all that is wanted now."""
@@ -120,7 +134,8 @@ class Comparer:
         for (strategy, ranks), rate in chosen_rates(self._record, self._out).items():
             where = f"{formatting.rank_count(ranks)}, " if ranks > 1 else ""
             self._say(
-                f"{where}{formatting.strategy_label(strategy, ranks)}: learning rate {rate:g} from here on"
+                f"{where}{formatting.strategy_label(strategy, ranks)}: "
+                f"learning rate {formatting.learning_rate(rate)} from here on"
             )
 
     def _race(self) -> None:

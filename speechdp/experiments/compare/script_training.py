@@ -63,7 +63,7 @@ class UserScript:
         """Return its path and arguments."""
         values = {SEED_WORD: str(run.seed)}
         if run.learning_rate is not None:
-            values[RATE_WORD] = f"{run.learning_rate:g}"
+            values[RATE_WORD] = formatting.learning_rate(run.learning_rate)
         return [str(self.path), *(_filled(word, values) for word in self.arguments)]
 
     def check_rates(self, *, given: bool) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from speechdp.experiments.compare.plan import FRAMES
 from speechdp.report.compare.groups import Group
+from speechdp.report.compare.headline import tolerance
 from speechdp.report.kit import formatting
 
 
@@ -22,11 +24,16 @@ def rate_sentences(rows: Sequence[Group]) -> list[str]:
         return []
     where = f"On {formatting.rank_count(rows[0].ranks)}"
     if len(by_rate) == 1:
+        ((rate, labels),) = by_rate.items()
+        who = "all strategies" if len(labels) > 1 else labels[0]
         return [
-            f"{where} all strategies learnt best with the learning rate {next(iter(by_rate)):g}, of those "
+            f"{where} {who} learnt best with the learning rate {formatting.learning_rate(rate)}, of those "
             "tried, by one run each."
         ]
-    named = "; ".join(f"{rate:g} for {', '.join(labels)}" for rate, labels in sorted(by_rate.items()))
+    named = "; ".join(
+        f"{formatting.learning_rate(rate)} for {', '.join(labels)}"
+        for rate, labels in sorted(by_rate.items())
+    )
     return [
         f"{where} each strategy has the learning rate with which it learnt best, of those tried, by one run "
         f"each: {named}."
@@ -45,7 +52,7 @@ def one_rate_caution(groups: Sequence[Group]) -> str:
 
 
 def rate_cautions(trials: Sequence[Group], groups: Sequence[Group]) -> list[str]:
-    """Return what keeps the tried learning rates from telling all: bests at an end, and runs that failed.
+    """Return what keeps the tried learning rates from telling all: near ones, bests at an end, and failures.
 
     Args:
         trials: the runs that tried them.
@@ -54,15 +61,29 @@ def rate_cautions(trials: Sequence[Group], groups: Sequence[Group]) -> list[str]
     tried: dict[tuple[str, int], list[Group]] = {}
     for trial in trials:
         tried.setdefault((trial.strategy, trial.ranks), []).append(trial)
-    chosen = {(g.strategy, g.ranks): g.learning_rate for g in groups if g.learning_rate is not None}
+    chosen = {(g.strategy, g.ranks): g for g in groups if g.learning_rate is not None and g.mode == FRAMES}
     at_end: dict[str, list[str]] = {}
+    near: list[str] = []
     for key, of in tried.items():
+        if (group := chosen.get(key)) is None or group.learning_rate is None:
+            continue
         rates = sorted(trial.learning_rate for trial in of if trial.learning_rate is not None)
-        if (rate := chosen.get(key)) in (rates[0], rates[-1]):
-            end = f"the lowest, {rate:g}" if rate == rates[0] else f"the highest, {rate:g}"
-            name = of[0].label if of[0].ranks == 1 else f"{of[0].label} on {of[0].ranks} ranks"
+        rate = formatting.learning_rate(group.learning_rate)
+        name = group.label if group.ranks == 1 else f"{group.label} on {group.ranks} ranks"
+        if alike := _as_good(group, of):
+            others = ", ".join(map(formatting.learning_rate, alike))
+            near.append(f"{others} beside {rate} for {name}")
+        # Where one further in is as good, nothing tells of more beyond.
+        elif group.learning_rate in (rates[0], rates[-1]):
+            end = f"the {'lowest' if group.learning_rate == rates[0] else 'highest'}, {rate}"
             at_end.setdefault(end, []).append(name)
-    notes = [
+    notes = []
+    if near:
+        notes.append(
+            "One run each does not tell which learning rate is better where they are no further apart than "
+            f"runs of other seeds, or than what is accurate enough: {'; '.join(near)}."
+        )
+    notes += [
         f"Of the learning rates tried {end}, was the best for {', '.join(names)}: one beyond it may be "
         "better; add it to --learning-rates and repeat the command, which keeps what is done."
         for end, names in at_end.items()
@@ -77,7 +98,26 @@ def rate_cautions(trials: Sequence[Group], groups: Sequence[Group]) -> list[str]
     waiting = sum(not (trial.finished or trial.failures) for trial in trials)
     if waiting:
         notes.append(
-            f"{waiting} of {len(trials)} runs that try learning rates are still to come; what is shown of "
-            "their strategies is not yet with the rate that is best for them."
+            f"{waiting} of {len(trials)} runs that try learning rates are still to come; strategies are "
+            "shown when theirs are done."
         )
     return notes
+
+
+def _as_good(group: Group, trials: Sequence[Group]) -> list[float]:
+    """Return the learning rates with which one run each learnt as well as with that which was chosen.
+
+    How near is near enough is told as of strategies, by the metric and by how the runs of seeds differ; the
+    run that tried the rate was of another seed than those that have it.
+
+    Args:
+        group: the runs at equal frames with the rate that was chosen.
+        trials: of the same strategy on as many ranks.
+    """
+    scores = {t.learning_rate: t.score for t in trials if t.learning_rate is not None and t.score is not None}
+    best = next((trial for trial in trials if trial.learning_rate == group.learning_rate), None)
+    if best is None or best.score is None:
+        return []
+    by_seed = 0.0 if group.score is None else abs(best.score - group.score)
+    least = best.score - max(tolerance(best), tolerance(group), by_seed)
+    return sorted(rate for rate, score in scores.items() if score >= least and rate != group.learning_rate)

@@ -56,7 +56,8 @@ def write_comparison(out: Path, target: float | None = None, metric: str = "") -
         RunError: the report cannot be written.
     """
     comparison = read_comparison(out, metric)
-    results = [run.result for run in comparison.runs if run.result is not None]
+    # Of a comparison that still tries learning rates there are no others.
+    results = [run.result for run in (*comparison.runs, *comparison.trials) if run.result is not None]
     terms = terms_of(results)
     target = terms.score_of_target(target)
     if target is None:

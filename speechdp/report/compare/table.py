@@ -80,7 +80,7 @@ _RANKS = Column[Group]("ranks", "ranks", "", "Number of ranks.", lambda group: g
 _RATE = Column[Group](
     "learning_rate", "learning rate", "",
     "Of those tried, the one with the best held-out value at the end of a run of its own.",
-    lambda group: group.learning_rate, lambda value: f"{value:g}",
+    lambda group: group.learning_rate, formatting.learning_rate,
 )  # fmt: skip
 _EPOCHS = Column[Group](
     "epochs", "epochs", "", "Passes over the training split.",

@@ -46,6 +46,12 @@ def rank_count(ranks: int) -> str:
     return counted(ranks, "rank")
 
 
+def learning_rate(value: float) -> str:
+    """Return a learning rate in as few digits as tell it from every other: 0.002, 1e-05, 0.00123456789."""
+    text = f"{value:g}"
+    return text if float(text) == value else repr(value)
+
+
 def times(value: float | None) -> str:
     """Write a ratio: `1.72`."""
     return MISSING if value is None else f"{value:.2f}"

@@ -17,6 +17,7 @@ from speechdp.cli.support.config_file import options_of
 from speechdp.cli.train import TrainCommand
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
+from tests.helpers.tiny_data import write_tiny_data
 
 
 def trained(*words: str) -> TrainCommand:
@@ -175,6 +176,19 @@ def test_a_wrong_value_that_is_given_beside_a_file_is_not_the_files(
     for given in ("--epochs=few", "--learning-rate=few"):
         assert main.run(["train", "D", "R", f"--config={file}", given]) == 2
         assert capsys.readouterr().err.startswith(f"speechdp: {given.partition('=')[0]}: expected a")
+
+
+def test_a_learning_rate_of_a_file_beside_others_to_be_tried_is_told_with_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_tiny_data(tmp_path / "DATA")
+    file = file_of(tmp_path, {"learning_rate": 0.003})
+    words = ["compare", str(data.path), str(tmp_path / "OUT"), "--strategies=bmuf:period=4", "--ranks=2"]
+    assert main.run([*words, f"--config={file}", "--learning-rates=0.001,0.002"]) == 1
+    says = "--learning-rate: leave it out: --learning-rates tries others"
+    assert capsys.readouterr().err == f"speechdp: {file}: {says}\n"
+    assert main.run([*words, "--learning-rates="]) == 2
+    assert capsys.readouterr().err.startswith("speechdp: --learning-rates is empty")
 
 
 def test_an_option_that_may_be_repeated_may_be_so_no_times(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from speechdp.experiments.compare.plan import (
 )
 from speechdp.experiments.compare.record import CompareRecord, RunRecord, read_record, write_record
 from speechdp.experiments.compare.run import estimate_left_s, plan_time_runs
+from speechdp.experiments.compare.script_training import UserScript
 from speechdp.experiments.jobs import JobStarter, what_went_wrong
 from speechdp.experiments.record import COMPLETE, FAILED, PENDING, refuse_others
 from speechdp.launching.supervise import JobEnd
@@ -104,12 +105,24 @@ def test_numbers_are_read_or_refused() -> None:
 
 
 def test_learning_rates_are_read_or_refused() -> None:
-    assert rates("0.001, 2e-3") == (0.001, 0.002) and rates("") == ()
-    for text in ("x", "0.1,0", "-1,1", "nan,1", "1,inf"):
+    assert rates("0.001, 2e-3") == (0.001, 0.002) and rates(None) == ()
+    for text in ("", ",", "x", "0.1,0", "-1,1", "nan,1", "1,inf"):
         with pytest.raises(ConfigError, match="write numbers above 0"):
             rates(text)
     with pytest.raises(ConfigError, match=r"is a single one.*for example 0\.001,0\.002,0\.004"):
         rates("2e-3")
+
+
+def test_rates_that_differ_little_are_different_runs_and_are_written_out() -> None:
+    plan = ComparePlan((StrategyChoice("a"),), (2,), (1,), ("frames",), 6, (0.0012345678, 0.0012345679))
+    first, second = plan.trials()
+    assert (first.title, second.title) == (
+        "2 ranks, a, learning rate 0.0012345678", "2 ranks, a, learning rate 0.0012345679"
+    )  # fmt: skip
+    assert first.folder != second.folder
+    script = UserScript(Path("train.py"), ("--lr={learning_rate}",))
+    assert script.words(RunRecord.of(second)) == ["train.py", "--lr=0.0012345679"]
+    assert script.words(RunRecord.of(dataclasses.replace(second, learning_rate=1.0)))[1] == "--lr=1"
 
 
 def test_each_learning_rate_is_tried_once_with_a_seed_of_its_own() -> None:

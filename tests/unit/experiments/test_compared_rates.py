@@ -97,7 +97,20 @@ def test_rates_that_are_added_may_change_the_choice(tmp_path: Path) -> None:
     assert [(run.mode, run.strategy.name) for run in training.trained] == [
         (RATES, "gradient_averaging"), (RATES, "bmuf"), ("frames", "bmuf")
     ]  # fmt: skip
-    assert any("1 finished run of" in line and "learning rate 0.002" in line for line in said)
+    assert (
+        f"1 finished run of {tmp_path} will not be in the report, first equal frames, 2 ranks, bmuf "
+        "(period=4), seed 1, learning rate 0.002: of the learning rates tried another is better now"
+    ) in said
+
+
+def test_a_rate_that_is_no_more_named_can_be_had_back(tmp_path: Path) -> None:
+    compare(tmp_path, MadeUpTraining(), (0.001, 0.002, 0.004))
+    said = compare(tmp_path, MadeUpTraining(), (0.001, 0.002))
+    (line,) = (line for line in said if "will not be in the report" in line)
+    assert "learning rate 0.004: this command does not name what they train with; add it and" in line
+    training = MadeUpTraining()
+    compare(tmp_path, training, (0.001, 0.002, 0.004))
+    assert not training.trained
 
 
 def test_runs_of_a_comparison_without_rates_are_none_of_one_with_them(tmp_path: Path) -> None:
@@ -105,7 +118,10 @@ def test_runs_of_a_comparison_without_rates_are_none_of_one_with_them(tmp_path: 
     training = MadeUpTraining(own)
     compare(tmp_path, training, ())
     assert rates_of(tmp_path) == dict.fromkeys(TEXTS)
-    compare(tmp_path, training, (0.001, 0.002))
+    (line,) = (line for line in compare(tmp_path, training, (0.001, 0.002)) if "not be in the report" in line)
+    assert line.startswith("2 finished runs of") and line.endswith(
+        "seed 1: without a learning rate of those tried; leave out --learning-rates to have such runs back"
+    )
     assert rates_of(tmp_path) == dict.fromkeys(TEXTS, 0.002)
     assert len(training.trained) == 2 + 4 + 2
 
@@ -129,6 +145,12 @@ def test_a_strategy_that_no_rate_suits_has_failed(tmp_path: Path) -> None:
     assert (first.state, second.state) == (FAILED, COMPLETE)
     assert first.message == "none of the learning rates that were tried for it has led to a score"
     assert [run.mode for run in training.trained] == [RATES] * 4 + ["frames"]
+
+
+def test_one_strategy_alone_is_not_called_all(tmp_path: Path) -> None:
+    compare(tmp_path, MadeUpTraining({**LEARNT, "bmuf:period=4": {}}), (0.001, 0.002, 0.004))
+    text = " ".join(write_comparison(tmp_path).answer)
+    assert "On 2 ranks gradient averaging learnt best with the learning rate 0.002, of those tried" in text
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +198,37 @@ def test_a_best_rate_at_the_end_of_those_tried_is_told(tmp_path: Path) -> None:
         assert f"Of the learning rates tried {end}, was the best for {name} on 2 ranks: one beyond" in text
 
 
+def test_rates_that_one_run_each_does_not_tell_apart_are_named(tmp_path: Path) -> None:
+    learnt = {**LEARNT, "gradient_averaging": {0.001: -0.6, 0.002: -0.405, 0.004: -0.4}}
+    compare(tmp_path, MadeUpTraining(learnt), (0.001, 0.002, 0.004))
+    text = " ".join(write_comparison(tmp_path).answer)
+    assert "accurate enough: 0.002 beside 0.004 for gradient averaging on 2 ranks." in text
+    assert "the highest, 0.004, was the best for bmuf (period=4) on 2 ranks: one beyond" in text
+
+
+@pytest.mark.parametrize(
+    ("shifts", "named"),
+    [
+        # Seeds deviate by 0.07; of gradient averaging 0.05 are between the rates, of bmuf 0.08.
+        ({1: 0.05, 2: -0.05}, "0.004 beside 0.002 for gradient averaging on 2 ranks."),
+        # The only run with the rate is 0.09 from the one that tried it.
+        ({1: -0.09}, "0.004 beside 0.002 for gradient averaging on 2 ranks; 0.002 beside 0.004 for bmuf"),
+    ],
+)
+def test_how_seeds_differ_tells_how_near_rates_may_be(
+    shifts: Mapping[int, float], named: str, tmp_path: Path
+) -> None:
+    @dataclass
+    class Shifted(MadeUpTraining):
+        def run(self, run: RunRecord, run_dir: Path) -> str | None:
+            shift = shifts.get(run.seed, 0.0)
+            moved = {rate: score + shift for rate, score in self.learnt[run.strategy.text].items()}
+            return MadeUpTraining({run.strategy.text: moved}).run(run, run_dir)
+
+    compare(tmp_path, Shifted(), (0.001, 0.002, 0.004), seeds=tuple(shifts))
+    assert f"accurate enough: {named}" in " ".join(write_comparison(tmp_path).answer)
+
+
 def test_before_all_rates_are_tried_the_report_says_so(tmp_path: Path) -> None:
     class StoppedError(Exception):
         pass
@@ -189,7 +242,9 @@ def test_before_all_rates_are_tried_the_report_says_so(tmp_path: Path) -> None:
     with pytest.raises(StoppedError):
         compare(tmp_path, StopsSoon(), (0.001, 0.002))
     text = " ".join(write_comparison(tmp_path).answer)
-    assert "1 of 4 runs that try learning rates" in text
+    assert (
+        "1 of 4 runs that try learning rates are still to come; strategies are shown when theirs are done."
+    ) in text
     training = MadeUpTraining()
     compare(tmp_path, training, (0.001, 0.002))
     assert [run.mode for run in training.trained] == [RATES, "frames", "frames"]

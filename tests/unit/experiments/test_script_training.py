@@ -11,14 +11,16 @@ import pytest
 
 from speechdp.cli.main import parse, run
 from speechdp.errors import ConfigError
-from speechdp.experiments.compare.record import read_record
+from speechdp.experiments.compare.record import read_record, write_record
 from speechdp.experiments.jobs import JobStarter, JobStopped
 from speechdp.experiments.race.record import read_race
 from speechdp.experiments.sweep.plan import SweepPlan, SweepRecord, refuse_other_sweep, write_sweep
 from speechdp.experiments.sweep.script import ScriptSweep
 from speechdp.experiments.tune.record import read_tune, write_tune
 from speechdp.parallel.registry import parse_strategy
+from speechdp.report.compare.report import write_comparison
 from speechdp.report.runs.folders import read_run, read_sweep
+from tests.helpers.terminal import on_terminal
 
 Call = tuple[int, list[str], dict[str, str]]
 
@@ -158,6 +160,19 @@ def test_a_script_is_told_each_learning_rate_and_then_the_best(ranks: FakeRanks,
     assert record.runs[0].message == "none of the learning rates that were tried for it has led to a score"
 
 
+def test_runs_after_trials_of_learning_rates_have_as_many_threads(
+    ranks: FakeRanks, script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = ["--strategies", "bmuf", "--ranks", "2", "--race", "0", "--learning-rates", "0.1,0.2"]
+    ends = ["--", "--lr={learning_rate}"]
+    # No trial has a score, so none of the runs begins.
+    assert compare(script, *options, "--threads", "3", *ends) == 1
+    assert [run.state for run in read_record(script.parent / "out").trials] == ["complete", "complete"]
+    assert compare(script, *options, "--threads", "2", *ends) == 1
+    assert "--threads 2: the ranks of what is finished had 3" in capsys.readouterr().err
+
+
 def test_with_threads_one_process_has_all_ranks(ranks: FakeRanks, script: Path) -> None:
     assert compare(script, "--ranks", "4", "--backend", "threads", "--strategies", "bmuf") == 0
     ((num_processes, _, told),) = ranks.calls
@@ -229,6 +244,7 @@ def test_the_period_of_a_strategy_of_the_scripts_own_is_swept(ranks: FakeRanks, 
         (["--ranks", "0"], "write whole numbers from 1 on"),
         (["--metric", "loss:less"], "write NAME, NAME:min"),
         (["--script", "no.py"], "--script no.py: no such file"),
+        (["--learning-rates", ",", "--", "--lr", "{learning_rate}"], "write numbers above 0"),
         (["--learning-rates", "0.1,0.2"], "write {learning_rate} in the script's arguments"),
         (["--", "--lr", "{learning_rate}"], "{learning_rate} in the script's arguments stands for one of"),
     ],
@@ -581,3 +597,15 @@ def test_what_follows_the_dashes_is_the_scripts() -> None:
     command = parse("compare", ["--script=train.py", "OUT", "--", "--help", "--", "--script"])
     assert command.script_arguments == ("--help", "--", "--script")
     assert not hasattr(parse("compare", ["DATA", "OUT"]), "script_arguments")
+
+
+def test_the_report_of_trials_alone_has_the_scripts_terms(ranks: FakeRanks, script: Path) -> None:
+    ranks.writes, ranks.logs = (*ranks.writes, "metrics.jsonl"), {"step": 1, "valid_acc": 0.5}
+    options = ["--strategies", "bmuf", "--ranks", "2", "--race", "0", "--learning-rates", "0.1,0.2"]
+    assert compare(script, *options, "--", "--lr={learning_rate}") == 0
+    out = script.parent / "out"
+    record = read_record(out)
+    waiting = tuple(replace(run, folder=None, state="pending", learning_rate=None) for run in record.runs)
+    write_record(out, replace(record, runs=waiting))
+    written = write_comparison(out, target=0.4)  # of log-probabilities, which are none, it would be refused
+    assert "to target: until valid_acc 0.4." in on_terminal(written.table, 160)
