@@ -325,9 +325,14 @@ class Recogniser:
         """Yield (position in `utterances`, log-likelihoods (T, C)), in any order."""
         return self._scorer.score(utterances)
 
-    def learnt_remark(self, comm: Communicator) -> str:
-        """Return a line if the network has learnt little, by what all ranks scored; else "".  Collective."""
-        return self._outputs.remark(self._num_classes, comm)
+    def learnt_remark(self, comm: Communicator, *, are_words_found: bool) -> str:
+        """Return a line if the network has learnt little, by what all ranks scored; else "".  Collective.
+
+        Args:
+            comm: the ranks.
+            are_words_found: whether this rank knows of any word that was recognised.
+        """
+        return self._outputs.remark(self._num_classes, comm, are_words_found=are_words_found)
 
     def candidates(self, log_likelihoods: FloatArray) -> list[Candidate]:
         """Return the most probable word sequences, the best first: as many as the options ask for.

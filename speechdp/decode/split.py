@@ -221,7 +221,7 @@ def decode_split(
         nbest=NBestLists.of(found.hypotheses, nbest_path(path), options.num_candidates),
         speed=found.speed,
         rescoring_remark=recogniser.rescoring_remark,
-        learnt_remark=recogniser.learnt_remark(comm),
+        learnt_remark=recogniser.learnt_remark(comm, are_words_found=any(h.hyp for h in found.hypotheses)),
         are_speakers_new=_are_new(speakers, trained, dataset, comm),
     )
     lists = _gathered(own.lists, comm)

@@ -243,14 +243,11 @@ def tune(
     log_prior = trained.class_log_prior.detach().cpu().numpy()
     trials = _Trials(recogniser, log_prior, split, scored, num_words, comm, is_asked_to_stop, say)
     tunable = [n for n in _tunable(recogniser.grammar) if n != "prior_scale" or not is_ctc(trained.config)]
-    has_learnt_little = bool(recogniser.learnt_remark(comm))
-    if has_learnt_little:
-        # All settings would do as badly, and take long: no path stands out that others could be dropped for.
-        if comm.rank == 0:
-            say(f"tuning on {split}: the model has learnt little, so only the setting begun with is tried")
-        best = options
-    else:
+    best, has_learnt_little = options, trials.begin(options, tunable)
+    if not has_learnt_little:
         best = trials.best(options, tunable)
+    elif comm.rank == 0:
+        say(f"tuning on {split}: the model has learnt little, so only the setting begun with is tried")
     chosen = {name: getattr(best, name) for name in tunable}
     edges = {name: _edge(name, value, options) for name, value in chosen.items()}
     errors, tried_weights = trials.errors(best, tunable[-1]), []
@@ -371,7 +368,20 @@ class _Trials:
     say: Callable[[str], None]
     _errors: dict[DecodingOptions, int] = field(default_factory=dict)
     _most_settings: int = 1
+    _are_words_found: bool = False  # by this rank, with the setting searched last
     _clock: _Clock = field(default_factory=_Clock)
+
+    def begin(self, given: DecodingOptions, names: Sequence[str]) -> bool:
+        """Try the setting given; return whether the model has learnt little, and others would do as badly.
+
+        Collective.
+
+        Raises:
+            Stopped: a rank was asked to.
+        """
+        self._most_settings = 1 + _ROUNDS * sum(len(_values(name, given)) - 1 for name in names)
+        self.errors(given, names[0])
+        return bool(self.recogniser.learnt_remark(self.comm, are_words_found=self._are_words_found))
 
     def best(self, given: DecodingOptions, names: Sequence[str]) -> DecodingOptions:
         """Return the best setting found from `given` on, one option after the other, and again.
@@ -382,7 +392,6 @@ class _Trials:
             Stopped: a rank was asked to.
         """
         best = given
-        self._most_settings = 1 + _ROUNDS * sum(len(_values(name, given)) - 1 for name in names)
         for _ in range(_ROUNDS):
             before = best
             for name in names:
@@ -414,6 +423,7 @@ class _Trials:
             self.recogniser.use(options)
             setting = f"{name.replace('_', '-')} {getattr(options, name):g}"
             hypotheses = self._search(options.prior_scale, setting, max_active=options.max_active)
+            self._are_words_found = any(hypotheses)
             self._errors[options] = self._count(hypotheses)
             if self.comm.rank == 0:
                 percent = 100 * self._errors[options] / self.num_words

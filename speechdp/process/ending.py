@@ -187,7 +187,11 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 def _is_put_off(signum: int, frame: FrameType | None) -> bool:
     """Have a signal come again if it came amid an import, for the first time: an import may hang."""
-    return _is_importing(frame) and signum not in _deferred and _comes_again(signum)
+    if _is_importing(frame) and signum not in _deferred and _comes_again(signum):
+        return True
+    while signum in _deferred:  # heeded now, it must not come once more into the cleaning up
+        _deferred.remove(signum)
+    return False
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -173,6 +173,36 @@ except (Ended, KeyboardInterrupt) as end:
     assert _run(program, number) == (128 + number, "")
 
 
+@pytest.mark.parametrize(
+    "first",
+    [
+        "thing = Thing(); del thing",  # dropped in a finaliser, so that it comes again a little later
+        "import warned_module",  # put off amid an import
+    ],
+)
+def test_ctrl_c_twice_leaves_the_cleaning_up_whole(first: str, tmp_path: Path) -> None:
+    """The first, which was to come again, came into the cleaning up after the second."""
+    (tmp_path / "warned_module.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    program = f"""
+import signal, sys, time
+from speechdp.process.ending import interrupts_raise
+interrupts_raise()
+sys.path.insert(0, {str(tmp_path)!r})
+
+class Thing:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+try:
+    {first}
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    time.sleep(0.5)
+    sys.exit("cleaned up")
+"""
+    assert _run(program, signal.SIGINT) == (1, "cleaned up\n")
+
+
 def test_what_no_signal_has_raised_in_a_finaliser_is_printed_as_ever() -> None:
     program = """
 from speechdp.process.ending import interrupts_raise

@@ -198,12 +198,42 @@ def test_of_a_model_that_has_learnt_nothing_one_setting_is_tried(
         return told, tuned, result.learnt_remark
 
     results = run_threads(size, run)
-    assert results[0][0][0].endswith(": the model has learnt little, so only the setting begun with is tried")
+    first, last = results[0][0]
+    assert re.fullmatch(r"tuning on dev: acoustic-scale 0.7: \d+\.\d % WER", first)
+    assert last == "tuning on dev: the model has learnt little, so only the setting begun with is tried"
+    assert size == 1 or not results[1][0]
     for _, tuned, remark in results:
         assert tuned.options == start and len(tuned.record["trials"]) == 1
         assert remark.startswith("the model has learnt little: 0.0 % of what its outputs say depends on")
     learnt = decode_split(sure, dataset, "dev", tmp_path / "run", start, SerialCommunicator())
     assert learnt.learnt_remark == ""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("spikes", [False, True])
+def test_of_a_model_that_gives_blanks_alone_one_setting_is_tried(
+    dataset: Dataset, tmp_path: Path, size: int, spikes: bool
+) -> None:
+    """As CTC begins, though much of what it says depends on what it hears; not with spikes of others."""
+    sure = oracle(dataset.num_classes)
+    blanks = OracleModel(dataset.num_classes, confidence=2.0)
+    with torch.no_grad():
+        blanks.table[: 4 if spikes else dataset.num_classes, 0] += 8.0
+    model = dataclasses.replace(sure, model=blanks)
+    # No loop but of one word or none, so that nothing is recognised to begin with.
+    start = DecodingOptions(grammar=Grammar.WORD_LOOP, prior_scale=0.0, insertion_log_prob=-300.0)
+
+    def run(comm: Communicator) -> tuple[list[str], tuning.Tuned, str]:
+        told: list[str] = []
+        tuned = tune(model, dataset, "dev", start, comm, say=told.append)
+        remark = decode_split(model, dataset, "dev", tmp_path / "run", start, comm).learnt_remark
+        return told, tuned, remark
+
+    results = run_threads(size, run)
+    for _, tuned, remark in results:
+        assert (len(tuned.record["trials"]) > 1) is spikes
+        assert remark.startswith("the model has learnt little: no word is recognised") is not spikes
+    assert results[0][0][0] == "tuning on dev: acoustic-scale 1: 100.0 % WER"
 
 
 def test_a_setting_that_takes_long_says_how_far_it_is(
