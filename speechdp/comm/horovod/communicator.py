@@ -71,12 +71,22 @@ class HorovodCommunicator(Communicator):
     Args:
         part: communicator over MPI of the ranks that Horovod is to know of, where these are not all of the
             job; to be closed after this one.
+
+    Raises:
+        CommunicationError: Horovod cannot start, or has been started, and ended, in this process before.
     """
 
     backend: ClassVar[str] = "horovod"
+    #: Whether Horovod has been shut down in this process: started again, it ends in a segmentation fault.
+    _has_ended: ClassVar[bool] = False
     reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE["horovod"]
 
     def __init__(self, part: Communicator | None = None) -> None:
+        if HorovodCommunicator._has_ended:
+            raise CommunicationError(
+                "Horovod cannot start a second time in a process: call run_ranks once (in a module that "
+                'others import, under `if __name__ == "__main__":`), or choose ' + remedies.backend("mpi")
+            )
         self._part = part
         if environment.started_by_horovodrun():
             if environment.is_spread_by_horovodrun():
@@ -160,6 +170,7 @@ class HorovodCommunicator(Communicator):
         self.barrier()
         if self._mpi is not None:
             self._mpi.close()
+        HorovodCommunicator._has_ended = True
         hvd.shutdown()
 
     def abort(self, exit_code: int) -> NoReturn:

@@ -27,6 +27,18 @@ def test_two_hosts_filled_one_after_the_other() -> None:
     assert _places(["a", "a", "b"]) == [_Place(0, 2, 0, 2), _Place(1, 2, 0, 1), _Place(0, 1, 1, 2)]
 
 
+def test_a_second_start_in_a_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod's own ends in a segmentation fault; here it is a line before anything is started."""
+    from speechdp.comm.horovod import communicator  # noqa: PLC0415
+
+    monkeypatch.setattr(communicator.HorovodCommunicator, "_has_ended", True)
+    monkeypatch.setattr(communicator.hvd, "init", lambda: pytest.fail("it is started again"))
+    with pytest.raises(
+        CommunicationError, match=r"cannot start a second time in a process: call run_ranks once"
+    ):
+        communicator.HorovodCommunicator(SerialCommunicator())
+
+
 def test_hosts_in_turn() -> None:
     assert _places(["a", "b", "a", "b"]) == [
         _Place(0, 2, 0, 2),
