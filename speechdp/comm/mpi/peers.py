@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,9 +22,6 @@ _LONGEST_SLEEP_S = 100e-6
 #: without single copies its pieces come as fast as both ranks fetch them, and 64 MB with sleeps between
 #: them take 10 times as long.  Over a network, which is slower, there is time to sleep.
 _MEMORY_RATE = 2e9
-#: From so many bytes on no message comes along with its announcement, over whatever network.  One that is
-#: there whole as soon as it is asked for was read out of its sender's memory, for which no sender need test.
-_LARGE_BYTES = 1 << 20
 #: MPI tells of a loss by itself; a message that is under way is looked after besides, once in so many tests.
 _TESTS_PER_LOOK = 500
 
@@ -34,10 +31,6 @@ class MpiPeers(CheckedPeers):
 
     Every wait tests and sleeps in turn: MPI's own would keep a core busy.  A message is matched before it is
     received (Improbe), so that several threads can wait on one communicator.
-
-    Where ranks read each other's memory (single copies, within a host), it is the receiver that moves a
-    message, in one call.  Then a sender has nothing to do but to learn of it, and tests seldom: where cores
-    are full, frequent tests wake it hundreds of times in a step in which its neighbours are late.
 
     Messages of more than 2^30 bytes go in pieces.  When one of those turns out to have another size than was
     expected, the rest of its pieces stays in the channel, which is then of no more use.
@@ -50,8 +43,6 @@ class MpiPeers(CheckedPeers):
     def __init__(self, comm: Any, *, reads_cuda: bool) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())
         self._comm, self._reads_cuda = comm, reads_cuda
-        # Ranks whose last large message was read out of their memory: they can read this one's, too.
-        self._in_reach: set[int] = set()
 
     def _send(self, x: Tensor, dest: int, tag: int) -> None:
         staged = Staged(as_bytes(x), direct=self._reads_cuda)
@@ -87,10 +78,7 @@ class MpiPeers(CheckedPeers):
                 # MPI cannot give a matched message back; taken, it leaves the channel in order.
                 self._finish(message.Irecv(bytearray(num_bytes)), num_bytes, sender)
                 raise self.wrong_size(part.numel(), num_bytes, sender, tag)
-            request = message.Irecv(_buffer(part))
-            if num_bytes >= _LARGE_BYTES:
-                (self._in_reach.add if request.Test() else self._in_reach.discard)(sender)
-            self._finish(request, num_bytes, sender)
+            self._finish(message.Irecv(_buffer(part)), num_bytes, sender)
         return int(sender)
 
     def _match(self, source: int, tag: int) -> tuple[Any, Any]:
@@ -108,13 +96,7 @@ class MpiPeers(CheckedPeers):
 
     def _finish(self, request: Any, num_bytes: int, other: int) -> None:
         """Wait for a message of `num_bytes` that is under way from or to rank `other`."""
-        self._test_until(request.Test, num_bytes, other)
-
-    def _test_until(self, over: Callable[[], bool], num_bytes: int, other: int) -> None:
-        if other in self._in_reach:
-            sleep_until(over)
-        else:
-            sleep_until(over, busy_s=num_bytes / _MEMORY_RATE, longest_sleep_s=_LONGEST_SLEEP_S)
+        sleep_until(request.Test, busy_s=num_bytes / _MEMORY_RATE, longest_sleep_s=_LONGEST_SLEEP_S)
 
 
 class TolerantMpiPeers(MpiPeers):
@@ -166,7 +148,7 @@ class TolerantMpiPeers(MpiPeers):
                 raise self._loss()
             return False
 
-        self._test_until(over, num_bytes, other)
+        sleep_until(over, busy_s=num_bytes / _MEMORY_RATE, longest_sleep_s=_LONGEST_SLEEP_S)
 
     def _loss(self) -> PeerLost:
         # After the acknowledgement: whoever was acknowledged must be among them.
