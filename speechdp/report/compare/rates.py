@@ -47,7 +47,7 @@ def one_rate_caution(groups: Sequence[Group]) -> str:
         return ""
     return (
         "All were trained with the same learning rate, which may suit some strategies, and some numbers of "
-        "ranks, better than others: --learning-rates, with the same folder, gives each its own."
+        "ranks, better than others: --learning-rates gives each its own."
     )
 
 
