@@ -30,7 +30,8 @@ _LATE_SHARE = 0.5
 #: Statuses missed before a rank gives no sign of life.
 _MISSED = 3
 #: Seconds that the rank which ends the job gives the others to show their stacks, and that they wait for it.
-_GRACE_S, _FALLBACK_S = 1.5, 4.0
+#: A launcher on a busy machine took more than 2.5 s to end them, and the job said twice why it ended.
+_GRACE_S, _FALLBACK_S = 1.5, 10.0
 #: Longest a disk or a full pipe may take at the end, s.
 _PATIENCE_S = 1.0
 _POLL_S = 0.5
