@@ -1,4 +1,4 @@
-"""`speechdp tune`: which strategy, averaging period, back-end and batch learn fastest on this cluster."""
+"""`speechdp tune`: which strategy, period, back-end, batch and learning rate learn fastest on a cluster."""
 
 from __future__ import annotations
 
@@ -61,6 +61,11 @@ class TuneOptions:
     seeds: Annotated[str, shown("SEED,...")] = "1,2"
     """Seeds of the last two settings; all before are trained with the first.
     In a script's arguments {seed} is replaced by it, and SPEECHDP_SEED has it."""
+    learning_rates: Annotated[str | None, shown("RATE,...", "none: all settings have the training's own")] = (
+        None
+    )
+    """Learning rates to train each setting with that the race leaves.
+    In a script's arguments {learning_rate} is replaced by one: -- --lr {learning_rate}."""
     overwrite: bool = False
     """Delete the search in OUT and start over."""
 
@@ -110,6 +115,12 @@ class TuneOptions:
         refuse_twice("periods", periods)
         strategies = self.strategies or _strategies_for(hosts, ranks, periods)
         return settings_of(checked_strategies(strategies), periods)
+
+    def rates(self) -> tuple[float, ...]:
+        """Return the learning rates to try; empty: none.  Raises ConfigError."""
+        from speechdp.experiments.compare.plan import rates  # noqa: PLC0415
+
+        return rates(self.learning_rates)
 
     @property
     def budget_s(self) -> float:
@@ -264,6 +275,15 @@ class TuneCommand(StartsJobs):
             return exit_codes.STOPPED
         return 0
 
+    @property
+    def _trained(self) -> TrainOptions:
+        """What is measured and races: with the lowest learning rate, which is the least likely to diverge."""
+        rates = self.search.rates()
+        if not rates:
+            return self.options
+        self.options.optimizer.refuse_rate("--learning-rates tries others")
+        return self.options.with_setting(self.options.strategy, learning_rate=min(rates))
+
     def _ranks(self) -> int:
         options = self.options
         return self.search.num_ranks(self.hosts, device=options.device, feeders=options.loading.feeders)
@@ -285,7 +305,7 @@ class TuneCommand(StartsJobs):
             data=self.data,
             data_checksum=dataset.checksum,
             out=self.out_dir,
-            options=self.options,
+            options=self._trained,
             plan=ComparePlan(
                 (SEQUENTIAL,), (ranks,), self.search.whole_seeds(), (FRAMES,), self.options.num_epochs
             ),
@@ -309,6 +329,7 @@ class TuneCommand(StartsJobs):
             race=compared.race,
             trained=compared.settings(),
             own_batch=self.options.resolve(ranks).plan().batch_size,
+            learning_rates=self.search.rates(),
         )
 
     def _batch_sizes(self) -> tuple[int, ...] | None:
@@ -355,6 +376,7 @@ class TuneScriptCommand:
             raise ConfigError(f"--race {self.race}: speeds are compared in one round at least")
         ranks = self.search.num_ranks(self.script.hosts)
         script = self.script.user_script(self.script_arguments)
+        script.check_rates(given=bool(self.search.rates()))
         starter = self.script.starter("tune", ranks)
         request = self._request(script, ranks)
         return _search(
@@ -386,6 +408,7 @@ class TuneScriptCommand:
                 "command line": shlex.join(script.arguments),
                 "metric": metric,
             },
+            learning_rates=self.search.rates(),
         )
 
 
@@ -400,14 +423,14 @@ def _search(request: TuneRequest, jobs: Callable[[Callable[[str], None]], TunedJ
     from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
     from speechdp.experiments.tune.record import holds_other_unmeasured  # noqa: PLC0415
     from speechdp.experiments.tune.run import Tuner  # noqa: PLC0415
-    from speechdp.options.run import TrainOptions  # noqa: PLC0415
+    from speechdp.experiments.tune.search import earlier_settings  # noqa: PLC0415
     from speechdp.ownership.overwrite import TUNE, empty  # noqa: PLC0415
 
     say = line_printer(make_console())
     # Before the folder is emptied: what cannot be searched is refused here.
     tuner = Tuner(request, jobs(say), say)
     with owned_folder(out, "tune", say, TUNE) as owner:
-        if holds_other_unmeasured(request.out, request.settings, TrainOptions().to_json()):
+        if holds_other_unmeasured(request.out, request.settings, earlier_settings()):
             say(f"{request.out}: a search was begun otherwise and measured nothing yet; it is begun anew")
             empty(owner, TUNE)
 

@@ -235,14 +235,21 @@ class TrainOptions:
             tied_states=None,
         )
 
-    def with_setting(self, strategy: StrategyChoice, batch_size: int = 0) -> TrainOptions:
-        """Return the options with another strategy, and another batch of a rank.
+    def with_setting(
+        self, strategy: StrategyChoice, batch_size: int = 0, learning_rate: float | None = None
+    ) -> TrainOptions:
+        """Return the options with another strategy, batch of a rank and learning rate.
 
         Args:
             batch_size: segments; 0: the batch stays as it is.
+            learning_rate: of the plateau; None: it stays as it is.
         """
-        batch = dataclasses.replace(self.batch, batch_size=batch_size) if batch_size else self.batch
-        return dataclasses.replace(self, strategy=strategy, batch=batch)
+        batch, optimizer = self.batch, self.optimizer
+        if batch_size:
+            batch = dataclasses.replace(batch, batch_size=batch_size)
+        if learning_rate is not None:
+            optimizer = dataclasses.replace(optimizer, learning_rate=learning_rate)
+        return dataclasses.replace(self, strategy=strategy, batch=batch, optimizer=optimizer)
 
     def on_alignments(self, alignments: Path | None) -> TrainOptions:
         """Return the options of a run that trains on these targets and makes none itself."""

@@ -18,7 +18,18 @@ from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 
 OPTIONS = (
     *TINY_MODEL,
-    *("--learning-rate", "0.02", "--batch-size", "2", "--epochs", "4", "--backends", "mpi", "--ranks", "2"),
+    *(
+        "--learning-rates",
+        "0.01,0.02",
+        "--batch-size",
+        "2",
+        "--epochs",
+        "4",
+        "--backends",
+        "mpi",
+        "--ranks",
+        "2",
+    ),
     *("--strategies", "model_averaging,gradient_averaging:compression=fp16,ad_psgd", "--periods", "4"),
     *("--batch-sizes", "4", "--race", "6", "--race-steps", "4", "--budget", "1h"),
 )
@@ -49,8 +60,13 @@ def test_a_search_ends_with_a_setting_and_the_command_that_trains_with_it(tuned:
     words = shlex.split(record["command"])
     assert words[:6] == ["speechdp", "launch", "-np", "2", "--", "train"] and "--backend=mpi" in words
     assert record["command"] in " ".join(ended.stdout.split())
+    assert f"--learning-rate={chosen['learning_rate']}" in words
     # Every setting went as far as its record says, and what was ruled out has a reason.
     assert all(one["why"] for one in tried.values() if one["out_in"])
+    # What the race left was trained with each learning rate, and nothing else was.
+    first = [tried[name] for name in record["rungs"][0]["settings"]]
+    assert {one["learning_rate"] for one in first} == {0.01, 0.02}
+    assert all(one["learning_rate"] or one["out_in"] for one in tried.values())
     for rung in record["rungs"]:
         assert set(rung["scores"]) == set(rung["settings"])
 
@@ -135,6 +151,8 @@ def test_another_target_is_judged_by_the_runs_that_are_there(
         (["--budget", "soon"], "--budget soon: is no time; write 90s, 20m or 2h"),
         (["--ranks", "1"], "--ranks 1: one rank has nothing to exchange; give 2 at least"),
         (["--backends", "nccl"], "--backends 'nccl': choose among horovod, mpi, torch"),
+        (["--learning-rate", "0.1"], "--learning-rate: leave it out: --learning-rates tries others"),
+        (["--learning-rates", "0.1"], "--learning-rates 0.1: is a single one"),
         (["--race", "3"], "--race 3: intervals need 6 rounds at least"),
         (["--strategy", "bmuf"], "--strategy does not apply to tune: use --strategies"),
         (

@@ -66,11 +66,8 @@ class CompareRequest:
         self, strategy: StrategyChoice, seed: int, learning_rate: float | None = None
     ) -> TrainOptions:
         """Return the options of a run at equal frames, with another learning rate where it has one."""
-        options = dataclasses.replace(self.options, strategy=strategy, seed=seed)
-        if learning_rate is None:
-            return options
-        optimizer = dataclasses.replace(options.optimizer, learning_rate=learning_rate)
-        return dataclasses.replace(options, optimizer=optimizer)
+        options = self.options.with_setting(strategy, learning_rate=learning_rate)
+        return dataclasses.replace(options, seed=seed)
 
     def race_on(self, ranks: int, strategies: Sequence[StrategyChoice], options: TrainOptions) -> RacePlan:
         """Return the race of strategies on so many ranks; where one rank was compared, it races too.

@@ -99,7 +99,6 @@ class ComparePlan:
             raise ConfigError("--strategies: name at least one, e.g. gradient_averaging,bmuf:period=16")
         for name in ("strategies", "ranks", "seeds", "modes"):
             refuse_twice(name, getattr(self, name))
-        refuse_twice("learning-rates", self.learning_rates)
         if self.epochs is not None:  # a script's seeds are its own matter
             for seed in self.seeds:
                 check_seed(seed, "--seeds")
@@ -206,7 +205,7 @@ def rates(text: str | None) -> tuple[float, ...]:
     """Read `--learning-rates 0.001,0.002,0.004`; None: none are tried.
 
     Raises:
-        ConfigError: something else, or a single one.
+        ConfigError: something else, a single one, or one twice.
     """
     if text is None:
         return ()
@@ -222,6 +221,7 @@ def rates(text: str | None) -> tuple[float, ...]:
             f"--learning-rates {text}: is a single one, of which there is none to choose; write several, for "
             f"example {found[0] / 2:g},{found[0]:g},{found[0] * 2:g}"
         )
+    refuse_twice("learning-rates", found)
     return found
 
 

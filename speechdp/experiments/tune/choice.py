@@ -7,11 +7,10 @@ from dataclasses import replace
 
 from speechdp.errors import RunError
 from speechdp.experiments.tune.curves import Curve, Finish, finishes, untold
-from speechdp.experiments.tune.plan import SEED_STOPS, Setting
+from speechdp.experiments.tune.plan import SEED_STOPS
 from speechdp.experiments.tune.record import TARGET, SettingRecord
 from speechdp.experiments.tune.runs import Leg, TunedRuns
 from speechdp.experiments.tune.search import SearchState
-from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.kit import formatting
 
 
@@ -59,9 +58,7 @@ def choose_again(search: SearchState, runs: TunedRuns, before: float | None) -> 
         search.say(f"{out}: this search is over; for another one give another folder")
         return
     search.say(f"{out}: this search is over; its runs are judged by the target given now")
-    search.settings = {
-        one.name: Setting(StrategyChoice(one.strategy), one.batch_size) for one in search.record.tried
-    }
+    search.settings = {one.name: one.setting for one in search.record.tried}
     # Until it is chosen again the choice is that by the target before, and the same command has this to do.
     search.record = replace(search.record, settings={**search.record.settings, TARGET: before})
     if search.record.rungs:

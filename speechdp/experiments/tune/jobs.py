@@ -339,9 +339,7 @@ class TunedJobs(ABC):
 
     def run_dir(self, setting: Setting, seed: int) -> Path:
         """Return the folder of a setting's run."""
-        readable = setting.strategy.file_name
-        batch = f"-batch{setting.batch_size}" if setting.batch_size else ""
-        return self._out / RUNS / f"{readable}{batch}-seed{seed}"
+        return self._out / RUNS / f"{setting.file_name}-seed{seed}"
 
     def _scored(self, run_dir: Path) -> Scored:
         if not (run_dir / "run.json").is_file():

@@ -39,7 +39,7 @@ class Part:
 
     Attributes:
         folder: name of the run's.
-        strategy, batch_size: as in Setting.
+        strategy, batch_size, learning_rate: as in Setting.
         pause_at: step at which it is evaluated and pauses; 0: it trains to its end.
         max_steps: after which it ends; 0: it trains as long as its epochs last.
         anew: what an earlier start has left is deleted; else it goes on from there.
@@ -52,6 +52,7 @@ class Part:
     pause_at: int = 0
     max_steps: int = 0
     anew: bool = False
+    learning_rate: float | None = None
 
     def options(self, shared: TrainOptions) -> TrainOptions:
         """Return the options of its run.
@@ -59,7 +60,7 @@ class Part:
         Args:
             shared: what all runs of the search share.
         """
-        own = shared.with_setting(StrategyChoice(self.strategy), self.batch_size)
+        own = shared.with_setting(StrategyChoice(self.strategy), self.batch_size, self.learning_rate)
         average = 1 if self.max_steps else own.average_epochs
         return dataclasses.replace(own, seed=self.seed, max_steps=self.max_steps, average_epochs=average)
 

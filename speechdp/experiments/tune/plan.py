@@ -10,6 +10,7 @@ from typing import TypeAlias
 from speechdp.errors import ConfigError
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice, parse_strategy
+from speechdp.report.kit import formatting
 from speechdp.simulation.exchanges import has_period, is_known
 
 #: Strategies that are tried where none are named; those with a period, with every one of --periods.
@@ -44,15 +45,30 @@ class Setting:
 
     Attributes:
         batch_size: segments of a rank's batch; 0: the training's own.
+        learning_rate: of the plateau; None: the training's own.
     """
 
     strategy: StrategyChoice
     batch_size: int = 0
+    learning_rate: float | None = None
 
     @property
     def name(self) -> str:
         """Its name in records and on the page."""
-        return f"{self.strategy.text} batch={self.batch_size}" if self.batch_size else self.strategy.text
+        return " ".join([self.strategy.text, *self._besides])
+
+    @property
+    def file_name(self) -> str:
+        """The name as part of a folder's."""
+        return "-".join([self.strategy.file_name, *(word.replace("=", "") for word in self._besides)])
+
+    @property
+    def _besides(self) -> list[str]:
+        """What it has besides a strategy, in words: `batch=8`, `rate=0.004`."""
+        words = [f"batch={self.batch_size}"] if self.batch_size else []
+        if self.learning_rate is not None:
+            words.append(f"rate={formatting.learning_rate(self.learning_rate)}")
+        return words
 
     @property
     def family(self) -> tuple[str, int]:

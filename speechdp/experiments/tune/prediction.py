@@ -112,6 +112,7 @@ def predict(search: SearchState, measured: Mapping[str, Measurement]) -> str:
         _record_of(one, shown.get(one), why_refused.get(one, ""), reasons.get(one, "")) for one in tried
     ]
     records += _other_batches(search, [one for one in records if not one.out_in])
+    records += _with_rates_before(search, records)
     if not search.backend_before:  # else a rung of an earlier command may have told it better
         search.keep_besides(search.record.measured_besides(backend))
     _keep_tried(search, records)
@@ -160,7 +161,7 @@ def _record_of(setting: Setting, speed: Interval | None, refused: str, slow: str
         refused: why these ranks or their back-end would refuse it; "": they would not.
         slow: why it is too slow; "": it is not, or nobody knows.
     """
-    own = SettingRecord(setting.name, setting.strategy.text)
+    own = SettingRecord.of(setting)
     if refused:
         own = replace(own, out_in=MEASURE, why=refused)
     elif slow:
@@ -183,7 +184,22 @@ def _other_batches(search: SearchState, left: Sequence[SettingRecord]) -> list[S
         for name in dict.fromkeys((search.request.tried[0].name, fastest.name, *few))
     ]
     search.settings |= {one.name: one for one in added}
-    return [SettingRecord(one.name, one.strategy.text, one.batch_size) for one in added]
+    return [SettingRecord.of(one) for one in added]
+
+
+def _with_rates_before(search: SearchState, records: Sequence[SettingRecord]) -> list[SettingRecord]:
+    """Return settings with the learning rates with which an earlier command has tried them, if it has.
+
+    They stay in the record, which names them in its rungs, until the race has told what goes on.
+    """
+    by_name = {one.name: one for one in records}
+    found = []
+    for before in search.record.tried:
+        own = by_name.get(replace(before.setting, learning_rate=None).name)
+        if own is not None and before.learning_rate is not None:
+            found.append(own.at_rate(before.learning_rate))
+    search.settings |= {one.name: one.setting for one in found}
+    return found
 
 
 def _keep_tried(search: SearchState, records: Sequence[SettingRecord]) -> None:

@@ -44,28 +44,53 @@ class TunedRace:
     def hold(self) -> None:
         """Let what is left race, unless it has; rule settings out by that, and choose the fastest so far.
 
+        A single one that is left to be trained with several learning rates has its predicted speed.
+
         Raises:
             ConfigError: the shortest race and the shortest rungs cannot be expected to end within the budget;
                 the message names one that will do.
             RunError: it failed, or fewer than two can take part.
             JobStopped: a signal came meanwhile.
         """
-        search, out = self._search, self._search.request.out
+        search = self._search
         longest_s, pace = self._plan()
         search.keep(stage=RACE)
+        if len(search.racing) > 1:
+            self._race(longest_s, pace)
+        else:
+            self._take_prediction(search.racing[0])
+        search.try_rates()
+        search.choose(max(search.record.left, key=lambda name: search.record.of(name).frames_per_s or 0.0))
+
+    def _race(self, longest_s: float, pace: ExpectedTimes) -> None:
+        """Let settings race, and rule out what cannot, or is too slow.
+
+        Args:
+            longest_s, pace: as in `TunedJobs.hold_race`.
+
+        Raises:
+            RunError, JobStopped: as `hold`.
+        """
+        search, out = self._search, self._search.request.out
         race = search.jobs.hold_race(list(pace.steps_s), self._backend, longest_s, pace)
         if isinstance(race, str):
             raise RunError(f"{out}: the race of the settings failed: {race}; the same command tries again")
-        search.rule_out(RACE, {n: why for n, why in race.left_out.items() if n in search.record.left})
+        search.rule_out(RACE, {n: why for n, why in race.left_out.items() if n in search.racing})
         if not race.speeds:
             raise RunError(f"{out}: fewer than two settings could race; name other --strategies")
         self._take(race)
-        search.choose(max(search.record.left, key=lambda name: search.record.of(name).frames_per_s or 0.0))
+
+    def _take_prediction(self, name: str) -> None:
+        """Note how fast a setting is that has nothing to race with: as predicted."""
+        rate = self._search.record.of(name).predicted
+        if rate is None:
+            rate = self._measured.frames_per_step / self._search.jobs.step_s(self._backend)
+        self._search.note(name, frames_per_s=rate, steps_per_s=rate / self._measured.frames_per_step)
 
     def _take(self, race: RacedSettings) -> None:
         """Note how fast settings are, and rule out those that are too slow."""
         search = self._search
-        raced = {search.settings[name]: race.speeds[name] for name in search.record.left}
+        raced = {search.settings[name]: race.speeds[name] for name in search.racing}
         for setting, speed in raced.items():
             rate, (low, high) = speed.ratio * race.baseline_per_s, speed.interval or (None, None)
             search.note(
@@ -85,7 +110,7 @@ class TunedRace:
         search.rule_out(RACE, {one.name: why for one, why in reasons.items()})
 
     def _plan(self) -> tuple[float, ExpectedTimes]:
-        """Return how long the race may take, and the pace that is expected of its settings.
+        """Return how long a race may take, and the pace that is expected of the settings in it.
 
         Raises:
             ConfigError: as `hold`.
@@ -121,7 +146,7 @@ class TunedRace:
         pace = self._pace(is_quick=True)
         race_s = self._shortest_race_s(pace)
         rungs, whole_s = self._expected_rungs(pace)
-        racing, training = (counted(count, "setting") for count in (len(search.record.left), rungs.counts[0]))
+        racing, training = (counted(count, "setting") for count in (len(search.racing), rungs.counts[0]))
         if search.jobs.chooses_race and race_s > _MOST_OF_RACE * budget_s:
             return f"the shortest race of {racing} takes about {told(race_s)}, more than half of it"
         planned = plan_rungs(rungs.counts, rungs.seeds, search.left_after_s(race_s), besides, whole_s)
@@ -140,10 +165,14 @@ class TunedRace:
             return ", or begin in another folder with fewer --strategies or --periods"
         if request.batch_sizes:
             return ", or begin in another folder with --batch-sizes none"
+        if len(request.learning_rates) > LAST:
+            return ", or begin in another folder with fewer --learning-rates"
         return ", or begin in another folder with one of --seeds" if len(request.seeds) > 1 else ""
 
     def _shortest_race_s(self, pace: ExpectedTimes) -> float:
-        """Return about how long the shortest race takes; 0: one was held."""
+        """Return about how long the shortest race takes; 0: one was held, or there is none."""
+        if len(pace.steps_s) < 2:
+            return 0.0
         return self._search.jobs.expected_race_s(list(pace.steps_s), self._backend, 0.0, pace)
 
     def _expected_rungs(self, pace: ExpectedTimes) -> tuple[Rungs, float]:
@@ -162,17 +191,17 @@ class TunedRace:
         )
         steps_s = [step_s for one, step_s in pace.steps_s.items() if one not in gone]
         whole_s = max(steps_s) * search.jobs.total_steps(self._measured.frames_per_step)
-        seeds = len(search.request.seeds)
-        return shortest_rungs(len(steps_s), seeds, LEAST_STEPS * max(steps_s), whole_s), whole_s
+        seeds, rates = len(search.request.seeds), max(1, len(search.request.learning_rates))
+        return shortest_rungs(rates * len(steps_s), seeds, LEAST_STEPS * max(steps_s), whole_s), whole_s
 
     def _pace(self, *, is_quick: bool = False) -> ExpectedTimes:
-        """Return how long what is left is expected to take, before the race.
+        """Return how long a step of what is to race is expected to take.
 
         Args:
             is_quick: a larger batch takes no longer; else as many times as long as it is larger.
         """
         record, own_batch = self._search.record, self._search.request.own_batch
-        left = [self._search.settings[name] for name in record.left]
+        left = [self._search.settings[name] for name in self._search.racing]
         steps_s = {one: self._expected_step_s(one) for one in left}
         if not is_quick and own_batch:
             for one in left:

@@ -17,7 +17,8 @@ from speechdp.experiments.record import (
     write_record_file,
 )
 from speechdp.experiments.tune.curves import Finish
-from speechdp.experiments.tune.plan import Besides
+from speechdp.experiments.tune.plan import Besides, Setting
+from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.records import check_beside, finite
 
 FILE_NAME = "tune.json"
@@ -36,7 +37,7 @@ class SettingRecord:
 
     Attributes:
         strategy: with its options.
-        batch_size: segments of a rank's batch; 0: the training's own.
+        batch_size, learning_rate: as in Setting.
         predicted, predicted_low, predicted_high: frames/s.
         ratio, ratio_low, ratio_high: raced speed over gradient averaging's.
         frames_per_s, steps_per_s: by that ratio.
@@ -51,6 +52,7 @@ class SettingRecord:
     name: str
     strategy: str
     batch_size: int = 0
+    learning_rate: float | None = None
     predicted: float | None = None
     predicted_low: float | None = None
     predicted_high: float | None = None
@@ -65,6 +67,21 @@ class SettingRecord:
     runs: dict[str, str] = field(default_factory=dict)
     times_s: tuple[float | None, ...] = ()
     scores: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, setting: Setting) -> SettingRecord:
+        """Return the record of a setting of which nothing is known."""
+        return cls(setting.name, setting.strategy.text, setting.batch_size, setting.learning_rate)
+
+    @property
+    def setting(self) -> Setting:
+        """What it is the record of."""
+        return Setting(StrategyChoice(self.strategy), self.batch_size, self.learning_rate)
+
+    def at_rate(self, learning_rate: float) -> SettingRecord:
+        """Return the record of the same setting with a learning rate: it is as fast."""
+        setting = replace(self.setting, learning_rate=learning_rate)
+        return replace(self, name=setting.name, learning_rate=learning_rate)
 
     @property
     def finish(self) -> Finish | None:

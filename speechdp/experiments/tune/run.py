@@ -18,8 +18,7 @@ from speechdp.experiments.tune.prediction import measure, predict
 from speechdp.experiments.tune.race import TunedRace
 from speechdp.experiments.tune.record import FILE_NAME, RUNS, TARGET, TuneRecord, check_same_search
 from speechdp.experiments.tune.runs import TunedRuns
-from speechdp.experiments.tune.search import SearchState, TuneRequest
-from speechdp.options.run import TrainOptions
+from speechdp.experiments.tune.search import SearchState, TuneRequest, earlier_settings
 
 
 class Tuner:
@@ -43,7 +42,7 @@ class Tuner:
             RunError: no back-end works, no setting can be trained, or the disk is full.
         """
         search, request = self._search, self._search.request
-        begun = check_same_search(request.out, request.settings, TrainOptions().to_json())
+        begun = check_same_search(request.out, request.settings, earlier_settings())
         if begun is not None:
             search.take_up(begun)
             if begun.completed:
@@ -72,7 +71,7 @@ class Tuner:
         search = self._search
         measured = measure(search)
         backend = predict(search, measured)
-        if len(search.record.left) == 1:  # nothing has to be trained
+        if len(search.racing) == 1 and not search.request.learning_rates:  # nothing has to be trained
             search.choose(search.record.left[0])
             return
         if search.backend_before and measured[backend].besides is None:  # nothing was measured again

@@ -59,6 +59,7 @@ class TunedScript(TunedJobs):
         self._script, self._starter = script, starter
         self._ranks, self._seeds = request.ranks, request.seeds
         self._length, self._trained, self._say = request.race, request.trained, say
+        self._own_rate = min(request.learning_rates, default=None)
 
     #: Of a script there are only fewer rounds, one at least, however long that takes.
     chooses_race = False
@@ -103,7 +104,7 @@ class TunedScript(TunedJobs):
             lambda setting, folder, last_step: run_turn(
                 replace(self._script, backend=backend),
                 self._starter,
-                self._record_of(setting.strategy, self._seeds[0]),
+                self._record_of(Setting(setting.strategy), self._seeds[0]),
                 folder,
                 last_step,
             ),
@@ -141,7 +142,7 @@ class TunedScript(TunedJobs):
         if RunDirectory(run_dir).is_begun:
             with owner_of(run_dir, "tune", self._say) as owner:
                 empty(owner, RUN)
-        message = self._run(run_dir, strategy, backend, self._seeds[0], Pause(steps))
+        message = self._run(run_dir, Setting(strategy), backend, self._seeds[0], Pause(steps))
         if message is None and RunDirectory(run_dir).is_complete:
             return (
                 f"{self._script.path.name} trained to its end and did not pause at step {steps}: let it look "
@@ -150,7 +151,7 @@ class TunedScript(TunedJobs):
         return message
 
     def _train_on(self, run_dir: Path, setting: Setting, backend: str, seed: int, step: int) -> str | None:
-        message = self._run(run_dir, setting.strategy, backend, seed, Pause(step, evaluated=True))
+        message = self._run(run_dir, setting, backend, seed, Pause(step, evaluated=True))
         scored = self._scored(run_dir)
         if message is None and not scored.points and not scored.has_diverged:
             return (
@@ -159,20 +160,19 @@ class TunedScript(TunedJobs):
             )
         return message
 
-    def _run(
-        self, run_dir: Path, strategy: StrategyChoice, backend: str, seed: int, pause: Pause
-    ) -> str | None:
+    def _run(self, run_dir: Path, setting: Setting, backend: str, seed: int, pause: Pause) -> str | None:
         """Run the script until it pauses or ends; return None, or what went wrong."""
         script = replace(self._script, backend=backend)
-        return run_until(script, self._starter, self._record_of(strategy, seed), run_dir, pause)
+        return run_until(script, self._starter, self._record_of(setting, seed), run_dir, pause)
 
-    def _record_of(self, strategy: StrategyChoice, seed: int) -> RunRecord:
-        return RunRecord(strategy, self._ranks, seed, FRAMES, None)
+    def _record_of(self, setting: Setting, seed: int) -> RunRecord:
+        rate = self._own_rate if setting.learning_rate is None else setting.learning_rate
+        return RunRecord(setting.strategy, self._ranks, seed, FRAMES, None, learning_rate=rate)
 
     def command(self, setting: Setting, backend: str) -> str:
         """See TunedJobs."""
         script = replace(self._script, backend=backend)
-        record = self._record_of(setting.strategy, self._seeds[0])
+        record = self._record_of(setting, self._seeds[0])
         told = script.environment(record.strategy, record.ranks, record.seed, Path(NEW_RUN))
         shown = [f"{name}={shlex.quote(told[name])}" for name in (STRATEGY, FOLDER, BACKEND, SEED)]
         launch = ["speechdp", "launch", *self._starter.launch_options]

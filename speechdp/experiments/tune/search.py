@@ -14,7 +14,14 @@ from speechdp.errors import ConfigError
 from speechdp.experiments.race.plan import RaceOptions
 from speechdp.experiments.tune.jobs import TunedJobs
 from speechdp.experiments.tune.plan import Besides, Setting, batches_of
-from speechdp.experiments.tune.record import MEASURE, TARGET, TuneRecord, write_tune
+from speechdp.experiments.tune.record import (
+    MEASURE,
+    RACE,
+    TARGET,
+    SettingRecord,
+    TuneRecord,
+    write_tune,
+)
 from speechdp.options.run import TrainOptions
 from speechdp.report.kit.metric_names import Terms
 from speechdp.tasks.metrics import TaskRecord
@@ -23,6 +30,15 @@ from speechdp.tasks.metrics import TaskRecord
 _RESERVE = 0.05
 #: What a command takes at most that goes on with a race or rungs before it starts a job, s.
 _READING_S = 2.0
+
+
+#: The setting of a record that earlier versions did not have.
+_RATES = "learning_rates"
+
+
+def earlier_settings() -> dict[str, Any]:
+    """Return the settings of a search, or parts of them, that an earlier version did not have."""
+    return {**TrainOptions().to_json(), _RATES: []}
 
 
 @dataclass(frozen=True)
@@ -64,6 +80,8 @@ class TuneRequest:
         race: rounds at most, and steps of a turn at least.
         trained: what is trained, for the record.
         own_batch: segments of a rank's batch as it is trained; 0: not known.
+        learning_rates: with each of which every setting is trained that the race leaves; empty: all have the
+            training's own.  They are measured and race with the lowest.
     """
 
     out: Path
@@ -77,6 +95,7 @@ class TuneRequest:
     race: RaceOptions
     trained: Mapping[str, Any]
     own_batch: int = 0
+    learning_rates: tuple[float, ...] = ()
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -87,6 +106,7 @@ class TuneRequest:
             "strategies": [one.name for one in self.tried],
             "backends": list(self.backends),
             "batch_sizes": list(self.batch_sizes),
+            _RATES: sorted(self.learning_rates),
             "seeds": list(self.seeds),
             TARGET: self.target.value,
             "race": [self.race.rounds, self.race.least_steps],
@@ -128,7 +148,8 @@ class SearchState:
         jobs: starts what has to be measured and trained.
         say: as given.
         record: what is known; `keep` writes it.
-        settings: that are tried, by name, also those with other batches; empty until they are predicted.
+        settings: that are tried, by name, also those with other batches and learning rates; empty until they
+            are predicted.
         backend_before: the back-end that an earlier command chose; "": none has.
     """
 
@@ -204,6 +225,30 @@ class SearchState:
         if number:
             left = counted(len(self.record.left), "setting")
             self.say(f"{stage}: {counted(number, 'setting')} ruled out, {left} left")
+
+    @property
+    def racing(self) -> tuple[str, ...]:
+        """Names of the settings that race, of those left: one is as fast with every learning rate."""
+        return tuple(name for name in self.record.left if self.settings[name].learning_rate is None)
+
+    def try_rates(self) -> None:
+        """Put every setting that the race has left, with each of the learning rates, in its own place."""
+        rates = sorted(self.request.learning_rates)
+        if not rates:
+            return
+        raced = {one.name: one for one in self.record.tried if one.learning_rate is None}
+        # Of an earlier command there are rates of what this one's race has ruled out, if that was held again.
+        tried = list[SettingRecord]()
+        for one in self.record.tried:
+            own = raced[replace(one.setting, learning_rate=None).name]
+            if one.learning_rate is not None and own.out_in:
+                tried.append(own.at_rate(one.learning_rate))
+            elif one.learning_rate is None:
+                tried += [own] if own.out_in else map(own.at_rate, rates)
+        self.settings |= {one.name: one.setting for one in tried}
+        self.keep(tried=tuple(tried))
+        left = counted(sum(not one.out_in for one in raced.values()), "setting")
+        self.say(f"{RACE}: {left} left to be trained with each of {len(rates)} learning rates")
 
     def choose(self, name: str, untold: Sequence[str] = ()) -> None:
         """Keep a setting as the best so far.

@@ -197,6 +197,7 @@ class TunedTraining(OwnTraining, TunedJobs):
                 one.setting.batch_size,
                 one.seed,
                 pause_at=one.step,
+                learning_rate=one.setting.learning_rate,
             )
             for one in stretches
         ]
@@ -256,7 +257,9 @@ class TunedTraining(OwnTraining, TunedJobs):
 
     def _own_options(self, setting: Setting, backend: str, seed: int) -> TrainOptions:
         """Return the options of a run that makes its targets itself."""
-        options = self._request.options.with_setting(setting.strategy, setting.batch_size)
+        options = self._request.options.with_setting(
+            setting.strategy, setting.batch_size, setting.learning_rate
+        )
         return dataclasses.replace(options, backend=cast(Any, backend), seed=seed)
 
 

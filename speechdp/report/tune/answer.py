@@ -49,7 +49,7 @@ def find_answer(search: Search) -> Answer:
         cautions.insert(0, f"{names} cannot be told from {best.name} by so few seeds and so short a race.")
     if len(end.times_s) < 2:
         cautions.insert(0, "There was one seed: which differences are chance is not known.")
-    cautions += [*_of_runs(search), *_one_batch_only(record), *_doubts(search)]
+    cautions += [*_of_runs(search), *_one_batch_only(record), *_of_rates(record), *_doubts(search)]
     ruled_out = sum(bool(one.out_in) for one in record.tried)
     details.append(
         f"{counted(len(record.tried), 'setting')} were tried, {ruled_out} of them ruled out before the end, "
@@ -140,6 +140,25 @@ def _one_batch_only(record: TuneRecord) -> list[str]:
     return [
         f"Other batches were tried with {' and '.join(with_others)} only; to try them with the chosen "
         f"setting, give the same command another folder and --strategies {chosen}."
+    ]
+
+
+def _of_rates(record: TuneRecord) -> list[str]:
+    """Say that all had one learning rate, or that a better one may lie beyond those that were tried."""
+    trained = [one for one in record.tried if one.rungs]
+    chosen = record.of(record.chosen)
+    rates = sorted({one.learning_rate for one in trained if one.learning_rate is not None})
+    if chosen.learning_rate is None:
+        return [
+            "All settings were trained with the same learning rate, which may suit some better than others: "
+            "--learning-rates, with another folder, trains each with several."
+        ] * (len(trained) > 1)
+    if chosen.learning_rate not in (rates[0], rates[-1]):
+        return []
+    end = "lowest" if chosen.learning_rate == rates[0] else "highest"
+    return [
+        f"It has the {end} of the learning rates tried: one beyond it may be better; add it to "
+        "--learning-rates, with another folder."
     ]
 
 

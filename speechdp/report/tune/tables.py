@@ -218,13 +218,15 @@ def _measured_text(record: TuneRecord) -> str:
 def csv_of(record: TuneRecord) -> str:
     """Return every setting in plain units."""
     head = [
-        *("strategy", "batch_size", "predicted_frames_per_s", "predicted_low", "predicted_high"),
+        *("strategy", "batch_size", "learning_rate"),
+        *("predicted_frames_per_s", "predicted_low", "predicted_high"),
         *("ratio", "ratio_low", "ratio_high", "frames_per_s", "rungs", "score", "time_to_target_s"),
         *("chosen", "ruled_out_in", "why"),
     ]
     lines = [
         [
-            *(one.strategy, one.batch_size or None, one.predicted, one.predicted_low, one.predicted_high),
+            *(one.strategy, one.batch_size or None, one.learning_rate),
+            *(one.predicted, one.predicted_low, one.predicted_high),
             *(one.ratio, one.ratio_low, one.ratio_high, one.frames_per_s, one.rungs, _score(one, record)),
             *(_time_s(one), int(one.name == record.chosen), one.out_in, one.why),
         ]

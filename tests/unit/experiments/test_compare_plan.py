@@ -111,6 +111,8 @@ def test_learning_rates_are_read_or_refused() -> None:
             rates(text)
     with pytest.raises(ConfigError, match=r"is a single one.*for example 0\.001,0\.002,0\.004"):
         rates("2e-3")
+    with pytest.raises(ConfigError, match=r"--learning-rates: 0\.1 is given twice"):
+        rates("0.1,0.2,1e-1")
 
 
 def test_rates_that_differ_little_are_different_runs_and_are_written_out() -> None:
@@ -167,7 +169,6 @@ def test_one_rank_is_trained_once_a_seed_and_strategies_alternate() -> None:
         ({"seeds": (1, 2**32)}, "--seeds 4294967296: must lie in 0"),
         ({"modes": ("time",)}, "--modes: write frames, or frames,time"),
         ({"modes": ("frames", "x")}, "--modes: write frames, or frames,time"),
-        ({"learning_rates": (0.1, 0.2, 0.1)}, "--learning-rates: 0.1 is given twice"),
     ],
 )
 def test_a_plan_that_makes_no_sense_is_refused(changes: dict[str, object], message: str) -> None:

@@ -157,11 +157,16 @@ def test_a_job_tells_what_it_has_trained_and_what_failed(
 
 
 def test_parts_go_to_the_ranks_in_one_word() -> None:
-    parts = [Part("a-seed2", GRADIENTS, 8, 2, pause_at=40), Part("mpi-b", 'own:name="x y"', max_steps=48)]
+    parts = [
+        Part("a-seed2", GRADIENTS, 8, 2, pause_at=40, learning_rate=0.004),
+        Part("mpi-b", 'own:name="x y"', max_steps=48),
+    ]
     job = Parts(tuple(parts), 30.5)
     assert Parts.of(job.text) == job
     options = parts[0].options(options_with(batch_size=4))
     assert (options.seed, options.batch.batch_size, options.max_steps) == (2, 8, 0)
+    assert options.optimizer.learning_rate == 0.004
+    assert parts[1].options(options_with(learning_rate=0.5)).optimizer.learning_rate == 0.5
 
 
 class ScriptRanks:
@@ -171,11 +176,13 @@ class ScriptRanks:
 
     def __init__(self) -> None:
         self.found: dict[str, list[str]] = {}
+        self.words: dict[str, list[str]] = {}
 
     def run_script(
         self, num_ranks: int, words: Sequence[str], log: Path, environment: Mapping[str, str], **_: Any
     ) -> str | None:
         folder = Path(environment["SPEECHDP_FOLDER"])
+        self.words[folder.name] = list(words)
         self.found[folder.name] = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
         shutil.rmtree(folder, ignore_errors=True)
         MadeUpSteps(["node-a"] * 2, environment["SPEECHDP_STRATEGY"]).write(
@@ -204,6 +211,24 @@ def test_a_scripts_short_runs_that_were_cut_short_are_started_over(tmp_path: Pat
     assert isinstance(raced, RacedSettings) and set(raced.speeds) == {one.name for one in SETTINGS}
     assert "changes in the course of training" in raced.left_out[changing.name]  # and was not started
     assert len(ranks.found) == len(MEASURED_STRATEGIES) + len(SETTINGS) and not any(ranks.found.values())
+
+
+def test_a_script_is_told_the_learning_rate_of_each_run_and_the_lowest_elsewhere(tmp_path: Path) -> None:
+    ranks, target = ScriptRanks(), TunedTarget(None, script_task(""))
+    request = TuneRequest(
+        *(tmp_path, 2, SETTINGS, ("mpi",), (), 600.0, target, (1,), RaceOptions(1, 8), {}),
+        learning_rates=(0.4, 0.1),
+    )
+    own = UserScript(tmp_path / "own.py", ("--lr", "{learning_rate}", "--seed", "{seed}"))
+    script = TunedScript(request, own, ranks, "", [].append)  # type: ignore[arg-type]
+    assert isinstance(script.measure("mpi", knows_start=False), Measurement)
+    assert isinstance(script.hold_race(SETTINGS, "mpi", 60.0, PACE), RacedSettings)
+    assert {words[2] for words in ranks.words.values()} == {"0.1"}
+    setting = dataclasses.replace(SETTINGS[1], learning_rate=0.4)
+    script.train_to(setting, "mpi", 7, 40)
+    folder = script.run_dir(setting, 7).name
+    assert folder.endswith("-rate0.4-seed7") and ranks.words[folder][1:] == ["--lr", "0.4", "--seed", "7"]
+    assert script.command(setting, "mpi").endswith("own.py --lr 0.4 --seed 1")
 
 
 def test_a_race_is_held_again_without_a_setting_that_fails(tmp_path: Path) -> None:

@@ -1324,3 +1324,113 @@ def test_what_was_set_is_shown_model_and_batch_first(tmp_path: Path) -> None:
         ("batch", "order pooled"),
         ("epochs", "4"),
     ]
+
+
+@dataclass
+class Rated(Jobs):
+    """Every setting learns best at a learning rate of its own: SHORT at 0.4, others at 0.1."""
+
+    def scored(self, setting: Setting, seed: int, step: int) -> Scored | str:
+        best = 0.4 if setting.strategy.text == SHORT else 0.1
+        loss = 1.0 + abs(math.log2((setting.learning_rate or 0.1) / best))
+        found = super().scored(setting, seed, step)
+        assert isinstance(found, Scored)
+        return replace(found, points=tuple((at, loss * score) for at, score in found.points))
+
+
+RATES = (0.1, 0.2, 0.4)
+
+
+def test_what_the_race_leaves_is_trained_with_every_learning_rate(tmp_path: Path) -> None:
+    jobs, told = Rated(tmp_path), list[str]()
+    record = search(tmp_path, jobs, learning_rates=RATES, say=told.append)
+    assert jobs.raced == [[GRADIENTS, SHORT, LONG]]  # speed is that of any learning rate
+    assert "race: 3 settings left to be trained with each of 3 learning rates" in told
+    left = [f"{text} rate={rate}" for text in (GRADIENTS, SHORT, LONG) for rate in RATES]
+    assert record.rungs[0].settings == tuple(left)
+    assert {name for name, _, _ in jobs.trained} == set(left)
+    assert record.chosen == f"{SHORT} rate=0.4" and record.of(record.chosen).learning_rate == 0.4
+    assert [record.of(f"{LONG} rate={rate}").ratio for rate in RATES] == pytest.approx([2.0] * 3)
+    # What was ruled out before has none.
+    assert [one.name for one in record.tried if one.learning_rate is None] == [DPSGD]
+    assert read_tune(tmp_path) == record
+    (caution,) = (one for one in find_answer(Search(record, {})).cautions if "learning rate" in one)
+    assert caution.startswith("It has the highest of the learning rates tried: one beyond it may be better;")
+
+
+def test_without_learning_rates_the_page_says_that_all_had_one(tmp_path: Path) -> None:
+    record = search(tmp_path, Jobs(tmp_path))
+    (caution,) = (one for one in find_answer(Search(record, {})).cautions if "learning rate" in one)
+    assert "trained with the same learning rate" in caution and "--learning-rates" in caution
+
+
+def test_a_best_learning_rate_between_others_needs_no_word(tmp_path: Path) -> None:
+    record = search(tmp_path, Rated(tmp_path), learning_rates=(*RATES, 0.8))
+    assert record.chosen == f"{SHORT} rate=0.4"
+    assert not any("learning rate" in one for one in find_answer(Search(record, {})).cautions)
+
+
+@pytest.mark.parametrize("trained", [0, 4, 10, 12])
+def test_a_search_with_learning_rates_goes_on_where_it_was_interrupted(tmp_path: Path, trained: int) -> None:
+    jobs = Rated(tmp_path, stops_after=trained)
+    with pytest.raises(JobStopped):
+        search(tmp_path, jobs, learning_rates=RATES)
+    stopped, done = read_tune(tmp_path), list(jobs.trained)
+
+    class Killed(Rated):
+        """Ends before the race has told what is left."""
+
+        def hold_race(self, *given: Any) -> RacedSettings | str:
+            raise JobStopped
+
+    with pytest.raises(JobStopped):
+        search(tmp_path, Killed(tmp_path), learning_rates=RATES)
+    kept = read_tune(tmp_path)
+    assert kept.rungs == stopped.rungs and kept.chosen == stopped.chosen
+    assert find_answer(Search(kept, {})).headline
+    jobs.stops_after = None
+    record = search(tmp_path, jobs, learning_rates=RATES)
+    assert record.chosen == f"{SHORT} rate=0.4" and record.completed
+    assert record.rungs[0].seconds == stopped.rungs[0].seconds
+    assert jobs.trained[: len(done)] == done and len(set(jobs.trained)) == len(jobs.trained)
+
+
+def test_learning_rates_of_one_strategy_need_no_race(tmp_path: Path) -> None:
+    jobs = Rated(tmp_path)
+    record = search(tmp_path, jobs, texts=(GRADIENTS, DPSGD), learning_rates=RATES)
+    assert jobs.raced == [] and record.chosen == f"{GRADIENTS} rate=0.1" and record.completed
+    assert record.of(record.chosen).frames_per_s == SPEEDS[GRADIENTS]
+    again = search(tmp_path, jobs, texts=(GRADIENTS, DPSGD), learning_rates=RATES, target=target_of(-0.5))
+    assert again.chosen == record.chosen and again.target == -0.5
+
+
+def test_another_set_of_learning_rates_is_another_search(tmp_path: Path) -> None:
+    search(tmp_path, Rated(tmp_path), learning_rates=RATES)
+    with pytest.raises(ConfigError, match=r"was begun otherwise \(learning rates: now with 0\.8\)"):
+        search(tmp_path, Rated(tmp_path), learning_rates=(*RATES, 0.8))
+    # One of a version that knew none had one for all.
+    old = tmp_path / "old"
+    search(old, Jobs(old))
+    content = json.loads((old / "tune.json").read_text())
+    del content["settings"]["learning_rates"]
+    (old / "tune.json").write_text(json.dumps(content))
+    assert search(old, Jobs(old)).completed
+    with pytest.raises(ConfigError, match=r"now with 0\.1, 0\.2, 0\.4"):
+        search(old, Rated(old), learning_rates=RATES)
+
+
+def test_a_budget_counts_every_learning_rate(tmp_path: Path) -> None:
+    """20 steps of 3 settings at 3 rates, and so on: refused before the race, with one that suffices."""
+
+    class Racing(Jobs):
+        def expected_race_s(self, *given: Any) -> float:
+            return 0.0 if self.raced else 1.0
+
+    jobs = Racing(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"training 9 settings rung by rung.*go on with --budget (\d+)s"
+    ) as told:
+        search(tmp_path, jobs, learning_rates=RATES, budget_s=60.0)
+    found = re.search(r"--budget (\d+)s", str(told.value).partition("go on with")[2])
+    assert found is not None and jobs.raced == []
+    assert search(tmp_path, jobs, learning_rates=RATES, budget_s=float(found[1])).completed
