@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,8 @@ from speechdp.report.runs.derived import RunFigures
 
 #: Points of a curve that get dots to point at: more would be a band.
 MOST_DOTS = 60
+#: Strokes and gaps of the first, second, ... line of a colour, in points.
+_STROKES: tuple[tuple[float, ...], ...] = ((), (3, 1.5), (1, 1.2), (5, 1.5, 1, 1.5))
 
 
 @dataclass
@@ -48,9 +50,16 @@ def make_canvas(rows: Sequence[RunFigures], theme: Theme) -> Canvas:
     return Canvas(theme, formatting.run_labels([row.run for row in rows]), colours)
 
 
-def named_canvas(names: Sequence[str], theme: Theme) -> Canvas:
-    """Return a canvas that gives every name its colour; that of one rank is grey."""
-    colours = {name: theme.runs[index % len(theme.runs)] for index, name in enumerate(names)}
+def named_canvas(names: Sequence[str], theme: Theme, families: Mapping[str, str] | None = None) -> Canvas:
+    """Return a canvas that gives every name its colour; that of one rank is grey.
+
+    Args:
+        families: of the names; those of a family have one colour, and differ in their strokes.  None: every
+            name is a family of its own.
+    """
+    of = {name: name for name in names} if families is None else families
+    order = list(dict.fromkeys(of[name] for name in names))
+    colours = {name: theme.runs[order.index(of[name]) % len(theme.runs)] for name in names}
     if formatting.ONE_RANK_LABEL in colours:
         colours[formatting.ONE_RANK_LABEL] = theme.baseline
     return Canvas(theme, {name: name for name in names}, colours)
@@ -60,8 +69,9 @@ def dashes(label: str, canvas: Canvas) -> tuple[float, ...]:
     """Return the strokes and gaps of a line named in a legend, in points: colours repeat, strokes differ."""
     if label == formatting.ONE_RANK_LABEL:
         return (5, 2.5)
-    repeats = list(canvas.colours).index(label) // len(canvas.theme.runs)
-    return ((), (3, 1.5), (1, 1.2))[min(repeats, 2)]
+    colour = canvas.colours[label]
+    repeats = [name for name, of in canvas.colours.items() if of == colour].index(label)
+    return _STROKES[min(repeats, len(_STROKES) - 1)]
 
 
 def legend_lines(canvas: Canvas) -> list[Line2D]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from speechdp.report.kit import theme
 from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.pages import WrittenReport, legend_marks, render_page, setting_facts, write_files
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
+from speechdp.report.kit.theme import Theme
 from speechdp.report.runs.records import words
 from speechdp.report.tune.answer import find_answer
 from speechdp.report.tune.search import Search, read_search
@@ -33,9 +35,9 @@ def write_search(out: Path) -> WrittenReport:
     search = read_search(out)
     record = search.record
     answer, panel = find_answer(search), curves_panel(search)
-    marks = legend_marks(named_canvas(list(search.runs), theme.PAGE))
+    marks = legend_marks(_canvas(search, theme.PAGE))
     table, measured = make_table(search, marks), backends_table(search)
-    drawn = panel_svgs([panel], lambda: named_canvas(list(search.runs), theme.PAGE))
+    drawn = panel_svgs([panel], lambda: _canvas(search, theme.PAGE))
     page = render_page(
         "tune",
         out.resolve().name,
@@ -47,7 +49,7 @@ def write_search(out: Path) -> WrittenReport:
         command=record.command,
         settings=shown_settings(search),
     )
-    canvas = named_canvas(list(search.runs), theme.PRINT)
+    canvas = _canvas(search, theme.PRINT)
     picture = partial(write_png, lines=[[panel]], canvas=canvas, with_names=True)
     html, csv, png = write_files(
         out / FOLDER,
@@ -71,6 +73,12 @@ def shown_settings(search: Search) -> list[tuple[str, str]]:
         if first and isinstance(given.get(group), dict):
             given[group] = {key: value for key, value in given[group].items() if key != option}
     return [*first, *setting_facts(given, _UNSHOWN)]
+
+
+def _canvas(search: Search, shown: Theme) -> Canvas:
+    """Return a canvas on which the learning rates of a setting have one colour."""
+    of = {one.name: replace(one.setting, learning_rate=None).name for one in search.record.tried}
+    return named_canvas(list(search.runs), shown, of)
 
 
 def curves_panel(search: Search) -> Panel:

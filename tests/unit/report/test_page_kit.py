@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 
 from speechdp.errors import RunError
 from speechdp.report.kit.answer import Answer
-from speechdp.report.kit.canvas import Canvas, named_canvas, style_axes
+from speechdp.report.kit.canvas import Canvas, dashes, named_canvas, style_axes
 from speechdp.report.kit.pages import render_page, write_files
 from speechdp.report.kit.svg import Panel, panel_svgs, write_png
 from speechdp.report.kit.tables import Column, RowHead, ShownTable
@@ -147,3 +147,12 @@ def test_options_are_not_broken_and_sentences_are_escaped() -> None:
     page = page_of("Repeat it with --seeds 1,2 (--race 24), not <b> or a--b.", "1")
     whole = '<span class="whole">{}</span>'.format
     assert f"Repeat it with {whole('--seeds')} 1,2 {whole('(--race')} 24), not &lt;b&gt; or a--b." in page
+
+
+def test_lines_of_a_family_have_one_colour_and_strokes_of_their_own() -> None:
+    names = [f"{family} {member}" for family in "ab" for member in range(4)]
+    canvas = named_canvas(names, PAGE, {name: name[0] for name in names})
+    assert len({canvas.colours[name] for name in names if name[0] == "a"}) == 1
+    assert canvas.colours["a 0"] != canvas.colours["b 0"]
+    assert len({(canvas.colours[name], dashes(name, canvas)) for name in names}) == len(names)
+    assert dashes("b 0", canvas) == ()
