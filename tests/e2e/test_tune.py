@@ -151,7 +151,10 @@ def test_another_target_is_judged_by_the_runs_that_are_there(
         (["--budget", "soon"], "--budget soon: is no time; write 90s, 20m or 2h"),
         (["--ranks", "1"], "--ranks 1: one rank has nothing to exchange; give 2 at least"),
         (["--backends", "nccl"], "--backends 'nccl': choose among horovod, mpi, torch"),
-        (["--learning-rate", "0.1"], "--learning-rate: leave it out: --learning-rates tries others"),
+        (
+            ["--learning-rate", "0.1", "--learning-rates", "0.1,0.2"],
+            "--learning-rate: leave it out: --learning-rates tries others",
+        ),
         (["--learning-rates", "0.1"], "--learning-rates 0.1: is a single one"),
         (["--race", "3"], "--race 3: intervals need 6 rounds at least"),
         (["--strategy", "bmuf"], "--strategy does not apply to tune: use --strategies"),
