@@ -55,7 +55,7 @@ class Job:
 
 
 def test_ranks_that_wait_at_different_calls_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script_watchdog, "_FALLBACK_S", 600.0)  # for a busy machine: the first one ends both
+    monkeypatch.setattr(script_watchdog, "FALLBACK_S", 600.0)  # for a busy machine: the first one ends both
 
     def script(rank: int, calls: Calls, job: Job) -> None:
         with calls.of("step 4"):
