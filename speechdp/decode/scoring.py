@@ -54,6 +54,8 @@ class Outputs:
     def remark(self, comm: Communicator, *, are_words_found: bool) -> str:
         """Return a line if the network has learnt little, by what all ranks have noted; else "".  Collective.
 
+        Of a good one that is given digital silence alone the posteriors are the same throughout, too.
+
         Args:
             comm: the ranks.
             are_words_found: whether this rank knows of any recognised word, of all that was noted.
@@ -77,7 +79,8 @@ class Outputs:
             sign = f"no word is recognised, and one class is the likeliest in {share}"
         else:
             return ""
-        return f"the model has learnt little: {sign}; train it for more epochs, or with another learning rate"
+        what = "the model has learnt little, or there is no speech in these recordings"
+        return f"{what}: {sign}; train it for more epochs, or with another learning rate, or listen to them"
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,8 @@ def tune(
     if not has_learnt_little:
         best = trials.best(options, tunable)
     elif comm.rank == 0:
-        say(f"tuning on {split}: the model has learnt little, so only the setting begun with is tried")
+        why = "the model has learnt little, or hears no speech"
+        say(f"tuning on {split}: {why}, so only the setting begun with is tried")
     chosen = {name: getattr(best, name) for name in tunable}
     edges = {name: _edge(name, value, options) for name, value in chosen.items()}
     errors, tried_weights = trials.errors(best, tunable[-1]), []

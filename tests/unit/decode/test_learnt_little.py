@@ -16,6 +16,8 @@ from speechdp.decode.scoring import Outputs
 from speechdp.decode.split import SpokenSplit, decode_split
 from tests.helpers.oracle import Spoken, oracle, write_dataset
 
+START = "the model has learnt little, or there is no speech in these recordings"
+
 
 def remark(*rows: list[float], words: bool = True) -> str:
     """Judge posteriors, an utterance each of 50 frames."""
@@ -36,14 +38,14 @@ def remark(*rows: list[float], words: bool = True) -> str:
     ],
 )
 def test_outputs_that_are_nearly_the_same_everywhere_are_told(rows: list[list[float]], words: bool) -> None:
-    start = "the model has learnt little: 0.0 % of what its outputs say depends on what it hears; train it"
+    start = f"{START}: 0.0 % of what its outputs say depends on what it hears; train it"
     assert remark(*rows, words=words).startswith(start)
 
 
 def test_outputs_of_one_class_are_told_where_nothing_is_recognised() -> None:
     rows = [[0.99, 0.01, 0.0], [0.9, 0.02, 0.08]]  # as CTC begins: blanks alone, and a guess
     sign = "no word is recognised, and one class is the likeliest in 100.0 % of the frames"
-    assert remark(*rows, words=False).startswith(f"the model has learnt little: {sign}; train it")
+    assert remark(*rows, words=False).startswith(f"{START}: {sign}; train it")
     assert remark(*rows, words=True) == ""
     spikes = [*rows * 10, [0.3, 0.7, 0.0]]  # other settings may find words by the other class
     assert remark(*spikes, words=False) == ""
