@@ -46,7 +46,9 @@ _RATIOS = ("acoustic_scale", "lm_scale")
 #: Options whose values above end where they have no meaning beyond, so that a best one at the end is no sign.
 _BOUNDED = ("prior_scale",)
 _ROUNDS = 2
-_FEW_ACTIVE = 2000  # paths a frame, which most searches do with; fewer than the default
+#: Paths a frame with which settings are compared; more take long with small acoustic scales, and changed no
+#: word of AN4 (docs/decoding.md).
+_FEW_ACTIVE = 2000
 _SILENCE_S = 30.0  # after which a line says how far a setting that takes long has come
 _PATIENCE = 3  # values in a row that are worse than the best, beyond which none is tried
 
@@ -57,8 +59,8 @@ class Tuned:
 
     Attributes:
         options: those given, with the chosen values.
-        record: for wer-<split>.json: the split, the chosen values, which of them are the smallest or largest
-            tried (`at_edge`), the errors with them and all trials.
+        record: for wer-<split>.json: the split, the most paths a frame (`max_active`), the chosen values,
+            which of them are the smallest or largest tried (`at_edge`), the errors with them and all trials.
     """
 
     options: DecodingOptions
@@ -220,9 +222,10 @@ def tune(
     One option after the other, twice: the value with the fewest errors, among equals that which changes
     least, on the way up and down from the present one, each until three in a row had more errors than the
     best; then the weight of the language model to rescore with, on the lists that these values give.  The
-    network runs once; its posteriors stay in memory, 4 bytes a frame and class, divided among the ranks.  The
-    result is the same for any number of ranks, and on every rank.  Of a model that has learnt little
-    (`Outputs.remark`) the setting to start from is tried alone, and kept.
+    network runs once; its posteriors stay in memory, 4 bytes a frame and class, divided among the ranks.
+    Values are compared with at most 2,000 paths a frame.  The result is the same for any number of ranks, and
+    on every rank.  Of a model that has learnt little (`Outputs.remark`) the setting to start from is tried
+    alone, and kept.
 
     Args:
         trained: the model.
@@ -262,6 +265,7 @@ def tune(
     recogniser.keep_graph(best)  # which is decoded with next
     record = {
         "split": split,
+        "max_active": min(options.max_active, _FEW_ACTIVE),
         "chosen": chosen,
         "at_edge": {name: edge for name, edge in edges.items() if edge},
         "errors": errors,
@@ -441,7 +445,8 @@ class _Trials:
     def errors(self, options: DecodingOptions, name: str) -> int:
         """Return the word errors of a setting, told by its value of `name`.  Collective.  Raises Stopped."""
         if options not in self._errors:
-            self.recogniser.use(options)
+            few = min(options.max_active, _FEW_ACTIVE)
+            self.recogniser.use(dataclasses.replace(options, max_active=few))
             setting = f"{name.replace('_', '-')} {getattr(options, name):g}"
             hypotheses = self._search(options, setting)
             self._are_words_found = any(hypotheses)
@@ -494,20 +499,18 @@ class _Trials:
             path = self.recogniser.searcher.search(self._scores(log_posteriors, options))
             hypotheses.append("" if path is None else " ".join(path.words))
             if self.comm.rank == 0 and self._clock.is_time_for_a_line():
-                self._say_how_far(len(hypotheses), setting, max_active=options.max_active)
+                self._say_how_far(len(hypotheses), setting)
         return hypotheses
 
-    def _say_how_far(self, utterances: int, setting: str, *, max_active: int) -> None:
+    def _say_how_far(self, utterances: int, setting: str) -> None:
         """Say how many of rank 0's utterances a setting has done, and how long all others may take."""
         whole = max(1, len(self.scored.utterances))
         done = len(self._errors) + utterances / whole
         minutes = math.ceil(self._clock.seconds * (self._most_settings - done) / done / 60)
-        # By which AN4's word errors did not change, with models that had learnt little or well.
-        faster = f"; --max-active {_FEW_ACTIVE} is faster" if max_active > _FEW_ACTIVE else ""
         number = f"setting {len(self._errors) + 1} of at most {self._most_settings}"
         self.say(
             f"tuning on {self.split}: {setting}: {utterances} of {whole} utterances; {number}; trying "
-            f"all would take some {minutes} min more at this pace{faster}"
+            f"all would take some {minutes} min more at this pace"
         )
 
     def table(self) -> list[dict[str, float]]:
