@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from speechdp.comm.base import Communicator
 from speechdp.counting import counted
 from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.graphs.graph import (
@@ -230,10 +229,7 @@ class Recogniser:
         """Take the network and the options of the search."""
         log_prior = trained.class_log_prior.detach().cpu().numpy()
         device = next(trained.model.parameters(), trained.class_log_prior).device
-        self._outputs, self._num_classes = Outputs(), len(log_prior)
-        self._scorer = AcousticScorer(
-            trained.model, log_prior, options.prior_scale, device, outputs=self._outputs
-        )
+        self._scorer = AcousticScorer(trained.model, log_prior, options.prior_scale, device)
         #: By the scale of the language model.
         self._graphs: dict[float, DecodingGraph] = {}
         self._num_kept_arcs = 0
@@ -321,18 +317,11 @@ class Recogniser:
         """Whether `candidates` returns more than the best word sequence, by the options."""
         return self._options.num_candidates > 0
 
-    def score(self, utterances: Iterable[FloatArray]) -> Iterator[tuple[int, FloatArray]]:
-        """Yield (position in `utterances`, log-likelihoods (T, C)), in any order."""
-        return self._scorer.score(utterances)
-
-    def learnt_remark(self, comm: Communicator, *, are_words_found: bool) -> str:
-        """Return a line if the network has learnt little, by what all ranks scored; else "".  Collective.
-
-        Args:
-            comm: the ranks.
-            are_words_found: whether this rank knows of any word that was recognised.
-        """
-        return self._outputs.remark(self._num_classes, comm, are_words_found=are_words_found)
+    def score(
+        self, utterances: Iterable[FloatArray], outputs: Outputs | None = None
+    ) -> Iterator[tuple[int, FloatArray]]:
+        """Yield (position in `utterances`, log-likelihoods (T, C)), in any order; `outputs` is told all."""
+        return self._scorer.score(utterances, outputs)
 
     def candidates(self, log_likelihoods: FloatArray) -> list[Candidate]:
         """Return the most probable word sequences, the best first: as many as the options ask for.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from speechdp.comm.base import Communicator
 from speechdp.labels.hmm import FloatArray, scaled_log_likelihoods
@@ -24,25 +24,24 @@ _WINDOW = 256  # utterances that are sorted by length together
 _MAX_LOGITS = 2**26  # of a batch: 256 MiB in float32
 
 
-@dataclass
 class Outputs:
     """What a network's posteriors say of how much it hears, summed over frames.
 
     Where they are the same whatever is heard, the mean of their entropies is the entropy of their mean; the
     better a network tells frames apart, the further it is below (the difference is the mutual information of
     frame and class).
+
+    Args:
+        num_classes: C.
     """
 
-    _posteriors: NDArray[np.float64] | None = None  # (C,)
-    _times_likeliest: NDArray[np.float64] | None = None  # (C,)
-    _entropy: float = 0.0  # nats
-    _frames: int = 0
+    def __init__(self, num_classes: int) -> None:
+        self._posteriors, self._times_likeliest = np.zeros(num_classes), np.zeros(num_classes)
+        self._entropy, self._frames = 0.0, 0  # in nats
 
     def note(self, log_posteriors: FloatArray) -> None:
         """Add the frames of an utterance, (T, C)."""
         frames, num_classes = log_posteriors.shape
-        if self._posteriors is None or self._times_likeliest is None:
-            self._posteriors, self._times_likeliest = np.zeros(num_classes), np.zeros(num_classes)
         step = max(1, _CHUNK // num_classes)
         for part in (log_posteriors[first : first + step] for first in range(0, frames, step)):
             posteriors = np.exp(part)
@@ -52,19 +51,18 @@ class Outputs:
             self._entropy -= float(np.vdot(posteriors, np.maximum(part, -1e4)))
         self._frames += frames
 
-    def remark(self, num_classes: int, comm: Communicator, *, are_words_found: bool) -> str:
+    def remark(self, comm: Communicator, *, are_words_found: bool) -> str:
         """Return a line if the network has learnt little, by what all ranks have noted; else "".  Collective.
 
+        Of a good one that is given digital silence alone the posteriors are the same throughout, too.
+
         Args:
-            num_classes: C.
             comm: the ranks.
             are_words_found: whether this rank knows of any recognised word, of all that was noted.
         """
-        totals = torch.zeros(2 * num_classes + 3, dtype=torch.float64)
-        if self._posteriors is not None and self._times_likeliest is not None:
-            totals[:-3] = torch.from_numpy(np.concatenate([self._posteriors, self._times_likeliest]))
-            totals[-3], totals[-2] = self._entropy, self._frames
-        totals[-1] = are_words_found
+        num_classes = len(self._posteriors)
+        of_all = [self._entropy, float(self._frames), float(are_words_found)]
+        totals = torch.from_numpy(np.concatenate([self._posteriors, self._times_likeliest, of_all]))
         comm.allreduce(totals, name="outputs")
         entropy, frames, words = totals[-3:].tolist()
         # What is not finite is refused where it is searched.
@@ -81,7 +79,8 @@ class Outputs:
             sign = f"no word is recognised, and one class is the likeliest in {share}"
         else:
             return ""
-        return f"the model has learnt little: {sign}; train it for more epochs, or with another learning rate"
+        what = "the model has learnt little, or there is no speech in these recordings"
+        return f"{what}: {sign}; train it for more epochs, or with another learning rate, or listen to them"
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,6 @@ class AcousticScorer:
         prior_scale: how much of the prior is divided out, 0 to 1.
         device: where the model is.
         max_padded_frames: frames of a batch, padding included.
-        outputs: is told the posteriors; None: nobody asks.
     """
 
     model: torch.nn.Module
@@ -102,9 +100,10 @@ class AcousticScorer:
     prior_scale: float = 1.0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     max_padded_frames: int = 20_000
-    outputs: Outputs | None = None
 
-    def score(self, utterances: Iterable[FloatArray]) -> Iterator[tuple[int, FloatArray]]:
+    def score(
+        self, utterances: Iterable[FloatArray], outputs: Outputs | None = None
+    ) -> Iterator[tuple[int, FloatArray]]:
         """Yield (position in `utterances`, log-likelihoods (T, C)), not in order: by length within a window.
 
         The utterances are read and scored as they are asked for, so neither a whole split's features nor
@@ -112,6 +111,7 @@ class AcousticScorer:
 
         Args:
             utterances: features, (T, F) each.
+            outputs: is told the posteriors; None: nobody asks.
         """
         numbered = enumerate(utterances)
         while window := list(itertools.islice(numbered, _WINDOW)):
@@ -121,7 +121,7 @@ class AcousticScorer:
                 yield window.pop()[0], np.empty((0, np.asarray(self.log_prior).size), dtype=np.float32)
             for batch in self._batches(window):
                 indices, features = zip(*batch, strict=True)
-                yield from zip(indices, self._score_batch(features), strict=True)
+                yield from zip(indices, self._score_batch(features, outputs), strict=True)
 
     def _batches(self, window: Sequence[tuple[int, FloatArray]]) -> Iterator[list[tuple[int, FloatArray]]]:
         num_classes = np.asarray(self.log_prior).size
@@ -135,7 +135,7 @@ class AcousticScorer:
         if batch:
             yield batch
 
-    def _score_batch(self, features: Sequence[FloatArray]) -> Iterator[FloatArray]:
+    def _score_batch(self, features: Sequence[FloatArray], outputs: Outputs | None) -> Iterator[FloatArray]:
         lengths = torch.tensor([len(x) for x in features], dtype=torch.int64)
         padded = torch.nn.utils.rnn.pad_sequence(
             [torch.from_numpy(np.asarray(x, dtype=np.float32)) for x in features], batch_first=True
@@ -150,6 +150,6 @@ class AcousticScorer:
             self.model.train(was_training)
         log_prior = np.asarray(self.log_prior, dtype=np.float32)
         for log_posteriors, length in zip(posteriors, lengths.tolist(), strict=True):
-            if self.outputs is not None:
-                self.outputs.note(log_posteriors[:length])
+            if outputs is not None:
+                outputs.note(log_posteriors[:length])
             yield scaled_log_likelihoods(log_posteriors[:length], log_prior, self.prior_scale)

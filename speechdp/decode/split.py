@@ -40,6 +40,7 @@ from speechdp.decode.results import (
     results_name,
     write_results,
 )
+from speechdp.decode.scoring import Outputs
 from speechdp.decode.wer import word_error_rate
 from speechdp.errors import ConfigError, ShardError
 from speechdp.files import check_writable
@@ -199,7 +200,8 @@ def decode_split(
         began = time.process_time()
         recogniser = recogniser_for(trained, dataset, options, reader.transcripts, KeptGraph(run_dir, comm))
         step_s = shift_s(dataset.sampling_rate, dataset.features)
-        own = _OwnUtterances(step_s, time.process_time() - began)
+        outputs = Outputs(len(trained.class_log_prior))
+        own = _OwnUtterances(step_s, time.process_time() - began, outputs)
         features = reader.features(inputs_of(trained.config), options.normalise)
         own.recognise(recogniser, reader, features, is_asked_to_stop)
     found = _found_by_all(own, recogniser, reader, comm)
@@ -221,7 +223,7 @@ def decode_split(
         nbest=NBestLists.of(found.hypotheses, nbest_path(path), options.num_candidates),
         speed=found.speed,
         rescoring_remark=recogniser.rescoring_remark,
-        learnt_remark=recogniser.learnt_remark(comm, are_words_found=any(h.hyp for h in found.hypotheses)),
+        learnt_remark=outputs.remark(comm, are_words_found=any(h.hyp for h in found.hypotheses)),
         are_speakers_new=_are_new(speakers, trained, dataset, comm),
     )
     lists = _gathered(own.lists, comm)
@@ -286,10 +288,10 @@ class _OwnUtterances:
         lists: lines of n-best lists, by utterance, where they were asked for.
     """
 
-    def __init__(self, frame_shift_s: float, graph_s: float) -> None:
+    def __init__(self, frame_shift_s: float, graph_s: float, outputs: Outputs) -> None:
         self.hypotheses: list[Hypothesis] = []
         self.lists: dict[str, str] = {}
-        self._frame_shift_s, self._graph_s = frame_shift_s, graph_s
+        self._frame_shift_s, self._graph_s, self._outputs = frame_shift_s, graph_s, outputs
         self._frames = 0
         self._network_s = self._search_s = 0.0
         self._began = time.process_time()  # before features are normalised over speakers
@@ -303,7 +305,7 @@ class _OwnUtterances:
     ) -> None:
         """Recognise this rank's utterances until asked to stop."""
         before = self._began
-        for position, log_likelihoods in recogniser.score(features):
+        for position, log_likelihoods in recogniser.score(features, self._outputs):
             if is_asked_to_stop():
                 break
             scored = time.process_time()

@@ -23,6 +23,7 @@ from speechdp.decode.recogniser import (
     TrainedModel,
     recogniser_for,
 )
+from speechdp.decode.scoring import Outputs
 from speechdp.decode.split import SpokenSplit, check_decodable
 from speechdp.decode.wer import count_errors
 from speechdp.errors import RunError
@@ -45,7 +46,9 @@ _RATIOS = ("acoustic_scale", "lm_scale")
 #: Options whose values above end where they have no meaning beyond, so that a best one at the end is no sign.
 _BOUNDED = ("prior_scale",)
 _ROUNDS = 2
-_FEW_ACTIVE = 2000  # paths a frame, which most searches do with; fewer than the default
+#: Paths a frame with which settings are compared; more take long with small acoustic scales, and changed no
+#: word of AN4 (docs/decoding.md).
+_FEW_ACTIVE = 2000
 _SILENCE_S = 30.0  # after which a line says how far a setting that takes long has come
 _PATIENCE = 3  # values in a row that are worse than the best, beyond which none is tried
 
@@ -56,8 +59,8 @@ class Tuned:
 
     Attributes:
         options: those given, with the chosen values.
-        record: for wer-<split>.json: the split, the chosen values, which of them are the smallest or largest
-            tried (`at_edge`), the errors with them and all trials.
+        record: for wer-<split>.json: the split, the most paths a frame (`max_active`), the chosen values,
+            which of them are the smallest or largest tried (`at_edge`), the errors with them and all trials.
     """
 
     options: DecodingOptions
@@ -219,9 +222,10 @@ def tune(
     One option after the other, twice: the value with the fewest errors, among equals that which changes
     least, on the way up and down from the present one, each until three in a row had more errors than the
     best; then the weight of the language model to rescore with, on the lists that these values give.  The
-    network runs once; its posteriors stay in memory, 4 bytes a frame and class, divided among the ranks.  The
-    result is the same for any number of ranks, and on every rank.  Of a model that has learnt little
-    (`Outputs.remark`) the setting to start from is tried alone, and kept.
+    network runs once; its posteriors stay in memory, 4 bytes a frame and class, divided among the ranks.
+    Values are compared with at most 2,000 paths a frame.  The result is the same for any number of ranks, and
+    on every rank.  Of a model that has learnt little (`Outputs.remark`) the setting to start from is tried
+    alone, and kept.
 
     Args:
         trained: the model.
@@ -239,15 +243,16 @@ def tune(
         as `decode_split`, but for results, which are not written.
     """
     check_decodable(trained, dataset, options)
-    recogniser, scored, num_words = _scored(trained, dataset, split, options, comm, kept)
-    log_prior = trained.class_log_prior.detach().cpu().numpy()
-    trials = _Trials(recogniser, log_prior, split, scored, num_words, comm, is_asked_to_stop, say)
+    scored = _Scored.of(trained, dataset, split, options, comm, kept)
+    trials = _Trials(scored, split, comm, is_asked_to_stop, say)
+    recogniser = scored.recogniser
     tunable = [n for n in _tunable(recogniser.grammar) if n != "prior_scale" or not is_ctc(trained.config)]
     best, has_learnt_little = options, trials.begin(options, tunable)
     if not has_learnt_little:
         best = trials.best(options, tunable)
     elif comm.rank == 0:
-        say(f"tuning on {split}: the model has learnt little, so only the setting begun with is tried")
+        why = "the model has learnt little, or hears no speech"
+        say(f"tuning on {split}: {why}, so only the setting begun with is tried")
     chosen = {name: getattr(best, name) for name in tunable}
     edges = {name: _edge(name, value, options) for name, value in chosen.items()}
     errors, tried_weights = trials.errors(best, tunable[-1]), []
@@ -260,33 +265,55 @@ def tune(
     recogniser.keep_graph(best)  # which is decoded with next
     record = {
         "split": split,
+        "max_active": min(options.max_active, _FEW_ACTIVE),
         "chosen": chosen,
         "at_edge": {name: edge for name, edge in edges.items() if edge},
         "errors": errors,
-        "words": num_words,
+        "words": scored.num_words,
     }
     return Tuned(best, {**record, "trials": trials.table() + tried_weights})
 
 
-def _scored(
-    trained: TrainedModel,
-    dataset: Dataset,
-    split: str,
-    options: DecodingOptions,
-    comm: Communicator,
-    kept: KeptGraph | None,
-) -> tuple[Recogniser, list[tuple[str, FloatArray]], int]:
-    """Run the network over this rank's utterances; return also what was said, and the number of words."""
-    with SpokenSplit.open(dataset, split, comm) as reader:
-        without_priors = dataclasses.replace(options, prior_scale=0.0)
-        recogniser = recogniser_for(trained, dataset, without_priors, reader.transcripts, kept)
-        features = reader.features(inputs_of(trained.config), options.normalise)
-        scored = [
-            (reference, posteriors)
-            for position, posteriors in recogniser.score(features)
-            if (reference := reader.reference(position))
-        ]
-        return recogniser, scored, sum(map(len, reader.transcripts))
+class _Scored(NamedTuple):
+    """What the network says of a split.
+
+    Attributes:
+        recogniser: of scores without priors.
+        log_prior: of the classes, (C,).
+        utterances: this rank's: what was said, and log-posteriors (T, C).
+        num_words: of all ranks' utterances.
+        outputs: what this rank's posteriors say of the network.
+    """
+
+    recogniser: Recogniser
+    log_prior: FloatArray
+    utterances: Sequence[tuple[str, FloatArray]]
+    num_words: int
+    outputs: Outputs
+
+    @classmethod
+    def of(
+        cls,
+        trained: TrainedModel,
+        dataset: Dataset,
+        split: str,
+        options: DecodingOptions,
+        comm: Communicator,
+        kept: KeptGraph | None,
+    ) -> _Scored:
+        """Run the network over this rank's utterances."""
+        log_prior = trained.class_log_prior.detach().cpu().numpy()
+        outputs = Outputs(len(log_prior))
+        with SpokenSplit.open(dataset, split, comm) as reader:
+            without_priors = dataclasses.replace(options, prior_scale=0.0)
+            recogniser = recogniser_for(trained, dataset, without_priors, reader.transcripts, kept)
+            features = reader.features(inputs_of(trained.config), options.normalise)
+            utterances = [
+                (reference, posteriors)
+                for position, posteriors in recogniser.score(features, outputs)
+                if (reference := reader.reference(position))
+            ]
+            return cls(recogniser, log_prior, utterances, sum(map(len, reader.transcripts)), outputs)
 
 
 def _tunable(grammar: Grammar) -> tuple[str, ...]:
@@ -348,21 +375,15 @@ class _Trials:
     """Counts the word errors of settings over all ranks, each once.
 
     Attributes:
-        recogniser: of scores without priors.
-        log_prior: of the classes, (C,).
-        split: what is searched.
-        scored: this rank's utterances: what was said, and log-posteriors (T, C).
-        num_words: of all ranks' utterances.
+        scored: what is searched.
+        split: its name.
         comm: the ranks.
         is_asked_to_stop: looked at before every utterance.
         say: takes a line about each new setting, and at times one about how long it takes; on rank 0.
     """
 
-    recogniser: Recogniser
-    log_prior: FloatArray
+    scored: _Scored
     split: str
-    scored: Sequence[tuple[str, FloatArray]]
-    num_words: int
     comm: Communicator
     is_asked_to_stop: Callable[[], bool]
     say: Callable[[str], None]
@@ -370,6 +391,10 @@ class _Trials:
     _most_settings: int = 1
     _are_words_found: bool = False  # by this rank, with the setting searched last
     _clock: _Clock = field(default_factory=_Clock)
+
+    @property
+    def recogniser(self) -> Recogniser:
+        return self.scored.recogniser
 
     def begin(self, given: DecodingOptions, names: Sequence[str]) -> bool:
         """Try the setting given; return whether the model has learnt little, and others would do as badly.
@@ -381,7 +406,7 @@ class _Trials:
         """
         self._most_settings = 1 + _ROUNDS * sum(len(_values(name, given)) - 1 for name in names)
         self.errors(given, names[0])
-        return bool(self.recogniser.learnt_remark(self.comm, are_words_found=self._are_words_found))
+        return bool(self.scored.outputs.remark(self.comm, are_words_found=self._are_words_found))
 
     def best(self, given: DecodingOptions, names: Sequence[str]) -> DecodingOptions:
         """Return the best setting found from `given` on, one option after the other, and again.
@@ -420,13 +445,14 @@ class _Trials:
     def errors(self, options: DecodingOptions, name: str) -> int:
         """Return the word errors of a setting, told by its value of `name`.  Collective.  Raises Stopped."""
         if options not in self._errors:
-            self.recogniser.use(options)
+            few = min(options.max_active, _FEW_ACTIVE)
+            self.recogniser.use(dataclasses.replace(options, max_active=few))
             setting = f"{name.replace('_', '-')} {getattr(options, name):g}"
-            hypotheses = self._search(options.prior_scale, setting, max_active=options.max_active)
+            hypotheses = self._search(options, setting)
             self._are_words_found = any(hypotheses)
             self._errors[options] = self._count(hypotheses)
             if self.comm.rank == 0:
-                percent = 100 * self._errors[options] / self.num_words
+                percent = 100 * self._errors[options] / self.scored.num_words
                 self.say(f"tuning on {self.split}: {setting}: {percent:.1f} % WER")
         return self._errors[options]
 
@@ -440,11 +466,10 @@ class _Trials:
         """
         self.recogniser.use(options)
         lists = []
-        for _, log_posteriors in self.scored:
+        for _, log_posteriors in self.scored.utterances:
             if self.is_asked_to_stop():
                 break
-            scores = scaled_log_likelihoods(log_posteriors, self.log_prior, options.prior_scale)
-            lists.append(self.recogniser.searcher.search_nbest(scores))
+            lists.append(self.recogniser.searcher.search_nbest(self._scores(log_posteriors, options)))
         trials = []
         for weight in sorted({*_RESCORE_WEIGHTS, options.rescore_weight}):
             self.recogniser.use(dataclasses.replace(options, rescore_weight=weight))
@@ -453,38 +478,39 @@ class _Trials:
             trials.append({"rescore_weight": weight, "errors": errors})
         return trials
 
+    def _scores(self, log_posteriors: FloatArray, options: DecodingOptions) -> FloatArray:
+        return scaled_log_likelihoods(log_posteriors, self.scored.log_prior, options.prior_scale)
+
     def _count(self, hypotheses: Sequence[str]) -> int:
         """Return the errors of all ranks' hypotheses; fewer than utterances: this one was asked to stop."""
-        own = count_errors([ref for ref, _ in self.scored[: len(hypotheses)]], hypotheses)
-        mine = {"errors": int(own[:, :3].sum()), "stopped": len(hypotheses) < len(self.scored)}
+        utterances = self.scored.utterances
+        own = count_errors([ref for ref, _ in utterances[: len(hypotheses)]], hypotheses)
+        mine = {"errors": int(own[:, :3].sum()), "stopped": len(hypotheses) < len(utterances)}
         parts = self.comm.allgather_object(mine)
         if any(part["stopped"] for part in parts):
             raise Stopped
         return sum(part["errors"] for part in parts)
 
-    def _search(self, prior_scale: float, setting: str, *, max_active: int) -> list[str]:
+    def _search(self, options: DecodingOptions, setting: str) -> list[str]:
         hypotheses: list[str] = []
-        for _, log_posteriors in self.scored:
+        for _, log_posteriors in self.scored.utterances:
             if self.is_asked_to_stop():
                 break
-            scores = scaled_log_likelihoods(log_posteriors, self.log_prior, prior_scale)
-            path = self.recogniser.searcher.search(scores)
+            path = self.recogniser.searcher.search(self._scores(log_posteriors, options))
             hypotheses.append("" if path is None else " ".join(path.words))
             if self.comm.rank == 0 and self._clock.is_time_for_a_line():
-                self._say_how_far(len(hypotheses), setting, max_active=max_active)
+                self._say_how_far(len(hypotheses), setting)
         return hypotheses
 
-    def _say_how_far(self, utterances: int, setting: str, *, max_active: int) -> None:
+    def _say_how_far(self, utterances: int, setting: str) -> None:
         """Say how many of rank 0's utterances a setting has done, and how long all others may take."""
-        whole = max(1, len(self.scored))
+        whole = max(1, len(self.scored.utterances))
         done = len(self._errors) + utterances / whole
         minutes = math.ceil(self._clock.seconds * (self._most_settings - done) / done / 60)
-        # By which AN4's word errors did not change, with models that had learnt little or well.
-        faster = f"; --max-active {_FEW_ACTIVE} is faster" if max_active > _FEW_ACTIVE else ""
         number = f"setting {len(self._errors) + 1} of at most {self._most_settings}"
         self.say(
             f"tuning on {self.split}: {setting}: {utterances} of {whole} utterances; {number}; trying "
-            f"all would take some {minutes} min more at this pace{faster}"
+            f"all would take some {minutes} min more at this pace"
         )
 
     def table(self) -> list[dict[str, float]]:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
+from speechdp.experiments.compare import record as compare_record
 from speechdp.experiments.profile import record as profile_record
 from speechdp.experiments.profile.measured import BACKWARD, FORWARD
 from speechdp.experiments.profile.record import WEAK, ProfileJob, read_profile
@@ -142,7 +143,8 @@ def read_measured(folder: Path) -> MeasuredFolder:
     One of several that is damaged is left out.
 
     Raises:
-        ConfigError: there is none, or none with the times of its steps; the message says what to do.
+        ConfigError: there is none, or none with the times of its steps, or compare.json is damaged; the
+            message says what to do.
         RunError: files of a profile are damaged.
     """
     notes: list[str] = []
@@ -150,7 +152,7 @@ def read_measured(folder: Path) -> MeasuredFolder:
     if (folder / profile_record.FILE_NAME).is_file():
         runs = _runs_of_profile(folder)
     else:
-        results = read_sweep(folder).runs
+        results = _results(folder)
         if len(results) == 1 and results[0].path.resolve() == folder.resolve():
             return MeasuredFolder((measured_run(results[0]),))
         runs = []
@@ -172,6 +174,15 @@ def read_measured(folder: Path) -> MeasuredFolder:
     alike = [result for result in results if result.name in drawn_from]
     warning = machine_warning(alike, run_labels(results), PREDICTIONS)
     return MeasuredFolder(tuple(runs), tuple(filter(None, (warning, *notes))))
+
+
+def _results(folder: Path) -> list[RunResult]:
+    """Read a run, or the runs of a folder; of a comparison those of its report, no trials of rates."""
+    results = list(read_sweep(folder).runs)
+    if not (folder / compare_record.FILE_NAME).is_file():
+        return results
+    named = {run.folder for run in compare_record.read_record(folder).runs}
+    return [result for result in results if result.path.name in named]
 
 
 def measured_run(

@@ -260,14 +260,7 @@ def build_trainer(
     options = options.resolve(training_ranks(options, comm.size))
     scoring = plan_options_for(session.dataset, options)
     sources = open_sources(session, options, stack)
-    model = make_model(session.dataset, options)
-    load_initial_weights(model, session.dataset, options)
-    model = model.to(session.device)
-    refuse_unsynchronised(model, comm, together=options.strategy.parsed.traits.synchronous)
-    if session.device.type == "cuda":
-        for module in model.modules():
-            if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()  # before the weights become views: their layout is kept
+    model = _network(session, options)
     replica = make_replica(model, options)
     if timeline is None:
         timeline = Timeline(
@@ -303,6 +296,19 @@ def build_trainer(
         graphs=graphs,
     )
     return Trainer(parts, run_dir, options), sources
+
+
+def _network(session: Session, options: TrainOptions) -> nn.Module:
+    """Make the network with its first weights, on the device of this rank."""
+    model = make_model(session.dataset, options)
+    load_initial_weights(model, session.dataset, options)
+    model = model.to(session.device)
+    refuse_unsynchronised(model, session.comm, together=options.strategy.parsed.traits.synchronous)
+    if session.device.type == "cuda":
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()  # before the weights become views: their layout is kept
+    return model
 
 
 def _graphs(model: nn.Module, device: torch.device, options: TrainOptions) -> Graphs:

@@ -61,8 +61,9 @@ class HostBoard:
         if self._descriptor is None:
             return True
         try:
-            # The kernel lets go of the lock of a rank that has ended: its mark stays.
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._claim)
+            # The kernel lets go of the lock of a rank that has ended: its mark stays.  The lock is one of the
+            # file as this rank has opened it, not of the process (lockf), in which ranks may be threads.
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.pread(self._descriptor, 1, self._claim):
                 return False
             os.pwrite(self._descriptor, b"!", self._claim)

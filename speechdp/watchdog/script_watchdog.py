@@ -20,7 +20,7 @@ from speechdp.comm.environment import end_process_with
 from speechdp.watchdog.host_board import HostBoard
 from speechdp.watchdog.late_ranks import Sighting
 from speechdp.watchdog.status import RankStatus
-from speechdp.watchdog.watchdog import Stillness
+from speechdp.watchdog.watchdog import FALLBACK_S, Stillness
 
 #: Names the timeout in place of the script, s.
 HANG_TIMEOUT = "SPEECHDP_HANG_TIMEOUT"
@@ -28,8 +28,6 @@ HANG_TIMEOUT = "SPEECHDP_HANG_TIMEOUT"
 _MISSED = 5
 #: Share of the timeout after which a rank that waits looks at the others.
 _LOOK_SHARE = 0.3
-#: Seconds that ranks which are not the first to find out leave the first to end the job.
-_FALLBACK_S = 4.0
 _MOST_NAMED = 8
 _OWN_CODE = "the script's own code"
 
@@ -130,7 +128,7 @@ class ScriptWatchdog:
         # One rank of each host is the first, rank 0's comes before others: the job says it once.
         line = self._line(own)
         is_first = self._board.claim_end() and (0 in self._board.ranks or self._rank == 0)
-        if not is_first and self._done.wait(_FALLBACK_S):
+        if not is_first and self._done.wait(FALLBACK_S):
             return
         self._end(line, exit_codes.HUNG)
 

@@ -29,9 +29,11 @@ _LOOK_SHARE = 0.3
 _LATE_SHARE = 0.5
 #: Statuses missed before a rank gives no sign of life.
 _MISSED = 3
-#: Seconds that the rank which ends the job gives the others to show their stacks, and that they wait for it.
-#: A launcher on a busy machine took more than 2.5 s to end them, and the job said twice why it ended.
-_GRACE_S, _FALLBACK_S = 1.5, 10.0
+#: Seconds that the rank which ends the job gives the others to show their stacks ...
+_GRACE_S = 1.5
+#: ... and that they leave it to end them, of a script, too.  A launcher on a busy machine took more than 4 s,
+#: and the job said twice why it ended.
+FALLBACK_S = 10.0
 #: Longest a disk or a full pipe may take at the end, s.
 _PATIENCE_S = 1.0
 _POLL_S = 0.5
@@ -184,7 +186,7 @@ class Watchdog:
         stacks = f"Stacks of rank {where}, {what}:\n{describe_stacks()}"
         bounded(lambda: self._say(stacks), default=None)
         if self._watch.others():
-            time.sleep(_GRACE_S if is_first else _FALLBACK_S)
+            time.sleep(_GRACE_S if is_first else FALLBACK_S)
         bounded(lambda: self._say(line), default=None)
         self._end(exit_codes.HUNG)
 

@@ -99,17 +99,13 @@ class CompareRecord:
     threads: int | None = None
     trials: tuple[RunRecord, ...] = ()
 
-    def with_run(self, index: int, **changes: Any) -> CompareRecord:
-        """Return the record with some fields of run `index` changed."""
-        return replace(self, runs=_changed(self.runs, index, changes))
-
-    def with_trial(self, index: int, **changes: Any) -> CompareRecord:
-        """Return the record with some fields of trial `index` changed."""
-        return replace(self, trials=_changed(self.trials, index, changes))
-
-
-def _changed(runs: tuple[RunRecord, ...], index: int, changes: dict[str, Any]) -> tuple[RunRecord, ...]:
-    return (*runs[:index], replace(runs[index], **changes), *runs[index + 1 :])
+    def with_changed(self, run: RunRecord, **changes: Any) -> CompareRecord:
+        """Return the record with some fields of one of its runs or trials changed, found by its key."""
+        trials, runs = (
+            tuple(replace(one, **changes) if one.key == run.key else one for one in among)
+            for among in (self.trials, self.runs)
+        )
+        return replace(self, trials=trials, runs=runs)
 
 
 def write_record(out: Path, record: CompareRecord) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from speechdp.counting import counted
 from speechdp.experiments.compare.plan import (
@@ -75,10 +76,10 @@ class Comparer:
             if mode == TIME:
                 self._update(plan_time_runs(self._record, self._out))
                 self._say_what_needs_no_job()
-            for index, run in enumerate(self._record.runs):
+            for place, run in _placed(self._record.runs):
                 # At equal frames also those that were finished before: a line says that they are kept.
                 if run.mode == mode and (mode == FRAMES or run.state == PENDING):
-                    self._carry_out(index)
+                    self._carry_out(run, place)
         self._race()
         done = all(run.state == COMPLETE for run in self._record.runs) and not self._record.failed_races
         self._update(dataclasses.replace(self._record, completed=done))
@@ -124,19 +125,24 @@ class Comparer:
         self._record = record
         write_record(self._out, record)
 
+    def _change(self, run: RunRecord, **changes: Any) -> None:
+        self._update(self._record.with_changed(run, **changes))
+
     def _try_rates(self, earlier: CompareRecord | None) -> None:
         """Train once with every learning rate, and give each strategy on each number of ranks its best."""
-        for index in range(len(self._record.trials)):
-            self._carry_out(index, is_trial=True)
+        for place, trial in _placed(self._record.trials):
+            self._carry_out(trial, place)
         self._update(with_rates(self._record, self._out))
         if earlier is not None:
             self._take_over(earlier)
-        for (strategy, ranks), rate in chosen_rates(self._record, self._out).items():
-            where = f"{formatting.rank_count(ranks)}, " if ranks > 1 else ""
-            self._say(
-                f"{where}{formatting.strategy_label(strategy, ranks)}: "
-                f"learning rate {formatting.learning_rate(rate)} from here on"
-            )
+        chosen = {(run.strategy.text, run.ranks): run.learning_rate for run in self._record.runs}
+        for (strategy, ranks), rate in chosen.items():
+            if rate is not None:
+                where = f"{formatting.rank_count(ranks)}, " if ranks > 1 else ""
+                self._say(
+                    f"{where}{formatting.strategy_label(strategy, ranks)}: "
+                    f"learning rate {formatting.learning_rate(rate)} from here on"
+                )
 
     def _race(self) -> None:
         """Let those strategies race on each number of ranks that have been trained there."""
@@ -153,26 +159,24 @@ class Comparer:
             self._update(dataclasses.replace(self._record, failed_races=failed))
 
     def _say_what_needs_no_job(self) -> None:
-        total = len(self._record.runs)
-        for index, run in enumerate(self._record.runs):
+        for place, run in _placed(self._record.runs):
             if run.mode == TIME and run.state != PENDING:
                 what = run.message or "is the one at equal frames: as many epochs"
-                self._say(f"[{index + 1}/{total}] {run.planned.title}: {what}")
+                self._say(f"{place}: {what}")
 
-    def _carry_out(self, index: int, *, is_trial: bool = False) -> None:
-        """Train and decode run or trial `index`, unless that is done, and record what became of it."""
-        runs, with_run = self._record.runs, CompareRecord.with_run
-        if is_trial:
-            runs, with_run = self._record.trials, CompareRecord.with_trial
-        run = runs[index]
+    def _carry_out(self, run: RunRecord, place: str) -> None:
+        """Train and decode a run or trial, unless that is done, and record what became of it.
+
+        Args:
+            place: which of all it is, to begin lines with.
+        """
         folder = run.planned.folder
-        place = f"[{index + 1}/{len(runs)}] {run.planned.title}"
         if self._record.trials and run.learning_rate is None:
             why = "none of the learning rates that were tried for it has led to a score"
             self._say(f"{place}: failed: {why}")
-            self._update(with_run(self._record, index, state=FAILED, message=why))
+            self._change(run, state=FAILED, message=why)
             return
-        self._update(with_run(self._record, index, folder=folder))
+        self._change(run, folder=folder)
         message, wall_s = carry_out(
             self._training,
             run,
@@ -184,7 +188,7 @@ class Comparer:
         )
         state = COMPLETE if message is None else FAILED
         wall_s = run.wall_s if wall_s is None else wall_s
-        self._update(with_run(self._record, index, state=state, message=message or "", wall_s=wall_s))
+        self._change(run, state=state, message=message or "", wall_s=wall_s)
         # Before hours of further runs: refuse a name that none of those so far has logged.
         runs = (*self._record.trials, *self._record.runs)
         done = [other.folder for other in runs if other.state == COMPLETE]
@@ -193,6 +197,12 @@ class Comparer:
     def _time_left(self) -> str:
         left_s = estimate_left_s([*self._record.trials, *self._record.runs])
         return "" if left_s is None else f"; about {formatting.seconds(left_s)} left"
+
+
+def _placed(runs: Sequence[RunRecord]) -> Iterator[tuple[str, RunRecord]]:
+    """Yield each run with which of all it is, to begin lines with."""
+    for number, run in enumerate(runs, 1):
+        yield f"[{number}/{len(runs)}] {run.planned.title}", run
 
 
 def with_finished(
@@ -287,23 +297,23 @@ def plan_time_runs(record: CompareRecord, out: Path) -> CompareRecord:
         if run.mode == FRAMES and run.state == COMPLETE and run.folder is not None
     }
     of_frames = {(run.strategy, run.ranks, run.seed): run for run in record.runs if run.mode == FRAMES}
-    for index, run in enumerate(record.runs):
+    for run in record.runs:
         if run.mode != TIME:
             continue
         key = (run.strategy, run.ranks, run.seed)
         own_s, base = trained_s.get(key), of_frames[key]
         if not own_s or base.epochs is None:
             message = "its run at equal frames has no training time to start from"
-            record = record.with_run(index, folder=None, state=FAILED, message=message)
+            record = record.with_changed(run, folder=None, state=FAILED, message=message)
             continue
         slowest_s = max(value for (_, *group), value in trained_s.items() if group == [run.ranks, run.seed])
         epochs = equal_time_epochs(base.epochs, own_s, slowest_s)
         if epochs == base.epochs:
-            record = record.with_run(index, epochs=epochs, folder=base.folder, state=COMPLETE)
+            record = record.with_changed(run, epochs=epochs, folder=base.folder, state=COMPLETE)
             continue
         # A finished one of as many epochs is found in its folder, and kept.
         wall_s = run.wall_s if run.epochs == epochs else None
-        record = record.with_run(index, epochs=epochs, folder=None, state=PENDING, wall_s=wall_s)
+        record = record.with_changed(run, epochs=epochs, folder=None, state=PENDING, wall_s=wall_s)
     return record
 
 

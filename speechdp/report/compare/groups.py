@@ -189,19 +189,19 @@ def read_comparison(out: Path, metric: str = "") -> Comparison:
     metric = common_metric(folders, metric, record.metric, out / FILE_NAME)
     split = str(record.settings.get("decode_split") or "")
 
-    def read(runs: Sequence[RunRecord]) -> tuple[ComparedRun, ...]:
-        # Of unfinished runs no figures are shown.
+    def read(run: RunRecord) -> ComparedRun:
         found = (
-            run.folder and _read_compared(out / run.folder, record.settings, metric, split) for run in runs
+            None if run.folder is None else _read_compared(out / run.folder, record.settings, metric, split)
         )
-        return tuple(ComparedRun(run, result or None) for run, result in zip(runs, found, strict=True))
+        return ComparedRun(run, found)
 
-    runs, trials = read(record.runs), read(record.trials)
+    runs, trials = (tuple(map(read, among)) for among in (record.runs, record.trials))
     return Comparison(out, record.settings, runs, read_races(out), record.failed_races, trials)
 
 
 def _read_compared(folder: Path, settings: Mapping[str, Any], metric: str, split: str) -> RunResult:
     """Read a run; that of a script which has failed before its run began is one of a script as well."""
+    # Of unfinished runs no figures are shown.
     result = read_run(folder, metric, split, times_unfinished=False)
     if "script" in settings and not result.settings:
         return replace(result, script_task=script_task(metric))

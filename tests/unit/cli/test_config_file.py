@@ -13,7 +13,8 @@ import pytest
 
 from speechdp.cli import main
 from speechdp.cli.prepare import PrepareCommand
-from speechdp.cli.support.config_file import options_of
+from speechdp.cli.support import config_file
+from speechdp.cli.support.config_file import arguments_of, options_of, refuse_empty
 from speechdp.cli.train import TrainCommand
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
@@ -295,3 +296,24 @@ def test_no_option_of_a_command_is_unknown() -> None:
     main.parse("launch", ["-np", "2", "--mpi-args", "--zzz 1", "--", "python", "s.py", "--zzz"])
     main.parse("decode", ["R", "D", "--insertion-log-prob", "-4"])
     main.parse("transcribe", ["R", "a.wav", "-o", "-"])
+
+
+def test_annotations_of_a_command_are_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that resumes a run asks for its options six times, and evaluating them takes long."""
+
+    @dataclasses.dataclass
+    class Command:
+        folder: str = "out"
+
+    evaluated, keep = list[type](), config_file.get_type_hints
+
+    def hints(command: type, **how: Any) -> dict[str, Any]:
+        evaluated.append(command)
+        return keep(command, **how)
+
+    monkeypatch.setattr(config_file, "get_type_hints", hints)
+    words = ["--folder", "RUN", "DATA"]
+    assert arguments_of(words, Command) == ["DATA"] and options_of(Command) == {"--folder": "value"}
+    with pytest.raises(ConfigError, match="--folder"):
+        refuse_empty(["--folder", ""], Command)
+    assert evaluated == [Command]

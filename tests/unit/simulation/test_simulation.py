@@ -15,6 +15,7 @@ import pytest
 
 from speechdp import strategies
 from speechdp.errors import ConfigError
+from speechdp.experiments.compare.plan import RATES, PlannedRun
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation import fit
 from speechdp.simulation.events import mixed_share, serve
@@ -27,6 +28,7 @@ from speechdp.simulation.predict import Interval, Prediction, Scenario, predict
 from speechdp.simulation.simulate import GivenLink, Request, scenario_of, simulate
 from speechdp.simulation.steps import Draws, MeasuredWork
 from speechdp.simulation.waiting import exposed_s, slowest
+from tests.helpers.comparisons import EPOCHS, entry_of, write_record
 from tests.helpers.measured_runs import FRAMES, MadeUpSteps
 
 MB = 1e6
@@ -709,6 +711,20 @@ def test_a_damaged_run_among_others_is_left_out_and_named(tmp_path: Path) -> Non
     assert simulate(found.runs, Request((2,)), found.notes).assumptions[0] == said
     (tmp_path / "good" / "timeline" / "rank-0000.jsonl").unlink()
     with pytest.raises(ConfigError, match="timeline"):
+        read_measured(tmp_path)
+
+
+def test_runs_that_tried_learning_rates_are_none_of_a_comparison(tmp_path: Path) -> None:
+    frames = PlannedRun(StrategyChoice("gradient_averaging"), 2, 1, "frames", EPOCHS, 0.002)
+    trial = replace(frames, mode=RATES, seed=1000)
+    entries = [entry_of(run, learning_rate=0.002) for run in (frames, trial)]
+    for run in (frames, trial):
+        MadeUpSteps(["a", "a"]).write(tmp_path, run.folder)
+    write_record(tmp_path, entries[:1], trials=entries[1:])
+    assert [run.name for run in read_measured(tmp_path).runs] == [frames.folder]
+    # The comparison itself has not begun.
+    write_record(tmp_path, [{**entries[0], "folder": None, "state": "pending"}], trials=entries[1:])
+    with pytest.raises(ConfigError, match="none of its runs has finished; give the command that made it"):
         read_measured(tmp_path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from speechdp import exit_codes
 from speechdp.comm.base import Communicator
 from speechdp.comm.calls import Calls
 from speechdp.comm.threads.communicator import run_threads
-from speechdp.watchdog import script_watchdog
+from speechdp.watchdog import host_board, script_watchdog
 from speechdp.watchdog.host_board import HostBoard
 from speechdp.watchdog.script_watchdog import ScriptWatchdog
 from tests.helpers.waiting import wait_until
@@ -55,7 +56,7 @@ class Job:
 
 
 def test_ranks_that_wait_at_different_calls_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script_watchdog, "_FALLBACK_S", 600.0)  # for a busy machine: the first one ends both
+    monkeypatch.setattr(script_watchdog, "FALLBACK_S", 600.0)  # for a busy machine: the first one ends both
 
     def script(rank: int, calls: Calls, job: Job) -> None:
         with calls.of("step 4"):
@@ -176,6 +177,29 @@ def test_a_call_that_begins_while_the_watchdog_looks_has_not_been_waited_in_befo
     job = Job(calls=SuddenCalls)
     job.run(script, timeout_s=(TIMEOUT_S, TIMEOUT_S))
     assert job.said == []
+
+
+def test_of_ranks_that_claim_the_end_at_once_one_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    boards: dict[int, HostBoard] = {}
+
+    def make(comm: Communicator) -> None:
+        boards[comm.rank] = HostBoard(comm, ONE_HOST)
+
+    run_threads(2, make)
+    pread, claims = os.pread, list[bool]()
+
+    def read_late(descriptor: int, length: int, offset: int) -> bytes:
+        """Let the other rank claim it between this one's look at the mark and its own mark."""
+        found = pread(descriptor, length, offset)
+        monkeypatch.setattr(host_board.os, "pread", pread)
+        claims.append(boards[1].claim_end())
+        return found
+
+    monkeypatch.setattr(host_board.os, "pread", read_late)
+    claims.append(boards[0].claim_end())
+    assert claims == [False, True]
+    for board in boards.values():
+        board.close()
 
 
 def test_the_board_leaves_nothing_and_one_rank_claims_the_end() -> None:

@@ -83,7 +83,7 @@ def test_time_in_which_the_process_was_frozen_does_not_count() -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = {"_GRACE_S": 0.3, "_FALLBACK_S": 0.6, "_POLL_S": 0.05, "_LEAST_INTERVAL_S": 0.1}
+    times = {"_GRACE_S": 0.3, "FALLBACK_S": 0.6, "_POLL_S": 0.05, "_LEAST_INTERVAL_S": 0.1}
     for name, value in times.items():
         monkeypatch.setattr(watchdog, name, value)
 
