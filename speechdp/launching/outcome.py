@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
@@ -295,13 +296,26 @@ def _meaning(exit_code: int) -> str:
 
 def _marker_state(subcommand: str, directory: Path) -> tuple[int, int] | None:
     """Return what tells one writing of the completion marker from another; None: not complete."""
+    _look_anew(directory)
     if subcommand == "sweep" and _sweep_record(directory).get("completed") is not True:
         return None
     try:
-        marker = (directory / ("sweep.json" if subcommand == "sweep" else "completed.json")).stat()
+        # Opened, as that makes NFS ask the server: it may know of the file from before the job.
+        with (directory / ("sweep.json" if subcommand == "sweep" else "completed.json")).open("rb") as file:
+            marker = os.fstat(file.fileno())
     except OSError:
         return None
     return marker.st_mtime_ns, marker.st_ino
+
+
+def _look_anew(directory: Path) -> None:
+    """Have NFS ask for the names in a folder, and in those above it, which it may know from before the job.
+
+    It remembers for a minute, unless a folder is listed, that there was no file of a name, or no folder.
+    """
+    for folder in reversed((directory, *directory.parents)):
+        with contextlib.suppress(OSError), os.scandir(folder) as names:
+            next(names, None)
 
 
 def _sweep_record(out: Path) -> dict[str, Any]:
