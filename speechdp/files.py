@@ -218,16 +218,19 @@ def atomic_path(path: Path) -> Iterator[Path]:
     interrupted run leaves either the old file or none.  Once it has its name nothing raises any more.
 
     Raises:
-        OSError: the file is not written.
+        OSError: the file is not written; has its name.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         sync(temporary)
         hand_over(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):  # what went wrong first is what counts
             temporary.unlink(missing_ok=True)
+        # A write names no file, an opening one that nobody has heard of.
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(temporary)):
+            error.filename, error.filename2 = str(path), None
         raise
     sync_name(path)
 

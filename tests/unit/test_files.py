@@ -255,3 +255,18 @@ def test_a_sync_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(OSError, match="Input/output error"):
         write_text_atomically(tmp_path / "a", "new")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["open", "write"])
+def test_an_error_of_writing_names_the_file(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk's has no name, or the temporary one."""
+
+    def fail(path: Path, text: str, **options: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *([str(path)] if place == "open" else []))
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="No space left") as raised:
+        write_text_atomically(tmp_path / "wer-test.json", "{}")
+    assert raised.value.filename == str(tmp_path / "wer-test.json")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from speechdp.errors import ConfigError
-from speechdp.launching.faults import Fault
+from speechdp.launching.faults import Fault, ends_job
 from speechdp.launching.outcome import (
     SCRIPT_CONTINUES,
     Target,
@@ -151,6 +151,18 @@ def test_where_no_rank_failed_none_is_said_to_have(tmp_path: Path) -> None:
     result = verdict(no_folder, Target("train", tmp_path, None))
     assert str(result.reason).startswith("mpirun cannot make its folder /proc/x (No such file or directory);")
     assert result.advice == ""
+
+
+def test_a_full_disk_of_the_launcher_is_the_cause_only_where_ranks_fail_of_it(tmp_path: Path) -> None:
+    no_room = Fault("no room", host="n2")
+    assert not ends_job(no_room)  # it may do without: nothing is ended for it
+    result = verdict(
+        JobEnd(1, None, (no_room, Fault("exited", 1, exit_code=1))), Target("train", tmp_path, None)
+    )
+    assert str(result.reason).startswith("mpirun has no room for its files on n2; free some space in TMPDIR")
+    assert result.advice == ""
+    said = verdict(JobEnd(1, None, (no_room, Fault("said", 0, "n1"))), Target("train", tmp_path, None))
+    assert str(said.reason).startswith("rank 0 on n1 failed, its message stands above")
 
 
 def test_exit_code_0_needs_a_fresh_marker(tmp_path: Path) -> None:
