@@ -51,6 +51,8 @@ _REMEDIES = {
 }
 _UNKNOWN = "look at the disk and the folder's rights"
 _PERMIT_READING = "permit reading it"
+#: What fsync says on file systems that do not have it.
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 #: How HDF5, Rust (safetensors) and torch put the number of an error into words.
 _NUMBER = re.compile(r"errno = (\d+)|os error (\d+)|read-only mode: .*\((\d+)\)")
 #: Times a rename is tried that a signal interrupts, which network disks allow.
@@ -216,16 +218,19 @@ def atomic_path(path: Path) -> Iterator[Path]:
     interrupted run leaves either the old file or none.  Once it has its name nothing raises any more.
 
     Raises:
-        OSError: the file is not written.
+        OSError: the file is not written; has its name.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
         sync(temporary)
         hand_over(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):  # what went wrong first is what counts
             temporary.unlink(missing_ok=True)
+        # A write names no file, an opening one that nobody has heard of.
+        if isinstance(error, OSError) and error.errno and error.filename in (None, str(temporary)):
+            error.filename, error.filename2 = str(path), None
         raise
     sync_name(path)
 
@@ -336,9 +341,26 @@ def sync(path: Path) -> None:
     """Have the disk keep a file's content, or a folder's names.  Raises OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        sync_open(fd)
     finally:
         os.close(fd)
+
+
+def sync_open(fd: int, *, data_alone: bool = False) -> None:
+    """Have the disk keep what is open, where its file system can be told so.
+
+    Args:
+        data_alone: not its size and times, as more is to follow.
+
+    Raises:
+        OSError: it is not kept.
+    """
+    try:
+        (os.fdatasync if data_alone else os.fsync)(fd)
+    except OSError as error:
+        # Of some (FUSE, SMB, mostly for folders); nothing was lost, and they keep what they keep.
+        if error.errno not in _CANNOT_SYNC:
+            raise
 
 
 def sync_name(path: Path) -> None:

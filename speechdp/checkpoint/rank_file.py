@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from speechdp.checkpoint.state import RankState
+from speechdp.files import sync_open
 
 _PIECE_BYTES = 4 * 2**20
 #: So much is sent to the disk at a time: one fsync of all of it would be silent for too long.
@@ -103,11 +103,11 @@ def write_rank_file(
             num_bytes += len(piece)
             if num_bytes - num_synced >= _SYNCED_BYTES:
                 file.flush()
-                os.fdatasync(file.fileno())
+                sync_open(file.fileno(), data_alone=True)
                 num_synced = num_bytes
             beat()
         file.flush()
-        os.fsync(file.fileno())
+        sync_open(file.fileno())
     return checksum.hexdigest(), num_bytes
 
 

@@ -19,6 +19,7 @@ FaultKind = Literal[
     "not reached",
     "no program",
     "no folder",
+    "no room",
     "start hung",
     "step aborted",
     "step timed out",
@@ -26,8 +27,8 @@ FaultKind = Literal[
 #: What srun says about all ranks: that it ends them, and that it has waited in vain for some to end.  No
 #: fault by itself: it tells which hosts are lost (`located`).
 _OF_STEP = ("step aborted", "step timed out")
-
-
+#: What a launcher notices while it starts ranks, and may get over; it tells why where they then fail.
+_NOTICES = (*_OF_STEP, "no room")
 #: What ssh returns, whatever ended the program on the other side.
 ENDED_BY_SSH = 255
 
@@ -39,8 +40,8 @@ class Fault:
     Attributes:
         kind: a rank's own message, a rank killed by a signal or ended with an exit code, a host lost, a rank
             that aborted all others, having said why, a host on which no daemon could be started, or one
-            without the program, a launcher that can make no folder for itself, or ranks that waited in vain
-            for others to start; and what srun says of all ranks.
+            without the program, a launcher that can make no folder for itself, or has no room there, or
+            ranks that waited in vain for others to start; and what srun says of all ranks.
         rank: index of the rank, None where the launcher does not tell.
         host: its host, None likewise.
         signal: what killed it.
@@ -75,6 +76,8 @@ class Fault:
             "`speechdp doctor` looks at every host",
             "no folder": f"mpirun cannot make its folder {self.detail}; let TMPDIR name one that can be "
             "written on every host",
+            "no room": f"mpirun has no room for its files on {self.host}; free some space in TMPDIR (/tmp "
+            "where it is not set), or let it name a folder that has some on every host",
             "no program": f"this Python is not on {self.host}; install speechdp there under the same path",
             "step aborted": "srun has ended all ranks",
             "step timed out": "srun has waited in vain for ranks to end",
@@ -87,7 +90,7 @@ def ends_job(fault: Fault, *, tolerates_loss: bool = False) -> bool:
     Args:
         tolerates_loss: the ranks go on without one that is gone (--tolerate-loss).
     """
-    if fault.kind in _OF_STEP:
+    if fault.kind in _NOTICES:
         return False
     if fault.kind in ("killed", "exited"):
         return not tolerates_loss

@@ -84,6 +84,10 @@ def _no_folder(match: re.Match[str]) -> Fault:
     return Fault("no folder", detail=f"{match['folder']} ({match['error']})")
 
 
+def _no_room(match: re.Match[str]) -> Fault:
+    return Fault("no room", host=match["host"])
+
+
 def _start_hung(_match: re.Match[str]) -> Fault:
     return Fault("start hung", exit_code=exit_codes.HUNG)
 
@@ -143,6 +147,11 @@ _LINES = (
     _Banner(
         re.compile(r'more process(es have| has) sent help message|"orte_base_help_aggregate" to 0'), _nothing
     ),
+    # Of the files in TMPDIR by which daemons tell ranks of each other, a disk is full.
+    _Banner(
+        re.compile(r"^\[(?P<host>[^\s:\]]+):\d+\] PMIX ERROR: OUT-OF-RESOURCE in file \S*dstore"), _no_room
+    ),
+    _Banner(re.compile(r"PMIX ERROR: ERROR in file \S*(dstore|gds_ds)"), _nothing),
     _Banner(re.compile(r"^mpirun: Forwarding signal \d+ to job"), _nothing),
     # Horovod, of a peer that has gone
     _Banner(re.compile(r"Horovod background loop uncaught exception"), _nothing),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ _CONTINUES = (
 SCRIPT_CONTINUES = f"{_CONTINUES} once its folder is removed"
 _MPIRUN_LOST_HOST = 205
 #: Faults after which the ranks have not begun: what was said of them says what to do.
-_NOT_STARTED = ("not reached", "no program", "no folder")
+_NOT_STARTED = ("not reached", "no program", "no folder", "no room")
 #: Exit codes of ranks that refused what they were asked for: an error of the user's, an unknown option,
 #: a folder of another job's.
 _REFUSED = (exit_codes.FAILED, exit_codes.USAGE, exit_codes.IN_USE)
@@ -295,13 +296,26 @@ def _meaning(exit_code: int) -> str:
 
 def _marker_state(subcommand: str, directory: Path) -> tuple[int, int] | None:
     """Return what tells one writing of the completion marker from another; None: not complete."""
+    _look_anew(directory)
     if subcommand == "sweep" and _sweep_record(directory).get("completed") is not True:
         return None
     try:
-        marker = (directory / ("sweep.json" if subcommand == "sweep" else "completed.json")).stat()
+        # Opened, as that makes NFS ask the server: it may know of the file from before the job.
+        with (directory / ("sweep.json" if subcommand == "sweep" else "completed.json")).open("rb") as file:
+            marker = os.fstat(file.fileno())
     except OSError:
         return None
     return marker.st_mtime_ns, marker.st_ino
+
+
+def _look_anew(directory: Path) -> None:
+    """Have NFS ask for the names in a folder, and in those above it, which it may know from before the job.
+
+    It remembers for a minute, unless a folder is listed, that there was no file of a name, or no folder.
+    """
+    for folder in reversed((directory, *directory.parents)):
+        with contextlib.suppress(OSError), os.scandir(folder) as names:
+            next(names, None)
 
 
 def _sweep_record(out: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from speechdp.launching.processes import descendants, kill
 from speechdp.launching.supervise import JobEnd
 
 #: Faults that another start, over other hosts, may escape.
-_FAULTS_OF_HOSTS = ("killed", "host lost", "not reached", "no program", "no folder")
+_FAULTS_OF_HOSTS = ("killed", "host lost", "not reached", "no program", "no folder", "no room")
 #: Exit codes after which nobody wants another start, and nothing is to be said about that.
 _NEVER_AGAIN = (
     exit_codes.USAGE,

@@ -433,7 +433,10 @@ def _look(path: Path) -> _Sight | None:
 
 
 def _describe(sight: _Sight) -> str:
-    heard = datetime.fromtimestamp(sight.changed_ns / 1e9).astimezone().isoformat(timespec="seconds")
+    try:
+        heard = datetime.fromtimestamp(sight.changed_ns / 1e9).astimezone().isoformat(timespec="seconds")
+    except (ValueError, OverflowError, OSError):  # of a host whose clock is mad: no year that we know
+        heard = "at a time that is no date"
     who = f"a job that {sight.path} does not name" if sight.claimant is None else str(sight.claimant)
     return f"{who}, last heard of {heard}"
 

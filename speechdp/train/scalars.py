@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from speechdp.comm.environment import host_name
-from speechdp.files import cannot_be_written, sync_name
+from speechdp.files import cannot_be_written, sync_name, sync_open
 from speechdp.parallel.run_files import Metrics
 from speechdp.tasks.metrics import Metric
 
@@ -77,7 +77,7 @@ class Scalars:
                 file.seek(self._written_bytes)
                 file.write(self._unwritten)
                 file.flush()
-                os.fsync(file.fileno())
+                sync_open(file.fileno())
         except OSError as error:
             if not self._is_noticed:
                 then = "the next evaluation adds what is missing; training goes on"

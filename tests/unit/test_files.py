@@ -228,3 +228,45 @@ def test_a_scratch_folder_that_cannot_be_opened_again_hides_no_error(
     with files.scratch_folder(tmp_path, "z-") as folder:
         (folder / "a").touch()
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_a_disk_that_has_no_sync_keeps_what_it_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Some file systems refuse to sync folders, others anything; checkpoints sync both."""
+    asked = []
+
+    def refuse(fd: int) -> None:
+        asked.append(fd)
+        raise failing(number)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    write_text_atomically(tmp_path / "a", "new")
+    files.sync(tmp_path)
+    assert (tmp_path / "a").read_text() == "new" and len(asked) == 3
+
+
+def test_a_sync_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(fd: int) -> None:
+        raise failing(errno.EIO)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        write_text_atomically(tmp_path / "a", "new")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["open", "write"])
+def test_an_error_of_writing_names_the_file(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk's has no name, or the temporary one."""
+
+    def fail(path: Path, text: str, **options: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), *([str(path)] if place == "open" else []))
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    with pytest.raises(OSError, match="No space left") as raised:
+        write_text_atomically(tmp_path / "wer-test.json", "{}")
+    assert raised.value.filename == str(tmp_path / "wer-test.json")

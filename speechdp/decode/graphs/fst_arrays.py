@@ -8,16 +8,20 @@ Legend: S states, A arcs.
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import kaldifst
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from speechdp.errors import RunError
+from speechdp.files import cannot_be_written
 from speechdp.labels.hmm import IntArray
 
 #: The label that stands for none.
@@ -76,14 +80,14 @@ class FstArrays:
         """Take the arcs out of a StdVectorFst or a StdConstFst; tables of symbols are left out.
 
         Raises:
-            RuntimeError: there is no memory to write it to.
+            RunError: there is no room in memory to write it to.
         """
         if fst.input_symbols is not None or fst.output_symbols is not None:
             fst = fst.copy()
             fst.input_symbols = fst.output_symbols = None
-        with os.fdopen(os.memfd_create("fst"), "rb") as file:
+        with _in_memory() as file:
             if not fst.write(f"/proc/self/fd/{file.fileno()}"):
-                raise RuntimeError("kaldifst could not write an FST to memory")
+                raise _refusal_of(file)
             _, length = _TYPE.unpack(file.read(_TYPE.size))
             kind = file.read(length)
             *_, start, num_states, _ = _HEADER.unpack(file.read(_HEADER.size))
@@ -160,7 +164,7 @@ class FstArrays:
         header = _HEADER.pack(
             8, b"standard", _VERSION, 0, _PROPERTIES[kind], self.start, num_states, num_arcs
         )
-        with os.fdopen(os.memfd_create("fst"), "wb") as file:
+        with _in_memory() as file:
             file.write(_TYPE.pack(_MAGIC, len(kind)) + kind + header)
             file.write(content.data)
             file.flush()
@@ -168,6 +172,25 @@ class FstArrays:
         if read is None:
             raise RuntimeError("kaldifst could not read an FST from memory")
         return read
+
+
+@contextmanager
+def _in_memory() -> Iterator[BinaryIO]:
+    """Yield a file in memory.  Raises RunError where it takes no more: limits on files hold for it, too."""
+    try:
+        with os.fdopen(os.memfd_create("fst"), "w+b") as file:
+            yield file
+    except OSError as error:
+        raise RunError(cannot_be_written("a decoding graph, in memory", error)) from error
+
+
+def _refusal_of(file: BinaryIO) -> OSError:
+    """Return why OpenFst, which does not say it, could not write all of a file: one byte more fails alike."""
+    try:
+        os.pwrite(file.fileno(), b"\0", os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        return error
+    return OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 def _vector_parts(numbers: IntArray, num_states: int) -> tuple[IntArray, IntArray, IntArray]:

@@ -89,6 +89,8 @@ class CompareRecord:
         failed_races: why, by the number of ranks.
         threads: of a rank, the same in all runs; None: an earlier version did not say.
         trials: runs that try learning rates, from which those of `runs` are chosen.
+        left_out: finished runs of earlier commands that are not among those, or not yet: which have a rate is
+            known only when all learning rates are tried.
     """
 
     settings: dict[str, Any]
@@ -98,6 +100,7 @@ class CompareRecord:
     failed_races: dict[str, str] = field(default_factory=dict)
     threads: int | None = None
     trials: tuple[RunRecord, ...] = ()
+    left_out: tuple[RunRecord, ...] = ()
 
     def with_changed(self, run: RunRecord, **changes: Any) -> CompareRecord:
         """Return the record with some fields of one of its runs or trials changed, found by its key."""
@@ -118,6 +121,7 @@ def write_record(out: Path, record: CompareRecord) -> None:
         **({"failed_races": record.failed_races} if record.failed_races else {}),
         **({} if record.threads is None else {"threads": record.threads}),
         **({"trials": [run.to_json() for run in record.trials]} if record.trials else {}),
+        **({"left_out": [run.to_json() for run in record.left_out]} if record.left_out else {}),
     }
     write_record_file(out / FILE_NAME, "compare", content)
 
@@ -133,14 +137,15 @@ def read_record(out: Path) -> CompareRecord:
         content = read_record_file(path, "compare")
         runs = tuple(RunRecord.from_json(run) for run in content["runs"])
         trials = tuple(RunRecord.from_json(run) for run in content.get("trials", ()))
+        left_out = tuple(RunRecord.from_json(run) for run in content.get("left_out", ()))
         settings, completed = dict(content["settings"]), bool(content["completed"])
         metric = str(content.get("metric", ""))
         failed_races = {str(ranks): str(why) for ranks, why in content.get("failed_races", {}).items()}
         threads = None if content.get("threads") is None else int(content["threads"])
-    for run in (*trials, *runs):
+    for run in (*trials, *runs, *left_out):
         if run.folder is not None:
             check_beside(path, run.folder)
-    return CompareRecord(settings, runs, completed, metric, failed_races, threads, trials)
+    return CompareRecord(settings, runs, completed, metric, failed_races, threads, trials, left_out)
 
 
 def find_earlier(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> CompareRecord | None:
@@ -167,6 +172,8 @@ def threads_before(out: Path) -> int | None:
         ConfigError: its record is damaged.
     """
     earlier = read_record(out) if (out / FILE_NAME).is_file() else None
-    if earlier is None or all(run.state != COMPLETE for run in (*earlier.trials, *earlier.runs)):
+    if earlier is None or all(
+        run.state != COMPLETE for run in (*earlier.trials, *earlier.runs, *earlier.left_out)
+    ):
         return None
     return earlier.threads

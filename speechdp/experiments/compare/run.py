@@ -13,6 +13,7 @@ from speechdp.counting import counted
 from speechdp.experiments.compare.plan import (
     FRAMES,
     MODES,
+    RATES,
     SEQUENTIAL,
     TIME,
     ComparePlan,
@@ -53,6 +54,8 @@ class Comparer:
         self._out, self._plan, self._training, self._say = out, plan, training, say
         runs, trials = (tuple(map(RunRecord.of, planned)) for planned in (plan.runs(), plan.trials()))
         self._record = CompareRecord(training.settings(), runs, metric=metric, threads=threads, trials=trials)
+        #: What earlier commands have finished, whether this one has come to it or not.
+        self._finished: tuple[RunRecord, ...] = ()
 
     def run(self) -> CompareRecord:
         """Train and decode all runs; return what became of them.
@@ -69,8 +72,7 @@ class Comparer:
         self._training.begin()
         if self._record.trials:
             self._try_rates(earlier)
-        if earlier is not None:
-            self._say_what_is_left_out(earlier)
+        self._say_what_is_left_out()
         # Equal times are those of the runs at equal frames, which come first.
         for mode in sorted(self._plan.modes, key=MODES.index):
             if mode == TIME:
@@ -87,16 +89,17 @@ class Comparer:
 
     def _take_over(self, earlier: CompareRecord) -> None:
         """Begin with what an earlier command has finished, which the page has in the meantime."""
-        trials = with_finished(self._record.trials, earlier.trials, self._is_done)
+        of_earlier = (*earlier.trials, *earlier.runs, *earlier.left_out)
+        self._finished = tuple(run for run in of_earlier if run.state == COMPLETE and self._is_done(run))
+        trials = with_finished(self._record.trials, self._finished)
         self._record = with_rates(dataclasses.replace(self._record, trials=trials), self._out)
-        runs = with_finished(self._record.runs, earlier.runs, self._is_done)
+        runs = with_finished(self._record.runs, self._finished)
         self._record = dataclasses.replace(self._record, runs=runs)
 
-    def _say_what_is_left_out(self, earlier: CompareRecord) -> None:
-        named = {run.key for run in self._record.runs}
+    def _say_what_is_left_out(self) -> None:
         others: dict[str, list[RunRecord]] = {}
-        for run in earlier.runs:
-            if run.state == COMPLETE and run.key not in named:
+        for run in self._record.left_out:
+            if run.mode != RATES:
                 others.setdefault(self._why_left_out(run), []).append(run)
         for why, runs in others.items():
             self._say(
@@ -118,12 +121,13 @@ class Comparer:
 
     def _is_done(self, run: RunRecord) -> bool:
         """Tell whether the folder of a finished run holds all that is wanted now."""
-        assert run.folder is not None
-        return self._training.is_done(run, (self._out / run.folder).absolute())
+        return run.folder is not None and self._training.is_done(run, (self._out / run.folder).absolute())
 
     def _update(self, record: CompareRecord) -> None:
-        self._record = record
-        write_record(self._out, record)
+        named = {run.key for run in (*record.trials, *record.runs)}
+        left_out = tuple(run for run in self._finished if run.key not in named)
+        self._record = dataclasses.replace(record, left_out=left_out)
+        write_record(self._out, self._record)
 
     def _change(self, run: RunRecord, **changes: Any) -> None:
         self._update(self._record.with_changed(run, **changes))
@@ -135,6 +139,7 @@ class Comparer:
         self._update(with_rates(self._record, self._out))
         if earlier is not None:
             self._take_over(earlier)
+            self._update(self._record)
         chosen = {(run.strategy.text, run.ranks): run.learning_rate for run in self._record.runs}
         for (strategy, ranks), rate in chosen.items():
             if rate is not None:
@@ -205,18 +210,10 @@ def _placed(runs: Sequence[RunRecord]) -> Iterator[tuple[str, RunRecord]]:
         yield f"[{number}/{len(runs)}] {run.planned.title}", run
 
 
-def with_finished(
-    runs: Sequence[RunRecord], earlier: Sequence[RunRecord], is_done: Callable[[RunRecord], bool]
-) -> tuple[RunRecord, ...]:
-    """Return runs with what became of those of them that were finished earlier.
-
-    Args:
-        is_done: tells of a finished run whether its folder holds all that is wanted now.
-    """
-    done = {run.key: run for run in earlier if run.state == COMPLETE and run.folder is not None}
-    return tuple(
-        found if (found := done.get(run.key)) is not None and is_done(found) else run for run in runs
-    )
+def with_finished(runs: Sequence[RunRecord], finished: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
+    """Return runs with what became of those of them that were finished earlier."""
+    done = {run.key: run for run in finished}
+    return tuple(done.get(run.key, run) for run in runs)
 
 
 def with_rates(record: CompareRecord, out: Path) -> CompareRecord:

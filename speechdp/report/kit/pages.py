@@ -53,7 +53,7 @@ def writing_into(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         elsewhere = or_by_links(error, folder.parent, folder.name)
-        raise RunError(cannot_be_written(folder, error) + elsewhere) from error
+        raise RunError(cannot_be_written(error.filename or folder, error) + elsewhere) from error
 
 
 def write_files(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import kaldifst
 import numpy as np
@@ -111,3 +113,25 @@ def test_tables_of_symbols_are_left_out() -> None:
     back = FstArrays.of(fst).fst()
     assert arcs_of(back) == arcs and back.input_symbols is None
     assert fst.input_symbols is not None  # of the given one nothing has changed
+
+
+def run_with_file_limit(program: str) -> str:
+    """Return the last line that a Python program prints whose files may have 64 bytes."""
+    limited = f"import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n{program}"
+    ended = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, check=False)
+    return ended.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("what", ["FstArrays.of(fst)", "arrays.fst()", "arrays.const_fst()"])
+def test_a_limit_on_files_that_holds_in_memory_too_is_told(what: str) -> None:
+    program = (
+        "import kaldifst, numpy as np\n"
+        "from speechdp.decode.graphs.fst_arrays import FstArrays\n"
+        "fst = kaldifst.compile('0 1 3 7 0.5\\n0 1 4 8 0.5\\n1', acceptor=False)\n"
+        "no, one = np.zeros(9, np.int32), np.ones(9, np.float32)\n"
+        "arrays = FstArrays(0, one, no, no, no, one, no)\n"
+    )
+    assert run_with_file_limit(program + what) == (
+        "speechdp.errors.RunError: a decoding graph, in memory: cannot be written (File too large); "
+        "raise the limit on the size of a file (ulimit -f), then run again"
+    )

@@ -5,17 +5,17 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from speechdp.experiments.compare.plan import RATES, ComparePlan, checked_strategies
-from speechdp.experiments.compare.record import RunRecord, read_record
+from speechdp.experiments.compare.record import RunRecord, read_record, threads_before, write_record
 from speechdp.experiments.compare.run import Comparer
 from speechdp.experiments.compare.training import ComparedTraining
-from speechdp.experiments.record import COMPLETE, FAILED
+from speechdp.experiments.record import COMPLETE, FAILED, PENDING
 from speechdp.report.compare.report import write_comparison
 from speechdp.report.kit.formatting import MINUS
 from tests.helpers.comparisons import EPOCHS
@@ -111,6 +111,40 @@ def test_a_rate_that_is_no_more_named_can_be_had_back(tmp_path: Path) -> None:
     training = MadeUpTraining()
     compare(tmp_path, training, (0.001, 0.002, 0.004))
     assert not training.trained
+
+
+def test_a_command_that_is_killed_while_it_tries_rates_loses_nothing_of_finished_runs(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    @dataclass
+    class KilledTraining(MadeUpTraining):
+        def run(self, run: RunRecord, run_dir: Path) -> str | None:
+            raise Killed
+
+    compare(tmp_path, MadeUpTraining(), (0.001, 0.002))
+    trials, runs = read_record(tmp_path).trials, read_record(tmp_path).runs
+    with pytest.raises(Killed):
+        compare(tmp_path, KilledTraining(), (0.001, 0.002, 0.004))
+    killed = read_record(tmp_path)
+    # Which rate each has is open, and how long finished ones took and with how many threads is known still.
+    assert [run.learning_rate for run in killed.runs] == [None, None]
+    assert killed.left_out == runs and set(trials) <= set(killed.trials)
+    with pytest.raises(Killed):
+        compare(tmp_path, KilledTraining(), (0.001, 0.002, 0.004))
+    said = compare(tmp_path, MadeUpTraining(), (0.001, 0.002, 0.004))
+    after = read_record(tmp_path)
+    assert after.runs[0] == runs[0] and runs[0].wall_s is not None
+    assert after.left_out == (runs[1],)
+    assert any("of the learning rates tried another is better now" in line for line in said)
+
+
+def test_threads_are_those_of_finished_runs_that_wait_for_a_rate(tmp_path: Path) -> None:
+    compare(tmp_path, MadeUpTraining(), (0.001, 0.002))
+    record = read_record(tmp_path)
+    waiting = tuple(replace(run, state=PENDING) for run in (*record.runs, *record.trials))
+    write_record(tmp_path, replace(record, threads=3, runs=waiting, trials=(), left_out=record.runs))
+    assert threads_before(tmp_path) == 3
 
 
 def test_runs_of_a_comparison_without_rates_are_none_of_one_with_them(tmp_path: Path) -> None:

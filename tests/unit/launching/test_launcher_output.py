@@ -63,6 +63,13 @@ NO_FOLDER = (
     + "It looks like orte_init failed for some reason; your parallel process is\nlikely to abort.\n\n"
     "  orte_session_dir failed\n  --> Returned value Error (-1) instead of ORTE_SUCCESS\n" + RULE
 )
+#: Of a daemon and a rank, with TMPDIR on a full disk.
+_PMIX = "/openmpi-4.1.8/opal/mca/pmix/pmix3x/pmix/src/mca"
+NO_ROOM = (
+    f"[n2:41] PMIX ERROR: OUT-OF-RESOURCE in file {_PMIX}/common/dstore/dstore_segment.c at line 207\n"
+    f"[n2:41] PMIX ERROR: ERROR in file {_PMIX}/common/dstore/dstore_base.c at line 2436\n"
+    f"[n2:43] PMIX ERROR: ERROR in file {_PMIX}/gds/ds12/gds_ds12_lock_pthread.c at line 168\n"
+)
 HOROVODRUN = (
     "Traceback (most recent call last):\n"
     '  File "/venv/bin/horovodrun", line 8, in <module>\n    sys.exit(run_commandline())\n'
@@ -91,6 +98,7 @@ def read(text: str, piece: int | None = None) -> tuple[str, list[Fault]]:
         (NOT_REACHED, Fault("not reached")),
         (NO_PROGRAM, Fault("no program", host="n2")),
         (NO_FOLDER, Fault("no folder", detail="/proc/ompi.n1.0 (No such file or directory)")),
+        (NO_ROOM, Fault("no room", host="n2")),
         ("Timeout (0:05:05.015625)!\n", Fault("start hung", exit_code=124)),
         (HOROVODRUN, Fault("killed", 1, signal=9)),
         ("srun: error: n2: task 1: Killed\n", Fault("killed", 1, "n2", signal=9)),

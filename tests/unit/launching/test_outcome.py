@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from speechdp.errors import ConfigError
-from speechdp.launching.faults import Fault
+from speechdp.launching.faults import Fault, ends_job
 from speechdp.launching.outcome import (
     SCRIPT_CONTINUES,
     Target,
@@ -151,6 +153,18 @@ def test_where_no_rank_failed_none_is_said_to_have(tmp_path: Path) -> None:
     assert result.advice == ""
 
 
+def test_a_full_disk_of_the_launcher_is_the_cause_only_where_ranks_fail_of_it(tmp_path: Path) -> None:
+    no_room = Fault("no room", host="n2")
+    assert not ends_job(no_room)  # it may do without: nothing is ended for it
+    result = verdict(
+        JobEnd(1, None, (no_room, Fault("exited", 1, exit_code=1))), Target("train", tmp_path, None)
+    )
+    assert str(result.reason).startswith("mpirun has no room for its files on n2; free some space in TMPDIR")
+    assert result.advice == ""
+    said = verdict(JobEnd(1, None, (no_room, Fault("said", 0, "n1"))), Target("train", tmp_path, None))
+    assert str(said.reason).startswith("rank 0 on n1 failed, its message stands above")
+
+
 def test_exit_code_0_needs_a_fresh_marker(tmp_path: Path) -> None:
     command = ["train", "DATA", str(tmp_path)]
     target = find_target(command)
@@ -237,3 +251,35 @@ def test_a_script_that_lost_a_rank_is_told_how_it_goes_on(tmp_path: Path) -> Non
     unreached = JobEnd(255, None, (Fault("not reached", None, "n2"),))
     for end in (unreached, JobEnd(73, None), JobEnd(75, None), JobEnd(0, None)):
         assert how_a_script_goes_on(end, end.exit_code, tmp_path) == ""
+
+
+@pytest.mark.parametrize(("command", "marker"), [("train", "completed.json"), ("sweep", "sweep.json")])
+def test_a_marker_that_another_host_writes_is_seen(
+    command: str, marker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, which knows from before the job that there was no such file, until its folder is listed."""
+    out = tmp_path / "out"
+    remembered = {out, out / marker}
+    scandir = os.scandir
+
+    def as_remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path, *arguments: Any, **options: Any) -> Any:
+            if path in remembered:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            return function(path, *arguments, **options)
+
+        return call
+
+    def list_anew(folder: Path) -> Any:
+        if folder in remembered:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+        remembered.difference_update(path for path in tuple(remembered) if path.parent == folder)
+        return scandir(folder)
+
+    target = find_target([command, "DATA", str(out)])
+    out.mkdir()
+    (out / marker).write_text('{"completed": true}')
+    monkeypatch.setattr(Path, "open", as_remembered(Path.open))
+    monkeypatch.setattr(Path, "stat", as_remembered(Path.stat))
+    monkeypatch.setattr(os, "scandir", list_anew)
+    assert verdict(JobEnd(0, None), target) == Verdict(0)

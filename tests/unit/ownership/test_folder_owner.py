@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from speechdp.errors import ConfigError, RunError
+from speechdp.ownership import owner
 from speechdp.ownership.batch_job import SchedulerJob, find_batch_job
 from speechdp.ownership.claimant import Claimant, Fate, process_fate
 from speechdp.ownership.owner import OWNER_FILE, FolderOwner, OwnerTiming, StopAsked, Surroundings
@@ -601,3 +602,10 @@ def test_a_folder_whose_owner_could_give_no_signs_of_life_is_left(
     with pytest.raises(RuntimeError, match="start new thread"):
         owner.acquire()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("changed_s", [10**12, -(10**12), 10**18])
+def test_a_time_of_change_that_is_no_date_is_told_without_one(changed_s: int, tmp_path: Path) -> None:
+    """As a host with a mad clock may set it, on file systems that take it."""
+    sight = owner._Sight(tmp_path / "owner.json", "key", changed_s * 10**9, None)
+    assert owner._describe(sight).endswith(", last heard of at a time that is no date")
