@@ -135,7 +135,7 @@ SUBCOMMANDS = {
             "batch over all ranks too",
             "max_steps": "use --steps",
             "script": "it times the functions of a task's model, in training on prepared data (train --task "
-            "MODULE:CLASS trains one of yours); of a script's run, speechdp report FOLDER shows the parts of its steps",
+            "MODULE:CLASS trains one of yours); the parts of a script's steps are shown by speechdp report FOLDER",
             **dict.fromkeys(
                 (
                     "flat_start",
