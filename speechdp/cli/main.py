@@ -135,7 +135,8 @@ SUBCOMMANDS = {
             "batch over all ranks too",
             "max_steps": "use --steps",
             "script": "it times the functions of a task's model, in training on prepared data (train --task "
-            "MODULE:CLASS trains one of yours); the parts of a script's steps are shown by speechdp report FOLDER",
+            "MODULE:CLASS trains one of yours); the parts of a script's steps are shown by speechdp report "
+            "FOLDER",
             **dict.fromkeys(
                 (
                     "flat_start",
