@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.helpers.corpora import write_tone
 from tests.helpers.jobs import SPEECHDP, by_launch
 from tests.helpers.mpi import REPOSITORY, job_environment, run_job
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
+from tests.helpers.waiting import wait_until
 
 ASR = REPOSITORY / "examples" / "asr_ctc"
 
@@ -85,6 +87,54 @@ def test_a_worker_that_imports_the_script_is_no_rank(is_guarded: bool, tmp_path:
     told = "speechdp: a worker process (of a DataLoader, say) imports the script and comes to run_ranks(main)"
     found = ended.returncode == 0, "steps 2" in ended.stdout, told not in ended.stderr
     assert found == (is_guarded,) * 3, ended.stderr
+
+
+#: Saves where it is asked to stop; tells of its workers by a file.
+HEEDING = """
+import pathlib
+import speechdp
+import torch
+
+def main(comm):
+    loader = torch.utils.data.DataLoader(
+        torch.ones(10000, 3), 2, num_workers=2, multiprocessing_context="{start}", persistent_workers=True
+    )
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    with speechdp.DataParallel(model, optimizer, comm, folder="run") as run:
+        for x in run.batches(loader):
+            with run.step(weight=len(x)) as step:
+                step.backward(model(x).sum())
+            if run.steps == 2:  # after the first look at should_stop
+                pathlib.Path("begun").touch()
+            if run.should_stop:
+                run.save_checkpoint()
+                return
+
+if __name__ == "__main__":
+    speechdp.run_ranks(main)
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_to_all_processes_of_a_rank_lets_it_save(
+    number: signal.Signals, start: str, tmp_path: Path
+) -> None:
+    """As launchers and batch systems send it: a worker that it ended would end the rank."""
+    script = tmp_path / "script.py"
+    script.write_text(HEEDING.format(start=start))
+    with (
+        (tmp_path / "said").open("w") as said,
+        subprocess.Popen(
+            [sys.executable, script], cwd=tmp_path, env=job_environment(), start_new_session=True, stderr=said
+        ) as process,
+    ):
+        wait_until((tmp_path / "begun").exists, "the first step")
+        os.killpg(process.pid, number)
+        code = process.wait(200)
+    assert code == 75, (tmp_path / "said").read_text()
+    assert list(tmp_path.glob("run/checkpoints/step-*"))
 
 
 def test_every_example_keeps_its_ranks_from_workers() -> None:

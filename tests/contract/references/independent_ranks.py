@@ -78,6 +78,7 @@ class Training:
     max_norm: float = 0.0
     passes: int = 1
     make_model: MakeModel = make_model
+    steps_a_rate: int = 4
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         first, *others = trainable(model)
@@ -88,7 +89,7 @@ class Training:
         return torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1)
 
     def make_scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        return torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.7)
+        return torch.optim.lr_scheduler.StepLR(optimizer, self.steps_a_rate, 0.7)
 
     def losses(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
         """Return the loss in so many parts as there are passes; empty parts are left out."""
