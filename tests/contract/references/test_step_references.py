@@ -152,7 +152,7 @@ class ShareStages(Stages):
 ADAPTIVE: list[tuple[str, type[Adaptive], Training]] = [
     ("adaptive_averaging:period=3,interval=4,growth=1.5", AdaComm, SGD),
     # While the rate stays, the period is halved where the loss does not shorten it.
-    ("adaptive_averaging:period=3,interval=4,growth=1.5", AdaComm, Training(steps_a_rate=7)),
+    ("adaptive_averaging:period=3,interval=4,growth=1.5", AdaComm, Training(steps_a_rate=100)),
     ("adaptive_averaging:period=3,interval=4,growth=1.5,halve=false", AdaCommKeeping, ADAMW),
     ("adaptive_averaging:rule=qsr,period=2,alpha=0.4", Qsr, CLIPPED),
     ("adaptive_averaging:rule=qsr,period=2,alpha=0.04", QsrAdam, ADAMW),
