@@ -20,4 +20,5 @@ def main():
     print(f"held-out loss {loss:.3f}")
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -23,4 +23,5 @@ def main(comm):
     run.log(heldout_loss=loss)
 
 
-speechdp.run_ranks(main)
+if __name__ == "__main__":
+    speechdp.run_ranks(main)

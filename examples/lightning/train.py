@@ -83,4 +83,5 @@ def main(comm):
         print(f"held-out loss {trainer.callback_metrics['valid_loss']:.3f}")
 
 
-speechdp.run_ranks(main)
+if __name__ == "__main__":
+    speechdp.run_ranks(main)

@@ -134,6 +134,9 @@ SUBCOMMANDS = {
             "global_batch": "give --batch-size, the batch of each rank; --strong measures with a constant "
             "batch over all ranks too",
             "max_steps": "use --steps",
+            "script": "it times the functions of a task's model, in training on prepared data (train --task "
+            "MODULE:CLASS trains one of yours); the parts of a script's steps are shown by speechdp report "
+            "FOLDER",
             **dict.fromkeys(
                 (
                     "flat_start",

@@ -31,6 +31,7 @@ from speechdp.parallel.script_checks import (
     check_loadable,
     check_model,
     check_norm,
+    check_optimizer,
     check_same,
     check_same_call,
     check_saved_together,
@@ -114,6 +115,7 @@ class DataParallel:
             self.strategy: Strategy = parse_strategy(settings["strategy"])
             check_strategy(self.strategy, comm, num_steps)
             check_model(model)
+            check_optimizer(optimizer)
             refuse_unsynchronised(model, comm, together=self.strategy.traits.synchronous)
             check_norm(max_gradient_norm)
             check_same(model, optimizer, comm)
@@ -170,6 +172,7 @@ class DataParallel:
             together = self.strategy.traits.replicas_equal and self.comm.spans_job
             self._calls.begin(self, together=together)
             check_same_call(_BEGINNING, self.comm)
+            self._stays_untrained.check_model()
             check_saved_together(self._loaded, self.strategy, self.comm)
             self._replica.bind_parameters()
             loaded, self._loaded = self._loaded, None
@@ -243,6 +246,7 @@ class DataParallel:
     def _finish(self, *, is_stopped: bool) -> None:
         """Give all ranks the same parameters; record that the run has ended well.  Collective."""
         self._check_whole()
+        self._stays_untrained.check_model()
         self._replica.bind_parameters()
         self._look_at_losses()
         self._joiner.complete()
@@ -463,6 +467,7 @@ class DataParallel:
     def _evaluated(self) -> Iterator[None]:
         """Do what `evaluating` does, around the one time that it yields."""
         modes = {module: module.training for module in self.model.modules()}
+        self._stays_untrained.check_model()
         self._replica.bind_parameters()
         self._look_at_losses()
         self.strategy.pause()
@@ -583,6 +588,7 @@ class DataParallel:
 
     def _state(self, call: str) -> dict[str, Any]:
         """Return what `state_dict` does, for a call of that name.  Collective."""
+        self._stays_untrained.check_model()
         self._replica.bind_parameters()
         self._look_at_losses()
         self.strategy.pause()
@@ -751,6 +757,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
         self._step = TrainingStep(run.strategy, run.timeline, weight)
         self._forward: AbstractContextManager[None] | None = None
         self._is_open = self._is_complete = False
+        self._writes: list[int] = []  # of gradients up to the end of the last pass
 
     @property
     def weight(self) -> int:
@@ -802,6 +809,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
                 self._run._note_loss(loss, self.weight)
                 self._run._replica.bind_gradients()  # optimizer.zero_grad() may have let go of them
                 self._step.backward(loss, last=last)
+                self._writes = self._run._replica.gradient_writes()
             # Else there is nothing to sum over: some strategies would count the gradients, others not.
         if not last:
             self._begin_forward()
@@ -838,6 +846,12 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
             raise RunError(
                 "gradients were replaced inside the step, after its backward pass: call "
                 "optimizer.zero_grad() nowhere, the step clears them"
+            )
+        if self.weight > 0 and self._run._replica.gradient_writes() != self._writes:
+            raise RunError(
+                "gradients were changed inside the step, after its backward pass, where they are this rank's "
+                "sums and may be under way to others; in place of clip_grad_norm_ give DataParallel "
+                "max_gradient_norm=, and change them otherwise in a hook (optimizer.register_step_pre_hook)"
             )
         self._run._end_step(self._step)
         if self._joins_only:

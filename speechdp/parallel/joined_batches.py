@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +16,7 @@ from speechdp.errors import ConfigError
 from speechdp.parallel.batch_statistics import load_buffers
 from speechdp.parallel.script_checks import check_same_call
 from speechdp.parallel.strategy import Strategy
+from speechdp.process.ending import WARNINGS
 from speechdp.timing.timeline import Span, Timeline
 
 Batch = TypeVar("Batch")
@@ -60,7 +63,8 @@ class BatchJoiner:
                 "share out the data so that every rank has one"
             )
         self.complete()  # of a loop that all ranks have left before its end
-        source = iter(loader)
+        with _without_warnings():
+            source = iter(loader)
         yield from self._counted(source, max(known)) if len(known) == len(lengths) else self._agreed(source)
 
     def _counted(self, source: Iterator[Batch], count: int) -> Iterator[Batch]:
@@ -117,6 +121,20 @@ class BatchJoiner:
     def take_back(self) -> None:
         """Take back what a batch that does not count has left in the model, before it is seen or saved."""
         load_buffers(self._model, self._kept)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep the signals that ask ranks to stop from processes that are started in the block: loaders' workers.
+
+    Launchers and batch systems send them to all processes of a rank.  They would end a worker, and thereby
+    the rank that is about to save.  Not SIGTERM, by which a loader ends its workers itself.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, *WARNINGS})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _length(loader: Iterable[Any]) -> int | None:

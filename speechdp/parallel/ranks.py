@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from speechdp.errors import ConfigError
 from speechdp.launching.cores import share_cores
 from speechdp.parallel.script_checks import check_same_call
 from speechdp.process.ending import Stopped, StoppedUnsaved
-from speechdp.process.notices import warn
+from speechdp.process.notices import tell, warn
 from speechdp.watchdog.host_board import HostBoard
 from speechdp.watchdog.script_watchdog import HANG_TIMEOUT, ScriptWatchdog
 
@@ -59,7 +60,8 @@ def run_ranks(
         def main(comm):
             print(f"rank {comm.rank} of {comm.size} computes on {comm.device}")
 
-        speechdp.run_ranks(main)
+        if __name__ == "__main__":
+            speechdp.run_ranks(main)
 
     Args:
         main: gets the communicator: `comm.rank`, `comm.size`, `comm.device`.
@@ -76,7 +78,10 @@ def run_ranks(
         ConfigError: no such back-end, a negative timeout, or `main` relies on torch's process group.
         SystemExit: this rank alone has failed; with several ranks a failure does not return.  With exit code
             75: the ranks were asked to stop, and have saved (`DataParallel.should_stop`); 76: nothing.
+            With 1: a worker of multiprocessing imports the script, whose call is not under
+            `if __name__ == "__main__":`.
     """
+    _refuse_in_worker()
     name = os.environ.get(BACKEND) or backend
     results: dict[int, T] = {}
 
@@ -102,6 +107,20 @@ def run_ranks(
     if exit_code != 0 or not results:  # nothing is returned where `main` was left by sys.exit
         sys.exit(exit_code)
     return results[min(results)]
+
+
+def _refuse_in_worker() -> None:
+    """Refuse a process that imports the script to work for a rank: it would become a rank itself.
+
+    So do workers of a DataLoader that are not forked.  Raises SystemExit.
+    """
+    # As multiprocessing itself tells, which refuses to start processes meanwhile.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        tell(
+            "a worker process (of a DataLoader, say) imports the script and comes to run_ranks(main), which "
+            'is for the ranks alone; put the call under `if __name__ == "__main__":`'
+        )
+        sys.exit(exit_codes.FAILED)
 
 
 @contextmanager

@@ -53,6 +53,7 @@ class Replica:
         self.model_parameters = [p for p in model.parameters() if p.requires_grad]
         self.parameters = FlatBuffer([p.detach() for p in self.model_parameters], num_extra=_NUM_EXTRA)
         self.gradients = self.parameters.like()
+        self._make_gradient_views()
         self.update_rule: Update
         if isinstance(optimizer, torch.optim.Optimizer):
             self.update_rule = ParameterwiseUpdate(optimizer, self.model_parameters, self.parameters)
@@ -101,9 +102,17 @@ class Replica:
             view.copy_(parameter.detach())
             parameter.data = view
         # What moves a module's parameters, such as `to`, moves the memory of these very tensors, too.
-        self.gradients.views = self.gradients.views_of(self.gradients.values)
+        self._make_gradient_views()
         if self._gradients_are_bound:
             self.bind_gradients()
+
+    def _make_gradient_views(self) -> None:
+        # `data` gives each a count of its own, of writes through it alone: exchanges write the whole vector.
+        self.gradients.views = [view.data for view in self.gradients.views_of(self.gradients.values)]
+
+    def gradient_writes(self) -> list[int]:
+        """Return for each parameter how often its gradient was written, by backward passes or a script."""
+        return [gradient._version for gradient in self.gradients.views]
 
     def bind_gradients(self) -> None:
         """Let backward fill the flat vector, also after somebody has set gradients to None."""

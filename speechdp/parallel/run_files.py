@@ -98,6 +98,10 @@ class RunDirectory:
         """Whether the run has ended well."""
         return self._completed.is_file()
 
+    def steps_done(self) -> float:
+        """Return with which step a complete run has ended; inf: its completed.json does not say."""
+        return _of(self._completed.read_text(encoding="utf-8"), "step")
+
     @property
     def has_model(self) -> bool:
         """Whether the trained model is there."""

@@ -68,6 +68,11 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ConfigError: it is refused.
     """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"DataParallel(model, optimizer, comm): the model is of type {type(model).__name__}, not a "
+            "torch.nn.Module; give the module whose parameters are trained"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.parallel.DistributedDataParallel):
             # Its hooks average gradients at each backward pass, whatever the strategy exchanges.
@@ -82,6 +87,11 @@ def check_model(model: nn.Module) -> None:
             raise ConfigError(
                 f"the model's {name} has no shape yet, as those of nn.LazyLinear and the like begin; "
                 "call the model once on a batch before DataParallel is made of it"
+            )
+        if tensor.is_meta:
+            raise ConfigError(
+                f"the model's {name} is on the meta device, without values; give it some "
+                "(model.to_empty(device=...), then load or initialise) before DataParallel is made of it"
             )
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
@@ -101,6 +111,20 @@ def check_model(model: nn.Module) -> None:
         raise ConfigError(
             f"the model's trainable parameters are {kinds[0]}, a type in which sums over ranks and the "
             f"weights of steps overflow or are rounded; {_LOWER_PRECISION}"
+        )
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Refuse what is no optimizer of torch.
+
+    Raises:
+        ConfigError: it is refused.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"DataParallel(model, optimizer, comm): the optimizer is of type {type(optimizer).__name__}, not "
+            "a torch.optim.Optimizer; give one for the whole model, with a parameter group for each part "
+            "that has settings of its own"
         )
 
 

@@ -80,10 +80,25 @@ class StaysUntrained:
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
+        self._there = set(replica.model.parameters())
         #: What the optimizer listed when it was last looked at: by identity, which is cheap to compare.
         self._listed: list[int] = []
         #: What the optimizer lists and the vector does not hold.
         self._outside: list[nn.Parameter] = []
+
+    def check_model(self) -> None:
+        """Look at the model's parameters, which takes a pass over its modules.
+
+        Raises:
+            RunError: one has come after the run was made, and is trainable.
+        """
+        for name, parameter in self._replica.model.named_parameters():
+            if parameter.requires_grad and parameter not in self._there:
+                raise RunError(
+                    f"the model's {name} was not there when DataParallel was made, so ranks neither train "
+                    "nor exchange it; do what adds or replaces parameters (layers, pruning, weight_norm) "
+                    "before DataParallel is made"
+                )
 
     def check(self) -> None:
         """Look at the optimizer's groups, before a step.

@@ -195,6 +195,52 @@ def test_zero_grad_after_the_backward_pass_is_refused() -> None:
         script.optimizer.zero_grad()
 
 
+def _clipped(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def _scaled(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= 0.5
+
+
+def _passed_again(model: nn.Module) -> None:
+    loss_sum(model, make_batch(0, 1)).backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("change", [_clipped, _scaled, _passed_again])
+@pytest.mark.parametrize("strategy", ["gradient_averaging:overlap=false", "model_averaging:period=2"])
+def test_gradients_that_are_changed_after_the_backward_pass_are_refused(
+    strategy: str, change: Callable[[nn.Module], None]
+) -> None:
+    """They are sums over a rank's examples, in part exchanged: the script means the mean of all ranks."""
+    script = Script(SerialCommunicator(), strategy)
+    x, y = make_batch(0, 0)
+    words = "gradients were changed inside the step, after its backward pass"
+    with refused(words), script.run:
+        script.train(0, 1)
+        with script.run.step(weight=len(x)) as step:
+            step.backward(script.loss(script.model, (x, y)) / 2, last=False)
+            _scaled(script.model)  # no pass is the last one yet
+            step.backward(script.loss(script.model, (x, y)) / 2)
+            change(script.model)
+
+
+@pytest.mark.parametrize("strategy", ["gradient_averaging", "model_averaging:period=2", "dpsgd"])
+def test_an_exchange_under_way_is_no_change_by_the_script(strategy: str) -> None:
+    def check(comm: Communicator) -> None:
+        script = Script(comm, strategy)
+        x, y = make_batch(comm.rank, 0)
+        with script.run:
+            for _ in range(3):
+                with script.run.step(weight=len(x)) as step:
+                    step.backward(script.loss(script.model, (x, y)))
+                    comm.barrier()  # what is exchanged during the backward pass has come
+
+    run_threads(3, check)
+
+
 @pytest.mark.parametrize("is_over", [False, True])
 def test_a_backward_pass_outside_of_its_step_is_refused(is_over: bool) -> None:
     """Nothing would be exchanged or updated, and training would end as if it had learnt."""

@@ -402,13 +402,57 @@ def test_a_parameter_in_the_place_of_another_is_refused() -> None:
     script = Script(
         SerialCommunicator(), "gradient_averaging", lambda m: torch.optim.SGD(m.parameters(), 0.1)
     )
-    with script.run:
+    words = "the optimizer is to train the model's last.weight, which was frozen or not there when"
+    with refused(words), script.run:
         script.train(0, 1)
         listed = script.optimizer.param_groups[0]["params"]
         place = next(i for i, p in enumerate(listed) if p is script.model.last.weight)
         listed[place] = script.model.last.weight = nn.Parameter(script.model.last.weight.detach().clone())
-        with refused("the optimizer is to train the model's last.weight, which was frozen or not there when"):
-            script.train(1, 2)
+        script.train(1, 2)
+
+
+def _evaluates(script: Script) -> None:
+    with script.run.evaluating():
+        pass
+
+
+@pytest.mark.parametrize(
+    "call",
+    [_evaluates, lambda script: script.run.state_dict(), lambda script: None],
+    ids=["evaluating", "state_dict", "end"],
+)
+def test_a_parameter_that_comes_late_and_that_nobody_trains_is_refused(
+    call: Callable[[Script], object],
+) -> None:
+    """As a new head does that is not the optimizer's: each rank would keep one of its own."""
+    words = "the model's last.weight was not there when DataParallel was made, so ranks neither train nor"
+    before = Script(SerialCommunicator(), "gradient_averaging")
+    before.model.last = nn.Linear(6, 3).double()
+    with refused(words), before.run:
+        pass
+    script = Script(SerialCommunicator(), "gradient_averaging")
+    with refused(words), script.run:
+        script.train(0, 1)
+        script.model.last = nn.Linear(6, 3).double()
+        call(script)
+
+
+def test_what_is_frozen_may_come_late() -> None:
+    script = Script(SerialCommunicator(), "gradient_averaging")
+    script.model.late = nn.Linear(6, 3).double().requires_grad_(False)
+    with script.run:
+        script.train(0, 1)
+
+
+def test_what_is_no_model_or_optimizer_is_refused() -> None:
+    model, comm = nn.Linear(2, 2), SerialCommunicator()
+    with refused("the optimizer is of type list, not a torch.optim.Optimizer; give one for", ConfigError):
+        DataParallel(model, [sgd(model)], comm)  # type: ignore[arg-type]
+    with refused("the model is of type function, not a torch.nn.Module; give the module", ConfigError):
+        DataParallel(lambda x: x, sgd(model), comm)  # type: ignore[arg-type]
+    empty = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2))
+    with refused("the model's 0.weight is on the meta device, without values; give it some", ConfigError):
+        DataParallel(empty, sgd(empty), comm)
 
 
 @pytest.mark.parametrize("strategy", ["parameter_server", "parameter_server:mode=sync"])

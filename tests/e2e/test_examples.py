@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +50,99 @@ def test_the_recogniser_trains_as_in_plain_pytorch_and_on_two_ranks(tmp_path: Pa
     )
     run = read_run(tmp_path / "run")
     assert together < 1.0 and run.completed and (run.size, run.period) == (2, "8")
+
+
+#: Reads its batches by a worker that is started afresh, as by default from Python 3.14 on.
+WITH_WORKER = """
+import speechdp
+import torch
+
+def main(comm):
+    data = torch.utils.data.TensorDataset(torch.ones(8, 3))
+    loader = torch.utils.data.DataLoader(data, 4, num_workers=1, multiprocessing_context="spawn")
+    model = torch.nn.Linear(3, 1)
+    with speechdp.DataParallel(model, torch.optim.SGD(model.parameters(), 0.1), comm) as run:
+        for (x,) in run.batches(loader):
+            with run.step(weight=len(x)) as step:
+                step.backward(model(x).sum())
+    print("steps", run.steps)
+
+{guard}speechdp.run_ranks(main)
+"""
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_worker_that_imports_the_script_is_no_rank(is_guarded: bool, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITH_WORKER.format(guard='if __name__ == "__main__":\n    ' if is_guarded else ""))
+    ended = subprocess.run(
+        [sys.executable, script],
+        env=job_environment(),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    told = "speechdp: a worker process (of a DataLoader, say) imports the script and comes to run_ranks(main)"
+    found = ended.returncode == 0, "steps 2" in ended.stdout, told not in ended.stderr
+    assert found == (is_guarded,) * 3, ended.stderr
+
+
+#: Signals its loader's workers, as launchers and batch systems do that signal all processes of a rank.
+SIGNALLING = """
+import multiprocessing, os
+import speechdp
+import torch
+
+def main(comm):
+    loader = torch.utils.data.DataLoader(
+        torch.ones(200, 3), 2, num_workers=2, multiprocessing_context="{start}"
+    )
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    with speechdp.DataParallel(model, optimizer, comm) as run:
+        for x in run.batches(loader):
+            with run.step(weight=len(x)) as step:
+                step.backward(model(x).sum())
+            if run.steps == 2:
+                for worker in multiprocessing.active_children():
+                    os.kill(worker.pid, {number})
+    print("steps", run.steps)
+
+if __name__ == "__main__":
+    speechdp.run_ranks(main)
+"""
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
+def test_workers_take_no_notice_of_what_asks_ranks_to_stop(
+    number: signal.Signals, start: str, tmp_path: Path
+) -> None:
+    """One that it ended would end the rank, which is about to save."""
+    script = tmp_path / "script.py"
+    script.write_text(SIGNALLING.format(start=start, number=int(number)))
+    ended = subprocess.run(
+        [sys.executable, script],
+        env=job_environment(),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert (ended.returncode, "steps 100" in ended.stdout) == (0, True), ended.stderr
+
+
+def test_every_example_keeps_its_ranks_from_workers() -> None:
+    """In scripts, and on the pages that show one."""
+    pages = [REPOSITORY / "README.md", REPOSITORY / "docs" / "api.md"]
+    calls = 0
+    for file in [*(REPOSITORY / "examples").rglob("*.py"), *pages]:
+        for before, line in itertools.pairwise(file.read_text().splitlines()):
+            if line.strip() == "speechdp.run_ranks(main)":
+                calls += 1
+                assert (before, line[:4]) == ('if __name__ == "__main__":', "    "), file
+    assert calls >= 7
 
 
 def test_a_lightning_module_trains_on_two_ranks(tmp_path: Path) -> None:

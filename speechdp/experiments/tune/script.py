@@ -143,12 +143,15 @@ class TunedScript(TunedJobs):
             with owner_of(run_dir, "tune", self._say) as owner:
                 empty(owner, RUN)
         message = self._run(run_dir, Setting(strategy), backend, self._seeds[0], Pause(steps))
-        if message is None and RunDirectory(run_dir).is_complete:
-            return (
-                f"{self._script.path.name} trained to its end and did not pause at step {steps}: let it look "
-                "at run.should_stop after each step and save (docs/api.md), and train for more steps"
-            )
-        return message
+        if message is not None or not RunDirectory(run_dir).is_complete:
+            return message
+        done = RunDirectory(run_dir).steps_done()
+        remedy = "look at run.should_stop after each step and save (docs/api.md)"
+        if done < steps:
+            remedy = f"train for more steps than {done:g}, by more epochs or smaller batches, say"
+        return (
+            f"{self._script.path.name} trained to its end and did not pause at step {steps}: let it {remedy}"
+        )
 
     def _train_on(self, run_dir: Path, setting: Setting, backend: str, seed: int, step: int) -> str | None:
         message = self._run(run_dir, setting, backend, seed, Pause(step, evaluated=True))

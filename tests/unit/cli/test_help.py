@@ -147,6 +147,10 @@ def test_paragraphs_are_joined_and_lists_of_values_are_not() -> None:
         (["launch", "--ranks", "2", "--", "train"], "--ranks does not apply to launch: use -np"),
         (["compare", "--seed=2"], "--seed does not apply to compare: use --seeds"),
         (["sweep", "--strategy", "bmuf"], "--strategy does not apply to sweep: use --swept, --periods and"),
+        (
+            ["profile", "--script", "s.py", "OUT"],
+            "--script does not apply to profile: it times the functions",
+        ),
         (["profile", "--realign_epochs", "1"], "--realign-epochs does not apply to profile: it measures"),
     ],
 )

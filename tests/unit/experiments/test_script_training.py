@@ -547,6 +547,39 @@ def test_no_race_is_held_where_none_is_wanted(ranks: FakeRanks, script: Path) ->
     assert sweep_of(script, "--race", "-1") == 1
 
 
+@pytest.mark.parametrize(
+    ("record", "advised", "not_advised"),
+    [
+        ('{"step": 3}', "let it train for more steps than 3", "should_stop"),
+        ('{"step": 200}', "let it look at run.should_stop after each step and save", "more steps"),
+    ],
+)
+def test_a_script_that_did_not_pause_is_told_what_it_lacks(
+    record: str,
+    advised: str,
+    not_advised: str,
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One that looks at `should_stop` may end before it is to pause."""
+
+    def trains_to_its_end(
+        self: JobStarter, ranks: int, words: Sequence[str], log: Path, told: Mapping[str, str], **_: bool
+    ) -> None:
+        folder = Path(told["SPEECHDP_FOLDER"])
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in {"run.json": "{}", "timing.json": "{}", "completed.json": record}.items():
+            (folder / name).write_text(text)
+
+    monkeypatch.setattr(JobStarter, "run_script", trains_to_its_end)
+    out = script.parent / "out"
+    words = ["tune", "--script", str(script), str(out), "--ranks", "2", "--backend", "threads"]
+    assert run([*words, "--metric", "f1"]) == 1
+    said = capsys.readouterr().err
+    assert f"trained to its end and did not pause at step 48: {advised}" in said and not_advised not in said
+
+
 def test_a_search_that_has_measured_nothing_may_be_begun_with_other_settings(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
