@@ -121,7 +121,7 @@ class SubmitCommand:
     def _scheduler(self) -> Scheduler:
         if self.scheduler != "auto":
             return self.scheduler
-        scheduler, because = detect_scheduler(_search_path(), os.environ)
+        scheduler, because = detect_scheduler(_search_path(), os.environ, only_shown=self.dry_run)
         # Not to stdout: with --dry-run that is the script.
         _say(f"--scheduler {scheduler}, as {because}")
         return scheduler

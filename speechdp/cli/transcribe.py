@@ -49,7 +49,10 @@ class TranscribeCommand:
 
     run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
     """Run directory written by `speechdp train`."""
-    files: Annotated[tyro.conf.Positional[tuple[Path, ...]], shown("FILE|FOLDER ...")]
+    files: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="FILE|FOLDER ...", help_behavior_hint="(required)"),
+    ]
     """Audio files, or folders of them; any sampling rate and length."""
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"]), shown("FILE", "standard output")] = None
     """Text file to write: a line for each recording, its name and its words; -: standard output."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Scheduler
 
@@ -164,8 +165,8 @@ def render(scheduler: Scheduler, job: BatchJob) -> str:
         )
     words = {
         "by_hand": False,
-        "title": f"Written by speechdp submit: {job.resources.nodes} nodes, "
-        f"{job.resources.ranks_per_node} ranks on each.",
+        "title": f"Written by speechdp submit: {counted(job.resources.nodes, 'node')}, "
+        f"{counted(job.resources.ranks_per_node, 'rank')} on each.",
         "folder": quote(str(job.folder)),
         "python": quote(str(job.python)),
         "launch_options": _launch_options(job),

@@ -93,8 +93,13 @@ def plan_submission(
     return Submission(scheduler, path, (*_PROGRAM[scheduler], *scheduler_arguments, *script))
 
 
-def detect_scheduler(search_path: str, environ: Mapping[str, str]) -> tuple[Scheduler, str]:
+def detect_scheduler(
+    search_path: str, environ: Mapping[str, str], *, only_shown: bool = False
+) -> tuple[Scheduler, str]:
     """Return which batch system is here, and what tells: a program on PATH or a variable.
+
+    Args:
+        only_shown: the script is only shown (--dry-run), for which no batch system is needed.
 
     Raises:
         ConfigError: none, or a qsub that may be PBS's or Grid Engine's.
@@ -105,8 +110,12 @@ def detect_scheduler(search_path: str, environ: Mapping[str, str]) -> tuple[Sche
         return "lsf", "bsub is on PATH"
     if shutil.which("qsub", path=search_path) is None:
         raise ConfigError(
-            "no batch system found: neither sbatch, bsub nor qsub is on PATH; submit where one is, or "
-            "name it with --scheduler and look at the script with --dry-run"
+            "no batch system found: neither sbatch, bsub nor qsub is on PATH; "
+            + (
+                "say for which the script is: --scheduler slurm, lsf, pbs or sge"
+                if only_shown
+                else "submit where one is, or name it with --scheduler and look at the script with --dry-run"
+            )
         )
     if shutil.which("qconf", path=search_path):
         return "sge", "qsub and qconf are on PATH"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -81,6 +82,8 @@ def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRu
         "of your own with --corpus MODULE:CLASS"
         + "; docs/preparing.md says how to make 'text' of "
         + (f"a table like {tables[0]}" if tables else "other forms (VCTK, TIMIT, STM)")
+        + f"; to recognise audio without any: speechdp transcribe RUN {shlex.quote(str(source))}, "
+        "with a trained RUN"
     )
 
 

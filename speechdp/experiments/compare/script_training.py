@@ -265,7 +265,9 @@ class ScriptTraining(ComparedTraining):
             else pace.turn_steps(one.strategy, self._race.least_steps)
             for one, pace in paces.items()
         }
-        left_out = {one.name: self._why_left_out(steps[one], pace) for one, pace in paces.items()}
+        left_out = {
+            one.name: self._why_left_out(one.strategy, steps[one], pace) for one, pace in paces.items()
+        }
         plan = self._race.plan(
             raced.ranks,
             raced.seed,
@@ -303,7 +305,7 @@ class ScriptTraining(ComparedTraining):
         self._say(f"{race.place}: done in {formatting.seconds(time.monotonic() - begun_s)}")
         return None
 
-    def _why_left_out(self, steps: int, pace: _Shown | None) -> str:
+    def _why_left_out(self, strategy: StrategyChoice, steps: int, pace: _Shown | None) -> str:
         """Return why a setting whose turns have so many steps cannot race; "": it can."""
         if steps > MOST_STEPS:
             return TOO_LONG
@@ -312,8 +314,10 @@ class ScriptTraining(ComparedTraining):
             return ""
         fitting = pace.steps - DEFAULT_WARMUP_STEPS
         remedy = "let it train for more steps"
-        if 0 < fitting < self._race.least_steps == steps:
-            remedy += f", or give --race-steps {fitting}"
+        fewer = range(min(fitting, self._race.least_steps - 1), 0, -1)
+        # A turn has whole periods, so that fewer steps need not make it shorter.
+        if shorter := next((least for least in fewer if pace.turn_steps(strategy, least) <= fitting), 0):
+            remedy += f", or give --race-steps {shorter}"
         return (
             f"{self._script.path.name} trains for {counted(pace.steps, 'step')} only, and a turn has {last}, "
             f"{DEFAULT_WARMUP_STEPS} of them to warm up; {remedy}"

@@ -267,12 +267,14 @@ def _draw_reference(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
     reference = next((group for group in groups if group.ranks == 1 and group.score is not None), None)
     if reference is None or reference.score is None:
         return
-    low, high = ax.get_ylim()
-    room = _EDGE * (high - low)
-    ax.set_ylim(min(low, reference.score - room), max(high, reference.score + room))
-    line = ax.axhline(
-        reference.score, color=canvas.theme.baseline, linewidth=1.4, linestyle=(0, (5, 2.5)), zorder=0
-    )
+    (low, high), score = ax.get_ylim(), reference.score
+    bottom, top = min(low, score), max(high, score)
+    room = _EDGE * (top - bottom)
+    if low <= score <= high:
+        ax.set_ylim(min(low, score - room), max(high, score + room))
+    else:  # far away it makes the picture so high that what lies at the other edge needs more room, too
+        ax.set_ylim(bottom - room, top + room)
+    line = ax.axhline(score, color=canvas.theme.baseline, linewidth=1.4, linestyle=(0, (5, 2.5)), zorder=0)
     canvas.tip(line, _tip(reference))
 
 

@@ -22,6 +22,7 @@ from speechdp.errors import ConfigError, UsageError
 _BANNED = (
     "{None}",
     "(default: None)",
+    "(default: )",
     "Not for you",
     "recalled",
     "start anew",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -447,6 +448,18 @@ def test_a_script_that_is_too_short_to_race_is_told_what_to_do(
     assert race.plan.left_out["bmuf-64"].endswith(
         "a turn has 68, 4 of them to warm up; let it train for more steps"
     )
+
+
+def test_fewer_steps_of_a_turn_are_advised_only_where_whole_periods_fit(
+    ranks: FakeRanks, script: Path
+) -> None:
+    """--race-steps 20 would help neither: a period of 32 does not fit, and two of 16 do not."""
+    ranks.train_for(20)
+    assert compare(script, "--strategies", "bmuf:period=32,bmuf:period=16", "--ranks", "2") == 0
+    page = (script.parent / "out" / "compare" / "compare.html").read_text().replace("\u00a0", " ")
+    page = re.sub("<[^>]+>", "", page)
+    said = re.findall(r"(period=\d+)\) took no part.*?more steps(?:, or give (--race-steps \d+))?", page)
+    assert dict(said) == {"period=32": "", "period=16": "--race-steps 16"}
 
 
 def test_a_setting_that_fails_in_the_race_is_left_out(

@@ -170,6 +170,20 @@ def test_no_scheduler_and_a_doubtful_one(work: Path, tmp_path: Path) -> None:
         detect_scheduler(str(tmp_path / "bin"), {})
 
 
+def test_who_only_looks_is_asked_for_which_batch_system(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    said = failure([*RESOURCES, "--dry-run", "--", "train", "D", "R"], capsys)
+    assert said.endswith("is on PATH; say for which the script is: --scheduler slurm, lsf, pbs or sge\n")
+
+
+def test_a_script_counts_its_nodes_and_ranks(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["--nodes", "1", "--ranks-per-node", "1", "--time", "1:00:00", "--scheduler", "slurm", "--dry-run"]
+    assert run(["submit", *one, "--", "train", "D", "R"]) == 0
+    assert "# Written by speechdp submit: 1 node, 1 rank on each.\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

@@ -56,6 +56,19 @@ def test_what_lies_just_below_the_picture_is_not_cut_off(tmp_path: Path) -> None
     assert ax.get_ylim()[0] < lowest and not [line for line in ax.lines if line.get_marker() == "v"]
 
 
+def test_dots_are_whole_where_one_rank_is_far_away(tmp_path: Path) -> None:
+    strategies = [MadeUpStrategy("a", log_prob=-1.2), MadeUpStrategy("b", log_prob=-1.21)]
+    out = write_comparison(tmp_path / "out", strategies, (1, 2), (1,), ("frames",))
+    groups = make_groups(read_comparison(out), None)
+    scores = [group.score for group in groups if group.ranks == 2 and group.score is not None]
+    one_rank = next(group.score for group in groups if group.ranks == 1)
+    assert one_rank is not None and one_rank > max(scores) + 20 * (max(scores) - min(scores))
+    ax = Figure().add_subplot()
+    assert draw_speed(ax, groups, 2, compare_canvas(groups, PRINT))
+    low, high = ax.get_ylim()
+    assert all(min(score - low, high - score) > 0.04 * (high - low) for score in (*scores, one_rank))
+
+
 def test_ticks_of_an_axis_are_written_alike_and_differ() -> None:
     for ticks, texts in (
         ([1.0, 1.004, 1.008], ["1.000", "1.004", "1.008"]),

@@ -306,11 +306,14 @@ def test_folders_without_audio_or_transcripts(tmp_path: Path) -> None:
     write_tone(tmp_path / "0_1_0_0_1_1_0_1.wav")  # yesno's form, which must not pass for FSDD's
     with pytest.raises(
         ConfigError,
-        match=r"no transcripts found; give a file 'text'.*--pattern.*--corpus .*; docs/.*STM\)$",
+        match=r"no transcripts found; give a file 'text'.*--pattern.*--corpus .*; docs/.*STM\); "
+        r"to recognise .*: speechdp transcribe RUN /\S+, with a trained RUN$",
     ):
         read_corpus(tmp_path, None)
     (tmp_path / "metadata.csv").write_text("0_1_0_0_1_1_0_1|yes|yes\n")
-    with pytest.raises(ConfigError, match=r"preparing\.md says how .* of a table like metadata\.csv$"):
+    with pytest.raises(
+        ConfigError, match=r"preparing\.md says how .* of a table like metadata\.csv; to recognise .* RUN$"
+    ):
         read_corpus(tmp_path, None)
 
 
