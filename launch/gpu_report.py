@@ -49,6 +49,8 @@ _PACKAGES = (
 )
 #: Before killing a part that is past its limit: Horovod and MPI end their ranks meanwhile.
 _GRACE_S = 60.0
+#: For which a command is waited for that says what is here, s: on a busy machine torch alone takes a minute.
+_ANSWER_S = 300.0
 
 Outcome = Literal["ok", "failed", "past its limit"]
 
@@ -268,7 +270,9 @@ def said_by(*command: str) -> str:
 def _output_of(command: Sequence[str]) -> tuple[str, str]:
     """Return what a command writes to stdout and to stderr; to stderr why it cannot be run."""
     try:
-        ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=_ANSWER_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"cannot be run: {error}"
     return ended.stdout, ended.stderr

@@ -851,7 +851,8 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
             raise RunError(
                 "gradients were changed inside the step, after its backward pass, where they are this rank's "
                 "sums and may be under way to others; in place of clip_grad_norm_ give DataParallel "
-                "max_gradient_norm=, and change them otherwise in a hook (optimizer.register_step_pre_hook)"
+                "max_gradient_norm=, and log or change them otherwise in a hook "
+                "(optimizer.register_step_pre_hook)"
             )
         self._run._end_step(self._step)
         if self._joins_only:

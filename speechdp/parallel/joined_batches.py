@@ -101,7 +101,8 @@ class BatchJoiner:
 
     def _next(self, source: Iterator[Batch]) -> list[Batch]:
         """Return the next batch in a list; an empty one where there is none."""
-        with self._timeline.span(Span.DATA_WAIT):
+        # Generators, and what passes several loaders' batches on, start workers here.
+        with self._timeline.span(Span.DATA_WAIT), _without_warnings():
             found = [batch for batch in [next(source, _END)] if batch is not _END]
         self._has_run_out = not found
         return found

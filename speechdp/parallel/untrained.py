@@ -96,8 +96,9 @@ class StaysUntrained:
             if parameter.requires_grad and parameter not in self._there:
                 raise RunError(
                     f"the model's {name} was not there when DataParallel was made, so ranks neither train "
-                    "nor exchange it; do what adds or replaces parameters (layers, pruning, weight_norm) "
-                    "before DataParallel is made"
+                    "nor exchange it; do what adds or replaces parameters (layers, weight_norm) before "
+                    "DataParallel is made, or say requires_grad_(False) of what nobody trains (a copy of "
+                    "the model)"
                 )
 
     def check(self) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from speechdp import DataParallel, run_ranks
@@ -435,6 +437,19 @@ def test_a_parameter_that_comes_late_and_that_nobody_trains_is_refused(
         script.train(0, 1)
         script.model.last = nn.Linear(6, 3).double()
         call(script)
+
+
+def test_the_remedies_for_parameters_that_come_late_help() -> None:
+    late = Script(SerialCommunicator(), "gradient_averaging")
+    weight_norm(late.model.last)
+    words = "(layers, weight_norm) before DataParallel is made, or say requires_grad_(False) of what nobody"
+    with refused(words), late.run:
+        pass
+    script = Script(SerialCommunicator(), "gradient_averaging")
+    script.model.copy = copy.deepcopy(script.model.last).requires_grad_(False)
+    prune.l1_unstructured(script.model.last, "weight", 0.5)  # the same parameter, by another name
+    with script.run:
+        script.train(0, 1)
 
 
 def test_what_is_frozen_may_come_late() -> None:

@@ -94,6 +94,16 @@ import multiprocessing, os
 import speechdp
 import torch
 
+class Shown:  # as a progress bar does, which begins to read with the first batch
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        yield from self.loader
+
 def main(comm):
     loader = torch.utils.data.DataLoader(
         torch.ones(200, 3), 2, num_workers=2, multiprocessing_context="{start}"
@@ -101,7 +111,7 @@ def main(comm):
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1e-6)
     with speechdp.DataParallel(model, optimizer, comm) as run:
-        for x in run.batches(loader):
+        for x in run.batches({batches}):
             with run.step(weight=len(x)) as step:
                 step.backward(model(x).sum())
             if run.steps == 2:
@@ -114,14 +124,16 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("start", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("start", "batches"), [("fork", "loader"), ("spawn", "loader"), ("fork", "Shown(loader)")]
+)
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_workers_take_no_notice_of_what_asks_ranks_to_stop(
-    number: signal.Signals, start: str, tmp_path: Path
+    number: signal.Signals, start: str, batches: str, tmp_path: Path
 ) -> None:
     """One that it ended would end the rank, which is about to save."""
     script = tmp_path / "script.py"
-    script.write_text(SIGNALLING.format(start=start, number=int(number)))
+    script.write_text(SIGNALLING.format(start=start, batches=batches, number=int(number)))
     ended = subprocess.run(
         [sys.executable, script],
         env=job_environment(),

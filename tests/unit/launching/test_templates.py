@@ -297,8 +297,13 @@ def test_a_missing_installation_is_said(tmp_path: Path) -> None:
 
 
 def warned(script: str, tmp_path: Path, **environ: str) -> int:
-    """Run a script whose Python, tmp_path/python, waits for a warning; return the exit code, 75 after one."""
+    """Run a script whose Python, tmp_path/python, waits for a warning; return the exit code, 75 after one.
+
+    A second since the boot passes with each of the script's sleeps, and none before its Python can be warned,
+    as it has long been able to by then: on a busy machine bash alone takes longer.
+    """
     program, pause, ready = tmp_path / "python", tmp_path / "sleep", tmp_path / "ready"
+    uptime = tmp_path / "uptime"
     program.write_text(
         f"#!{sys.executable}\nimport pathlib, signal, sys, time\n"
         f"signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\npathlib.Path({str(ready)!r}).touch()\n"
@@ -306,16 +311,23 @@ def warned(script: str, tmp_path: Path, **environ: str) -> int:
         encoding="utf-8",
     )
     ready.unlink(missing_ok=True)
-    # The script's time passes only once the program can be warned, as it has long been able to by then.
+    uptime.write_text("1000.99 2000.00\n")
     # Whatever ends the sleep, the warning is to come.
-    wait = f"until [ -e '{ready}' ]; do /bin/sleep 0.1; done; /bin/sleep 0.1"
-    pause.write_text(f"#!/bin/sh\n{wait}\nkill -9 $$\n")
+    wait = f"until [ -e '{ready}' ]; do /bin/sleep 0.1; done; read -r s _ <'{uptime}'"
+    pause.write_text(f"#!/bin/sh\n{wait}; echo \"$((${{s%.*}} + 1)).00 2000.00\" >'{uptime}'\nkill -9 $$\n")
     for file in (program, pause):
         file.chmod(stat.S_IRWXU)
     path = f"{tmp_path}:{os.environ['PATH']}"
     environ = {**os.environ, "PATH": path, "SPEECHDP_PYTHON": str(program), **environ}
+    assert script.count("</proc/uptime") == 2
     answer = subprocess.run(
-        ["bash"], input=script, text=True, env=environ, cwd=tmp_path, check=False, timeout=300
+        ["bash"],
+        input=script.replace("</proc/uptime", f"<'{uptime}'"),
+        text=True,
+        env=environ,
+        cwd=tmp_path,
+        check=False,
+        timeout=300,
     )
     return answer.returncode
 
