@@ -1324,6 +1324,12 @@ def test_what_was_set_is_shown_model_and_batch_first(tmp_path: Path) -> None:
         ("batch", "order pooled"),
         ("epochs", "4"),
     ]
+    # With several learning rates that of what was measured is none of all runs.
+    rates = {"optimizer": {"name": "sgd", "learning_rate": 0.1}, "learning_rates": [0.1, 0.2]}
+    shown = shown_settings(Search(replace(record, settings=rates), {}))
+    assert shown == [("optimizer", "name sgd"), ("learning rates", "0.1, 0.2")]
+    one = shown_settings(Search(replace(record, settings={**rates, "learning_rates": []}), {}))
+    assert one == [("optimizer", "name sgd, learning_rate 0.1")]
 
 
 @dataclass
@@ -1358,6 +1364,26 @@ def test_what_the_race_leaves_is_trained_with_every_learning_rate(tmp_path: Path
     assert caution.startswith("It has the highest of the learning rates tried: one beyond it may be better;")
 
 
+def test_what_raced_took_part_with_each_of_its_learning_rates(tmp_path: Path) -> None:
+    """The race knows a setting without them."""
+    record = search(tmp_path, Rated(tmp_path), learning_rates=RATES)
+    few, enough, without = (
+        ShownRaces({2: made_up_race(dict.fromkeys(raced, 1.0), rounds=rounds)})
+        for raced, rounds in (
+            ((GRADIENTS, SHORT, LONG), 1),
+            ((GRADIENTS, SHORT, LONG), 6),
+            ((GRADIENTS, LONG), 6),
+        )
+    )
+    told, fine, one_missing = (
+        find_answer(Search(record, {}, races)).cautions for races in (few, enough, without)
+    )
+    assert not any("took no part" in line or "too few" in line for line in fine)
+    assert any("The race on 2 ranks had 1 round, too few for intervals" in line for line in told)
+    (missing,) = (line for line in one_missing if "took no part" in line)
+    assert missing.startswith(f"{SHORT} took no part in the race on 2 ranks: it was added")
+
+
 def test_without_learning_rates_the_page_says_that_all_had_one(tmp_path: Path) -> None:
     record = search(tmp_path, Jobs(tmp_path))
     (caution,) = (one for one in find_answer(Search(record, {})).cautions if "learning rate" in one)
@@ -1383,8 +1409,11 @@ def test_a_search_with_learning_rates_goes_on_where_it_was_interrupted(tmp_path:
         def hold_race(self, *given: Any) -> RacedSettings | str:
             raise JobStopped
 
+    told = list[str]()
     with pytest.raises(JobStopped):
-        search(tmp_path, Killed(tmp_path), learning_rates=RATES)
+        search(tmp_path, Killed(tmp_path), learning_rates=RATES, say=told.append)
+    # Rates that were tried before are no further settings that are left for the race.
+    assert [line for line in told if "ruled out" in line] == ["predict: 1 setting ruled out, 3 settings left"]
     kept = read_tune(tmp_path)
     assert kept.rungs == stopped.rungs and kept.chosen == stopped.chosen
     assert find_answer(Search(kept, {})).headline
@@ -1400,6 +1429,12 @@ def test_learning_rates_of_one_strategy_need_no_race(tmp_path: Path) -> None:
     record = search(tmp_path, jobs, texts=(GRADIENTS, DPSGD), learning_rates=RATES)
     assert jobs.raced == [] and record.chosen == f"{GRADIENTS} rate=0.1" and record.completed
     assert record.of(record.chosen).frames_per_s == SPEEDS[GRADIENTS]
+    found = Search(record, {})
+    assert "It is predicted to train at 100 items/s with back-end mpi." in find_answer(found).details
+    assert "Times are at the predicted speed" in make_table(found, {}).note
+    raced = Search(search(tmp_path / "raced", Rated(tmp_path / "raced"), learning_rates=RATES), {})
+    assert "Times are at the raced speed" in make_table(raced, {}).note
+    assert "predicted to train" not in " ".join(find_answer(raced).details)
     again = search(tmp_path, jobs, texts=(GRADIENTS, DPSGD), learning_rates=RATES, target=target_of(-0.5))
     assert again.chosen == record.chosen and again.target == -0.5
 
