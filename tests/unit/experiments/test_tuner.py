@@ -1424,13 +1424,40 @@ def test_a_search_with_learning_rates_goes_on_where_it_was_interrupted(tmp_path:
     assert jobs.trained[: len(done)] == done and len(set(jobs.trained)) == len(jobs.trained)
 
 
+def test_learning_rates_of_what_another_race_rules_out_stay_in_the_record(tmp_path: Path) -> None:
+    """Rungs of the command before name them, until this one has come as far."""
+
+    class HeldAgain(Rated):
+        """A race that leaves SHORT out, and an end as its rungs are read."""
+
+        def hold_race(self, *given: Any) -> RacedSettings | str:
+            held = super().hold_race(*given)
+            assert isinstance(held, RacedSettings)
+            return replace(held, left_out={SHORT: "it failed"})
+
+        def scored(self, setting: Setting, seed: int, step: int) -> Scored | str:
+            raise JobStopped
+
+    jobs = Rated(tmp_path, stops_after=12)
+    with pytest.raises(JobStopped):
+        search(tmp_path, jobs, learning_rates=RATES)
+    with pytest.raises(JobStopped):
+        search(tmp_path, HeldAgain(tmp_path, trained=jobs.trained), learning_rates=RATES)
+    record = read_tune(tmp_path)
+    ruled_out = {f"{SHORT} rate={rate}" for rate in RATES}
+    assert len(record.rungs) == 2 and ruled_out & {*record.rungs[1].settings}
+    assert {record.of(name).out_in for name in ruled_out} == {"race"} and not ruled_out & {*record.left}
+    jobs.stops_after = None  # once more it races well, and its runs count again
+    assert search(tmp_path, jobs, learning_rates=RATES).chosen == f"{SHORT} rate=0.4"
+
+
 def test_learning_rates_of_one_strategy_need_no_race(tmp_path: Path) -> None:
     jobs = Rated(tmp_path)
     record = search(tmp_path, jobs, texts=(GRADIENTS, DPSGD), learning_rates=RATES)
     assert jobs.raced == [] and record.chosen == f"{GRADIENTS} rate=0.1" and record.completed
     assert record.of(record.chosen).frames_per_s == SPEEDS[GRADIENTS]
     found = Search(record, {})
-    assert "It is predicted to train at 100 items/s with back-end mpi." in find_answer(found).details
+    assert "It is predicted to train at 100 frames/s with back-end mpi." in find_answer(found).details
     assert "Times are at the predicted speed" in make_table(found, {}).note
     raced = Search(search(tmp_path / "raced", Rated(tmp_path / "raced"), learning_rates=RATES), {})
     assert "Times are at the raced speed" in make_table(raced, {}).note
