@@ -653,7 +653,9 @@ def test_a_training_that_comes_to_its_end_before_the_others_is_not_started_again
     assert not any("tried once more" in line for line in told)
 
 
-def test_a_rung_is_one_start(tmp_path: Path) -> None:
+def test_a_rung_is_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing takes time but what jobs say: writing tune.json takes seconds on a busy machine.
+    monkeypatch.setattr(tune_search, "time", SimpleNamespace(monotonic=lambda: 0.0))
     told: list[str] = []
     jobs = Together(tmp_path)
     record = search(tmp_path, jobs, say=told.append)
