@@ -63,6 +63,11 @@ class Setting:
         return "-".join([self.strategy.file_name, *(word.replace("=", "") for word in self._besides)])
 
     @property
+    def raced(self) -> Setting:
+        """The setting that stands for it in the race: one is as fast with every learning rate."""
+        return replace(self, learning_rate=None)
+
+    @property
     def _besides(self) -> list[str]:
         """What it has besides a strategy, in words: `batch=8`, `rate=0.004`."""
         words = [f"batch={self.batch_size}"] if self.batch_size else []

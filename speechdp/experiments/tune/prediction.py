@@ -195,7 +195,7 @@ def _with_rates_before(search: SearchState, records: Sequence[SettingRecord]) ->
     by_name = {one.name: one for one in records}
     found = []
     for before in search.record.tried:
-        own = by_name.get(replace(before.setting, learning_rate=None).name)
+        own = by_name.get(before.setting.raced.name)
         if own is not None and before.learning_rate is not None:
             found.append(own.at_rate(before.learning_rate))
     search.settings |= {one.name: one.setting for one in found}

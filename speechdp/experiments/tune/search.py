@@ -223,7 +223,8 @@ class SearchState:
     def say_ruled_out(self, stage: str, number: int) -> None:
         """Say how many settings a stage has ruled out, unless it was none."""
         if number:
-            left = counted(len(self.record.left), "setting")
+            # Until the race is over, rates of an earlier command stand beside what races.
+            left = counted(len(self.racing or self.record.left), "setting")
             self.say(f"{stage}: {counted(number, 'setting')} ruled out, {left} left")
 
     @property
@@ -240,7 +241,7 @@ class SearchState:
         # Of an earlier command there are rates of what this one's race has ruled out, if that was held again.
         tried = list[SettingRecord]()
         for one in self.record.tried:
-            own = raced[replace(one.setting, learning_rate=None).name]
+            own = raced[one.setting.raced.name]
             if one.learning_rate is not None and own.out_in:
                 tried.append(own.at_rate(one.learning_rate))
             elif one.learning_rate is None:

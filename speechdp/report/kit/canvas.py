@@ -19,7 +19,14 @@ from speechdp.report.runs.derived import RunFigures
 #: Points of a curve that get dots to point at: more would be a band.
 MOST_DOTS = 60
 #: Strokes and gaps of the first, second, ... line of a colour, in points.
-_STROKES: tuple[tuple[float, ...], ...] = ((), (3, 1.5), (1, 1.2), (5, 1.5, 1, 1.5))
+_STROKES: tuple[tuple[float, ...], ...] = (
+    (),
+    (3, 1.5),
+    (1, 1.2),
+    (5, 1.5, 1, 1.5),
+    (8, 2),
+    (4, 1.2, 1, 1.2, 1, 1.2),
+)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.metric_names import Terms
 from speechdp.report.kit.outside import load_text
 from speechdp.report.kit.scripts import several_versions, without_seed, wrong_way
-from speechdp.report.tune.search import Search
+from speechdp.report.tune.search import PREDICTED, Search
 from speechdp.report.tune.tables import predicted_text, ratio_text
 
 #: By which factor the interval of a race lies from a prediction that is called wrong.
@@ -39,7 +39,8 @@ def find_answer(search: Search) -> Answer:
         headline = f"{best.name} {_reaches(best, record)} {target} {how}: {_range_text(end)}."
     details = [
         *_expected_text(record),
-        f"It trains at {formatting.count(best.frames_per_s)} {terms.amount}/s with back-end {record.backend}"
+        f"It {'is predicted to train' if search.speed == PREDICTED else 'trains'} at "
+        f"{formatting.count(best.frames_per_s)} {terms.amount}/s with back-end {record.backend}"
         + ("." if best.ratio is None else f", {ratio_text(best)} times the speed of gradient averaging."),
     ]
     others = [one for one in record.tried if one is not best]
@@ -74,7 +75,8 @@ def _so_far(search: Search, best: SettingRecord) -> Answer:
 
 def _of_runs(search: Search) -> list[str]:
     """Say what is to be known of the runs of a script, and of a race that was too short."""
-    raced = {one.name: one.name for one in search.record.tried if one.ratio is not None}
+    names = [one.setting.raced.name for one in search.record.tried if one.ratio is not None]
+    raced = {name: name for name in names}
     labelled = [(run, run.name) for run in search.all_runs]
     of_script = (
         without_seed(search.runs.values()),

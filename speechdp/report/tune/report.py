@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -69,15 +68,18 @@ def shown_settings(search: Search) -> list[tuple[str, str]]:
     first = [("preset", name)] if (name := words(used.get("preset"))) else []
     first += [("batch size", f"{size:,} a rank")] if isinstance(size := used.get("batch_size"), int) else []
     given = dict(search.record.settings)
-    for group, option in (("model", "preset"), ("batch", "batch_size")):
-        if first and isinstance(given.get(group), dict):
+    shown = [("model", "preset"), ("batch", "batch_size")] if first else []
+    # That of what was measured and raced, the lowest of several.
+    shown += [("optimizer", "learning_rate")] if given.get("learning_rates") else []
+    for group, option in shown:
+        if isinstance(given.get(group), dict):
             given[group] = {key: value for key, value in given[group].items() if key != option}
     return [*first, *setting_facts(given, _UNSHOWN)]
 
 
 def _canvas(search: Search, shown: Theme) -> Canvas:
     """Return a canvas on which the learning rates of a setting have one colour."""
-    of = {one.name: replace(one.setting, learning_rate=None).name for one in search.record.tried}
+    of = {one.name: one.setting.raced.name for one in search.record.tried}
     return named_canvas(list(search.runs), shown, of)
 
 
@@ -88,7 +90,7 @@ def curves_panel(search: Search) -> Panel:
 
 def _draw(ax: Axes, search: Search, canvas: Canvas) -> bool:
     terms = search.terms
-    style_axes(ax, "Over training time, at the speed of the race", terms.axis, canvas.theme)
+    style_axes(ax, f"Over training time, at the {search.speed} speed", terms.axis, canvas.theme)
     drawn = False
     for name, runs in search.runs.items():
         rate = search.record.of(name).steps_per_s

@@ -17,6 +17,9 @@ from speechdp.report.runs.script_metric import script_task
 from speechdp.report.runs.steadiness import notable_load
 from speechdp.timing.load import OutsideLoad
 
+#: How the speed of settings is known at which their times are.
+RACED, PREDICTED = "raced", "predicted"
+
 
 @dataclass(frozen=True)
 class Search:
@@ -37,6 +40,12 @@ class Search:
     def all_runs(self) -> list[RunResult]:
         """Those of all settings."""
         return [run for found in self.runs.values() for run in found]
+
+    @property
+    def speed(self) -> str:
+        """How the speed is known at which times are: a single setting has nothing to race with."""
+        is_unraced = any(one.frames_per_s is not None and one.ratio is None for one in self.record.tried)
+        return PREDICTED if is_unraced else RACED
 
     @property
     def terms(self) -> Terms:

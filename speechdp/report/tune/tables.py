@@ -39,8 +39,8 @@ def make_table(search: Search, marks: Mapping[str, Markup]) -> ShownTable[Settin
         search.races.notes({ranks: list(race.speeds()) for ranks, race in search.races.races.items()})
     )
     note = (
-        "Predicted: 90 % interval; raced: ratio within rounds, 95 % interval. Times are at the raced speed; "
-        f"brackets hold the runs of the seeds. {held}"
+        "Predicted: 90 % interval; raced: ratio within rounds, 95 % interval. Times are at the "
+        f"{search.speed} speed; brackets hold the runs of the seeds. {held}"
     ).rstrip()
     return ShownTable(
         "settings", "What was tried", columns, rows, first="setting", note=note, wide_columns=_WIDE
@@ -54,8 +54,8 @@ def _columns(record: TuneRecord, terms: Terms) -> tuple[Column[SettingRecord], .
                lambda one: one.predicted, cell=predicted_text, is_detail=True),
         Column("ratio", "raced", "times", "Speed over gradient averaging's in the same rounds [95 %].",
                lambda one: one.ratio, cell=ratio_text),
-        Column("frames_per_s", rate, "", "By the race.", lambda one: one.frames_per_s, formatting.count,
-               is_detail=True),
+        Column("frames_per_s", rate, "", "By the race; with none, as predicted.",
+               lambda one: one.frames_per_s, formatting.count, is_detail=True),
         Column("rungs", "rungs", "", "In how many rungs of the halving it was trained.",
                lambda one: one.rungs or None, is_detail=True),
         Column("score", terms.short_name, terms.metric.unit, "At the end of its last rung.",

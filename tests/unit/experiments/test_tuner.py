@@ -653,7 +653,9 @@ def test_a_training_that_comes_to_its_end_before_the_others_is_not_started_again
     assert not any("tried once more" in line for line in told)
 
 
-def test_a_rung_is_one_start(tmp_path: Path) -> None:
+def test_a_rung_is_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing takes time but what jobs say: writing tune.json takes seconds on a busy machine.
+    monkeypatch.setattr(tune_search, "time", SimpleNamespace(monotonic=lambda: 0.0))
     told: list[str] = []
     jobs = Together(tmp_path)
     record = search(tmp_path, jobs, say=told.append)
@@ -1324,6 +1326,12 @@ def test_what_was_set_is_shown_model_and_batch_first(tmp_path: Path) -> None:
         ("batch", "order pooled"),
         ("epochs", "4"),
     ]
+    # With several learning rates that of what was measured is none of all runs.
+    rates = {"optimizer": {"name": "sgd", "learning_rate": 0.1}, "learning_rates": [0.1, 0.2]}
+    shown = shown_settings(Search(replace(record, settings=rates), {}))
+    assert shown == [("optimizer", "name sgd"), ("learning rates", "0.1, 0.2")]
+    one = shown_settings(Search(replace(record, settings={**rates, "learning_rates": []}), {}))
+    assert one == [("optimizer", "name sgd, learning_rate 0.1")]
 
 
 @dataclass
@@ -1358,6 +1366,26 @@ def test_what_the_race_leaves_is_trained_with_every_learning_rate(tmp_path: Path
     assert caution.startswith("It has the highest of the learning rates tried: one beyond it may be better;")
 
 
+def test_what_raced_took_part_with_each_of_its_learning_rates(tmp_path: Path) -> None:
+    """The race knows a setting without them."""
+    record = search(tmp_path, Rated(tmp_path), learning_rates=RATES)
+    few, enough, without = (
+        ShownRaces({2: made_up_race(dict.fromkeys(raced, 1.0), rounds=rounds)})
+        for raced, rounds in (
+            ((GRADIENTS, SHORT, LONG), 1),
+            ((GRADIENTS, SHORT, LONG), 6),
+            ((GRADIENTS, LONG), 6),
+        )
+    )
+    told, fine, one_missing = (
+        find_answer(Search(record, {}, races)).cautions for races in (few, enough, without)
+    )
+    assert not any("took no part" in line or "too few" in line for line in fine)
+    assert any("The race on 2 ranks had 1 round, too few for intervals" in line for line in told)
+    (missing,) = (line for line in one_missing if "took no part" in line)
+    assert missing.startswith(f"{SHORT} took no part in the race on 2 ranks: it was added")
+
+
 def test_without_learning_rates_the_page_says_that_all_had_one(tmp_path: Path) -> None:
     record = search(tmp_path, Jobs(tmp_path))
     (caution,) = (one for one in find_answer(Search(record, {})).cautions if "learning rate" in one)
@@ -1383,8 +1411,11 @@ def test_a_search_with_learning_rates_goes_on_where_it_was_interrupted(tmp_path:
         def hold_race(self, *given: Any) -> RacedSettings | str:
             raise JobStopped
 
+    told = list[str]()
     with pytest.raises(JobStopped):
-        search(tmp_path, Killed(tmp_path), learning_rates=RATES)
+        search(tmp_path, Killed(tmp_path), learning_rates=RATES, say=told.append)
+    # Rates that were tried before are no further settings that are left for the race.
+    assert [line for line in told if "ruled out" in line] == ["predict: 1 setting ruled out, 3 settings left"]
     kept = read_tune(tmp_path)
     assert kept.rungs == stopped.rungs and kept.chosen == stopped.chosen
     assert find_answer(Search(kept, {})).headline
@@ -1395,11 +1426,44 @@ def test_a_search_with_learning_rates_goes_on_where_it_was_interrupted(tmp_path:
     assert jobs.trained[: len(done)] == done and len(set(jobs.trained)) == len(jobs.trained)
 
 
+def test_learning_rates_of_what_another_race_rules_out_stay_in_the_record(tmp_path: Path) -> None:
+    """Rungs of the command before name them, until this one has come as far."""
+
+    class HeldAgain(Rated):
+        """A race that leaves SHORT out, and an end as its rungs are read."""
+
+        def hold_race(self, *given: Any) -> RacedSettings | str:
+            held = super().hold_race(*given)
+            assert isinstance(held, RacedSettings)
+            return replace(held, left_out={SHORT: "it failed"})
+
+        def scored(self, setting: Setting, seed: int, step: int) -> Scored | str:
+            raise JobStopped
+
+    jobs = Rated(tmp_path, stops_after=12)
+    with pytest.raises(JobStopped):
+        search(tmp_path, jobs, learning_rates=RATES)
+    with pytest.raises(JobStopped):
+        search(tmp_path, HeldAgain(tmp_path, trained=jobs.trained), learning_rates=RATES)
+    record = read_tune(tmp_path)
+    ruled_out = {f"{SHORT} rate={rate}" for rate in RATES}
+    assert len(record.rungs) == 2 and ruled_out & {*record.rungs[1].settings}
+    assert {record.of(name).out_in for name in ruled_out} == {"race"} and not ruled_out & {*record.left}
+    jobs.stops_after = None  # once more it races well, and its runs count again
+    assert search(tmp_path, jobs, learning_rates=RATES).chosen == f"{SHORT} rate=0.4"
+
+
 def test_learning_rates_of_one_strategy_need_no_race(tmp_path: Path) -> None:
     jobs = Rated(tmp_path)
     record = search(tmp_path, jobs, texts=(GRADIENTS, DPSGD), learning_rates=RATES)
     assert jobs.raced == [] and record.chosen == f"{GRADIENTS} rate=0.1" and record.completed
     assert record.of(record.chosen).frames_per_s == SPEEDS[GRADIENTS]
+    found = Search(record, {})
+    assert "It is predicted to train at 100 frames/s with back-end mpi." in find_answer(found).details
+    assert "Times are at the predicted speed" in make_table(found, {}).note
+    raced = Search(search(tmp_path / "raced", Rated(tmp_path / "raced"), learning_rates=RATES), {})
+    assert "Times are at the raced speed" in make_table(raced, {}).note
+    assert "predicted to train" not in " ".join(find_answer(raced).details)
     again = search(tmp_path, jobs, texts=(GRADIENTS, DPSGD), learning_rates=RATES, target=target_of(-0.5))
     assert again.chosen == record.chosen and again.target == -0.5
 

@@ -150,7 +150,7 @@ def test_options_are_not_broken_and_sentences_are_escaped() -> None:
 
 
 def test_lines_of_a_family_have_one_colour_and_strokes_of_their_own() -> None:
-    names = [f"{family} {member}" for family in "ab" for member in range(4)]
+    names = [f"{family} {member}" for family in "ab" for member in range(6)]
     canvas = named_canvas(names, PAGE, {name: name[0] for name in names})
     assert len({canvas.colours[name] for name in names if name[0] == "a"}) == 1
     assert canvas.colours["a 0"] != canvas.colours["b 0"]
