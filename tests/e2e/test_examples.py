@@ -19,7 +19,7 @@ from benchmarks.strategies.own_loop import changed_lines
 from speechdp.experiments.race.record import read_race
 from speechdp.report.runs.folders import read_run
 from tests.helpers.corpora import write_tone
-from tests.helpers.jobs import SPEECHDP, by_launch
+from tests.helpers.jobs import SPEECHDP, by_launch, ended_within
 from tests.helpers.mpi import REPOSITORY, job_environment, run_job
 from tests.helpers.tiny_data import TINY_MODEL, TinySizes, write_tiny_data
 
@@ -75,16 +75,9 @@ def main(comm):
 def test_a_worker_that_imports_the_script_is_no_rank(is_guarded: bool, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(WITH_WORKER.format(guard='if __name__ == "__main__":\n    ' if is_guarded else ""))
-    ended = subprocess.run(
-        [sys.executable, script],
-        env=job_environment(),
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    ended = ended_within(500, [sys.executable, str(script)])
     told = "speechdp: a worker process (of a DataLoader, say) imports the script and comes to run_ranks(main)"
-    found = ended.returncode == 0, "steps 2" in ended.stdout, told not in ended.stderr
+    found = ended.exit_code == 0, "steps 2" in ended.stdout, told not in ended.stderr
     assert found == (is_guarded,) * 3, ended.stderr
 
 
@@ -134,15 +127,8 @@ def test_workers_take_no_notice_of_what_asks_ranks_to_stop(
     """One that it ended would end the rank, which is about to save."""
     script = tmp_path / "script.py"
     script.write_text(SIGNALLING.format(start=start, batches=batches, number=int(number)))
-    ended = subprocess.run(
-        [sys.executable, script],
-        env=job_environment(),
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert (ended.returncode, "steps 100" in ended.stdout) == (0, True), ended.stderr
+    ended = ended_within(500, [sys.executable, str(script)])
+    assert (ended.exit_code, "steps 100" in ended.stdout) == (0, True), ended.stderr
 
 
 def test_every_example_keeps_its_ranks_from_workers() -> None:

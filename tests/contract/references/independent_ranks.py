@@ -97,6 +97,10 @@ class Training:
         return [loss_sum(model, (batch[0][part], batch[1][part])) for part in parts]
 
 
+#: What strategies are compared in, unless a test says more.
+SGD, CLIPPED, ADAMW = Training(), Training(max_norm=0.4, passes=2), Training("adamw")
+
+
 class Ranks:
     """All ranks of a run, one after another; subclasses say what follows a step.
 

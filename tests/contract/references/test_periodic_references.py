@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from tests.contract.references.independent_ranks import (
+    ADAMW,
+    CLIPPED,
+    SGD,
     QuantisedMean,
     Ranks,
     Training,
@@ -23,8 +26,6 @@ from tests.contract.references.independent_ranks import (
     script_course,
     weighted,
 )
-
-SGD, CLIPPED, ADAMW = Training(), Training(max_norm=0.4, passes=2), Training("adamw")
 
 
 @dataclass

@@ -14,8 +14,11 @@ import torch
 from torch import Tensor
 
 from tests.contract.references.independent_ranks import (
+    ADAMW,
+    CLIPPED,
     LEVELS,
     NUM_STEPS,
+    SGD,
     QuantisedMean,
     Ranks,
     Training,
@@ -28,7 +31,6 @@ from tests.contract.references.independent_ranks import (
     weighted,
 )
 
-SGD, CLIPPED, ADAMW = Training(), Training(max_norm=0.4, passes=2), Training("adamw")
 SIZES = (1, 2, 3, 5)
 
 
