@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP, *WARNINGS)
 _held: list[int] = []
 #: Says that mpirun ends its ranks; None: it does not end this process.
 _tell_end_by_mpirun: Callable[[], object] | None = None
+#: A rank whose death mpirun sees before the others have spoken ends them too early; it kills all after 1 s.
+_OTHERS_SPEAK_S = 1.5
 #: Signals that came amid an import, and come again so much later, s; one that comes meanwhile is not put off.
 _deferred: list[int] = []
 _AGAIN_S = 0.1
@@ -103,6 +106,7 @@ def leave_if_ended_by_mpirun(end: BaseException) -> None:
     _tell_end_by_mpirun()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    time.sleep(_OTHERS_SPEAK_S)
     give_up_handler(signal.SIGTERM, signal.SIG_DFL)
     signal.raise_signal(signal.SIGTERM)
 
