@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -360,7 +361,8 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
         before_command = f"write -- before the command: ... -- {inner} ..."
     own = shown[: shown.index("--")] if "--" in shown else shown
     is_help = bool({"-h", "--help"} & set(own))
-    with wrapped_paragraphs() if is_help else boxes_as_lines(name, before_command):
+    file_told = _file_told() if is_help and name not in _WITH_COMMAND else nullcontext()
+    with file_told, wrapped_paragraphs() if is_help else boxes_as_lines(name, before_command):
         options = tyro.cli(
             kind,
             prog=f"speechdp {name}",
@@ -370,6 +372,15 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
         )
     hidden.update(internal)
     return dataclasses.replace(options, **hidden) if hidden else options
+
+
+@contextmanager
+def _file_told() -> Iterator[None]:
+    """Say below the help that the block prints how options are given by a file."""
+    try:
+        yield
+    finally:
+        print("Options may stand in a file, too: --config FILE.json")
 
 
 def _with_config(name: str, arguments: Sequence[str]) -> Sequence[str]:

@@ -81,7 +81,7 @@ def _is_ungrouped(hint: Any) -> bool:
     return UNGROUPED in getattr(hint, "__metadata__", ())
 
 
-def _made(kind: type, **values: Any) -> Any:
+def _made(kind: type, /, **values: Any) -> Any:
     """Return a dataclass of the values of its options, and of those of groups that are UNGROUPED."""
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
