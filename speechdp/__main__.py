@@ -1,5 +1,7 @@
 """`python -m speechdp` and the console script: from here on signals find somebody who heeds them."""
 
+import os
+
 from speechdp.process.ending import hold_warnings, interrupts_end
 
 
@@ -7,9 +9,21 @@ def main() -> None:
     """Run the subcommand in sys.argv and exit with its code."""
     hold_warnings()
     interrupts_end()
+    _heed_mpirun()
     from speechdp.cli.main import main as run  # noqa: PLC0415 - takes long where disks are slow
 
     run()
+
+
+def _heed_mpirun() -> None:
+    """Let rank 0 say that mpirun ends its ranks, if nobody else does: what supervises mpirun tells itself."""
+    if "OMPI_COMM_WORLD_RANK" not in os.environ:
+        return  # before anything more is imported
+    from speechdp.comm.startup.mpirun_end import heed_mpirun_end  # noqa: PLC0415
+    from speechdp.launching.variables import LAUNCH  # noqa: PLC0415
+
+    if LAUNCH not in os.environ:
+        heed_mpirun_end()
 
 
 if __name__ == "__main__":

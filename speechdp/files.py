@@ -191,6 +191,16 @@ def cannot_be_used(error: OSError) -> str | None:
     return f"{name}: cannot be used ({disk_reason(error)}); {remedy_of(error)}, then run again"
 
 
+def listed_anew(folder: Path) -> list[str]:
+    """Return the names in a folder as they are now.  Raises OSError.
+
+    Listing makes NFS ask its server: else it remembers for a minute that there was no file of a name, or no
+    folder, and what an older file held.
+    """
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries]
+
+
 def why_no_folder(path: Path) -> str:
     """Return what is wrong with a path that is no folder, to complete "PATH: ..."."""
     return "is a file, not a folder" if path.exists() else "no such folder"

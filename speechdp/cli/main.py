@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -27,7 +28,7 @@ from speechdp.cli.support.config_file import (
 )
 from speechdp.cli.support.help_text import option_rules, wrapped_paragraphs
 from speechdp.cli.support.refusals import boxes_as_lines
-from speechdp.comm.environment import announced
+from speechdp.comm.environment import announced, note_told
 from speechdp.counting import did_you_mean
 from speechdp.errors import ConfigError, SpeechDPError, UsageError
 from speechdp.files import cannot_be_used
@@ -42,7 +43,9 @@ from speechdp.process.ending import (
     end_by_held_warning,
     heed_put_off,
     interrupts_raise,
+    is_ended_by_mpirun,
     leave,
+    leave_if_ended_by_mpirun,
     outlast_signals,
 )
 from speechdp.process.notices import tell
@@ -207,6 +210,8 @@ def main() -> None:
         end_by_exception((signal.SIGTERM, signal.SIGHUP))
     elif launch is None or launch.size == 1:
         end_by_exception()
+    elif is_ended_by_mpirun():
+        end_by_exception((signal.SIGTERM, *WARNINGS))
     else:  # by others the launcher ends its ranks, and tells of it
         end_by_exception(WARNINGS)
     try:
@@ -218,6 +223,7 @@ def main() -> None:
         outlast_signals()
     except (KeyboardInterrupt, Ended) as end:  # while `run` told of something else
         outlast_signals()
+        leave_if_ended_by_mpirun(end)
         text, exit_code = describe_end(end)
         tell(text)
     sys.stdout.flush()
@@ -280,6 +286,7 @@ def run(arguments: Sequence[str]) -> int:
             raise
         text, exit_code = line, exit_codes.FAILED
     except (KeyboardInterrupt, Ended) as end:
+        leave_if_ended_by_mpirun(end)
         text, exit_code = describe_end(end)
         if name in _GOING_ON and isinstance(end, Ended) and end.is_warning and announced() is None:
             text, exit_code = STOPPED_BEFORE, exit_codes.STOPPED
@@ -309,6 +316,7 @@ def _let_rank_0_tell() -> None:
     launch = announced()
     if launch is not None and launch.rank > 0:
         time.sleep(_AFTER_RANK_0_S)
+    note_told()
 
 
 def _options_of(command: Any) -> set[str]:
@@ -353,7 +361,8 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
         before_command = f"write -- before the command: ... -- {inner} ..."
     own = shown[: shown.index("--")] if "--" in shown else shown
     is_help = bool({"-h", "--help"} & set(own))
-    with wrapped_paragraphs() if is_help else boxes_as_lines(name, before_command):
+    file_told = _file_told() if is_help and name not in _WITH_COMMAND else nullcontext()
+    with file_told, wrapped_paragraphs() if is_help else boxes_as_lines(name, before_command):
         options = tyro.cli(
             kind,
             prog=f"speechdp {name}",
@@ -363,6 +372,15 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
         )
     hidden.update(internal)
     return dataclasses.replace(options, **hidden) if hidden else options
+
+
+@contextmanager
+def _file_told() -> Iterator[None]:
+    """Say below the help that the block prints how options are given by a file."""
+    try:
+        yield
+    finally:
+        print("Options may stand in a file, too: --config FILE.json")
 
 
 def _with_config(name: str, arguments: Sequence[str]) -> Sequence[str]:

@@ -27,7 +27,7 @@ from speechdp.cli.support.script_options import (
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
-from speechdp.options.shown import BATCH_JOB_OR_HERE, heading, shown
+from speechdp.options.shown import BATCH_JOB_OR_HERE, UNGROUPED, heading, shown
 from speechdp.process.ending import Ended
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class TuneCommand(StartsJobs):
     """Data directory written by `speechdp prepare`."""
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder for the search and its report.  The same command goes on with a search that was interrupted."""
-    search: Annotated[TuneOptions, heading("search")] = field(default_factory=TuneOptions)
+    search: Annotated[TuneOptions, UNGROUPED] = field(default_factory=TuneOptions)
     options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
     backends: Annotated[str, shown("NAME,...")] = "horovod,mpi,torch"
     """Back-ends to choose from, the preferred one first; one that is not installed is left out."""
@@ -354,9 +354,7 @@ class TuneScriptCommand:
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder for the search and its report.  The same command goes on with a search that was interrupted."""
     script: Annotated[ScriptOptions, heading("script")]
-    search: Annotated[TuneOptions, heading("search")] = field(
-        default_factory=lambda: TuneOptions(budget="30m")
-    )
+    search: Annotated[TuneOptions, UNGROUPED] = field(default_factory=lambda: TuneOptions(budget="30m"))
     backends: Annotated[str, shown("NAME,...", "that of --backend")] = ""
     """Back-ends to choose from, the preferred one first; one that is not installed is left out."""
     race: Annotated[int, shown("ROUNDS")] = 6

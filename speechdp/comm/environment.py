@@ -227,9 +227,29 @@ def end_process(exit_code: int) -> NoReturn:
 def end_process_with(text: str, exit_code: int) -> NoReturn:
     """Write `text` to stderr and leave, from any thread: no stream's lock is waited for, nor a reader."""
     try:  # where nothing can be said, leaving counts all the same
+        note_told()
         bounded(lambda: os.write(2, text.encode(errors="replace")), default=0)
     finally:
         os._exit(exit_code)
+
+
+def note_told() -> None:
+    """Note for the ranks of this host that one of them says why mpirun is about to end the others."""
+    mark = _mark_of_told()
+    if mark is not None:
+        bounded(mark.touch, default=None)
+
+
+def has_told() -> bool:
+    """Tell whether a rank of this host has said why the job ends."""
+    mark = _mark_of_told()
+    return mark is not None and bounded(mark.exists, default=False)
+
+
+def _mark_of_told() -> Path | None:
+    """Return the name of a file in mpirun's own folder for the job, which goes with it; None: no mpirun."""
+    folder = os.environ.get("PMIX_SERVER_TMPDIR", "")
+    return Path(folder, "speechdp-told") if folder else None
 
 
 def _set_defaults(defaults: Mapping[str, str]) -> None:

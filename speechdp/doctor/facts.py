@@ -24,10 +24,21 @@ from speechdp.launching.cores import available_cores
 from speechdp.timing.gpu import gpu_facts
 
 
+def _machine() -> str:
+    """Return what tells this machine, or container, from all others until it starts again; "": unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        spaces = [str(Path("/proc/self/ns", name).readlink()) for name in ("uts", "net")]
+    except OSError:
+        return ""
+    return " ".join([boot, *spaces])
+
+
 def node_facts() -> dict[str, Any]:
     """Return what is installed and built into this node, as JSON."""
     return {
         "host": environment.host_name(),
+        "machine": _machine(),
         "python": sys.executable,
         "versions": {**versions(), "speechdp code": _code_checksum()},
         "cores": available_cores(),

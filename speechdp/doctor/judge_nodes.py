@@ -122,12 +122,22 @@ def judge_host_names(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
     shared = {name: hosts for name, hosts in by_name.items() if len(hosts) > 1}
     if not shared:
         return ok("host names", some_of(by_name))
-    name, hosts = next(iter(shared.items()))
+    # Names of one machine are no failure: a job works over them.
+    alike = {name: hosts for name, hosts in shared.items() if not _is_one_machine(hosts, nodes)}
+    name, hosts = next(iter((alike or shared).items()))
+    if not alike:
+        remedy = "name it once in the hostfile, with the slots of all its names, which share its cores"
+        return Finding("host names", "warn", f"are one machine, {name}", hosts, remedy)
     remedy = (
         "give every node its own name (hostnamectl set-hostname), and name each once in the hostfile: "
         "with one name for several, Horovod crashes and ranks share GPUs"
     )
     return Finding("host names", "fail", f"all call themselves {name}", hosts, remedy)
+
+
+def _is_one_machine(hosts: Sequence[str], nodes: Mapping[str, Mapping[str, Any]]) -> bool:
+    machines = {nodes[host]["machine"] for host in hosts}
+    return len(machines) == 1 and "" not in machines
 
 
 def judge_cores(nodes: Mapping[str, Mapping[str, Any]], num_ranks: Mapping[str, int]) -> Finding:

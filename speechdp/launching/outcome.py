@@ -12,6 +12,7 @@ from typing import Any
 
 from speechdp import exit_codes
 from speechdp.errors import UsageError
+from speechdp.files import listed_anew
 from speechdp.json_input import parse_json
 from speechdp.launching.faults import Fault, first_cause
 from speechdp.launching.forwarded_options import has_option
@@ -296,7 +297,9 @@ def _meaning(exit_code: int) -> str:
 
 def _marker_state(subcommand: str, directory: Path) -> tuple[int, int] | None:
     """Return what tells one writing of the completion marker from another; None: not complete."""
-    _look_anew(directory)
+    for folder in reversed((directory, *directory.parents)):
+        with contextlib.suppress(OSError):
+            listed_anew(folder)
     if subcommand == "sweep" and _sweep_record(directory).get("completed") is not True:
         return None
     try:
@@ -306,16 +309,6 @@ def _marker_state(subcommand: str, directory: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return marker.st_mtime_ns, marker.st_ino
-
-
-def _look_anew(directory: Path) -> None:
-    """Have NFS ask for the names in a folder, and in those above it, which it may know from before the job.
-
-    It remembers for a minute, unless a folder is listed, that there was no file of a name, or no folder.
-    """
-    for folder in reversed((directory, *directory.parents)):
-        with contextlib.suppress(OSError), os.scandir(folder) as names:
-            next(names, None)
 
 
 def _sweep_record(out: Path) -> dict[str, Any]:

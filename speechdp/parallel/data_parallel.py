@@ -172,9 +172,8 @@ class DataParallel:
             together = self.strategy.traits.replicas_equal and self.comm.spans_job
             self._calls.begin(self, together=together)
             check_same_call(_BEGINNING, self.comm)
-            self._stays_untrained.check_model()
+            self._take_model()
             check_saved_together(self._loaded, self.strategy, self.comm)
-            self._replica.bind_parameters()
             loaded, self._loaded = self._loaded, None
             state_of = None if loaded is None else loaded.get("run_id", "")
             path = self._folder.begin(self._facts(), self._device, state_of=state_of)
@@ -243,11 +242,15 @@ class DataParallel:
         if self._stop is not None:
             self._stop.close()
 
+    def _take_model(self) -> None:
+        """Take the parameters as the script has left them.  Raises RunError: one has come later."""
+        self._stays_untrained.check_model()
+        self._replica.bind_parameters()
+
     def _finish(self, *, is_stopped: bool) -> None:
         """Give all ranks the same parameters; record that the run has ended well.  Collective."""
         self._check_whole()
-        self._stays_untrained.check_model()
-        self._replica.bind_parameters()
+        self._take_model()
         self._look_at_losses()
         self._joiner.complete()
         self.strategy.pause()
@@ -467,8 +470,7 @@ class DataParallel:
     def _evaluated(self) -> Iterator[None]:
         """Do what `evaluating` does, around the one time that it yields."""
         modes = {module: module.training for module in self.model.modules()}
-        self._stays_untrained.check_model()
-        self._replica.bind_parameters()
+        self._take_model()
         self._look_at_losses()
         self.strategy.pause()
         try:
@@ -588,8 +590,7 @@ class DataParallel:
 
     def _state(self, call: str) -> dict[str, Any]:
         """Return what `state_dict` does, for a call of that name.  Collective."""
-        self._stays_untrained.check_model()
-        self._replica.bind_parameters()
+        self._take_model()
         self._look_at_losses()
         self.strategy.pause()
         with self.timeline.event(Span.MEETING):

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,10 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, *WARNINGS)
 #: Warnings that came before there was anybody to heed them.
 _held: list[int] = []
+#: Says that mpirun ends its ranks; None: it does not end this process.
+_tell_end_by_mpirun: Callable[[], object] | None = None
+#: A rank whose death mpirun sees before the others have spoken ends them too early; it kills all after 1 s.
+_OTHERS_SPEAK_S = 1.5
 #: Signals that came amid an import, and come again so much later, s; one that comes meanwhile is not put off.
 _deferred: list[int] = []
 _AGAIN_S = 0.1
@@ -72,14 +77,38 @@ def describe_end(error: KeyboardInterrupt | Ended) -> tuple[str, int]:
     return "interrupted", 128 + signal.SIGINT
 
 
-def hold_warnings() -> None:
+def hold_warnings(signals: Sequence[signal.Signals] = WARNINGS) -> None:
     """Only note a batch system's warnings from now on: nobody can heed them yet, and they would kill.
 
     To be called first of all, before what takes long to import.
     """
-    for signum in WARNINGS:
+    for signum in signals:
         if signal.getsignal(signum) == signal.SIG_DFL:
             signal.signal(signum, _hold)
+
+
+def hold_end_by_mpirun(tell: Callable[[], object]) -> None:
+    """Hold SIGTERM as well: mpirun ends its ranks by it, and `tell` has to say so, if nobody else has."""
+    global _tell_end_by_mpirun  # noqa: PLW0603 - of this process, as handlers are
+    _tell_end_by_mpirun = tell
+    hold_warnings((signal.SIGTERM,))
+
+
+def is_ended_by_mpirun() -> bool:
+    """Say whether SIGTERM would come from mpirun, which ends its ranks."""
+    return _tell_end_by_mpirun is not None
+
+
+def leave_if_ended_by_mpirun(end: BaseException) -> None:
+    """Die of SIGTERM if mpirun has sent it, now that what was incomplete is removed; else return."""
+    if _tell_end_by_mpirun is None or not isinstance(end, Ended) or end.signum != signal.SIGTERM:
+        return
+    _tell_end_by_mpirun()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    time.sleep(_OTHERS_SPEAK_S)
+    give_up_handler(signal.SIGTERM, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTERM)
 
 
 def _hold(signum: int, _frame: FrameType | None) -> None:

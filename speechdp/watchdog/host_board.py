@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,17 @@ from speechdp.comm.base import Communicator
 from speechdp.watchdog.status import STATUS_BYTES, RankStatus, status_from, status_to_bytes
 
 _MEMORY = Path("/dev/shm")
+#: Those of this process.
+_BOARDS: weakref.WeakSet[HostBoard] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Keep no rank's lock in a worker that was forked: it may outlive the rank."""
+    for board in list(_BOARDS):
+        board.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class HostBoard:
@@ -37,6 +49,7 @@ class HostBoard:
         self._descriptor: int | None = None
         with contextlib.suppress(OSError):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        _BOARDS.add(self)
         comm.barrier()
         if made:
             Path(made).unlink(missing_ok=True)

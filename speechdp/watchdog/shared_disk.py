@@ -9,6 +9,7 @@ from pathlib import Path
 
 from speechdp.comm.base import Communicator
 from speechdp.comm.environment import host_name
+from speechdp.files import listed_anew
 from speechdp.watchdog.watchdog import Stillness
 
 #: Seconds until what rank 0 writes must be seen on all hosts; NFS looks again after a while only.
@@ -49,9 +50,8 @@ def why_unseen(path: Path) -> str | None:
     looking, patience = Stillness(time.monotonic(), LOOK_S), Patience()
     while True:
         error = None
-        # Listing a folder makes NFS look again; asking for the file alone may answer from memory.
         try:
-            if path in path.parent.iterdir():
+            if path.name in listed_anew(path.parent):
                 return None
         except FileNotFoundError:
             pass

@@ -275,8 +275,20 @@ def test_launch_that_is_warned_during_imports_starts_no_rank(module: str, tmp_pa
     )
 
 
-def test_ranks_that_are_warned_remove_what_is_not_complete(tmp_path: Path) -> None:
-    """mpirun hands the warning on to all of them."""
+@pytest.mark.parametrize(
+    ("number", "exit_code", "said"),
+    [
+        (signal.SIGUSR1, 138, "ended by SIGUSR1"),  # mpirun hands it on to all of them
+        (
+            signal.SIGINT,  # mpirun sends them SIGTERM, and ends with 1 whatever they do
+            1,
+            "ended by SIGTERM, which mpirun sends its ranks when it is interrupted or one of them has failed",
+        ),
+    ],
+)
+def test_ranks_that_are_ended_remove_what_is_not_complete(
+    number: signal.Signals, exit_code: int, said: str, tmp_path: Path
+) -> None:
     data = write_tiny_data(tmp_path / "data", TinySizes(4, 2, 2, shards=1)).path
     run, folder = tmp_path / "run", tmp_path / "written"
     folder.mkdir()
@@ -285,9 +297,9 @@ def test_ranks_that_are_warned_remove_what_is_not_complete(tmp_path: Path) -> No
     command = [str(BIN / "mpirun"), "--oversubscribe", "-n", "2", sys.executable, str(program), str(folder)]
     with started([*command, "decode", str(run), str(data), "--backend", "mpi"], folder) as job:
         job.wait_until(lambda: len(list(folder.iterdir())) == 2, "files of both ranks")
-        job.signal(signal.SIGUSR1)
+        job.signal(number)
         ended = job.finish()
-    assert ended.exit_code == 138, ended.output
+    assert ended.exit_code == exit_code, ended.output
     assert list(folder.iterdir()) == []
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("speechdp: ")]
-    assert line.startswith("speechdp: rank 0 on ") and line.endswith(": ended by SIGUSR1"), ended.output
+    assert line.startswith("speechdp: rank 0 on ") and line.endswith(f": {said}"), ended.output

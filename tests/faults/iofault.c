@@ -53,6 +53,10 @@ static int torn_fd = -1; /* half of a write to it was done: the next one finds t
 static int can_fail(int op, int error)
 {
     switch (error) {
+    case EROFS: return op == CREATE || op == TRUNCATE || op == RENAME || op == LINK || op == SYMLINK || op == UNLINK
+        || op == MKDIR || op == RMDIR;
+    case EMFILE: return op == OPEN || op == CREATE || op == OPENDIR;
+    case EDQUOT:
     case ENOSPC: return op == CREATE || op == WRITE || op == TRUNCATE || op == FSYNC || op == CLOSE || op == RENAME
             || op == LINK || op == SYMLINK || op == MKDIR;
     case EINTR: return op == OPEN || op == CREATE || op == WRITE || op == TRUNCATE || op == FSYNC || op == FSYNCDIR;

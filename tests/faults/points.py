@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 #: Errors that are tried, each with all operations that can give it (`CAN_FAIL`).
-ERRORS = ("ENOSPC", "EIO", "ESTALE", "EINTR", "ENOENT", "EACCES")
+ERRORS = ("ENOSPC", "EIO", "ESTALE", "EINTR", "ENOENT", "EACCES", "EDQUOT", "EROFS", "EMFILE")
 
 _BY_NAME = ("open", "create", "opendir", "rename", "link", "symlink", "unlink", "mkdir", "rmdir")
 _ALL = (*_BY_NAME, "write", "truncate", "fsync", "fsyncdir", "close")
+_FILLS = ("create", "write", "truncate", "fsync", "close", "rename", "link", "symlink", "mkdir")
 #: Operations that can give an error, by their manual pages; NFS gives ESTALE to all.  As in iofault.c.
 CAN_FAIL: dict[str, tuple[str, ...]] = {
-    "ENOSPC": ("create", "write", "truncate", "fsync", "close", "rename", "link", "symlink", "mkdir"),
+    "ENOSPC": _FILLS,
+    "EDQUOT": _FILLS,
+    "EROFS": ("create", "truncate", "rename", "link", "symlink", "unlink", "mkdir", "rmdir"),
+    "EMFILE": ("open", "create", "opendir"),
     "EIO": _ALL,
     "ESTALE": _ALL,
     "EINTR": ("open", "create", "write", "truncate", "fsync", "fsyncdir"),

@@ -12,6 +12,9 @@ from tests.faults.points import Point, reason_of
 #: What fits an error: one of these stands in its line.
 _REMEDIES = {
     "ENOSPC": ("free some space",),
+    "EDQUOT": ("free some space",),
+    "EROFS": ("have the disk mounted for writing",),
+    "EMFILE": ("raise the limit on open files",),
     "EIO": ("look at the disk",),
     "ESTALE": ("network disk",),
     "EINTR": ("wait a moment",),

@@ -27,6 +27,8 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from speechdp.options.shown import UNGROUPED
+
 #: What stands for a value whose option names none; tyro's own are INT and FLOAT.
 _METAVARS = {int: "N", float: "X"}
 _NUMBERS = {int: "a whole number", float: "a number"}
@@ -46,17 +48,8 @@ def option_rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
     def options_of(info: StructTypeInfo) -> StructConstructorSpec | None:
         if not dataclasses.is_dataclass(info.type):
             return None
-        hints = typing.get_type_hints(info.type, include_extras=True)
-        fields = tuple(
-            StructFieldSpec(
-                name=field.name,
-                type=_shown(hints[field.name], is_hidden=field.name in hidden),
-                default=_default(field, info),
-                helptext=functools.partial(_help_of, info.type, field.name),
-            )
-            for field in dataclasses.fields(info.type)
-        )
-        return StructConstructorSpec(instantiate=info.type, fields=fields)
+        fields = tuple(_specs(info.type, info.default, hidden))
+        return StructConstructorSpec(instantiate=functools.partial(_made, info.type), fields=fields)
 
     @registry.primitive_rule
     def number_of(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
@@ -66,6 +59,37 @@ def option_rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
         return None if kind is None else _number_spec(kind, may_be_none=type(None) in kinds)
 
     return registry
+
+
+def _specs(kind: type, default: Any, hidden: Collection[str]) -> Iterator[StructFieldSpec]:
+    """Yield the options of a dataclass, in place of a group that is UNGROUPED those in it."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        own = _default(field, kind, default)
+        if _is_ungrouped(hints[field.name]):
+            yield from _specs(typing.get_args(hints[field.name])[0], own, hidden)
+            continue
+        yield StructFieldSpec(
+            name=field.name,
+            type=_shown(hints[field.name], is_hidden=field.name in hidden),
+            default=own,
+            helptext=functools.partial(_help_of, kind, field.name),
+        )
+
+
+def _is_ungrouped(hint: Any) -> bool:
+    return UNGROUPED in getattr(hint, "__metadata__", ())
+
+
+def _made(kind: type, /, **values: Any) -> Any:
+    """Return a dataclass of the values of its options, and of those of groups that are UNGROUPED."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        if _is_ungrouped(hints[field.name]):
+            group = typing.get_args(hints[field.name])[0]
+            names = [one.name for one in dataclasses.fields(group) if one.name in values]
+            values[field.name] = _made(group, **{name: values.pop(name) for name in names})
+    return kind(**values)
 
 
 def _number_spec(kind: type, *, may_be_none: bool) -> PrimitiveConstructorSpec[Any]:
@@ -96,9 +120,9 @@ def _shown(hint: Any, *, is_hidden: bool) -> Any:
     return Annotated[hint, tyro.conf.arg(metavar=_METAVARS[hint])] if hint in _METAVARS else hint
 
 
-def _default(field: dataclasses.Field[Any], info: StructTypeInfo) -> Any:
-    if isinstance(info.default, info.type):
-        return getattr(info.default, field.name)
+def _default(field: dataclasses.Field[Any], kind: type, whole: Any) -> Any:
+    if isinstance(whole, kind):
+        return getattr(whole, field.name)
     if field.default is not dataclasses.MISSING:
         return field.default
     if field.default_factory is not dataclasses.MISSING:

@@ -20,7 +20,7 @@ from speechdp import exit_codes, remedies
 from speechdp.comm import environment
 from speechdp.errors import CommunicationError, SpeechDPError
 from speechdp.files import cannot_be_used
-from speechdp.process.ending import Ended, describe_end, give_up_handler
+from speechdp.process.ending import Ended, describe_end, give_up_handler, leave_if_ended_by_mpirun
 from speechdp.process.shortage import shortage
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ def guard(make: Callable[[], Communicator], function: Callable[[Communicator], i
 
 def _end(comm: Communicator | None, error: BaseException) -> int:
     """Print what happened and end all ranks; return the exit code where there is only this one."""
+    leave_if_ended_by_mpirun(error)
     report = _describe(comm, error)
     if _is_alone(comm):
         _print(report.text)
@@ -86,6 +87,7 @@ def _end(comm: Communicator | None, error: BaseException) -> int:
         # The abort of another rank begins with SIGTERM; a handler that saves would only prolong it.
         give_up_handler(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(report.delay_s)
+    environment.note_told()
     _print(report.text)
     if comm is not None:
         comm.abort(report.exit_code)

@@ -20,7 +20,7 @@ from speechdp.experiments.compare.plan import (
     equal_time_epochs,
 )
 from speechdp.experiments.compare.record import CompareRecord, RunRecord, find_earlier, write_record
-from speechdp.experiments.compare.training import ComparedTraining
+from speechdp.experiments.compare.training import ComparedTraining, log_of
 from speechdp.experiments.record import COMPLETE, FAILED, PENDING
 from speechdp.options.run import TrainOptions
 from speechdp.parallel.registry import StrategyChoice
@@ -114,10 +114,25 @@ class Comparer:
         if run.key in named and tried and run.learning_rate is None:
             return "without a learning rate of those tried; leave out --learning-rates to have such runs back"
         if run.key in named and run.learning_rate in tried:
-            return "of the learning rates tried another is better now"
+            return self._why_other_rate(run)
         return (
             "this command does not name what they train with; add it and repeat the command to have them back"
         )
+
+    def _why_other_rate(self, run: RunRecord) -> str:
+        """Say why a finished run has none of the learning rates that are best now, though it was tried."""
+        own = next(
+            (
+                trial
+                for trial in self._record.trials
+                if (trial.strategy.text, trial.ranks, trial.learning_rate)
+                == (run.strategy.text, run.ranks, run.learning_rate)
+            ),
+            None,
+        )
+        if own is not None and own.state == FAILED:  # its first trial was deleted
+            return f"its learning rate was tried again, which failed: {own.message}"
+        return "of the learning rates tried another is better now"
 
     def _is_done(self, run: RunRecord) -> bool:
         """Tell whether the folder of a finished run holds all that is wanted now."""
@@ -272,10 +287,10 @@ def carry_out(
     Raises:
         as ComparedTraining.run
     """
-    run_dir = run_dir.absolute()
+    shown_dir, run_dir = run_dir, run_dir.absolute()
     message, wall_s = None, None
     if not training.is_done(run, run_dir):
-        say(f"{place}: started{expectation}")
+        say(f"{place}: started{expectation}; {log_of(shown_dir)} shows how far it is")
         start_s = time.monotonic()
         message = training.run(run, run_dir)
         wall_s = time.monotonic() - start_s

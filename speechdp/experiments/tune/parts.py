@@ -17,6 +17,7 @@ from pathlib import Path
 from speechdp.experiments.arguments import train_arguments
 from speechdp.experiments.checked import checked_fields
 from speechdp.experiments.record import delete_file, write_record_file
+from speechdp.files import listed_anew
 from speechdp.json_input import parse_json
 from speechdp.options.run import TrainOptions
 from speechdp.ownership.overwrite import RUN, empty
@@ -149,8 +150,9 @@ def read_took(root: Path, *, is_over: bool = False) -> list[float]:
     Args:
         is_over: the job has ended, and what is there has to be seen.
     """
-    if is_over and root.is_dir():
-        list(root.iterdir())  # NFS may have kept in mind that there was no such file, or an older one
+    if is_over:
+        with suppress(OSError):
+            listed_anew(root)
     try:
         found = [finite(one) for one in parse_json((root / TOOK).read_text(encoding="utf-8"))["took_s"]]
     except (OSError, ValueError, TypeError, KeyError):  # it has not begun

@@ -49,7 +49,7 @@ class TunedRace:
         Raises:
             ConfigError: the shortest race and the shortest rungs cannot be expected to end within the budget;
                 the message names one that will do.
-            RunError: it failed, or fewer than two can take part.
+            RunError: it failed, or fewer than two can take part and there is one learning rate.
             JobStopped: a signal came meanwhile.
         """
         search = self._search
@@ -76,9 +76,19 @@ class TunedRace:
         if isinstance(race, str):
             raise RunError(f"{out}: the race of the settings failed: {race}; the same command tries again")
         search.rule_out(RACE, {n: why for n, why in race.left_out.items() if n in search.racing})
-        if not race.speeds:
-            raise RunError(f"{out}: fewer than two settings could race; name other --strategies")
-        self._take(race)
+        if race.speeds:
+            self._take(race)
+        elif len(search.racing) == 1 and search.request.learning_rates:  # they are still to be chosen among
+            search.say(f"race: none was held, as only {search.racing[0]} could: {self._who_could_not(race)}")
+            self._take_prediction(search.racing[0])
+        else:
+            raise RunError(
+                f"{out}: fewer than two settings could race: {self._who_could_not(race)}; mend that, or name "
+                "other --strategies in another folder"
+            )
+
+    def _who_could_not(self, race: RacedSettings) -> str:
+        return "; ".join(f"{name}: {why}" for name, why in race.left_out.items())
 
     def _take_prediction(self, name: str) -> None:
         """Note how fast a setting is that has nothing to race with: as predicted."""

@@ -147,6 +147,11 @@ def draw_ranges(ax: Axes, families: Sequence[Family], canvas: Canvas) -> bool:
     return True
 
 
+#: Share of the room between two numbers of ranks over which the points of strategies stand side by side, so
+#: that each has its interval to itself.
+_ASIDE = 0.5
+
+
 def _draw_lines(
     ax: Axes,
     families: Sequence[Family],
@@ -156,16 +161,17 @@ def _draw_lines(
     unit: str,
 ) -> bool:
     sizes = sorted({ranks for family in families for ranks in family.ranks})
-    for family in families:
-        shown = [(place, near[0]) for place, n in enumerate(sizes) if (near := family.near_best(n))]
+    for number, family in enumerate(families):
+        aside = (number - (len(families) - 1) / 2) * _ASIDE / len(families)
+        shown = [(place + aside, near[0]) for place, n in enumerate(sizes) if (near := family.near_best(n))]
         if not shown:
             continue
         places = [place for place, _ in shown]
         intervals = [value(one) for _, one in shown]
         colour, strokes = canvas.colours[family.label], dashes(family.label, canvas)
-        ax.fill_between(
+        ax.vlines(
             places, [scale * i.low for i in intervals], [scale * i.high for i in intervals], color=colour,
-            alpha=0.18, linewidth=0,
+            alpha=0.6, linewidth=1.4,
         )  # fmt: skip
         (line,) = ax.plot(
             places, [scale * i.mean for i in intervals], color=colour, linewidth=1.8, marker="o",

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from speechdp.cli.main import main
+from speechdp.__main__ import main
 from speechdp.files import atomic_path
 
 

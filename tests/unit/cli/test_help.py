@@ -214,3 +214,28 @@ def test_what_is_no_number_is_told_without_pythons_types(
     printed = capsys.readouterr().err
     assert printed == f"speechdp: {option}: expected {expected}, got 'two'\n"
     assert "NoneType" not in printed and "instantiated" not in printed
+
+
+@pytest.mark.parametrize("name", ["train", "tune --script", "doctor"])
+def test_help_tells_of_the_file_that_options_may_stand_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert help_of(name, monkeypatch)[-1] == "Options may stand in a file, too: --config FILE.json"
+
+
+def test_a_search_has_its_budget_first_and_its_threads_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "\n".join(help_of("tune", monkeypatch))
+    assert text.index("--budget TIME") < text.index("--backends NAME") < text.index("--threads N")
+
+
+def test_options_of_a_group_that_is_shown_among_others_come_to_it() -> None:
+    command = parse("tune", ["DATA", "OUT", "--budget", "90s", "--ranks", "3", "--race", "7"])
+    assert (command.search.budget, command.search.ranks, command.race) == ("90s", 3, 7)
+    assert command.search.periods == "4,16,64"
+    script = parse("tune", ["--script", "train.py", "OUT"])
+    assert script.search.budget == "30m"  # the form's own default
+
+
+def test_an_option_may_have_any_name() -> None:
+    assert (
+        parse("posteriors", ["RUN", "DATA", "--out", "ARK", "--kind", "log_posterior"]).kind
+        == "log_posterior"
+    )

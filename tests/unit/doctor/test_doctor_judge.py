@@ -17,6 +17,7 @@ from speechdp.doctor.seen import Rank, label_ranks
 GIB = 1 << 30
 NODE: dict[str, Any] = {
     "host": "n1",
+    "machine": "",
     "python": "/v/bin/python",
     "versions": {"speechdp version": "0.1.0", "torch version": "2.13.0", "speechdp code": "abc"},
     "cores": 4,
@@ -117,6 +118,17 @@ def one_name(ranks: list[Rank]) -> None:
         rank.facts["node"]["host"] = "localhost"
 
 
+def one_machine(ranks: list[Rank]) -> None:
+    one_name(ranks)
+    for rank in ranks:
+        rank.facts["node"]["machine"] = "b7 uts:[1] net:[2]"
+
+
+def one_name_of_two_machines(ranks: list[Rank]) -> None:
+    one_machine(ranks)
+    ranks[-1].facts["node"]["machine"] = "b7 uts:[3] net:[4]"
+
+
 NO_GPU = {**GPUS, "devices": []}
 CASES = [
     (version("speechdp version"), "speechdp version", "fail", "install the same version"),
@@ -130,6 +142,8 @@ CASES = [
     (part("connect", mpi_threads=1), "MPI threads", "fail", "MPI_THREAD_MULTIPLE"),
     (part("horovod", skipped="Horovod is not installed"), "Horovod", "warn", "--backend mpi"),
     (one_name, "host names", "fail", "its own name"),
+    (one_machine, "host names", "warn", "name it once in the hostfile"),
+    (one_name_of_two_machines, "host names", "fail", "its own name"),
     (node(cores=1), "cores", "warn", "OMP_NUM_THREADS"),
     (node(threads="1"), "cores", "warn", "one value for all"),
     (gpus(GPUS, {**NO_GPU, "nvml_gpus": 0}), "GPUs", "fail", "leave out hosts without GPUs"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -170,6 +171,30 @@ def test_a_rate_that_fails_is_not_chosen_and_is_tried_again(tmp_path: Path) -> N
     training.trained.clear()
     compare(tmp_path, training, (0.004, 0.008))
     assert [(run.mode, run.learning_rate) for run in training.trained] == [(RATES, 0.008)]
+
+
+def test_a_rate_whose_trial_was_deleted_and_fails_now_is_not_called_worse(tmp_path: Path) -> None:
+    compare(tmp_path, MadeUpTraining(), (0.001, 0.002))
+    (trial,) = (
+        run
+        for run in read_record(tmp_path).trials
+        if run.strategy.text == "gradient_averaging" and run.learning_rate == 0.002
+    )
+    assert trial.folder is not None
+    shutil.rmtree(tmp_path / trial.folder)
+    own = {**LEARNT, "gradient_averaging": {0.001: LEARNT["gradient_averaging"][0.001]}}
+    said = compare(tmp_path, MadeUpTraining(own), (0.001, 0.002))
+    (line,) = (line for line in said if "will not be in the report" in line)
+    assert line.endswith(
+        "learning rate 0.002: its learning rate was tried again, which failed: the loss is nan"
+    )
+
+
+def test_the_log_that_shows_how_far_a_training_is_is_named_as_it_starts(tmp_path: Path) -> None:
+    own = {text: {None: -0.41} for text in TEXTS}
+    (line, *_) = (line for line in compare(tmp_path, MadeUpTraining(own), ()) if ": started" in line)
+    folder = read_record(tmp_path).runs[0].folder
+    assert line.endswith(f": started; {tmp_path}/logs/{folder}.log shows how far it is")
 
 
 def test_a_strategy_that_no_rate_suits_has_failed(tmp_path: Path) -> None:

@@ -1143,6 +1143,73 @@ def test_a_setting_that_fails_in_the_race_is_ruled_out_with_its_message(tmp_path
     assert record.chosen == SHORT and record.completed
 
 
+class OneRaces(Jobs):
+    def hold_race(
+        self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
+    ) -> RacedSettings | str:
+        return RacedSettings({}, 0.0, {}, {SHORT: "it failed: the loss is nan"})
+
+
+def test_where_one_alone_could_race_its_learning_rates_are_trained(tmp_path: Path) -> None:
+    told: list[str] = []
+    jobs = OneRaces(tmp_path)
+    texts = (GRADIENTS, SHORT)
+    record = search(tmp_path, jobs, texts=texts, learning_rates=(0.1, 0.2), say=told.append)
+    held = f"none was held, as only {GRADIENTS} could: {SHORT}: it failed: the loss is nan"
+    assert f"race: {held}" in told
+    assert record.of(SHORT).why == "it failed: the loss is nan" and record.completed
+    assert record.chosen.startswith(f"{GRADIENTS} rate=")
+    assert record.of(record.chosen).frames_per_s == SPEEDS[GRADIENTS]
+
+
+def test_where_one_alone_could_race_the_others_are_named_with_why(tmp_path: Path) -> None:
+    with pytest.raises(
+        RunError, match=f"fewer than two .* could race: {SHORT}: it failed: the loss is nan; "
+    ):
+        search(tmp_path, OneRaces(tmp_path), texts=(GRADIENTS, SHORT))
+
+
+@dataclass
+class Interrupted(Timed):
+    """Is stopped halfway through one part of a run, which is gone on with from there.
+
+    Attributes:
+        at: how many are trained before; None: it is not stopped.
+    """
+
+    at: int | None = None
+    done_s: float = 0.0
+
+    def _train(self, setting: Setting, seed: int, step: int) -> str | None:
+        if self.at == len(self.trained):
+            self.at = None
+            self.done_s = 0.5 * self.factor * (step - self.stands(setting, seed)) / _rate(setting)
+            self.now_s += self.done_s
+            raise JobStopped
+        self.now_s, self.done_s = self.now_s - self.done_s, 0.0
+        return super()._train(setting, seed, step)
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_an_interrupted_search_counts_its_time_once_and_goes_on_as_if_it_were_not(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = timed_search(monkeypatch, Interrupted(tmp_path / "whole"))
+    jobs = Interrupted(tmp_path / "parts", at=at)
+    with pytest.raises(JobStopped):
+        timed_search(monkeypatch, jobs)
+    assert read_tune(jobs.out).spent_s == pytest.approx(jobs.now_s, abs=0.01)
+    jobs.now_s += 1000.0  # nobody searches meanwhile
+    record, _ = timed_search(monkeypatch, jobs)
+    assert record.spent_s == pytest.approx(jobs.now_s - 1000.0, abs=0.01)
+    assert [rung.settings for rung in record.rungs] == [rung.settings for rung in expected.rungs]
+    # What a start takes is known a little less well where a rung was cut.
+    expected_s = [rung.seconds for rung in expected.rungs]
+    assert [rung.seconds for rung in record.rungs] == pytest.approx(expected_s, rel=0.02)
+    assert record.rungs[0].seconds == expected_s[0]
+    assert record.chosen == expected.chosen
+
+
 def test_a_target_that_none_reaches_leaves_the_best_score(tmp_path: Path) -> None:
     record = search(tmp_path, Jobs(tmp_path), target=target_of(-1e-9))
     assert record.of(record.chosen).times_s == (None, None) and record.chosen == SHORT

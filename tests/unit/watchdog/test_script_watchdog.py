@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -214,3 +215,29 @@ def test_the_board_leaves_nothing_and_one_rank_claims_the_end() -> None:
     for board in boards.values():
         board.close()
         assert board.read(0) is None
+
+
+def test_a_forked_worker_that_outlives_its_rank_keeps_no_claim() -> None:
+    boards: dict[int, HostBoard] = {}
+
+    def make(comm: Communicator) -> None:
+        boards[comm.rank] = HostBoard(comm, ONE_HOST)
+
+    run_threads(2, make)
+    reading, writing = os.pipe()
+    descriptor = boards[0]._descriptor
+    assert descriptor is not None
+    fcntl.flock(descriptor, fcntl.LOCK_EX)  # and ends before it has marked the file
+    worker = os.fork()
+    if worker == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    boards[0].close()  # as the kernel does at its end
+    try:
+        wait_until(boards[1].claim_end, "the lock of a rank that has ended is free")
+    finally:
+        os.close(writing)
+        os.waitpid(worker, 0)
+        os.close(reading)
+        boards[1].close()
