@@ -29,6 +29,8 @@ FaultKind = Literal[
 _OF_STEP = ("step aborted", "step timed out")
 #: What a launcher notices while it starts ranks, and may get over; it tells why where they then fail.
 _NOTICES = (*_OF_STEP, "no room")
+#: What Open MPI's mpirun returns when a host or its daemon is lost; for all launchers, where they tell it.
+LOST_HOST = 205
 #: What ssh returns, whatever ended the program on the other side.
 ENDED_BY_SSH = 255
 
@@ -71,7 +73,8 @@ class Fault:
             "start hung": "not all ranks have started; `speechdp doctor` looks at every host",
             "killed": f"{who} was killed by {_signal_name(self.signal)}",
             "exited": f"{who} ended with exit code {self.exit_code} without a message",
-            "host lost": f"host {self.host} was lost: it is down, or its link is cut",
+            "host lost": f"{f'host {self.host}' if self.host else 'a host'} was lost: it is down, or its link "
+            "is cut",
             "not reached": "a host was not reached, what ssh says stands above; "
             "`speechdp doctor` looks at every host",
             "no folder": f"mpirun cannot make its folder {self.detail}; let TMPDIR name one that can be "
