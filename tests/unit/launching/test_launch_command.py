@@ -20,12 +20,15 @@ from speechdp.launching.command import (
 )
 from speechdp.launching.cores import available_cores
 from speechdp.launching.hostfile import Host, Hostfile
+from speechdp.launching.mpi.hydra import Hydra, IntelMpi, Mpich
 from speechdp.launching.mpi.job import LaunchJob, forwarded_names
 from speechdp.launching.mpi.open_mpi import OpenMpi
 from speechdp.launching.programs import find_horovodrun, find_mpirun
 
 MPI4 = OpenMpi(Path("/v/bin/mpirun"), Path("/v"), 4)
 MPI5 = OpenMpi(Path("/v/bin/mpirun"), Path("/v"), 5)
+MPICH = Mpich(Path("/usr/bin/mpiexec.hydra"), None, "4.3.2")
+INTEL = IntelMpi(Path("/opt/intel/bin/mpiexec.hydra"), None, "2021.15")
 SYSTEM_MPI = OpenMpi(Path("/usr/bin/mpirun"), None, 4)
 LOCAL = (Host("localhost", 2),)
 CLUSTER = (Host("node01", 4), Host("node02", 3))
@@ -301,11 +304,54 @@ def test_the_environments_mpirun_comes_first(tmp_path: Path) -> None:
     assert find_mpirun(tmp_path / "none", path) == OpenMpi(other, None, 5)
 
 
+@pytest.mark.parametrize(
+    ("says", "wanted"),
+    [
+        ("HYDRA build details:\n    Version:    4.3.2", Mpich),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.15 Build 20250213 (id: d23)", IntelMpi),
+    ],
+)
+def test_hydra_is_called_by_its_own_name(tmp_path: Path, says: str, wanted: type[Hydra]) -> None:
+    """Intel MPI's mpirun is a script that fails without more on PATH."""
+    hydra = fake_mpirun(tmp_path, "nothing").with_name("mpiexec.hydra")
+    hydra.write_text(f"#!/bin/sh\necho '{says}'\n")
+    hydra.chmod(0o755)
+    found = find_mpirun(tmp_path, "")
+    assert isinstance(found, wanted) and found.mpirun == hydra
+
+
+def test_hydra_on_this_machine_takes_no_ssh_and_watches_each_rank() -> None:
+    job = LaunchJob(LOCAL, PROGRAM, ARGUMENTS, tag_output=True, extra_options=("-verbose",))
+    argv = MPICH.command(job, {"PATH": "/bin", "FI_PROVIDER": "tcp", "SECRET": "x"})
+    assert argv[:7] == [str(MPICH.mpirun), "-n", "2", "-launcher", "fork", "-hosts", "localhost"]
+    assert argv[7:11] == ["-prepend-rank", "-genvlist", "FI_PROVIDER,PATH", "-verbose"]
+    assert Path(argv[13]).name == "rank_process.py" and argv[14:] == [*PROGRAM, *ARGUMENTS]
+
+
+def test_each_hydra_counts_the_ranks_of_hosts_in_its_own_way() -> None:
+    job = LaunchJob(CLUSTER, PROGRAM, (), interface="eth0")
+    of_mpich, of_intel = (" ".join(mpi.command(job, {})) for mpi in (MPICH, INTEL))
+    assert "-n 7 -hosts node01:4,node02:3 -iface eth0" in of_mpich
+    repeated = ",".join(["node01"] * 4 + ["node02"] * 3)
+    assert f"-n 7 -hosts {repeated} -ppn 1 -iface eth0" in of_intel
+    environment = child_environment(job, INTEL, {}, is_root=True, cores=None)
+    assert environment["FI_TCP_IFACE"] == environment["UCX_NET_DEVICES"] == "eth0"
+    assert environment["I_MPI_PIN"] == "0" and not any(name.startswith("OMPI_") for name in environment)
+    assert "I_MPI_PIN" not in INTEL.settings(job, {"I_MPI_PIN": "1"}, is_root=False)
+
+
+def test_horovodrun_over_mpi_takes_open_mpi_only() -> None:
+    with pytest.raises(
+        ConfigError, match=r"over Open MPI, but .* is of MPICH 4\.3\.2; use --launcher mpirun"
+    ):
+        horovodrun_command(LaunchJob(LOCAL, PROGRAM, ()), ("h",), "mpi", MPICH)
+
+
 def test_no_or_another_mpi_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no mpirun in .*run launch/setup"):
         find_mpirun(tmp_path, str(tmp_path))
-    fake_mpirun(tmp_path, "HYDRA build details: 4.2")
-    with pytest.raises(ConfigError, match="is not Open MPI"):
+    fake_mpirun(tmp_path, "LAM 7.1")
+    with pytest.raises(ConfigError, match="is of no MPI that is known here"):
         find_mpirun(tmp_path, "/usr/bin:/bin")
     with pytest.raises(ConfigError, match="launch/build_horovod"):
         find_horovodrun(tmp_path, str(tmp_path))
