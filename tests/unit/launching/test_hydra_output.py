@@ -81,7 +81,7 @@ def test_a_rank_that_says_why_comes_first() -> None:
             Fault("not reached", host="nodea"),
         ),
         (
-            "[proxy:1@nodeb] HYDU_create_process (/m/launch.c:73): execvp error on file /v/python (No such file)",
+            "[proxy:1@nodeb] HYDU_create_process (/m/launch.c:73): execvp error on file /v/python (No file)",
             Fault("no program", host="nodeb"),
         ),
     ],
