@@ -38,10 +38,11 @@ from rich.table import Table
 from benchmarks.data.data_wait import prepare
 from speechdp.cli.support.console import make_console
 from speechdp.experiments.jobs import JobStarter
-from speechdp.launching.command import LaunchJob, child_environment, own_program
+from speechdp.launching.command import child_environment, own_program
 from speechdp.launching.hostfile import local_hosts
+from speechdp.launching.mpi.job import LaunchJob
 from speechdp.launching.processes import descendants, program_name
-from speechdp.launching.programs import find_open_mpi
+from speechdp.launching.programs import find_mpirun
 
 IMPORTS = "import torch, mpi4py.MPI"
 _HOURS = 0.02
@@ -128,7 +129,7 @@ def _is_mpirun(pid: int) -> bool:
 
 def measure_imports(ranks: int) -> tuple[float, float]:
     """Run the imports alone on so many ranks; return wall and CPU time, s."""
-    mpi = find_open_mpi(Path(sys.prefix), os.environ.get("PATH", os.defpath))
+    mpi = find_mpirun(Path(sys.prefix), os.environ.get("PATH", os.defpath))
     job = LaunchJob(local_hosts(ranks).allocate(ranks), (sys.executable,), ("-c", IMPORTS))
     cores = max(1, (os.cpu_count() or 1) // ranks)
     environment = child_environment(job, mpi, os.environ, is_root=os.geteuid() == 0, cores=cores)

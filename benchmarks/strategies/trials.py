@@ -30,9 +30,10 @@ from speechdp.comm.startup.failure import guard
 from speechdp.data.shards.dataset import Dataset
 from speechdp.decode.recogniser import DecodingOptions
 from speechdp.decode.split import decode_split
-from speechdp.launching.command import LaunchJob, child_environment, mpirun_command
+from speechdp.launching.command import child_environment
 from speechdp.launching.hostfile import local_hosts
-from speechdp.launching.programs import find_open_mpi
+from speechdp.launching.mpi.job import LaunchJob
+from speechdp.launching.programs import find_mpirun
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.tasks.model_file import load_model
 from speechdp.train.realign import make_alignments, train_or_go_on
@@ -192,7 +193,7 @@ def train_trials(session: Session, trials: Sequence[Trial], out: Path, split: st
 
 def run_job(size: int, arguments: Sequence[str], timeout_s: float) -> list[Outcome]:
     """Run this program again on `size` ranks; print and return each trial's outcome as it comes."""
-    mpi = find_open_mpi(Path(sys.prefix), os.environ.get("PATH", ""))
+    mpi = find_mpirun(Path(sys.prefix), os.environ.get("PATH", ""))
     program = (sys.executable, str(Path(sys.argv[0]).resolve()))
     job = LaunchJob(local_hosts(size).allocate(size), program, (*arguments, "--on-ranks", str(size)))
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
@@ -200,7 +201,7 @@ def run_job(size: int, arguments: Sequence[str], timeout_s: float) -> list[Outco
     print(f"{size} {'rank' if size == 1 else 'ranks'}:", flush=True)
     outcomes = []
     with subprocess.Popen(
-        mpirun_command(job, mpi, environment), env=environment, stdin=subprocess.DEVNULL,
+        mpi.command(job, environment), env=environment, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         alarm = threading.Timer(timeout_s, process.terminate)  # mpirun ends its ranks

@@ -34,12 +34,10 @@ from speechdp.launching.allocation import (
 from speechdp.launching.command import (
     Controller,
     Launcher,
-    LaunchJob,
     check_controller,
     child_environment,
     horovodrun_command,
     horovodrun_environment,
-    mpirun_command,
     own_program,
     python_program,
     share_of_cores,
@@ -50,6 +48,7 @@ from speechdp.launching.cores import available_cores, room_for_ranks
 from speechdp.launching.faults import located
 from speechdp.launching.forwarded_options import has_option, split_words
 from speechdp.launching.hostfile import Host, Hostfile, is_this_machine, local_hosts, read_hostfile
+from speechdp.launching.mpi.job import LaunchJob
 from speechdp.launching.outcome import (
     Target,
     Verdict,
@@ -58,7 +57,7 @@ from speechdp.launching.outcome import (
     last_checkpoint,
     verdict,
 )
-from speechdp.launching.programs import find_horovodrun, find_open_mpi
+from speechdp.launching.programs import find_horovodrun, find_mpirun
 from speechdp.launching.requeue import is_ended_unsaved, is_to_go_on, requeue, why_not_requeued
 from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
 from speechdp.launching.subcommands import check_ranks
@@ -449,7 +448,7 @@ class _Starter:
         self._environ = dict(os.environ)
         self._name, self._starts = uuid.uuid4().hex, 0
         prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
-        self._mpi = find_open_mpi(prefix, search_path)
+        self._mpi = find_mpirun(prefix, search_path)
         self._horovodrun = find_horovodrun(prefix, search_path) if options.launcher == "horovodrun" else None
 
     def run(self, hosts: tuple[Host, ...], arguments: tuple[str, ...], reason: str) -> JobEnd:
@@ -498,8 +497,8 @@ class _Starter:
             argv = horovodrun_command(job, program, options.controller, self._mpi)
             return argv, horovodrun_environment(environment)
         if options.launcher == "srun":
-            return srun_command(job, environment), srun_environment(job, environment)
-        return mpirun_command(job, self._mpi, environment), environment
+            return srun_command(job, self._mpi, environment), srun_environment(job, self._mpi, environment)
+        return self._mpi.command(job, environment), environment
 
     def reachable(self, hosts: Sequence[Host], *, by_interface: bool = True) -> list[Host]:
         """Return the hosts on which mpirun can start a process.
@@ -522,8 +521,8 @@ class _Starter:
                 extra_options=split_words("--mpi-args", self._options.mpi_args),
             )
             if self._options.launcher == "srun":
-                return srun_command(job, environment)
-            return mpirun_command(job, self._mpi, environment)
+                return srun_command(job, self._mpi, environment)
+            return self._mpi.command(job, environment)
 
         return find_reachable(hosts, probe, environment, lambda: bool(self._request.signals))
 

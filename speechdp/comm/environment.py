@@ -78,6 +78,10 @@ _LAUNCHERS = (
 )
 
 
+#: Variables by which ranks of srun can be connected: of PMIx, Cray's PMI, and Intel MPI.
+_CONNECTED_BY_SRUN = ("PMIX_NAMESPACE", "PMI_CONTROL_PORT", "I_MPI_PMI_LIBRARY")
+
+
 def announced(environ: Mapping[str, str] | None = None) -> Launch | None:
     """Return what a launcher announced, or None when nothing started this process but a shell."""
     environ = os.environ if environ is None else environ
@@ -94,10 +98,13 @@ def announced(environ: Mapping[str, str] | None = None) -> Launch | None:
 def started_unconnected() -> Launch | None:
     """Return the launch of an srun without PMIx, whose processes MPI cannot connect; else None.
 
-    Open MPI 4 would end each of them with a page of text, Open MPI 5 let each train by itself.
+    Open MPI 4 would end each of them with a page of text, Open MPI 5 let each train by itself.  Cray's MPI
+    has a channel of its own, and so has Intel's that is told where Slurm's library is.
     """
     launch = announced()
-    if launch is None or launch.launcher != "srun" or launch.size == 1 or "PMIX_NAMESPACE" in os.environ:
+    if launch is None or launch.launcher != "srun" or launch.size == 1:
+        return None
+    if any(name in os.environ for name in _CONNECTED_BY_SRUN):
         return None
     return launch
 

@@ -18,25 +18,25 @@ from speechdp.doctor.judge_nodes import judge_nodes
 from speechdp.doctor.judge_paths import judge_data, judge_folder
 from speechdp.doctor.judge_start import judge_job, judge_reach
 from speechdp.doctor.probe import TOKEN_PREFIX, ProbeOptions
-from speechdp.doctor.reach import Login, Reach, find_agent, look_at_hosts
+from speechdp.doctor.reach import Login, Reach, look_at_hosts
 from speechdp.doctor.seen import label_ranks
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation
 from speechdp.launching.command import (
     Controller,
     Launcher,
-    LaunchJob,
     child_environment,
     horovodrun_command,
     horovodrun_environment,
-    mpirun_command,
     share_of_cores,
     srun_command,
     srun_environment,
 )
 from speechdp.launching.cores import available_cores
 from speechdp.launching.hostfile import Host
-from speechdp.launching.programs import OpenMpi, find_horovodrun, find_open_mpi
+from speechdp.launching.mpi.job import LaunchJob
+from speechdp.launching.mpi.mpirun import Mpirun
+from speechdp.launching.programs import find_horovodrun, find_mpirun
 
 _PROBE = ("-m", "speechdp.doctor.probe")
 
@@ -127,17 +127,17 @@ class _Programs:
     """The launcher's programs on this machine."""
 
     launcher: Path
-    mpi: OpenMpi
+    mpi: Mpirun
 
     def describe(self) -> str:
         """Return them for a line."""
-        mpirun = f"{self.mpi.mpirun} (Open MPI {self.mpi.major})"
+        mpirun = f"{self.mpi.mpirun} ({self.mpi.product})"
         return mpirun if self.launcher == self.mpi.mpirun else f"{self.launcher}, {mpirun}"
 
 
 def _find_programs(request: DoctorRequest) -> _Programs:
     prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
-    mpi = find_open_mpi(prefix, search_path)
+    mpi = find_mpirun(prefix, search_path)
     if request.launcher == "horovodrun":
         return _Programs(find_horovodrun(prefix, search_path), mpi)
     if request.launcher == "mpirun":
@@ -155,12 +155,10 @@ def _login(request: DoctorRequest, programs: _Programs) -> Login | None:
     if request.launcher == "srun" or (request.launcher == "mpirun" and in_slurm):
         return None
     wanted = [Path(sys.executable).absolute()]
-    prefix = programs.mpi.prefix
-    if prefix is not None and request.controller == "mpi":
-        daemons = [prefix / "bin" / name for name in ("orted", "prted")]
-        wanted += [path for path in daemons if path.exists()][:1]
-    agent = find_agent(request.mpi_options, os.environ) if request.controller == "mpi" else ("ssh",)
-    return Login(agent, tuple(wanted))
+    if request.controller != "mpi":
+        return Login(("ssh",), tuple(wanted))
+    agent = programs.mpi.login_agent(request.mpi_options, os.environ)
+    return Login(agent, (*wanted, *programs.mpi.daemons()))
 
 
 def _judge_reaches(result: Examination) -> None:
@@ -220,12 +218,12 @@ def _command(
 ) -> tuple[list[str], dict[str, str]]:
     """Return argv and environment of the launcher, as `speechdp launch` has them."""
     if request.launcher == "srun":
-        return srun_command(job, environment), srun_environment(job, environment)
+        return srun_command(job, programs.mpi, environment), srun_environment(job, programs.mpi, environment)
     if request.launcher == "horovodrun":
         horovodrun = (sys.executable, str(programs.launcher))
         argv = horovodrun_command(job, horovodrun, request.controller, programs.mpi)
         return argv, horovodrun_environment(environment)
-    return mpirun_command(job, programs.mpi, environment), environment
+    return programs.mpi.command(job, environment), environment
 
 
 def _judge(request: DoctorRequest, job: JobRecord, placed: Sequence[str]) -> list[Finding]:

@@ -165,6 +165,8 @@ class Probe:
 
 
 def _mpi_facts() -> Mapping[str, Any]:
+    from speechdp.comm.startup.world import library_version  # noqa: PLC0415
+
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized():
         return {}
@@ -172,7 +174,7 @@ def _mpi_facts() -> Mapping[str, Any]:
         "mpi": [mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()],
         "mpi_threads": int(mpi.Query_thread()),
         "mpi_threads_needed": int(mpi.THREAD_MULTIPLE),
-        "mpi_library": mpi.Get_library_version().split(",")[0].strip("\0 "),
+        "mpi_library": library_version(mpi),
     }
 
 

@@ -6,16 +6,13 @@ import os
 import shlex
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from speechdp.launching.hostfile import is_this_machine
 
-_AGENT_SETTINGS = ("plm_rsh_agent", "plm_ssh_agent")
-_AGENT_OPTIONS = ("--mca", "-mca", "--prtemca", "-prtemca", "--gmca", "-gmca")
-_AGENT_VARIABLES = ("OMPI_MCA_plm_rsh_agent", "PRTE_MCA_plm_ssh_agent")
 _LOGGED_IN = "speechdp-doctor-logged-in"
 _MOST_AT_ONCE = 32
 
@@ -76,21 +73,6 @@ class Login:
         return [*self.agent, "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "--", host, remote]
 
 
-def find_agent(mpi_options: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what logs in to hosts: the user's `plm_rsh_agent`, else ssh.
-
-    Args:
-        mpi_options: the words of --mpi-args.
-    """
-    for option, name, value in zip(mpi_options, mpi_options[1:], mpi_options[2:], strict=False):
-        if option in _AGENT_OPTIONS and name in _AGENT_SETTINGS:
-            return _first_of(value)
-    for variable in _AGENT_VARIABLES:
-        if environ.get(variable):
-            return _first_of(environ[variable])
-    return ("ssh",)
-
-
 def look_at_hosts(hosts: Sequence[str], login: Login | None) -> list[Reach]:
     """Look at every host, many at a time.
 
@@ -146,11 +128,3 @@ def _address(host: str) -> str:
         return socket.gethostbyname(host)
     except (OSError, UnicodeError):
         return ""
-
-
-def _first_of(agents: str) -> tuple[str, ...]:
-    """Return the first of the agents Open MPI would try, as words: "ssh -F file : rsh"."""
-    try:
-        return tuple(shlex.split(agents.split(" : ", maxsplit=1)[0])) or ("ssh",)
-    except ValueError:
-        return ("ssh",)

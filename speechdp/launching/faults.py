@@ -29,6 +29,8 @@ FaultKind = Literal[
 _OF_STEP = ("step aborted", "step timed out")
 #: What a launcher notices while it starts ranks, and may get over; it tells why where they then fail.
 _NOTICES = (*_OF_STEP, "no room")
+#: What Open MPI's mpirun returns when a host or its daemon is lost; for all launchers, where they tell it.
+LOST_HOST = 205
 #: What ssh returns, whatever ended the program on the other side.
 ENDED_BY_SSH = 255
 
@@ -63,6 +65,7 @@ class Fault:
         who = "a rank" if self.rank is None else f"rank {self.rank}"
         if self.host is not None and self.rank is not None:
             who += f" on {self.host}"
+        host = "a host" if self.host is None else f"host {self.host}"
         if self.kind == "said" and self.exit_code == exit_codes.HUNG:
             return f"the job hung, the message of {who} above names the ranks that are late"
         return {
@@ -71,7 +74,7 @@ class Fault:
             "start hung": "not all ranks have started; `speechdp doctor` looks at every host",
             "killed": f"{who} was killed by {_signal_name(self.signal)}",
             "exited": f"{who} ended with exit code {self.exit_code} without a message",
-            "host lost": f"host {self.host} was lost: it is down, or its link is cut",
+            "host lost": f"{host} was lost: it is down, or its link is cut",
             "not reached": "a host was not reached, what ssh says stands above; "
             "`speechdp doctor` looks at every host",
             "no folder": f"mpirun cannot make its folder {self.detail}; let TMPDIR name one that can be "

@@ -13,14 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from speechdp import exit_codes
-from speechdp.launching.faults import ENDED_BY_SSH, Fault
+from speechdp.launching.faults import ENDED_BY_SSH, LOST_HOST, Fault
 from speechdp.process.notices import WARNING
 
 _RULE = re.compile(r"-{74}")
 #: A rank's line without an end, and mpirun's rule right behind it.
 _RULE_BEHIND = re.compile(rb"(.*[^-\n])(-{74}\r?\n)", re.DOTALL)
-#: `mpirun --tag-output` and horovodrun put the rank before each line, and so does `srun --label`.
-_TAG = re.compile(r"^(?:\[\d+(?:,\d+)?\]<(?:stderr|stdout)>:\s?| *\d+: )")
+#: `mpirun --tag-output` and horovodrun put the rank before each line, and so do `srun --label` and Hydra's
+#: `-prepend-rank`.
+_TAG = re.compile(r"^(?:\[\d+(?:,\d+)?\]<(?:stderr|stdout)>:\s?| *\d+: |\[\d+\] )")
 #: As much of srun's tag as there is yet, before what may be a known line.
 _LABEL_BEGUN = re.compile(rb" *\d*(?::(?: |$)|$)")
 #: A rank's last word; before it knows that it is one of several it does not say which it is.
@@ -38,10 +39,16 @@ _LATE = re.compile(r"rank (?P<rank>\d+) on (?P<host>[^\s:,;]+) \(no sign of life
 
 @dataclass(frozen=True)
 class _Banner:
-    """A text a launcher prints, and the fault it tells of; None: it tells nothing."""
+    """A text a launcher prints, and the fault it tells of; None: it tells nothing.
+
+    Attributes:
+        is_last_word: it tells something only where nothing has been told before, and is shown if no fault
+            follows from it: what Hydra says of ranks that it has killed itself, and of its own end.
+    """
 
     text: re.Pattern[str]
     fault: Callable[[re.Match[str]], Fault | None]
+    is_last_word: bool = False
 
 
 def _nothing(_match: re.Match[str]) -> None:
@@ -94,6 +101,15 @@ def _start_hung(_match: re.Match[str]) -> Fault:
 
 def _host_lost(match: re.Match[str]) -> Fault:
     return Fault("host lost", host=match["host"])
+
+
+def _host_lost_by_hydra(match: re.Match[str]) -> Fault:
+    """As Open MPI's mpirun has it: Hydra's own exit code is 255 whatever happened."""
+    return Fault("host lost", host=match.groupdict().get("host"), exit_code=LOST_HOST)
+
+
+def _some_rank_killed(match: re.Match[str]) -> Fault:
+    return Fault("killed", signal=int(match["signal"]))
 
 
 #: Texts between two rules of dashes; blanks and line breaks in them are one blank each.
@@ -183,6 +199,46 @@ _LINES = (
         ),
         _nothing,
     ),
+    # Hydra: the parent of a rank (mpi/rank_process.py), MPI_Abort, and mpiexec itself
+    _Banner(
+        re.compile(r"^speechdp: rank (?P<rank>\d+) on (?P<host>\S+): killed by signal (?P<signal>\d+)$"),
+        _killed,
+    ),
+    _Banner(
+        re.compile(r"^speechdp: rank (?P<rank>\d+) on (?P<host>\S+): left with exit code (?P<code>\d+)$"),
+        _exited,
+    ),
+    _Banner(
+        re.compile(
+            r"^Abort\(\d+\) on node \d+ \(rank (?P<rank>\d+) in comm \d+\): application called MPI_Abort"
+        ),
+        _aborted,
+    ),
+    _Banner(re.compile(r"^\[mpiexec@[^\]]+\] control_cb .*: assert \(!closed\) failed"), _host_lost_by_hydra),
+    _Banner(
+        re.compile(r"^\[mpiexec@[^\]]+\] Error: Downstream from host (?P<host>\S+) exited abnormally"),
+        _host_lost_by_hydra,
+    ),
+    _Banner(
+        re.compile(
+            r"^\[mpiexec@[^\]]+\] (?:\S+ \(.*\): Launch proxy failed\."
+            r"|Error: Unable to run bstrap_proxy on (?P<host>[^\s:]+))"
+        ),
+        _not_reached,
+    ),
+    _Banner(re.compile(r"^\[proxy:[\d:]+@(?P<host>[^\]]+)\] \S+ \(.*\): execvp error on file "), _no_program),
+    _Banner(
+        re.compile(r"^(?:=   KILLED BY SIGNAL: |YOUR APPLICATION TERMINATED .*signal )(?P<signal>\d+)"),
+        _some_rank_killed,
+        is_last_word=True,
+    ),
+    _Banner(re.compile(r"^={83}$|^=   (?:BAD TERMINATION|RANK|PID|CLEANING UP|YOU CAN IGNORE)"), _nothing),
+    _Banner(
+        re.compile(r"^=   EXIT CODE: \d+|^YOUR APPLICATION TERMINATED WITH"), _nothing, is_last_word=True
+    ),
+    _Banner(re.compile(r"^This typically refers to a problem with your application\.$"), _nothing),
+    _Banner(re.compile(r"^Please see the FAQ page for debugging suggestions$"), _nothing),
+    _Banner(re.compile(r"^\[(?:mpiexec|proxy:[\d:]+)@[^\]]+\] "), _nothing, is_last_word=True),
     # Slurms that may have several slurmd on a host, as Debian's, name one: slurmstepd-n1.
     _Banner(re.compile(r"^slurmstepd(-\S+)?: error: \*\*\* STEP \S+ ON \S+ CANCELLED"), _nothing),
 )
@@ -210,6 +266,11 @@ _BEGINNINGS = (
     b"Timeout (",
     b"srun: ",
     b"slurmstepd",
+    b"Abort(",
+    b"=",
+    b"YOUR APPLICATION",
+    b"This typically",
+    b"Please see",
 )
 _MOST_HELD_LINES = 80
 
@@ -310,11 +371,14 @@ def _note(banners: tuple[_Banner, ...], text: str, faults: list[Fault]) -> bool:
     """Note the fault a known text tells of; say whether it is known."""
     for banner in banners:
         match = banner.text.search(text)
-        if match is not None:
-            fault = banner.fault(match)
-            if fault is not None:
-                faults.append(fault)
+        if match is None:
+            continue
+        if banner.is_last_word and faults:
             return True
+        fault = banner.fault(match)
+        if fault is not None:
+            faults.append(fault)
+        return fault is not None or not banner.is_last_word
     return False
 
 

@@ -14,7 +14,7 @@ from speechdp import exit_codes
 from speechdp.errors import UsageError
 from speechdp.files import listed_anew
 from speechdp.json_input import parse_json
-from speechdp.launching.faults import Fault, first_cause
+from speechdp.launching.faults import LOST_HOST, Fault, first_cause
 from speechdp.launching.forwarded_options import has_option
 from speechdp.launching.supervise import JobEnd
 
@@ -25,7 +25,7 @@ _CONTINUES = (
 )
 #: How a script goes on that has not been asked to save: nobody but it knows whether it has.
 SCRIPT_CONTINUES = f"{_CONTINUES} once its folder is removed"
-_MPIRUN_LOST_HOST = 205
+
 #: Faults after which the ranks have not begun: what was said of them says what to do.
 _NOT_STARTED = ("not reached", "no program", "no folder", "no room")
 #: Exit codes of ranks that refused what they were asked for: an error of the user's, an unknown option,
@@ -288,7 +288,7 @@ def _meaning(exit_code: int) -> str:
         return "the ranks were asked to stop, and saved"
     if exit_code == exit_codes.STOPPED_UNSAVED:
         return "the ranks were asked to stop, and saved nothing"
-    if exit_code == _MPIRUN_LOST_HOST:
+    if exit_code == LOST_HOST:
         return "a host or its daemon was lost"
     if exit_code > 128 and exit_code - 128 in {int(known) for known in signal.Signals}:
         return f"a rank was killed by signal {exit_code - 128}"

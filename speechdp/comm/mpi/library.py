@@ -7,7 +7,7 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
-from speechdp.comm.environment import flush_output, prepare_open_mpi
+from speechdp.comm.environment import end_process, flush_output, prepare_open_mpi
 from speechdp.comm.waiting import sleep_until
 from speechdp.errors import CommunicationError
 
@@ -30,7 +30,7 @@ def abort_world(exit_code: int) -> NoReturn:
     """End every rank of the MPI job at once."""
     flush_output()
     MPI.COMM_WORLD.Abort(exit_code)
-    raise AssertionError("MPI_Abort returned")
+    end_process(exit_code)  # MPICH returns once its launcher has been told
 
 
 def finalise() -> None:

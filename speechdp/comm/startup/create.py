@@ -13,6 +13,7 @@ from speechdp import remedies
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.device import RANKS_PER_GPU, ranks_per_gpu
+from speechdp.comm.mpi.abi import PRODUCTS, abi_of_horovod, abi_of_mpi4py
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.errors import CommunicationError, ConfigError
 
@@ -106,6 +107,8 @@ def create_communicator(name: Backend | str = "auto", device: torch.device | Non
     if choice.name == "serial":
         return SerialCommunicator()
     _refuse_unconnected()
+    if choice.name == "horovod":
+        _refuse_other_mpi()
     module_name, class_name = _MODULES[choice.name]
     try:
         module = importlib.import_module(module_name)
@@ -176,14 +179,33 @@ def _refuse_unconnected() -> None:
     if launch is not None:
         raise CommunicationError(
             f"srun started {launch.size} processes without PMIx, so MPI cannot connect them; "
-            f"start with `srun --mpi=pmix`, or with `speechdp launch`"
+            f"start with `srun --mpi=pmix` (MPICH and Intel MPI: --mpi=pmi2), or with `speechdp launch`"
         )
+
+
+def _refuse_other_mpi() -> None:
+    """Refuse a Horovod whose MPI would end the ranks with a page of text."""
+    mismatch = None if environment.started_by_horovodrun() else _other_mpi()
+    if mismatch is not None:
+        raise CommunicationError(
+            f"the horovod back-end cannot start: {mismatch}; choose {remedies.backend('mpi')}"
+        )
+
+
+def _other_mpi() -> str | None:
+    """Return that Horovod was built for another MPI than mpi4py's, whose launcher it would not understand."""
+    own, horovods = abi_of_mpi4py(), abi_of_horovod()
+    if own is None or horovods is None or own == horovods:
+        return None
+    return f"this Horovod was built for {PRODUCTS[horovods]}, and mpi4py finds {PRODUCTS[own]}"
 
 
 def _why_not_horovod() -> str | None:
     """Return why Horovod cannot serve this launcher, or None where it can."""
     if importlib.util.find_spec("horovod") is None:
         return "Horovod is not installed (launch/setup builds it)"
+    if not environment.started_by_horovodrun() and (mismatch := _other_mpi()):
+        return mismatch
     environment.prepare_horovod()
     try:
         torch_horovod = importlib.import_module("horovod.torch")

@@ -10,6 +10,8 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -29,8 +31,8 @@ _REMEDIES = {
 }
 _LAUNCHER_REMEDIES = {
     "srun": "start with `srun --mpi=pmix`",
-    "mpirun": "start with the mpirun of the MPI that mpi4py and Horovod use: {prefix}/bin/mpirun",
-    "PMI": "start with the mpirun of the MPI that mpi4py and Horovod use: {prefix}/bin/mpirun",
+    "mpirun": "start with the mpirun of the MPI that mpi4py {mpi}",
+    "PMI": "start with the mpiexec of the MPI that mpi4py {mpi}",
     "horovodrun": "with `horovodrun`, choose {horovod}",
     "torchrun": "with `torchrun`, choose {torch}",
 }
@@ -75,7 +77,25 @@ def _check_launcher(comm: Communicator) -> None:
 
 def _launcher_remedy(launcher: str) -> str:
     chosen = {name: remedies.backend(name) for name in ("horovod", "torch")}
-    return _LAUNCHER_REMEDIES[launcher].format(prefix=sys.prefix, **chosen)
+    return _LAUNCHER_REMEDIES[launcher].format(mpi=_mpi_of_mpi4py(), **chosen)
+
+
+def _mpi_of_mpi4py() -> str:
+    """Return which MPI mpi4py has loaded and where from, to follow its name: "uses: Open MPI v4.1.8"."""
+    library = versions().get("MPI library version")
+    found = _mapped_libmpi()
+    where = "" if found is None else f" ({found})"
+    return f"and Horovod use: {sys.prefix}/bin/mpirun" if library is None else f"uses: {library}{where}"
+
+
+def _mapped_libmpi() -> str | None:
+    """Return the file of the MPI library in this process; None: none, or the system does not tell."""
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    paths = (line.split(maxsplit=5)[-1] for line in maps.splitlines())
+    return next((path for path in paths if Path(path).name.startswith("libmpi.so")), None)
 
 
 def _check_mpi(comm: Communicator) -> None:
@@ -150,8 +170,22 @@ def versions() -> dict[str, str]:
             versions[f"{package} version"] = "none"
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None:
-        versions["MPI library version"] = mpi.Get_library_version().split(",")[0].strip("\0 ")
+        versions["MPI library version"] = library_version(mpi)
     return versions
+
+
+def library_version(mpi: ModuleType) -> str:
+    """Return name and version of the MPI library: what comes first in a text of one line, or of twenty.
+
+    Args:
+        mpi: the module mpi4py.MPI.
+
+    Example:
+        >>> library_version(sys.modules["mpi4py.MPI"])  # doctest: +SKIP
+        'MPICH Version: 4.3.2'
+    """
+    first = mpi.Get_library_version().strip("\0 \n").splitlines()[0]
+    return " ".join(first.split(",")[0].split())
 
 
 def _mpi_world() -> tuple[int, int] | None:

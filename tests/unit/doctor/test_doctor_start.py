@@ -16,8 +16,10 @@ from speechdp.doctor import job as doctor_job
 from speechdp.doctor.finding import Finding
 from speechdp.doctor.job import JobRecord, _end, run_probe
 from speechdp.doctor.judge_start import judge_job, judge_reach
-from speechdp.doctor.reach import Login, Reach, find_agent, look_at
+from speechdp.doctor.reach import Login, Reach, look_at
 from speechdp.doctor.wire import Report
+from speechdp.launching.mpi.hydra import Mpich
+from speechdp.launching.mpi.open_mpi import OpenMpi
 
 HOSTS = ("n1", "n2")
 #: Seconds, long enough for whatever must happen.
@@ -116,11 +118,19 @@ def test_no_login_to_this_machine_nor_under_srun() -> None:
 
 
 def test_the_agent_of_open_mpi_is_taken() -> None:
+    of_open_mpi = OpenMpi(Path("/v/bin/mpirun"), None, 4)
     words = ["--mca", "btl", "tcp", "--mca", "plm_rsh_agent", "ssh -F 'a b' : rsh"]
-    assert find_agent(words, {}) == ("ssh", "-F", "a b")
-    assert find_agent(["--prtemca", "plm_ssh_agent", "/x/ssh"], {}) == ("/x/ssh",)
-    assert find_agent([], {"OMPI_MCA_plm_rsh_agent": "rsh"}) == ("rsh",)
-    assert find_agent([], {}) == ("ssh",)
+    assert of_open_mpi.login_agent(words, {}) == ("ssh", "-F", "a b")
+    assert of_open_mpi.login_agent(["--prtemca", "plm_ssh_agent", "/x/ssh"], {}) == ("/x/ssh",)
+    assert of_open_mpi.login_agent([], {"OMPI_MCA_plm_rsh_agent": "rsh"}) == ("rsh",)
+    assert of_open_mpi.login_agent([], {}) == ("ssh",)
+
+
+def test_the_agent_of_hydra_is_taken() -> None:
+    hydra = Mpich(Path("/v/bin/mpiexec.hydra"), None, "4.3.2")
+    assert hydra.login_agent(["-launcher", "ssh", "-launcher-exec", "ssh -F f"], {}) == ("ssh", "-F", "f")
+    assert hydra.login_agent([], {"HYDRA_LAUNCHER_EXEC": "/x/ssh"}) == ("/x/ssh",)
+    assert hydra.login_agent(["-iface", "eth0"], {}) == ("ssh",)
 
 
 def job(*parts: tuple[str, ...], exit_code: int | None = None, **others: object) -> JobRecord:

@@ -13,20 +13,22 @@ from speechdp.cli.main import run
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation
 from speechdp.launching.command import (
-    LaunchJob,
     child_environment,
-    forwarded_names,
     horovodrun_command,
-    mpirun_command,
     python_program,
     share_of_cores,
 )
 from speechdp.launching.cores import available_cores
 from speechdp.launching.hostfile import Host, Hostfile
-from speechdp.launching.programs import OpenMpi, find_horovodrun, find_open_mpi
+from speechdp.launching.mpi.hydra import Hydra, IntelMpi, Mpich
+from speechdp.launching.mpi.job import LaunchJob, forwarded_names
+from speechdp.launching.mpi.open_mpi import OpenMpi
+from speechdp.launching.programs import find_horovodrun, find_mpirun
 
 MPI4 = OpenMpi(Path("/v/bin/mpirun"), Path("/v"), 4)
 MPI5 = OpenMpi(Path("/v/bin/mpirun"), Path("/v"), 5)
+MPICH = Mpich(Path("/usr/bin/mpiexec.hydra"), None, "4.3.2")
+INTEL = IntelMpi(Path("/opt/intel/bin/mpiexec.hydra"), None, "2021.15")
 SYSTEM_MPI = OpenMpi(Path("/usr/bin/mpirun"), None, 4)
 LOCAL = (Host("localhost", 2),)
 CLUSTER = (Host("node01", 4), Host("node02", 3))
@@ -39,7 +41,7 @@ def settings(argv: list[str], flag: str = "--mca") -> dict[str, str]:
 
 
 def test_mpirun_on_this_machine() -> None:
-    argv = mpirun_command(LaunchJob(LOCAL, PROGRAM, ARGUMENTS), MPI4, {"PATH": "/bin", "HOME": "/root"})
+    argv = MPI4.command(LaunchJob(LOCAL, PROGRAM, ARGUMENTS), {"PATH": "/bin", "HOME": "/root"})
     assert argv[:5] == ["/v/bin/mpirun", "-np", "2", "--host", "localhost:2"]
     assert argv[-8:] == [*PROGRAM, *ARGUMENTS]
     assert argv[argv.index("--prefix") + 1] == "/v"
@@ -54,7 +56,7 @@ def test_mpirun_on_several_hosts_notices_a_cut_cable() -> None:
     job = LaunchJob(
         CLUSTER, PROGRAM, ARGUMENTS, interface="eth0", tag_output=True, extra_options=("--mca", "a", "b")
     )
-    argv = mpirun_command(job, MPI4, {})
+    argv = MPI4.command(job, {})
     assert argv[2:5] == ["7", "--host", "node01:4,node02:3"]
     known = settings(argv)
     assert known["oob_tcp_keepalive_time"] == "5"
@@ -64,7 +66,7 @@ def test_mpirun_on_several_hosts_notices_a_cut_cable() -> None:
 
 
 def test_open_mpi_5_names_its_runtime_settings_otherwise() -> None:
-    argv = mpirun_command(LaunchJob(CLUSTER, PROGRAM, (), interface="eth0"), MPI5, {})
+    argv = MPI5.command(LaunchJob(CLUSTER, PROGRAM, (), interface="eth0"), {})
     assert set(settings(argv, "--prtemca")) == {
         "oob_tcp_keepalive_time",
         "oob_tcp_keepalive_intvl",
@@ -76,12 +78,12 @@ def test_open_mpi_5_names_its_runtime_settings_otherwise() -> None:
 
 def test_open_mpi_5_goes_on_after_a_loss_only_if_the_command_can() -> None:
     tolerant = LaunchJob(LOCAL, PROGRAM, ("train", "D", "R", "--tolerate-loss"))
-    argv = mpirun_command(tolerant, MPI5, {})
+    argv = MPI5.command(tolerant, {})
     assert argv[argv.index("--with-ft") + 1] == "ulfm"
     assert settings(argv)["mpi_ft_detector"] == "0"
     # Open MPI 4 knows no such option; the ranks say what is missing.
     for job, mpi in ((tolerant, MPI4), (LaunchJob(LOCAL, PROGRAM, ARGUMENTS), MPI5)):
-        assert "--with-ft" not in mpirun_command(job, mpi, {})
+        assert "--with-ft" not in mpi.command(job, {})
 
 
 @pytest.mark.parametrize("option", ["--mca", "-mca", "--gmca"])
@@ -99,10 +101,10 @@ def test_mpirun_is_not_told_twice_what_the_user_tells_it(option: str) -> None:
         "1",
     )
     job = LaunchJob(CLUSTER, PROGRAM, ("train", "D", "R", "--tolerate-loss"), extra_options=given)
-    argv = mpirun_command(job, MPI4, {})
+    argv = MPI4.command(job, {})
     assert argv.count("btl") == argv.count("oob_tcp_keepalive_time") == 1
     assert settings(argv)["pml"] == "ob1" and settings(argv)["oob_tcp_keepalive_intvl"] == "2"
-    assert mpirun_command(job, MPI5, {}).count("mpi_ft_detector") == 1
+    assert MPI5.command(job, {}).count("mpi_ft_detector") == 1
     horovodrun = horovodrun_command(
         LaunchJob(CLUSTER, PROGRAM, (), extra_options=given[3:]), ("h",), "mpi", MPI4
     )
@@ -113,18 +115,18 @@ def test_what_the_environment_says_is_not_overruled() -> None:
     """mpirun takes its options before OMPI_MCA_NAME, Open MPI 5's daemons theirs before PRTE_MCA_NAME."""
     job = LaunchJob(CLUSTER, PROGRAM, (), interface="eth0")
     environment = {"OMPI_MCA_pml": "ucx", "OMPI_MCA_oob_tcp_keepalive_time": "9"}
-    others = settings(mpirun_command(job, MPI4, environment)).keys()
+    others = settings(MPI4.command(job, environment)).keys()
     assert others.isdisjoint({"pml", "oob_tcp_keepalive_time"})
-    of_daemons = mpirun_command(job, MPI5, {"PRTE_MCA_oob_tcp_keepalive_time": "9"})
+    of_daemons = MPI5.command(job, {"PRTE_MCA_oob_tcp_keepalive_time": "9"})
     assert "oob_tcp_keepalive_time" not in settings(of_daemons, "--prtemca")
 
 
 def test_the_interface_named_for_this_job_is_that_of_its_traffic() -> None:
     job = LaunchJob(CLUSTER, PROGRAM, (), interface="eth0")
     of_a_site = {"OMPI_MCA_oob_tcp_if_include": "ib0", "OMPI_MCA_btl_tcp_if_include": "ib0"}
-    found = settings(mpirun_command(job, MPI4, of_a_site))
+    found = settings(MPI4.command(job, of_a_site))
     assert (found["oob_tcp_if_include"], found["btl_tcp_if_include"]) == ("eth0", "eth0")
-    of_daemons = mpirun_command(job, MPI5, {"PRTE_MCA_oob_tcp_if_include": "ib0"})
+    of_daemons = MPI5.command(job, {"PRTE_MCA_oob_tcp_if_include": "ib0"})
     assert settings(of_daemons, "--prtemca")["oob_tcp_if_include"] == "eth0"
 
 
@@ -136,7 +138,7 @@ def test_what_horovodrun_tells_mpirun_itself_is_refused(name: str) -> None:
 
 
 def test_the_systems_mpirun_gets_no_prefix() -> None:
-    assert "--prefix" not in mpirun_command(LaunchJob(LOCAL, PROGRAM, ()), SYSTEM_MPI, {})
+    assert "--prefix" not in SYSTEM_MPI.command(LaunchJob(LOCAL, PROGRAM, ()), {})
 
 
 def test_horovodrun_over_mpi_hands_on_the_options_in_one_word() -> None:
@@ -271,7 +273,7 @@ def test_the_first_nodes_gpus_are_not_imposed_on_the_others(
         job = LaunchJob(CLUSTER, PROGRAM, (), in_batch_job=in_batch_job)
         names = forwarded_names(job, environment)
         assert names == ["CUDA_LAUNCH_BLOCKING", *(["CUDA_VISIBLE_DEVICES"] if travels else [])]
-        assert ("CUDA_VISIBLE_DEVICES" in mpirun_command(job, MPI4, environment)) == travels
+        assert ("CUDA_VISIBLE_DEVICES" in MPI4.command(job, environment)) == travels
         here = LaunchJob(LOCAL, PROGRAM, (), in_batch_job=in_batch_job)
         assert "CUDA_VISIBLE_DEVICES" in forwarded_names(here, environment)
 
@@ -298,16 +300,59 @@ def test_the_environments_mpirun_comes_first(tmp_path: Path) -> None:
     own = fake_mpirun(tmp_path / "own", "mpirun (Open MPI) 4.1.8")
     other = fake_mpirun(tmp_path / "other", "mpirun (Open MPI) 5.0.11")
     path = f"{other.parent}:/usr/bin:/bin"
-    assert find_open_mpi(tmp_path / "own", path) == OpenMpi(own, tmp_path / "own", 4)
-    assert find_open_mpi(tmp_path / "none", path) == OpenMpi(other, None, 5)
+    assert find_mpirun(tmp_path / "own", path) == OpenMpi(own, tmp_path / "own", 4)
+    assert find_mpirun(tmp_path / "none", path) == OpenMpi(other, None, 5)
+
+
+@pytest.mark.parametrize(
+    ("says", "wanted"),
+    [
+        ("HYDRA build details:\n    Version:    4.3.2", Mpich),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.15 Build 20250213 (id: d23)", IntelMpi),
+    ],
+)
+def test_hydra_is_called_by_its_own_name(tmp_path: Path, says: str, wanted: type[Hydra]) -> None:
+    """Intel MPI's mpirun is a script that fails without more on PATH."""
+    hydra = fake_mpirun(tmp_path, "nothing").with_name("mpiexec.hydra")
+    hydra.write_text(f"#!/bin/sh\necho '{says}'\n")
+    hydra.chmod(0o755)
+    found = find_mpirun(tmp_path, "")
+    assert isinstance(found, wanted) and found.mpirun == hydra
+
+
+def test_hydra_on_this_machine_takes_no_ssh_and_watches_each_rank() -> None:
+    job = LaunchJob(LOCAL, PROGRAM, ARGUMENTS, tag_output=True, extra_options=("-verbose",))
+    argv = MPICH.command(job, {"PATH": "/bin", "FI_PROVIDER": "tcp", "SECRET": "x"})
+    assert argv[:7] == [str(MPICH.mpirun), "-n", "2", "-launcher", "fork", "-hosts", "localhost"]
+    assert argv[7:11] == ["-prepend-rank", "-genvlist", "FI_PROVIDER,PATH", "-verbose"]
+    assert Path(argv[13]).name == "rank_process.py" and argv[14:] == [*PROGRAM, *ARGUMENTS]
+
+
+def test_each_hydra_counts_the_ranks_of_hosts_in_its_own_way() -> None:
+    job = LaunchJob(CLUSTER, PROGRAM, (), interface="eth0")
+    of_mpich, of_intel = (" ".join(mpi.command(job, {})) for mpi in (MPICH, INTEL))
+    assert "-n 7 -hosts node01:4,node02:3 -iface eth0" in of_mpich
+    repeated = ",".join(["node01"] * 4 + ["node02"] * 3)
+    assert f"-n 7 -hosts {repeated} -ppn 1 -iface eth0" in of_intel
+    environment = child_environment(job, INTEL, {}, is_root=True, cores=None)
+    assert environment["FI_TCP_IFACE"] == environment["UCX_NET_DEVICES"] == "eth0"
+    assert environment["I_MPI_PIN"] == "0" and not any(name.startswith("OMPI_") for name in environment)
+    assert "I_MPI_PIN" not in INTEL.settings(job, {"I_MPI_PIN": "1"}, is_root=False)
+
+
+def test_horovodrun_over_mpi_takes_open_mpi_only() -> None:
+    with pytest.raises(
+        ConfigError, match=r"over Open MPI, but .* is of MPICH 4\.3\.2; use --launcher mpirun"
+    ):
+        horovodrun_command(LaunchJob(LOCAL, PROGRAM, ()), ("h",), "mpi", MPICH)
 
 
 def test_no_or_another_mpi_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no mpirun in .*run launch/setup"):
-        find_open_mpi(tmp_path, str(tmp_path))
-    fake_mpirun(tmp_path, "HYDRA build details: 4.2")
-    with pytest.raises(ConfigError, match="is not Open MPI"):
-        find_open_mpi(tmp_path, "/usr/bin:/bin")
+        find_mpirun(tmp_path, str(tmp_path))
+    fake_mpirun(tmp_path, "LAM 7.1")
+    with pytest.raises(ConfigError, match="is of no MPI that is known here"):
+        find_mpirun(tmp_path, "/usr/bin:/bin")
     with pytest.raises(ConfigError, match="launch/build_horovod"):
         find_horovodrun(tmp_path, str(tmp_path))
 

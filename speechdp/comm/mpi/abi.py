@@ -1,0 +1,55 @@
+"""Tell which MPI a compiled module was made for, without loading it: two in one process know nothing of each
+other."""
+
+from __future__ import annotations
+
+import importlib.util
+import mmap
+import re
+from pathlib import Path
+from typing import Literal
+
+Abi = Literal["openmpi", "mpich"]
+
+#: The name of the library that a module asks for stands in it: MPICH's, MVAPICH's, Intel's and Cray's is one.
+_LIBRARIES: dict[bytes, Abi] = {b"libmpi.so.40": "openmpi", b"libmpi.so.12": "mpich"}
+_IN_NAME = re.compile(r"\.(openmpi|mpich)\.")
+PRODUCTS: dict[Abi, str] = {"openmpi": "Open MPI", "mpich": "MPICH or Intel MPI"}
+
+
+def abi_of_mpi4py() -> Abi | None:
+    """Return the kind of MPI that mpi4py is going to load, None where that cannot be told; starts no MPI.
+
+    Wheels have a module for each kind, between which mpi4py chooses by the library that it finds.
+
+    Example:
+        >>> abi_of_mpi4py()  # doctest: +SKIP
+        'openmpi'
+    """
+    try:
+        spec = importlib.util.find_spec("mpi4py.MPI")
+    except (ImportError, RuntimeError):  # no mpi4py, or no MPI, of which importing it tells more
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    named = _IN_NAME.search(Path(spec.origin).name)
+    if named is not None:
+        return "openmpi" if named[1] == "openmpi" else "mpich"
+    return abi_of_file(Path(spec.origin))
+
+
+def abi_of_horovod() -> Abi | None:
+    """Return the kind of MPI that Horovod was built for, None where it has none, or that cannot be told."""
+    spec = importlib.util.find_spec("horovod")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    modules = [path for folder in folders for path in sorted(Path(folder).glob("torch/mpi_lib*.so"))]
+    return next((abi for path in modules if (abi := abi_of_file(path)) is not None), None)
+
+
+def abi_of_file(path: Path) -> Abi | None:
+    """Return the kind of MPI that a shared library asks for; None: neither, or it cannot be read."""
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return next((abi for name, abi in _LIBRARIES.items() if content.find(name + b"\0") >= 0), None)
+    except (OSError, ValueError):  # ValueError: an empty file
+        return None
