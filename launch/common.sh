@@ -5,7 +5,7 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 VENV=$ROOT/.venv
 CACHE=${SPEECHDP_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/speechdp}
 # What launch/setup was told of this environment, a line NAME=VALUE each: later runs and build_horovod keep to it, and
-# speechdp/launching/chosen_mpi.py reads there which MPI it is.
+# speechdp/launching/programs.py reads there which MPI it is.
 CHOICES=$VENV/speechdp-setup.choices
 chosen() { # NAME: its value, or nothing
     if [ -f "$CHOICES" ]; then sed -n "s/^$1=//p" "$CHOICES"; fi

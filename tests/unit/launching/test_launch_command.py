@@ -23,7 +23,7 @@ from speechdp.launching.command import (
 )
 from speechdp.launching.cores import available_cores
 from speechdp.launching.hostfile import Host, Hostfile
-from speechdp.launching.programs import OpenMpi, find_horovodrun, find_open_mpi
+from speechdp.launching.programs import OpenMpi, find_horovodrun, find_open_mpi, search_path
 
 MPI4 = OpenMpi(Path("/v/bin/mpirun"), Path("/v"), 4)
 MPI5 = OpenMpi(Path("/v/bin/mpirun"), Path("/v"), 5)
@@ -300,6 +300,15 @@ def test_the_environments_mpirun_comes_first(tmp_path: Path) -> None:
     path = f"{other.parent}:/usr/bin:/bin"
     assert find_open_mpi(tmp_path / "own", path) == OpenMpi(own, tmp_path / "own", 4)
     assert find_open_mpi(tmp_path / "none", path) == OpenMpi(other, None, 5)
+
+
+def test_the_mpi_of_setup_comes_before_that_of_path(tmp_path: Path) -> None:
+    chosen = fake_mpirun(tmp_path / "chosen", "mpirun (Open MPI) 5.0.11")
+    other = fake_mpirun(tmp_path / "other", "mpirun (Open MPI) 4.1.8")
+    environ = {"PATH": f"{other.parent}:/usr/bin:/bin"}
+    assert search_path(tmp_path, environ) == environ["PATH"]
+    (tmp_path / "speechdp-setup.choices").write_text(f"mpi={chosen.parent.parent}\nmpi_version=Open MPI v5\n")
+    assert find_open_mpi(tmp_path, search_path(tmp_path, environ)) == OpenMpi(chosen, None, 5)
 
 
 def test_no_or_another_mpi_is_refused_with_the_remedy(tmp_path: Path) -> None:
