@@ -22,7 +22,7 @@ def loaded_mpi_libraries() -> set[Path]:
 
 
 def gpu_remark() -> str | None:
-    """Return why torch cannot compute on the GPUs that nvidia-smi sees here; None where it can, or there are none."""
+    """Return why torch cannot compute on the GPUs that nvidia-smi sees; None where it can, or there are none."""
     nvidia_smi = shutil.which("nvidia-smi")
     if nvidia_smi is None or subprocess.run([nvidia_smi], capture_output=True, check=False).returncode != 0:
         return None
@@ -31,8 +31,9 @@ def gpu_remark() -> str | None:
         return None
     built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
     return (
-        f"torch {torch.__version__}, built {built}, cannot compute on the GPUs here; choose one for a CUDA that their "
-        "driver serves (nvidia-smi shows it), by TORCH_SPEC and PIP_EXTRA_INDEX_URL (docs/installing.md, GPUs)"
+        f"torch {torch.__version__}, built {built}, cannot compute on the GPUs here; choose one for a CUDA "
+        "that their driver serves (nvidia-smi shows it) by TORCH_SPEC and PIP_EXTRA_INDEX_URL "
+        "(docs/installing.md, GPUs)"
     )
 
 
