@@ -22,7 +22,7 @@ def loaded_mpi_libraries() -> set[Path]:
 
 
 def gpu_remark() -> str | None:
-    """Return why torch cannot compute on the GPUs that nvidia-smi sees; None where it can, or there are none."""
+    """Return why torch cannot compute on the GPUs that nvidia-smi sees; None where it can or sees none."""
     nvidia_smi = shutil.which("nvidia-smi")
     if nvidia_smi is None or subprocess.run([nvidia_smi], capture_output=True, check=False).returncode != 0:
         return None

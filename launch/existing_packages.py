@@ -1,7 +1,7 @@
 """What an environment that is there already keeps, and what would be replaced in it, for launch/setup.
 
-usage: existing_packages.py keep SETUP_PY NAMES...  constraints: those of these packages that are there, as they are
-       existing_packages.py replaced REPORT         what a report of `pip install --dry-run` would replace, a line
+usage: existing_packages.py keep SETUP_PY NAMES...  constraints: those of these packages that are there
+       existing_packages.py replaced REPORT         what `pip install --dry-run --report` would replace
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ def installed(name: str) -> str | None:
 
 
 def keep(setup_py: Path, names: list[str]) -> list[str]:
-    """Return a constraint for each of these packages that is there.  Raises SystemExit where torch is out of bounds."""
+    """Return a constraint for each of these packages that is there.
+
+    Raises:
+        SystemExit: torch is out of the bounds of setup.py; one line says so.
+    """
     bounds = re.search(r'"torch([<>=!~,0-9.]+)"', setup_py.read_text())
     assert bounds is not None
     torch = installed("torch")
@@ -40,11 +44,8 @@ def replaced(report: Path) -> str:
     """Return e.g. `numpy 1.26.4 by 2.4.6, h5py 3.9.0 by 3.16.0`; empty where nothing is replaced."""
     wanted = [item["metadata"] for item in json.loads(report.read_text())["install"]]
     changes = [(item["name"], installed(item["name"]), item["version"]) for item in wanted]
-    return ", ".join(
-        f"{name} {old} by {new}"
-        for name, old, new in changes
-        if old not in (None, new) and name != "speechdp"
-    )
+    others = [change for change in changes if change[0] != "speechdp"]
+    return ", ".join(f"{name} {old} by {new}" for name, old, new in others if old not in (None, new))
 
 
 def main() -> int:

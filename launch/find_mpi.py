@@ -21,9 +21,7 @@ def find_prefix(wanted: str) -> Path:
         return Path(wanted).absolute()
     mpirun = shutil.which("mpirun")
     if mpirun is None:
-        sys.exit(
-            "setup: --mpi system: no mpirun on PATH; load the module of the MPI first, or give its folder"
-        )
+        sys.exit("setup: --mpi system: no mpirun on PATH; load the MPI's module first, or give its folder")
     return Path(mpirun).resolve().parent.parent
 
 
@@ -33,9 +31,8 @@ def find_library(prefix: Path) -> Path:
         for folder in FOLDERS:
             for library in sorted(prefix.glob(f"{folder}/{name}")):
                 return library
-    sys.exit(
-        f"setup: --mpi: no {' or '.join(LIBRARIES)} in {prefix}/lib; give the folder that holds bin/mpirun and lib"
-    )
+    names = " or ".join(LIBRARIES)
+    sys.exit(f"setup: --mpi: no {names} in {prefix}/lib; give the folder that holds bin/mpirun and lib")
 
 
 def ask_version(library: Path) -> str:
@@ -45,9 +42,7 @@ def ask_version(library: Path) -> str:
         text, length = ctypes.create_string_buffer(8192), ctypes.c_int()
         loaded.MPI_Get_library_version(text, ctypes.byref(length))  # may be asked before MPI_Init
     except (OSError, AttributeError) as error:
-        sys.exit(
-            f"setup: --mpi: {library} cannot be loaded ({error}); load the module that it belongs to first"
-        )
+        sys.exit(f"setup: --mpi: {library} cannot be loaded ({error}); load its module first")
     first_line = text.value.decode(errors="replace").partition("\n")[0].partition(",")[0]
     return " ".join(first_line.split())
 
