@@ -188,3 +188,12 @@ def test_packages_come_from_the_folder_alone(checkout: Path, tmp_path: Path) -> 
     (folder / "speechdp-packages").write_text("python 3.99 riscv\n")
     other = setup(checkout)
     assert other.returncode == 1 and "holds packages for python 3.99 riscv, and " in other.stderr
+
+
+def test_the_image_is_made_of_files_that_are_there() -> None:
+    definition = (REPOSITORY / "launch" / "apptainer.def").read_text()
+    files = definition.split("%files\n")[1].split("\n\n")[0].splitlines()
+    sources = [line.split()[0] for line in files]
+    assert {"setup.py", "pyproject.toml", "LICENSE", "NOTICE", "launch", "speechdp"} == set(sources)
+    assert all((REPOSITORY / name).exists() for name in sources)
+    assert [line.split()[1] for line in files] == [f"/opt/speechdp/{name}" for name in sources]
