@@ -80,7 +80,7 @@ def draw_picture(picture: SpeechPicture, path: Path) -> None:
         try:
             with atomic_path(path) as temporary:
                 # Not `savefig`, which draws everything once more before this, only to lay it out.
-                FigureCanvasAgg(figure).print_png(temporary)
+                FigureCanvasAgg(figure).print_png(temporary)  # type: ignore[no-untyped-call]
         except OSError as error:
             raise RunError(cannot_be_written(path, error)) from error
 

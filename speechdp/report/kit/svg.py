@@ -78,7 +78,7 @@ def _panel_svg(panel: Panel, canvas: Canvas) -> Markup | None:
         # No metadata: it would be a block of links to the vocabularies that describe it.
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         # Not `savefig`, which draws everything once more before this, only to lay it out.
-        FigureCanvasSVG(figure).print_svg(buffer, metadata=nothing)
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=nothing)  # type: ignore[no-untyped-call]
     # Our own drawing, whose every text matplotlib or html.escape has escaped.
     return Markup(_for_page(buffer.getvalue(), panel, canvas))
 
@@ -115,7 +115,8 @@ def write_png(
             )
         if any(drawn):
             with atomic_path(path) as temporary:
-                FigureCanvasAgg(figure).print_png(temporary)  # for why not `savefig` see _panel_svg
+                # For why not `savefig` see _panel_svg.
+                FigureCanvasAgg(figure).print_png(temporary)  # type: ignore[no-untyped-call]
     return any(drawn)
 
 
