@@ -313,7 +313,7 @@ def plain_sgd(batches_of_step: list[list[Batch]], optimizer: Sgd = PLAIN) -> Ten
     """Train with torch alone: the mean loss over all frames of a step, one update a step."""
     # Ranks that are threads ask for the same at once: one trains, the others wait for its result.
     with _TRAINING_ALONE:
-        return _plain_sgd(tuple(map(tuple, batches_of_step)), optimizer).clone()
+        return _plain_sgd(tuple(tuple(batches) for batches in batches_of_step), optimizer).clone()
 
 
 @functools.lru_cache(maxsize=64)
