@@ -66,9 +66,8 @@ def draw_picture(picture: SpeechPicture, path: Path) -> None:
     spectrograms.append(("Linear spectrogram, synthetic", picture.linear, "kHz"))
     tall = np.clip(_INCHES_A_SYMBOL * len(picture.symbols), _MIN_ATTENTION_INCHES, _MAX_ATTENTION_INCHES)
     heights = [float(tall), *[_PANEL_INCHES] * len(spectrograms)]
-    with mpl.rc_context({**STYLE, "savefig.facecolor": PRINT.surface}):
-        figure = Figure(figsize=(_WIDTH_INCHES, sum(heights) + 0.6), layout="constrained")
-        FigureCanvasAgg(figure)
+    with mpl.rc_context({**STYLE, "figure.facecolor": PRINT.surface}):
+        figure = Figure(figsize=(_WIDTH_INCHES, sum(heights) + 0.6), dpi=_DPI, layout="constrained")
         figure.suptitle(_shortened(picture.title), x=0.01, ha="left", color=PRINT.ink, fontweight="bold")
         attention_axes, *others = figure.subplots(len(heights), 1, height_ratios=heights)
         _draw_attention(attention_axes, picture)
@@ -80,7 +79,8 @@ def draw_picture(picture: SpeechPicture, path: Path) -> None:
         others[-1].set_xlabel("s", color=PRINT.muted, loc="right")
         try:
             with atomic_path(path) as temporary:
-                figure.savefig(temporary, format="png", dpi=_DPI)
+                # Not `savefig`, which draws everything once more before this, only to lay it out.
+                FigureCanvasAgg(figure).print_png(temporary)  # type: ignore[no-untyped-call]
         except OSError as error:
             raise RunError(cannot_be_written(path, error)) from error
 

@@ -31,6 +31,7 @@ TOLERANCE = 1e-9
 NUM_STEPS = 7
 _FEATURES, _CLASSES, _SEGMENTS = 5, 4, 3
 _GENERATOR = threading.Lock()
+_TRAINING_ALONE = threading.Lock()
 
 
 def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequence[int] = (1, 2, 3)) -> None:
@@ -310,6 +311,14 @@ def assert_begins_with_gradient_averaging(comm: Communicator, strategy: str) -> 
 
 def plain_sgd(batches_of_step: list[list[Batch]], optimizer: Sgd = PLAIN) -> Tensor:
     """Train with torch alone: the mean loss over all frames of a step, one update a step."""
+    # Ranks that are threads ask for the same at once: one trains, the others wait for its result.
+    with _TRAINING_ALONE:
+        return _plain_sgd(tuple(tuple(batches) for batches in batches_of_step), optimizer).clone()
+
+
+@functools.lru_cache(maxsize=64)
+def _plain_sgd(batches_of_step: tuple[tuple[Batch, ...], ...], optimizer: Sgd) -> Tensor:
+    """Train so once: every rank compares with it, and so does one check after another."""
     model = make_model()
     moving = optimizer(list(model.parameters()))
     for batches in batches_of_step:

@@ -24,13 +24,14 @@ from speechdp.testing import (
     plain_sgd,
     resumed_run,
 )
+from tests.helpers.jobs import DEADLINE_S
 from tests.helpers.strategy_checks import CHECKS, PEER_CHECKS
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("check", CHECKS + PEER_CHECKS, ids=lambda check: check.__name__)
 def test_identity(check: object, size: int) -> None:
-    run_threads(size, check)
+    run_threads(size, check, DEADLINE_S)
 
 
 #: Options with which a strategy is plain SGD on one rank, where it is not by default.

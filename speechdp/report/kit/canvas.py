@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import Formatter
 
 from speechdp.report.kit import formatting
 from speechdp.report.kit.theme import Theme
@@ -116,17 +116,30 @@ def even_numbers(axis: Axis, fewest: int = 0) -> None:
     Args:
         fewest: digits after the point.
     """
+    axis.set_major_formatter(_EvenNumbers(fewest))
 
-    def text(value: float, _: int | None) -> str:
-        ticks = [float(tick) for tick in axis.get_majorticklocs()]
+
+class _EvenNumbers(Formatter):
+    """Writes numbers with as many digits as tell the ticks apart that they stand at."""
+
+    def __init__(self, fewest: int) -> None:
+        self._fewest = fewest
+        self._digits = _MOST_DIGITS
+
+    def set_locs(self, locs: Any) -> None:
+        """Take all ticks, before their texts are asked for one by one: they are looked at once for all."""
+        super().set_locs(locs)
+        ticks = [float(tick) for tick in locs]
         gaps = [abs(one - other) for one, other in pairwise(ticks) if one != other]
         exact = 1e-3 * min(gaps, default=0.0)
-        digits = next(
-            (n for n in range(fewest, _MOST_DIGITS) if all(abs(round(t, n) - t) <= exact for t in ticks)),
-            _MOST_DIGITS,
-        )
-        if not gaps or digits == _MOST_DIGITS:
-            return f"{value:,g}".replace("-", formatting.MINUS)
-        return f"{value:,.{digits}f}".replace("-", formatting.MINUS)
+        every = (n for n in range(self._fewest, _MOST_DIGITS) if gaps and _are_exact(ticks, n, exact))
+        self._digits = next(every, _MOST_DIGITS)
 
-    axis.set_major_formatter(FuncFormatter(text))
+    def __call__(self, value: float, pos: int | None = None) -> str:
+        if self._digits == _MOST_DIGITS:
+            return f"{value:,g}".replace("-", formatting.MINUS)
+        return f"{value:,.{self._digits}f}".replace("-", formatting.MINUS)
+
+
+def _are_exact(ticks: Sequence[float], digits: int, within: float) -> bool:
+    return all(abs(round(tick, digits) - tick) <= within for tick in ticks)

@@ -14,6 +14,8 @@ from typing import Any
 import matplotlib as mpl
 from markupsafe import Markup
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
 
@@ -33,6 +35,9 @@ STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",
     "savefig.facecolor": "none",
 }
+#: Of SVG always; text is laid out by it.
+_SVG_DPI = 72
+_PNG_DPI = 120
 
 
 @dataclass(frozen=True)
@@ -66,13 +71,14 @@ def panel_svgs(panels: Iterable[Panel], make_canvas: Callable[[], Canvas]) -> li
 
 def _panel_svg(panel: Panel, canvas: Canvas) -> Markup | None:
     with mpl.rc_context(STYLE):
-        figure = Figure(figsize=panel.size, layout="constrained")
+        figure = Figure(figsize=panel.size, dpi=_SVG_DPI, layout="constrained")
         if not panel.draw(figure.add_subplot(), canvas):
             return None
         buffer = io.StringIO()
         # No metadata: it would be a block of links to the vocabularies that describe it.
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(buffer, format="svg", metadata=nothing)
+        # Not `savefig`, which draws everything once more before this, only to lay it out.
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=nothing)  # type: ignore[no-untyped-call]
     # Our own drawing, whose every text matplotlib or html.escape has escaped.
     return Markup(_for_page(buffer.getvalue(), panel, canvas))
 
@@ -93,8 +99,9 @@ def write_png(
     """
     width = max(7.0, *(sum(panel.size[0] for panel in line) for line in lines)) + 0.4
     heights = [max(panel.size[1] for panel in line) + 0.4 for line in lines]
-    with mpl.rc_context({**STYLE, "savefig.facecolor": "white"}):
-        figure = Figure(figsize=(width, sum(heights) + 0.4 * with_names), layout="constrained")
+    with mpl.rc_context({**STYLE, "figure.facecolor": "white"}):
+        size = width, sum(heights) + 0.4 * with_names
+        figure = Figure(figsize=size, dpi=_PNG_DPI, layout="constrained")
         # A sub-figure a line: its plots need not stand in columns with the next line's.
         parts = figure.subfigures(len(lines), 1, height_ratios=heights, squeeze=False)[:, 0]
         drawn = [_draw_line(*each, width, canvas) for each in zip(parts, lines, strict=True)]
@@ -108,7 +115,8 @@ def write_png(
             )
         if any(drawn):
             with atomic_path(path) as temporary:
-                figure.savefig(temporary, format="png", dpi=120)
+                # For why not `savefig` see _panel_svg.
+                FigureCanvasAgg(figure).print_png(temporary)  # type: ignore[no-untyped-call]
     return any(drawn)
 
 
