@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import os
 import signal
-import sys
-import tempfile
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 
 import pytest
 from hypothesis import settings
@@ -33,51 +29,15 @@ for _name in ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "JOB_ID"):
 _LONG_FILES = ("e2e/test_recipes.py", "parallel/test_strategy_backends.py", "faults/test_io_faults.py")
 
 
-#: Where nothing of the tests is compiled yet: names the file that the worker locks which compiles.
-_COMPILING = "SPEECHDP_TEST_COMPILING"
-
-
-def _is_compiled() -> bool:
-    """Return whether pytest has kept test modules as it compiles them, or does not keep any."""
-    kept = Path(__file__).parent.glob("unit/*/__pycache__/test_*-pytest-*.pyc")
-    return sys.dont_write_bytecode or any(kept)
-
-
-@contextmanager
-def _compiled_by_one() -> Iterator[None]:
-    """Let the first worker of the block compile test modules as it collects, and the others wait for it."""
-    with tempfile.NamedTemporaryFile(prefix="speechdp-compiling-") as file:
-        os.environ[_COMPILING] = file.name
-        try:
-            yield
-        finally:
-            del os.environ[_COMPILING]
-
-
-@contextmanager
-def _in_turn() -> Iterator[None]:
-    """Collect first, or when whoever was first has ended: all at once would compile all modules each."""
-    with Path(os.environ[_COMPILING]).open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(file, fcntl.LOCK_SH)
-            fcntl.flock(file, fcntl.LOCK_UN)
-        yield
-
-
 @pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+def pytest_collection() -> Generator[None, object, object]:
     """Collect without looking for garbage, which was a third of the CPU time of it, in every worker.
 
     What imports and collection make stays until the end, so later looks are at what tests make only.
     """
     gc.disable()
     try:
-        with ExitStack() as turn:
-            if hasattr(session.config, "workerinput") and _COMPILING in os.environ:
-                turn.enter_context(_in_turn())
-            return (yield)
+        return (yield)
     finally:
         gc.freeze()
         gc.enable()
@@ -116,8 +76,6 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Let the jobs of this session, those of all its workers, be forked."""
     if not hasattr(session.config, "workerinput"):
         _session.enter_context(session_of_forks())
-        if not _is_compiled():
-            _session.enter_context(_compiled_by_one())
 
 
 def pytest_sessionfinish() -> None:
