@@ -21,7 +21,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP, *WARNINGS)
 _held: list[int] = []
 #: Says that mpirun ends its ranks; None: it does not end this process.
 _tell_end_by_mpirun: Callable[[], object] | None = None
-#: A rank whose death mpirun sees before the others have spoken ends them too early; it kills all after 1 s.
+#: mpirun kills the others as soon as it sees a rank's death, else all of them 1 s after SIGTERM: for that
+#: second they clean up and speak.
 _OTHERS_SPEAK_S = 1.5
 #: Signals that came amid an import, and come again so much later, s; one that comes meanwhile is not put off.
 _deferred: list[int] = []

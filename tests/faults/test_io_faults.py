@@ -28,7 +28,8 @@ _SAMPLES = {
     **({"prepare-synthetic": 4} if find_spec("espeakng_loader") else {}),
     **{"train-mpi": 2, "train-horovod": 2, "compare": 1, "compare-rank": 1},
 }
-#: Errors that code treats as others that are drawn; benchmarks/faults/io_faults.py tries them, too.
+#: Errors that code treats as others that are drawn, but for the words of their remedies;
+#: benchmarks/faults/io_faults.py tries them, too.
 _ALIKE = ("EDQUOT", "EROFS", "EMFILE")
 #: Points that have been wrong once.
 _WERE_WRONG = {

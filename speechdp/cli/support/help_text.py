@@ -12,7 +12,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Annotated, Any
 
@@ -49,7 +49,7 @@ def option_rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
         if not dataclasses.is_dataclass(info.type):
             return None
         fields = tuple(_specs(info.type, info.default, hidden))
-        return StructConstructorSpec(instantiate=functools.partial(_made, info.type), fields=fields)
+        return StructConstructorSpec(instantiate=_maker(info.type), fields=fields)
 
     @registry.primitive_rule
     def number_of(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
@@ -79,6 +79,19 @@ def _specs(kind: type, default: Any, hidden: Collection[str]) -> Iterator[Struct
 
 def _is_ungrouped(hint: Any) -> bool:
     return UNGROUPED in getattr(hint, "__metadata__", ())
+
+
+def _maker(kind: type) -> Callable[..., Any]:
+    """Return what makes a dataclass of the values of its options; --help begins with its docstring."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    if not any(_is_ungrouped(hints[field.name]) for field in dataclasses.fields(kind)):
+        return kind
+
+    def make(**values: Any) -> Any:
+        return _made(kind, **values)
+
+    make.__doc__ = kind.__doc__
+    return make
 
 
 def _made(kind: type, /, **values: Any) -> Any:

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from contextlib import suppress
+from functools import partial
 
 from speechdp.comm import environment
 from speechdp.process import ending
@@ -55,7 +56,7 @@ class _Teller:
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         # What a worker is sent is no news of this rank; it has the same pipe.
-        os.register_at_fork(after_in_child=_watch_no_signals)
+        os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
         threading.Thread(target=self._watch, args=(reading,), name="speechdp-mpirun-end", daemon=True).start()
 
     def tell(self) -> None:
@@ -72,11 +73,6 @@ class _Teller:
         while signal.SIGTERM not in os.read(reading, 64):
             pass
         self.tell()
-
-
-def _watch_no_signals() -> None:
-    with suppress(ValueError):  # forked by a thread, which is not the main one here either
-        signal.set_wakeup_fd(-1)
 
 
 def _what_follows() -> str:

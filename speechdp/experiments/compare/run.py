@@ -67,11 +67,12 @@ class Comparer:
         """
         earlier = find_earlier(self._out, self._training.settings(), TrainOptions().to_json())
         if earlier is not None:
-            self._take_over(earlier)
+            self._finished = self._still_finished(earlier)
+            self._take_over()
         self._update(self._record)
         self._training.begin()
         if self._record.trials:
-            self._try_rates(earlier)
+            self._try_rates()
         self._say_what_is_left_out()
         # Equal times are those of the runs at equal frames, which come first.
         for mode in sorted(self._plan.modes, key=MODES.index):
@@ -87,14 +88,19 @@ class Comparer:
         self._update(dataclasses.replace(self._record, completed=done))
         return self._record
 
-    def _take_over(self, earlier: CompareRecord) -> None:
-        """Begin with what an earlier command has finished, which the page has in the meantime."""
+    def _still_finished(self, earlier: CompareRecord) -> tuple[RunRecord, ...]:
+        """Return what an earlier command has finished, and what this one need not do again."""
         of_earlier = (*earlier.trials, *earlier.runs, *earlier.left_out)
-        self._finished = tuple(run for run in of_earlier if run.state == COMPLETE and self._is_done(run))
+        return tuple(run for run in of_earlier if run.state == COMPLETE and self._is_done(run))
+
+    def _take_over(self) -> None:
+        """Begin with what an earlier command has finished, which the page has in the meantime."""
         trials = with_finished(self._record.trials, self._finished)
-        self._record = with_rates(dataclasses.replace(self._record, trials=trials), self._out)
-        runs = with_finished(self._record.runs, self._finished)
-        self._record = dataclasses.replace(self._record, runs=runs)
+        self._take_over_runs(with_rates(dataclasses.replace(self._record, trials=trials), self._out))
+
+    def _take_over_runs(self, record: CompareRecord) -> None:
+        """Go on with a record, and with what was finished of the runs that it names."""
+        self._record = dataclasses.replace(record, runs=with_finished(record.runs, self._finished))
 
     def _say_what_is_left_out(self) -> None:
         others: dict[str, list[RunRecord]] = {}
@@ -147,14 +153,12 @@ class Comparer:
     def _change(self, run: RunRecord, **changes: Any) -> None:
         self._update(self._record.with_changed(run, **changes))
 
-    def _try_rates(self, earlier: CompareRecord | None) -> None:
+    def _try_rates(self) -> None:
         """Train once with every learning rate, and give each strategy on each number of ranks its best."""
         for place, trial in _placed(self._record.trials):
             self._carry_out(trial, place)
-        self._update(with_rates(self._record, self._out))
-        if earlier is not None:
-            self._take_over(earlier)
-            self._update(self._record)
+        self._take_over_runs(with_rates(self._record, self._out))
+        self._update(self._record)
         chosen = {(run.strategy.text, run.ranks): run.learning_rate for run in self._record.runs}
         for (strategy, ranks), rate in chosen.items():
             if rate is not None:

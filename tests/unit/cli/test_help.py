@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import io
 import itertools
 import re
@@ -53,6 +54,13 @@ def help_of(name: str, monkeypatch: pytest.MonkeyPatch, columns: int = 129) -> l
     return out.read().splitlines()
 
 
+def command_class(name: str) -> Any:
+    """Return the dataclass of the options of one of FORMS."""
+    command = SUBCOMMANDS[name.split(maxsplit=1)[0]]
+    class_name = command.script_class_name if name.endswith("--script") else command.class_name
+    return getattr(importlib.import_module(f"speechdp.cli.{command.module}"), class_name)
+
+
 def fields_of(kind: Any) -> Iterator[dataclasses.Field[Any]]:
     """Yield the options of a dataclass, those of nested groups included."""
     kinds = typing.get_type_hints(kind)
@@ -69,6 +77,8 @@ def test_help_explains_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     text = re.sub(r"\s+", " ", _EDGE.sub(" ", " ".join(lines)))
     for phrase in _BANNED:
         assert phrase not in text, phrase
+    (purpose, *_) = (inspect.getdoc(command_class(name)) or "").split(". ")
+    assert re.sub(r"\s+", " ", purpose) in text
     titles = _TITLE.findall("\n".join(lines))
     assert "options" in titles
     for title in titles:
@@ -90,9 +100,7 @@ def test_every_option_has_a_text(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_internal_options_are_hidden_and_the_others_shown(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = SUBCOMMANDS[name.split(maxsplit=1)[0]]
-    class_name = command.script_class_name if name.endswith("--script") else command.class_name
-    kind = getattr(importlib.import_module(f"speechdp.cli.{command.module}"), class_name)
+    command, kind = SUBCOMMANDS[name.split(maxsplit=1)[0]], command_class(name)
     hidden = [*command.internal, "script_arguments"]
     if not name.endswith("--script"):
         hidden += command.refused

@@ -190,6 +190,20 @@ def test_a_rate_whose_trial_was_deleted_and_fails_now_is_not_called_worse(tmp_pa
     )
 
 
+def test_a_trial_that_was_deleted_and_is_made_again_is_recorded_as_it_went_now(tmp_path: Path) -> None:
+    compare(tmp_path, MadeUpTraining(), (0.001, 0.002))
+    record = read_record(tmp_path)
+    trial = record.trials[0]
+    write_record(tmp_path, record.with_changed(trial, wall_s=1e6))
+    assert trial.folder is not None
+    shutil.rmtree(tmp_path / trial.folder)
+    training = MadeUpTraining()
+    compare(tmp_path, training, (0.001, 0.002))
+    assert [run.key for run in training.trained] == [trial.key]
+    again = read_record(tmp_path).trials[0]
+    assert again.state == COMPLETE and again.wall_s is not None and again.wall_s < 1e6
+
+
 def test_the_log_that_shows_how_far_a_training_is_is_named_as_it_starts(tmp_path: Path) -> None:
     own = {text: {None: -0.41} for text in TEXTS}
     (line, *_) = (line for line in compare(tmp_path, MadeUpTraining(own), ()) if ": started" in line)
