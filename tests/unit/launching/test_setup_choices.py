@@ -18,7 +18,7 @@ case "$*" in
     "-m pip --version") exit 0 ;;
     "-m pip "*) echo "$* NO_INDEX=${PIP_NO_INDEX-} FIND_LINKS=${PIP_FIND_LINKS-}" >>CHECKOUT/pip-calls
         case "$*" in *--report*) echo '{"install": REPORT}' >CHECKOUT/.venv/speechdp-setup.report ;; esac ;;
-    "-m venv --clear "*) mkdir -p "$4/bin" "$4/site-packages"; cp "$0" "$4/bin/python" ;;
+    "-m venv --clear "*) if [ -L "$4" ]; then echo "Unable to create directory" >&2; exit 1; fi; mkdir -p "$4/bin" "$4/site-packages"; cp "$0" "$4/bin/python" ;;
     *check_installation*) echo "$*" >CHECKOUT/checked ;;
     *"get_path(\\"purelib\\")"*) dirname "$(dirname "$0")" | sed 's,$,/site-packages,' ;;
     *sys.prefix*base_prefix*) ;;
@@ -178,7 +178,7 @@ def test_choices_outlive_an_environment_that_could_not_be_made(checkout: Path, m
     python = checkout / "base" / "bin" / "python"
     whole = python.read_text()
     # As Ctrl-C does amid `-m venv --clear`.
-    python.write_text(whole.replace('mkdir -p "$4/bin"', 'mkdir -p "$4"; rm -rf "$4"/*; kill -INT $PPID; exit 1 #'))
+    python.write_text(whole.replace('if [ -L "$4" ]', 'mkdir -p "$4"; rm -rf "$4"/*; kill -INT $PPID; exit 1 #'))
     (checkout / ".venv").mkdir()
     assert setup(checkout, "--mpi", str(mpi), TORCH_SPEC="torch==2.9.1").returncode != 0
     python.write_text(whole)
