@@ -18,7 +18,8 @@ case "$*" in
     "-m pip --version") exit 0 ;;
     "-m pip "*) echo "$* NO_INDEX=${PIP_NO_INDEX-} FIND_LINKS=${PIP_FIND_LINKS-}" >>CHECKOUT/pip-calls
         case "$*" in *--report*) echo '{"install": REPORT}' >CHECKOUT/.venv/speechdp-setup.report ;; esac ;;
-    "-m venv --clear "*) if [ -L "$4" ]; then echo "Unable to create directory" >&2; exit 1; fi; mkdir -p "$4/bin" "$4/site-packages"; cp "$0" "$4/bin/python" ;;
+    "-m venv --clear "*) [ ! -L "$4" ] || exit 1 # as venv does
+        mkdir -p "$4/bin" "$4/site-packages"; cp "$0" "$4/bin/python" ;;
     *check_installation*) echo "$*" >CHECKOUT/checked ;;
     *"get_path(\\"purelib\\")"*) dirname "$(dirname "$0")" | sed 's,$,/site-packages,' ;;
     *sys.prefix*base_prefix*) ;;
@@ -157,7 +158,8 @@ def test_the_environment_may_lie_elsewhere(checkout: Path, tmp_path: Path) -> No
     assert (checkout / ".venv").resolve() == scratch and (scratch / "bin" / "python").is_file()
     assert "up to date" in setup(checkout, "--venv", str(scratch)).stdout
     (checkout / ".venv").unlink()
-    assert "up to date" in setup(checkout, "--venv", str(scratch)).stdout and (checkout / ".venv").is_symlink()
+    assert "up to date" in setup(checkout, "--venv", str(scratch)).stdout
+    assert (checkout / ".venv").is_symlink()
     other = setup(checkout, "--venv", str(tmp_path / "other"))
     assert other.returncode == 1 and "is there already; remove it" in other.stderr
 
@@ -177,8 +179,8 @@ def test_an_environment_of_the_users_is_not_taken_for_an_empty_folder(checkout: 
 def test_choices_outlive_an_environment_that_could_not_be_made(checkout: Path, mpi: Path) -> None:
     python = checkout / "base" / "bin" / "python"
     whole = python.read_text()
-    # As Ctrl-C does amid `-m venv --clear`.
-    python.write_text(whole.replace('if [ -L "$4" ]', 'mkdir -p "$4"; rm -rf "$4"/*; kill -INT $PPID; exit 1 #'))
+    # What an end amid `-m venv --clear` leaves: nothing.
+    python.write_text(whole.replace('[ ! -L "$4" ]', 'rm -rf "$4"/*; false'))
     (checkout / ".venv").mkdir()
     assert setup(checkout, "--mpi", str(mpi), TORCH_SPEC="torch==2.9.1").returncode != 0
     python.write_text(whole)
@@ -195,7 +197,7 @@ def test_an_existing_environment_keeps_its_packages(checkout: Path, tmp_path: Pa
     assert f"allow that by --into {python} --replace" in refused.stderr
     # A later run without options must not take that environment for one that setup has made.
     assert not (checkout / ".venv").is_symlink()
-    done = setup(checkout, "--into", str(python), "--replace")
+    done = setup(checkout, "--into", os.path.relpath(python, checkout), "--replace")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (checkout / ".venv").resolve() == python.parent.parent
     # That of the Python which runs this stands for its own.
@@ -203,6 +205,7 @@ def test_an_existing_environment_keeps_its_packages(checkout: Path, tmp_path: Pa
     assert "torch==" in kept and "is kept" in done.stdout
     assert "torch==2.13.0" not in pip_calls(checkout).replace(kept, "")
     assert "--clear" not in pip_calls(checkout) and "up to date" in setup(checkout).stdout
+    assert f"base={python}\n" in (checkout / ".venv" / "speechdp-setup.choices").read_text()
 
 
 def test_packages_come_from_the_folder_alone(checkout: Path, tmp_path: Path) -> None:
