@@ -1,6 +1,8 @@
 """Check a fresh .venv: that all parts can be imported and that every library loads one libmpi.
 
 usage: check_installation.py [LIBRARY]    the libmpi that was chosen; without it: .venv's own
+
+Ends with 3 where a new .venv would be no better, and the line that it prints says what would.
 """
 
 from __future__ import annotations
@@ -45,13 +47,20 @@ def main() -> int:
     if remark is not None:
         print(f"setup: {remark}")
     importlib.import_module("mpi4py.MPI")  # initialises MPI as a job of one
-    has_horovod = importlib.util.find_spec("horovod") is not None
-    if has_horovod:
+    horovod = importlib.util.find_spec("horovod")
+    if horovod is not None:
         importlib.import_module("horovod.torch")
     if not Path("/proc/self/maps").exists():
         return 0
     own = Path(sys.argv[1]).resolve().parent if len(sys.argv) > 1 else (Path(sys.prefix) / "lib").resolve()
     strangers = [path for path in loaded_mpi_libraries() if path.resolve().parent != own]
+    if strangers and horovod is not None and not Path(str(horovod.origin)).is_relative_to(sys.prefix):
+        print(
+            f"setup: {horovod.origin} of --on-top-of loads another MPI than that of {own}: {strangers[0]}; "
+            f"give --mpi {strangers[0].parent.parent}, or let launch/setup build a Horovod for .venv",
+            file=sys.stderr,
+        )
+        return 3
     if strangers:
         print(f"another MPI than that of {own} is loaded: {strangers[0]}", file=sys.stderr)
         return 1

@@ -50,11 +50,9 @@ find_python() {
     fail "no Python 3.10 or newer found; install one (Debian: apt-get install python3 python3-venv) or set PYTHON=/path/to/python"
 }
 
-# Let pip look for packages in the folder of --wheels alone.
-use_wheels() {
-    local wheels
-    wheels=$(chosen wheels)
-    if [ -n "$wheels" ]; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=$wheels; fi
+# Let pip look for packages in the folder of --wheels alone, where there is one.
+use_wheels() { # FOLDER, or nothing
+    if [ -n "$1" ]; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=$1; fi
 }
 
 # Whether it is for GPUs: there is one here, or launch/setup was told so.

@@ -18,7 +18,8 @@ case "$*" in
     "-m pip --version") exit 0 ;;
     "-m pip "*) echo "$* NO_INDEX=${PIP_NO_INDEX-} FIND_LINKS=${PIP_FIND_LINKS-}" >>CHECKOUT/pip-calls
         case "$*" in *--report*) echo '{"install": REPORT}' >CHECKOUT/.venv/speechdp-setup.report ;; esac ;;
-    "-m venv --clear "*) mkdir -p "$4/bin" "$4/site-packages"; cp "$0" "$4/bin/python" ;;
+    "-m venv --clear "*) [ ! -L "$4" ] || exit 1 # as venv does
+        mkdir -p "$4/bin" "$4/site-packages"; cp "$0" "$4/bin/python" ;;
     *check_installation*) echo "$*" >CHECKOUT/checked ;;
     *"get_path(\\"purelib\\")"*) dirname "$(dirname "$0")" | sed 's,$,/site-packages,' ;;
     *sys.prefix*base_prefix*) ;;
@@ -119,9 +120,11 @@ def test_the_mpi_of_the_site_takes_the_place_of_pypis(checkout: Path, mpi: Path)
         (("--mpi",), "--mpi needs a value"),
         (("--into", "gone/python"), "--into gone/python: there is no such program"),
         (("--into", "base/bin/python", "--venv", "elsewhere"), "give one of them"),
+        (("--replace",), "give --into PYTHON, too"),
+        (("--venv", "launch"), "the folder holds other things; give a new one"),
         (("--wheels", "launch"), "was not filled by launch/setup --download"),
-        (("--for", "3.12,2.28"), "give --download DIR, too"),
-        (("--download", "packages", "--for", "3.12"), "give the versions of Python and of glibc there"),
+        (("--for", "2.28"), "give --download DIR, too"),
+        (("--download", "packages", "--for", "3.12"), "give the version of glibc there"),
     ],
 )
 def test_what_cannot_be_chosen_is_refused_in_a_line(
@@ -154,8 +157,36 @@ def test_the_environment_may_lie_elsewhere(checkout: Path, tmp_path: Path) -> No
     assert setup(checkout, "--venv", str(scratch)).returncode == 0
     assert (checkout / ".venv").resolve() == scratch and (scratch / "bin" / "python").is_file()
     assert "up to date" in setup(checkout, "--venv", str(scratch)).stdout
+    (checkout / ".venv").unlink()
+    assert "up to date" in setup(checkout, "--venv", str(scratch)).stdout
+    assert (checkout / ".venv").is_symlink()
     other = setup(checkout, "--venv", str(tmp_path / "other"))
     assert other.returncode == 1 and "is there already; remove it" in other.stderr
+
+
+def test_an_environment_of_the_users_is_not_taken_for_an_empty_folder(checkout: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "pyvenv.cfg").touch()
+    refused = setup(checkout, "--venv", str(mine))
+    assert refused.returncode == 1 and f"install into it by --into {mine}/bin/python" in refused.stderr
+    (checkout / ".venv").symlink_to(mine)  # pip does not work there
+    refused = setup(checkout)
+    assert refused.returncode == 1 and "remove the link" in refused.stderr
+    assert [path.name for path in mine.iterdir()] == ["pyvenv.cfg"]
+
+
+def test_choices_outlive_an_environment_that_could_not_be_made(checkout: Path, mpi: Path) -> None:
+    python = checkout / "base" / "bin" / "python"
+    whole = python.read_text()
+    # What an end amid `-m venv --clear` leaves: nothing.
+    python.write_text(whole.replace('[ ! -L "$4" ]', 'rm -rf "$4"/*; false'))
+    (checkout / ".venv").mkdir()
+    assert setup(checkout, "--mpi", str(mpi), TORCH_SPEC="torch==2.9.1").returncode != 0
+    python.write_text(whole)
+    done = setup(checkout)
+    assert done.returncode == 0 and f"Open MPI v5.0.9 of {mpi}" in done.stdout, done.stdout + done.stderr
+    assert "torch==2.9.1" in pip_calls(checkout)
 
 
 def test_an_existing_environment_keeps_its_packages(checkout: Path, tmp_path: Path) -> None:
@@ -163,8 +194,10 @@ def test_an_existing_environment_keeps_its_packages(checkout: Path, tmp_path: Pa
     python = write_python(checkout, tmp_path / "conda" / "bin" / "python", report)
     refused = setup(checkout, "--into", str(python))
     assert refused.returncode == 1 and "would be replaced: numpy " in refused.stderr, refused.stdout
-    assert "allow that with --replace" in refused.stderr
-    done = setup(checkout, "--into", str(python), "--replace")
+    assert f"allow that by --into {python} --replace" in refused.stderr
+    # A later run without options must not take that environment for one that setup has made.
+    assert not (checkout / ".venv").is_symlink()
+    done = setup(checkout, "--into", os.path.relpath(python, checkout), "--replace")
     assert done.returncode == 0, done.stdout + done.stderr
     assert (checkout / ".venv").resolve() == python.parent.parent
     # That of the Python which runs this stands for its own.
@@ -172,6 +205,7 @@ def test_an_existing_environment_keeps_its_packages(checkout: Path, tmp_path: Pa
     assert "torch==" in kept and "is kept" in done.stdout
     assert "torch==2.13.0" not in pip_calls(checkout).replace(kept, "")
     assert "--clear" not in pip_calls(checkout) and "up to date" in setup(checkout).stdout
+    assert f"base={python}\n" in (checkout / ".venv" / "speechdp-setup.choices").read_text()
 
 
 def test_packages_come_from_the_folder_alone(checkout: Path, tmp_path: Path) -> None:
