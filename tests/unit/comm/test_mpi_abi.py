@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def test_horovod_of_another_mpi_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setattr(create.importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
     monkeypatch.setattr(create, "abi_of_mpi4py", lambda: "mpich")
     monkeypatch.setattr(create, "abi_of_horovod", lambda: "openmpi")
     why = "this Horovod was built for Open MPI, and mpi4py finds MPICH or Intel MPI"
