@@ -65,7 +65,6 @@ class Fault:
         who = "a rank" if self.rank is None else f"rank {self.rank}"
         if self.host is not None and self.rank is not None:
             who += f" on {self.host}"
-        host = "a host" if self.host is None else f"host {self.host}"
         if self.kind == "said" and self.exit_code == exit_codes.HUNG:
             return f"the job hung, the message of {who} above names the ranks that are late"
         return {
@@ -74,7 +73,9 @@ class Fault:
             "start hung": "not all ranks have started; `speechdp doctor` looks at every host",
             "killed": f"{who} was killed by {_signal_name(self.signal)}",
             "exited": f"{who} ended with exit code {self.exit_code} without a message",
-            "host lost": f"{host} was lost: it is down, or its link is cut",
+            "host lost": "a host was lost: it is down, or its link is cut"
+            if self.host is None
+            else f"host {self.host} was lost: it is down, or its link is cut",
             "not reached": "a host was not reached, what ssh says stands above; "
             "`speechdp doctor` looks at every host",
             "no folder": f"mpirun cannot make its folder {self.detail}; let TMPDIR name one that can be "

@@ -5,16 +5,38 @@ from __future__ import annotations
 
 import importlib.util
 import mmap
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
+
+from speechdp.comm import environment
 
 Abi = Literal["openmpi", "mpich"]
 
 #: The name of the library that a module asks for stands in it: MPICH's, MVAPICH's, Intel's and Cray's is one.
 _LIBRARIES: dict[bytes, Abi] = {b"libmpi.so.40": "openmpi", b"libmpi.so.12": "mpich"}
 _IN_NAME = re.compile(r"\.(openmpi|mpich)\.")
+#: Hydra numbers the ranks of each host; Slurm, which has PMI_RANK as well, does not by this name.
+_OF_HYDRA = "MPI_LOCALRANKID"
 PRODUCTS: dict[Abi, str] = {"openmpi": "Open MPI", "mpich": "MPICH or Intel MPI"}
+
+
+def abi_of_launcher(environ: Mapping[str, str] | None = None) -> Abi | None:
+    """Return the kind of MPI whose mpirun has started this process; None: no mpirun, or it connects any MPI.
+
+    Example:
+        >>> abi_of_launcher({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"})
+        'mpich'
+    """
+    environ = os.environ if environ is None else environ
+    launch = environment.announced(environ)
+    if launch is None:
+        return None
+    if launch.launcher == "mpirun":
+        return "openmpi"
+    return "mpich" if launch.launcher == "PMI" and _OF_HYDRA in environ else None
 
 
 def abi_of_mpi4py() -> Abi | None:

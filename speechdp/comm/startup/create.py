@@ -13,7 +13,7 @@ from speechdp import remedies
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.device import RANKS_PER_GPU, ranks_per_gpu
-from speechdp.comm.mpi.abi import PRODUCTS, abi_of_horovod, abi_of_mpi4py
+from speechdp.comm.mpi.abi import PRODUCTS, abi_of_horovod, abi_of_launcher, abi_of_mpi4py
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.errors import CommunicationError, ConfigError
 
@@ -180,6 +180,21 @@ def _refuse_unconnected() -> None:
         raise CommunicationError(
             f"srun started {launch.size} processes without PMIx, so MPI cannot connect them; "
             f"start with `srun --mpi=pmix` (MPICH and Intel MPI: --mpi=pmi2), or with `speechdp launch`"
+        )
+    _refuse_launcher_of_other_mpi()
+
+
+def _refuse_launcher_of_other_mpi() -> None:
+    """Refuse ranks that their MPI would not connect: MPICH's fail in MPI_Init, Open MPI's are each alone."""
+    launch, launchers = environment.announced(), abi_of_launcher()
+    if launch is None or launch.size == 1 or launchers is None:
+        return
+    loaded = abi_of_mpi4py()
+    if loaded is not None and loaded != launchers:
+        raise CommunicationError(
+            f"the mpirun of {PRODUCTS[launchers]} started {launch.size} processes, but mpi4py finds the "
+            f"library of {PRODUCTS[loaded]}, which it cannot connect; start with the mpirun of "
+            f"{PRODUCTS[loaded]}, or let MPI4PY_LIBMPI name the libmpi.so of {PRODUCTS[launchers]}"
         )
 
 

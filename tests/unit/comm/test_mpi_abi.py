@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
 
-from speechdp.comm.mpi.abi import abi_of_file
+from speechdp.comm.mpi.abi import abi_of_file, abi_of_launcher
 from speechdp.comm.startup import create
-from speechdp.comm.startup.create import choose_backend, create_communicator
+from speechdp.comm.startup.create import choose_backend, create_communicator, create_fed_job
 from speechdp.errors import CommunicationError
 
 
@@ -28,7 +29,7 @@ def test_horovod_of_another_mpi_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")
-    monkeypatch.setattr(create.importlib.util, "find_spec", lambda _name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
     monkeypatch.setattr(create, "abi_of_mpi4py", lambda: "mpich")
     monkeypatch.setattr(create, "abi_of_horovod", lambda: "openmpi")
     why = "this Horovod was built for Open MPI, and mpi4py finds MPICH or Intel MPI"
@@ -36,3 +37,49 @@ def test_horovod_of_another_mpi_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert (choice.name, choice.notice) == ("mpi", f"back-end mpi instead of horovod: {why}")
     with pytest.raises(CommunicationError, match=f"the horovod back-end cannot start: {why}; choose"):
         create_communicator("horovod")
+
+
+_OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+_PMI = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+_HYDRA = {**_PMI, "MPI_LOCALRANKID": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "wanted"),
+    [
+        (_OPEN_MPI, "openmpi"),
+        ({**_OPEN_MPI, "PMIX_RANK": "0"}, "openmpi"),
+        (_HYDRA, "mpich"),
+        (_PMI, None),
+        ({"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}, None),
+        ({}, None),
+    ],
+)
+def test_launchers_are_told_by_their_variables(environ: dict[str, str], wanted: str | None) -> None:
+    assert abi_of_launcher(environ) == wanted
+
+
+@pytest.mark.parametrize(
+    ("environ", "loaded", "message"),
+    [
+        (_OPEN_MPI, "mpich", "mpirun of Open MPI started 2 .* the library of MPICH or Intel MPI, which"),
+        (
+            _HYDRA,
+            "openmpi",
+            "mpirun of MPICH or Intel MPI started 2 .* with the mpirun of Open MPI, or",
+        ),
+    ],
+)
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_the_mpirun_of_another_mpi_is_refused_before_mpi_starts(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], loaded: str, message: str, backend: str
+) -> None:
+    for name in (*_OPEN_MPI, *_HYDRA):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(create, "abi_of_mpi4py", lambda: loaded)
+    with pytest.raises(CommunicationError, match=message):
+        create_communicator(backend)
+    with pytest.raises(CommunicationError, match=message):
+        create_fed_job(backend, 1)
