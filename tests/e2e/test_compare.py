@@ -74,8 +74,9 @@ def test_one_line_says_what_came_of_each_run(compared: tuple[Path, Ended]) -> No
         mine = [line for line in lines if line.startswith(f"[{number}/3] equal frames")]
         assert len(mine) == 2, ended.output
         assert mine[0].split("seed 1: ")[1].startswith("started")
+        assert mine[0].endswith(".log shows how far it is")
         assert "frames/s" in mine[1] and "WER" in mine[1]
-    assert any("started; about" in line and line.endswith("left") for line in lines)
+    assert any("started; about" in line and " left; " in line for line in lines)
 
 
 def test_it_ends_with_table_and_report(compared: tuple[Path, Ended]) -> None:

@@ -86,7 +86,7 @@ def kill_rank_1(job: Job, run: Path, begun_at: int) -> None:
     ended = job.finish()
     assert ended.exit_code == 137, ended.output
     assert_not_complete(run)
-    if "launch" in ended.stderr:
+    if "speechdp launch:" in ended.stderr:
         (line,) = [line for line in our_lines(ended) if line.startswith("speechdp launch:")]
         assert line.startswith(f"speechdp launch: rank 1 on {host_name()} was killed by SIGKILL")
         assert f"{run}/checkpoints/step-" in line and line.endswith("; start again with --resume")
