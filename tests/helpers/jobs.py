@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from speechdp.launching.mpi import rank_process
 from tests.helpers.gates import Gates
 from tests.helpers.mpi import BIN, REPOSITORY, Ended, job_environment, run_job
 
@@ -86,8 +87,9 @@ class Job:
     def rank_pid(self, rank: int) -> int:
         """Return the process of a rank."""
         for pid in self._marked():
-            # horovodrun with gloo sets a name of its own.
-            if {f"OMPI_COMM_WORLD_RANK={rank}", f"HOROVOD_RANK={rank}"} & set(_words(pid, "environ")):
+            # horovodrun with gloo sets a name of its own, as does Hydra, below whose ranks' parents they are.
+            names = {f"{name}={rank}" for name in ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "PMI_RANK")}
+            if names & set(_words(pid, "environ")) and rank_process.__file__ not in _words(pid, "cmdline"):
                 return pid
         raise AssertionError(f"there is no rank {rank}\n{self._killed().output}")
 
