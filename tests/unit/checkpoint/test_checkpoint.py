@@ -10,7 +10,7 @@ import os
 import pickle
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.threads.communicator import run_threads
 from speechdp.errors import CommunicationError, RunError
+from speechdp.files import listed_anew
 from speechdp.watchdog import shared_disk
 from tests.helpers.faulty_disk import Crash, faulty_disk, full
 
@@ -232,14 +233,13 @@ def test_a_folder_that_a_rank_may_not_list_is_not_taken_for_another_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_disk, "_UNREADABLE_S", 0.1)
-    iterdir = Path.iterdir
 
-    def refused(path: Path) -> Iterator[Path]:
+    def refused(folder: Path) -> list[str]:
         if threading.current_thread().name == "rank 1":
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        return iterdir(path)
+        return listed_anew(folder)
 
-    monkeypatch.setattr(Path, "iterdir", refused)
+    monkeypatch.setattr(shared_disk, "listed_anew", refused)
     words = r"checkpoints: cannot be read \(Stale file handle on rank 1\); see that the network disk"
     with pytest.raises(RunError, match=words):
         run_threads(2, lambda comm: save(tmp_path, 1, comm))
@@ -251,15 +251,15 @@ def test_a_disk_that_stands_still_at_the_start_is_waited_for(
     """Three looks of 100 s each, and the file is there: nobody says the disk is not shared."""
     looks = 0
 
-    def iterdir(path: Path) -> Iterator[Path]:
+    def names(folder: Path) -> list[str]:
         nonlocal looks
         looks += 1
-        return iter([path / "probe"] if looks == 3 else [])
+        return ["probe"] if looks == 3 else []
 
     clock = SimpleNamespace(monotonic=lambda: looks * 100.0, sleep=lambda seconds: None)
     monkeypatch.setattr(shared_disk, "time", clock)
     monkeypatch.setattr(shared_disk, "file_system", lambda path: "nfs4")
-    monkeypatch.setattr(Path, "iterdir", iterdir)
+    monkeypatch.setattr(shared_disk, "listed_anew", names)
     assert shared_disk.why_unseen(tmp_path / "checkpoints" / "probe") is None
 
 

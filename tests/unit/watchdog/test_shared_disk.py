@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from speechdp.files import listed_anew
 from speechdp.watchdog import shared_disk
 from speechdp.watchdog.shared_disk import file_system, why_unseen
 
@@ -64,15 +65,15 @@ def test_it_is_said_for_how_long_a_network_disk_was_waited_for(
 def test_an_error_of_a_hosts_own_disk_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "owner.json"
     file.touch()
-    iterdir, errors = Path.iterdir, [OSError(5, "Input/output error")] * 3
+    errors = [OSError(5, "Input/output error")] * 3
 
-    def failing(path: Path) -> object:
+    def failing(folder: Path) -> list[str]:
         if errors:
             raise errors.pop()
-        return iterdir(path)
+        return listed_anew(folder)
 
-    monkeypatch.setattr(Path, "iterdir", failing)
-    assert looked_for_on("xfs", file, monkeypatch)[0] is None
+    monkeypatch.setattr(shared_disk, "listed_anew", failing)
+    assert looked_for_on("xfs", file, monkeypatch)[0] is None and not errors
 
 
 def test_the_file_system_of_a_path_is_that_of_what_is_there(tmp_path: Path) -> None:
