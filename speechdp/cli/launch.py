@@ -57,7 +57,7 @@ from speechdp.launching.outcome import (
     last_checkpoint,
     verdict,
 )
-from speechdp.launching.programs import find_horovodrun, find_mpirun, search_path
+from speechdp.launching.programs import find_horovodrun, find_mpirun
 from speechdp.launching.requeue import is_ended_unsaved, is_to_go_on, requeue, why_not_requeued
 from speechdp.launching.restarts import RestartPolicy, Restarts, find_reachable
 from speechdp.launching.subcommands import check_ranks
@@ -447,10 +447,9 @@ class _Starter:
         self._options, self._program, self._place, self._request = options, program, place, request
         self._environ = dict(os.environ)
         self._name, self._starts = uuid.uuid4().hex, 0
-        prefix = Path(sys.prefix)
-        path = search_path(prefix, os.environ)
-        self._mpi = find_mpirun(prefix, path)
-        self._horovodrun = find_horovodrun(prefix, path) if options.launcher == "horovodrun" else None
+        prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
+        self._mpi = find_mpirun(prefix, search_path)
+        self._horovodrun = find_horovodrun(prefix, search_path) if options.launcher == "horovodrun" else None
 
     def run(self, hosts: tuple[Host, ...], arguments: tuple[str, ...], reason: str) -> JobEnd:
         """Run the job to its end.

