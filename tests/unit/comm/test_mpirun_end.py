@@ -12,7 +12,7 @@ import pytest
 
 #: A rank of two, as `python -m speechdp` begins it.
 BEGIN = """
-import ctypes, os, signal, sys, threading, time
+import os, signal, sys, threading, time
 from speechdp.comm import environment
 from speechdp.comm.startup.mpirun_end import heed_mpirun_end
 from speechdp.parallel.stop import StopRequest
@@ -20,13 +20,9 @@ from speechdp.process.ending import Ended, end_by_exception, leave_if_ended_by_m
 heed_mpirun_end()
 end_by_exception((signal.SIGTERM,))
 """
-#: Waits as for another rank amid MPI, where Python runs no handler.
+#: Waits as for another rank amid MPI, where Python runs no handler: what it says comes from there already.
 WAIT_IN_C = """
-mutex = ctypes.create_string_buffer(64)
-lock = ctypes.CDLL(None).pthread_mutex_lock
-lock(mutex)
-print("waits", flush=True)
-lock(mutex)
+os.system("echo waits; read end")
 """
 #: What `main` does with a signal.
 ENDED_HERE = """
@@ -44,6 +40,7 @@ def rank(program: str, folder: Path, number: int = 0) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", BEGIN + program],
         env={**os.environ, **names, "PMIX_SERVER_TMPDIR": str(folder)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
