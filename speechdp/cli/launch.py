@@ -196,7 +196,9 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         request = stack.enter_context(noted_signals())
         if target is not None:
             stack.enter_context(losses_noted_in(target.directory))
-        starter = _Starter(options, program, place, request)
+        # What a script saves when SIGTERM comes is not known.
+        ends_at_once = target is not None and policy.max_restarts > 0
+        starter = _Starter(options, program, place, request, ends_at_once=ends_at_once)
         restarts = Restarts(
             policy, place.hostfile, place.num_ranks, target, starter.reachable, is_script=is_script
         )
@@ -442,9 +444,16 @@ class _Starter:
     """Starts the ranks, each time on a set of hosts."""
 
     def __init__(
-        self, options: LaunchCommand, program: tuple[str, ...], place: _JobPlace, request: SupervisorStop
+        self,
+        options: LaunchCommand,
+        program: tuple[str, ...],
+        place: _JobPlace,
+        request: SupervisorStop,
+        *,
+        ends_at_once: bool,
     ) -> None:
         self._options, self._program, self._place, self._request = options, program, place, request
+        self._ends_at_once = ends_at_once
         self._environ = dict(os.environ)
         self._name, self._starts = uuid.uuid4().hex, 0
         prefix, search_path = Path(sys.prefix), os.environ.get("PATH", os.defpath)
@@ -478,6 +487,7 @@ class _Starter:
             tag_output=options.tag_output,
             extra_options=split_words("--mpi-args", options.mpi_args),
             in_batch_job=self._place.allocation is not None,
+            ends_at_once=self._ends_at_once,
         )
         cores = share_of_cores(hosts, self._place.allocation, available_cores())
         environment = child_environment(job, self._mpi, self._environ, is_root=os.geteuid() == 0, cores=cores)

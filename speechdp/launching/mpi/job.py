@@ -31,6 +31,8 @@ class LaunchJob:
         tag_output: put the rank before each line of output (this breaks the live bar).
         extra_options: more options for mpirun or srun.
         in_batch_job: a batch system has chosen the hosts, and the GPUs of each.
+        ends_at_once: where one rank has failed the others are killed without delay: another start waits for
+            their end, and what they save outlives that.
     """
 
     hosts: tuple[Host, ...]
@@ -40,6 +42,7 @@ class LaunchJob:
     tag_output: bool = False
     extra_options: tuple[str, ...] = ()
     in_batch_job: bool = False
+    ends_at_once: bool = False
 
     def __post_init__(self) -> None:
         if self.interface is not None and not _INTERFACE.fullmatch(self.interface):

@@ -139,6 +139,8 @@ def _runtime_settings(job: LaunchJob) -> dict[str, str]:
         settings.update(_KEEPALIVE)
     if job.interface is not None:
         settings["oob_tcp_if_include"] = job.interface
+    if job.ends_at_once:  # else it waits so many seconds (1) before SIGTERM, and again before SIGKILL
+        settings["odls_base_sigkill_timeout"] = "0"
     return settings
 
 

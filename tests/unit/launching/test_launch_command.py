@@ -76,6 +76,13 @@ def test_open_mpi_5_names_its_runtime_settings_otherwise() -> None:
     assert not any(name.startswith("oob_") for name in settings(argv))
 
 
+def test_what_another_start_waits_for_is_killed_at_once() -> None:
+    for mpi, flag in ((MPI4, "--mca"), (MPI5, "--prtemca")):
+        argv = mpi.command(LaunchJob(LOCAL, PROGRAM, ARGUMENTS, ends_at_once=True), {})
+        assert settings(argv, flag)["odls_base_sigkill_timeout"] == "0"
+        assert "odls_base_sigkill_timeout" not in mpi.command(LaunchJob(LOCAL, PROGRAM, ARGUMENTS), {})
+
+
 def test_open_mpi_5_goes_on_after_a_loss_only_if_the_command_can() -> None:
     tolerant = LaunchJob(LOCAL, PROGRAM, ("train", "D", "R", "--tolerate-loss"))
     argv = MPI5.command(tolerant, {})
