@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,35 @@ class BatchJob:
     exit_code: int | None = None
     restarts: int = 0
     hosts: str = ""
+
+
+class WaitsForJobs(ABC):
+    """A batch system whose jobs write to a file that is known beforehand."""
+
+    @abstractmethod
+    def show(self, job_id: str) -> BatchJob:
+        """Return what the batch system says of a job."""
+
+    @abstractmethod
+    def _cancel(self, job_id: str) -> str:
+        """End a job at once; return what the batch system had to say of it."""
+
+    def wait(self, job_id: str, output: Path) -> BatchJob:
+        """Wait for the end of a job; on a time-out delete it and fail with what it wrote to `output`."""
+        self.wait_until(job_id, output, lambda job: job.exit_code is not None, "the end")
+        return self.show(job_id)
+
+    def wait_until(
+        self, job_id: str, output: Path, condition: Callable[[BatchJob], object], what: str
+    ) -> None:
+        """Wait until a condition, given the job, has come true; on a time-out delete the job and fail."""
+
+        def explain() -> str:
+            job = self.show(job_id)
+            said = output.read_text(errors="replace") if output.is_file() else "(no output)"
+            return f"{job}\n{said}\n{self._cancel(job_id)}"
+
+        wait_until(lambda: condition(self.show(job_id)), f"{what} of job {job_id}", explain)
 
 
 def submitted(lab: Lab, argv: Sequence[str | Path], env: Mapping[str, str] | None = None) -> str:

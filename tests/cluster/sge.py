@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.cluster.batch import BatchJob, submitted, wait_until
+from tests.cluster.batch import BatchJob, WaitsForJobs, submitted, wait_until
 from tests.cluster.lab import Lab
 from tests.helpers.mpi import Ended
 
@@ -75,7 +75,7 @@ def why_not() -> str | None:
     return f"no Grid Engine here; apt-get install --no-install-recommends {' '.join(sorted(missing))}"
 
 
-class GridEngine:
+class GridEngine(WaitsForJobs):
     """Grid Engine's daemons on all nodes of a lab, a queue and the parallel environments orte and smp.
 
     Args:
@@ -130,28 +130,14 @@ class GridEngine:
             return BatchJob(job_id, "ending")  # its last end is accounted for a moment later
         return BatchJob(job_id, "ended", int(codes[-1]), len(codes) - 1)
 
-    def wait(self, job_id: str, output: Path) -> BatchJob:
-        """Wait for the end of a job; on a time-out delete it and fail with what it wrote to `output`."""
-        self.wait_until(job_id, output, lambda job: job.exit_code is not None, "the end")
-        return self.show(job_id)
-
-    def wait_until(
-        self, job_id: str, output: Path, condition: Callable[[BatchJob], object], what: str
-    ) -> None:
-        """Wait until a condition, given the job, has come true; on a time-out delete the job and fail."""
-
-        def explain() -> str:
-            job = self.show(job_id)
-            said = output.read_text(errors="replace") if output.is_file() else "(no output)"
-            why = self.command("qstat", "-j", job_id).stdout
-            self.command("qdel", job_id)
-            return f"{job}\n{said}\n{why}\n{self._explain()}"
-
-        wait_until(lambda: condition(self.show(job_id)), f"{what} of job {job_id}", explain)
-
     def suspend(self, job_id: str) -> None:
         """Suspend a job; one submitted with -notify gets SIGUSR1 first, and time to leave by itself."""
         self._must(self._master, ["qmod", "-sj", job_id])
+
+    def _cancel(self, job_id: str) -> str:
+        why = self.command("qstat", "-j", job_id).stdout
+        self.command("qdel", job_id)
+        return f"{why}\n{self._explain()}"
 
     def _configure(self) -> None:
         for name in self.lab.names:
