@@ -49,6 +49,7 @@ from speechdp.launching.faults import located
 from speechdp.launching.forwarded_options import has_option, split_words
 from speechdp.launching.hostfile import Host, Hostfile, is_this_machine, local_hosts, read_hostfile
 from speechdp.launching.mpi.job import LaunchJob
+from speechdp.launching.mpi.mpirun import Mpirun
 from speechdp.launching.outcome import (
     Target,
     Verdict,
@@ -471,7 +472,8 @@ class _Starter:
         # Packed otherwise after a fault, ranks must not compute otherwise: sums would round differently.
         if "OMP_NUM_THREADS" in environment:
             self._environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
-        end = run_job(argv, environment, _stop_policy(self._options, hosts), request=self._request)
+        policy = _stop_policy(self._options, hosts, self._mpi)
+        end = run_job(argv, environment, policy, request=self._request)
         return replace(end, faults=located(end.faults, hosts, was_killed=end.killed_by is not None))
 
     def prepare(
@@ -583,13 +585,14 @@ def _refuse_to_be_one_of_several() -> None:
     )
 
 
-def _stop_policy(options: LaunchCommand, hosts: Sequence[Host]) -> StopPolicy:
+def _stop_policy(options: LaunchCommand, hosts: Sequence[Host], mpi: Mpirun) -> StopPolicy:
     # horovodrun with gloo starts the ranks itself and understands no SIGUSR1.
     gloo = _is_over_gloo(options)
     return StopPolicy(
         first_signal=signal.SIGTERM if gloo else signal.SIGUSR1,
         ranks_have="HOROVOD_RANK" if gloo and _are_here(hosts) else "",
         grace_s=options.grace_s,
+        gone_grace_s=mpi.gone_grace_s if options.launcher == "mpirun" else StopPolicy.gone_grace_s,
         terminate_after_fault=gloo or options.launcher == "srun",
         tolerates_loss=has_option(options.command, "--tolerate-loss"),
     )

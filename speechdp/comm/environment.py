@@ -33,6 +33,9 @@ _OPEN_MPI_DEFAULTS = {
     "OMPI_MCA_btl": "^ofi",
 }
 
+#: The process that waits for a rank of Hydra's and says how it has ended (launching/mpi/rank_process.py).
+_RANK_PARENT = "SPEECHDP_RANK_PARENT"
+
 #: `HOROVOD_CYCLE_TIME` where exchanges are rare, and where there are a few in all, ms.
 RARE_CYCLE_MS, FEW_CYCLE_MS = 5, 20
 
@@ -223,6 +226,16 @@ def flush_output() -> None:
 def gloo_connects_later() -> bool:
     """Return whether the user lets gloo connect two ranks only when they first exchange something."""
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "0").lower() not in {"", "0", "n", "no", "off", "false"}
+
+
+def has_parent_that_tells() -> bool:
+    """Tell whether the parent of this rank says how it ends, so that it ends the job by leaving.
+
+    Example:
+        >>> has_parent_that_tells()
+        False
+    """
+    return os.environ.get(_RANK_PARENT) == str(os.getppid())
 
 
 def end_process(exit_code: int) -> NoReturn:

@@ -101,6 +101,18 @@ def ends_job(fault: Fault, *, tolerates_loss: bool = False) -> bool:
     return fault.kind != "said" or fault.rank is not None
 
 
+def is_gone(fault: Fault) -> bool:
+    """Tell whether a fault is a rank whose process has ended otherwise than it was asked to.
+
+    Example:
+        >>> is_gone(Fault("killed", 1, signal=9)), is_gone(Fault("exited", 1, exit_code=exit_codes.STOPPED))
+        (True, False)
+    """
+    if fault.kind == "exited":
+        return fault.exit_code not in (exit_codes.STOPPED, exit_codes.STOPPED_UNSAVED)
+    return fault.kind == "killed"
+
+
 def located(faults: Sequence[Fault], hosts: Sequence[Host], *, was_killed: bool = False) -> tuple[Fault, ...]:
     """Return the faults with hosts called as the hostfile has them, also where the launcher tells none.
 

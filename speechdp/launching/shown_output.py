@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from speechdp.launching.faults import Fault, ends_job
+from speechdp.launching.faults import Fault, ends_job, is_gone
 from speechdp.launching.launcher_output import LauncherOutput
 from speechdp.process.output import STDERR, STDOUT, give_up, is_read, write_standard
 
@@ -83,6 +83,11 @@ class ShownOutput:
     Args:
         stdout, stderr: reading ends of pipes; None: there is nothing to show.
         tolerates_loss: a rank that is gone is no fault to be noticed (see ends_job).
+
+    Attributes:
+        fault_since: when the first fault was read after which no rank can go on, by the monotonic clock;
+            infinite: none yet.
+        gone_since: when the first of these was read that tells of a rank's process that is gone.
     """
 
     def __init__(self, stdout: int | None, stderr: int | None, *, tolerates_loss: bool = False) -> None:
@@ -92,7 +97,7 @@ class ShownOutput:
             _Relay(STDOUT, stdout, lambda data: data, lambda: b""),
             _Relay(STDERR, stderr, self._output.feed, self._output.end),
         )
-        self.fault_since: float | None = None
+        self.fault_since = self.gone_since = math.inf
 
     @property
     def faults(self) -> tuple[Fault, ...]:
@@ -115,11 +120,17 @@ class ShownOutput:
             writing[descriptor].write()
         for pipe in readable:
             reading[pipe].read()
-        if self.fault_since is None and any(
-            ends_job(fault, tolerates_loss=self._tolerates_loss) for fault in self._output.faults
-        ):
-            self.fault_since = time.monotonic()
+        self._note_faults(time.monotonic())
         return bool(readable)
+
+    def _note_faults(self, now_s: float) -> None:
+        faults = [
+            fault for fault in self._output.faults if ends_job(fault, tolerates_loss=self._tolerates_loss)
+        ]
+        if faults:
+            self.fault_since = min(self.fault_since, now_s)
+        if any(map(is_gone, faults)):
+            self.gone_since = min(self.gone_since, now_s)
 
     def finish(self, asked: Callable[[], bool]) -> None:
         """Show what is left, as long as somebody reads it; the launcher has ended.

@@ -57,6 +57,7 @@ class StopPolicy:
         fault_grace_s: time a launcher has to end by itself once it is known that a rank or host has failed:
             one whose daemon is frozen or cut off would be waited for without end, and so would Open MPI 5
             that is asked by several ranks at once to abort.
+        gone_grace_s: no more than this once a rank's process is known to be gone.
         tolerates_loss: a rank that is gone is no reason to end the job; one that says why it fails is.
         terminate_after_fault: send SIGTERM then, before everything left is killed: not to mpirun, which is
             ending the job already and crashes when it is asked again.
@@ -67,6 +68,7 @@ class StopPolicy:
     grace_s: float = 30.0
     kill_after_s: float = 5.0
     fault_grace_s: float = 5.0
+    gone_grace_s: float = 5.0
     tolerates_loss: bool = False
     terminate_after_fault: bool = False
 
@@ -213,7 +215,7 @@ def _wait(
             exit_code = child.poll()
             if exit_code is not None:
                 return exit_code
-        due = _stages_due(request, policy, shown.fault_since)
+        due = _stages_due(request, policy, _end_after_fault(policy, shown))
         while done < due:
             # After a fault nobody is left to save, and not every launcher may be asked to end.
             if request.signals or done == len(stages) - 1 or (done == 1 and policy.terminate_after_fault):
@@ -221,7 +223,12 @@ def _wait(
             done += 1
 
 
-def _stages_due(request: SupervisorStop, policy: StopPolicy, fault_since: float | None) -> int:
+def _end_after_fault(policy: StopPolicy, shown: ShownOutput) -> float:
+    """Return until when the launcher may end by itself after a fault, by the monotonic clock."""
+    return min(shown.fault_since + policy.fault_grace_s, shown.gone_since + policy.gone_grace_s)
+
+
+def _stages_due(request: SupervisorStop, policy: StopPolicy, end_after_fault: float) -> int:
     """Return how many of the three stages of ending a job are due by now."""
     now = time.monotonic()
     due = 0
@@ -229,11 +236,8 @@ def _stages_due(request: SupervisorStop, policy: StopPolicy, fault_since: float 
         # A second request skips the grace period.
         terminate_s = policy.grace_s if request.again is None else request.again - request.since
         due = _passed(now - request.since, (0.0, terminate_s, terminate_s + policy.kill_after_s))
-    if fault_since is not None:
-        end_s = policy.fault_grace_s
-        kill_s = end_s + (_KILL_AFTER_FAULT_S if policy.terminate_after_fault else 0.0)
-        due = max(due, _passed(now - fault_since, (end_s, end_s, kill_s)))
-    return due
+    kill_s = _KILL_AFTER_FAULT_S if policy.terminate_after_fault else 0.0
+    return max(due, _passed(now - end_after_fault, (0.0, 0.0, kill_s)))
 
 
 def _passed(time_s: float, deadlines_s: tuple[float, ...]) -> int:

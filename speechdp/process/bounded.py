@@ -9,18 +9,24 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+#: So long a call may take.
 _PATIENCE_S = 1.0
+#: So long its thread may wait for a core before that: no disk holds it up yet, only a busy machine.
+_START_S = 10.0
 
 
 def bounded(function: Callable[[], T], *, default: T) -> T:
     """Return what `function` returns, or `default` if it fails or takes longer than a second."""
     results: list[T] = []
+    begun = threading.Event()
 
     def call() -> None:
+        begun.set()
         with contextlib.suppress(Exception):  # nothing may keep this process from ending
             results.append(function())
 
     thread = threading.Thread(target=call, name="speechdp-last-words", daemon=True)
     thread.start()
+    begun.wait(_START_S)
     thread.join(_PATIENCE_S)
     return results[0] if results else default

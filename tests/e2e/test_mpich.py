@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from speechdp.checkpoint.state import checkpoint_steps
 from speechdp.comm.environment import host_name
 from speechdp.data.shards.dataset import Dataset
+from speechdp.launching.processes import descendants, program_name
 from tests.helpers.finished_run import assert_equal_runs
 from tests.helpers.gates import Gates
 from tests.helpers.jobs import DEADLINE_S, ended_within, our_lines, started, under_mpirun
@@ -73,6 +75,46 @@ def test_launch_names_the_rank_that_was_killed(mpich: Path, dataset: Dataset, tm
     (line,) = [line for line in our_lines(ended) if line.startswith("speechdp launch:")]
     assert line.startswith(f"speechdp launch: rank 1 on {host_name()} was killed by SIGKILL"), ended.output
     assert line.endswith("; start again with --resume") and not (run / "completed.json").exists()
+
+
+_SAYS_WHY = """
+import sys, time
+from pathlib import Path
+from speechdp import run_ranks
+
+def main(comm):
+    if comm.rank == 1:
+        comm.barrier()
+    folder = Path(sys.argv[1])
+    (folder / "ready").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    sys.exit("why the job ends")
+
+run_ranks(main, backend="mpi")
+"""
+
+
+def test_what_a_rank_says_is_heard_by_an_mpiexec_that_gets_no_core_meanwhile(
+    mpich: Path, tmp_path: Path
+) -> None:
+    """It heard of the abort as well then, and read no more of what ranks had written before."""
+    script = tmp_path / "script.py"
+    script.write_text(_SAYS_WHY)
+    with started(launched(mpich, "python", script, tmp_path), script) as job:
+        job.wait_until((tmp_path / "ready").exists, "rank 0")
+        (mpiexec,) = [pid for pid in descendants(job.pid) if program_name(pid).startswith("mpiexec")]
+        rank = job.rank_pid(0)
+        job.signal(signal.SIGSTOP, mpiexec)
+        (tmp_path / "go").touch()
+        job.wait_until(lambda: rank not in descendants(job.pid), "the end of rank 0")
+        time.sleep(1.0)  # in which Hydra's proxy tells it of both, the line and the end
+        job.signal(signal.SIGCONT, mpiexec)
+        ended = job.finish()
+    assert ended.exit_code == 1, ended.output
+    said = our_lines(ended)
+    assert said[0] == f"speechdp: rank 0 on {host_name()}: why the job ends", ended.output
+    assert len(said) == 2 and said[1].startswith(f"speechdp launch: rank 0 on {host_name()} failed")
 
 
 def test_the_mpirun_of_another_mpi_is_refused_before_training(

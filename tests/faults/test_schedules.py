@@ -58,9 +58,9 @@ def test_a_rank_that_only_sleeps_ends_with_its_job(tmp_path: Path) -> None:
     with late(PUNCTUAL, tmp_path) as force:
         rank = threading.Thread(target=sleep_on, name="rank 0", daemon=True)
         rank.start()
-        assert begun.wait(60)
+        assert begun.wait(300)
         force.end_job(Killed())
-        rank.join(60)
+        rank.join(300)
         assert not rank.is_alive()
 
 

@@ -164,7 +164,9 @@ def _print(text: str) -> None:
 def _abort_without_communicator(exit_code: int) -> None:
     """End the job after a back-end failed to start, which may have left MPI initialised."""
     if "mpi4py.MPI" in sys.modules and sys.modules["mpi4py.MPI"].Is_initialized():
-        sys.modules["mpi4py.MPI"].COMM_WORLD.Abort(exit_code)
+        from speechdp.comm.mpi.library import abort_world  # noqa: PLC0415
+
+        abort_world(exit_code)
     environment.end_process(exit_code)
 
 

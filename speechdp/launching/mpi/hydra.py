@@ -37,6 +37,11 @@ class Hydra(Mpirun):
     def srun_type(self) -> str:
         return "pmi2"
 
+    @property
+    def gone_grace_s(self) -> float:
+        # It kills all at once, or never: ranks that wait in MPI_Init for one that has not come so far.
+        return 1.0
+
     def command(self, job: LaunchJob, environment: Mapping[str, str]) -> list[str]:
         argv = [str(self.mpirun), "-n", str(job.num_ranks), *self._places(job)]
         if job.interface is not None:

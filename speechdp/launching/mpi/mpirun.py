@@ -28,6 +28,11 @@ class Mpirun(ABC):
         """Whose it is, with its version: "Open MPI 4"."""
 
     @property
+    def gone_grace_s(self) -> float:
+        """How long it may take to end a job by itself once it is known that a rank's process is gone, s."""
+        return 5.0
+
+    @property
     @abstractmethod
     def srun_type(self) -> str:
         """What `srun --mpi` has to offer to this MPI's ranks."""

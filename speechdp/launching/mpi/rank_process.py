@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 #: Hydra sends these to the whole process group: they are the rank's.
 _LEFT_TO_THE_RANK = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+#: Tells the rank that this process, its parent, says how it ends (comm/environment.py).
+_PARENT = "SPEECHDP_RANK_PARENT"
 #: What a shell returns where there is no such program.
 _NO_PROGRAM = 127
 
@@ -30,7 +32,8 @@ def run_rank(argv: Sequence[str]) -> int:
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RANK)
     try:
-        pid = os.posix_spawnp(argv[0], list(argv), dict(os.environ), setsigmask=[])
+        environ = {**os.environ, _PARENT: str(os.getpid())}
+        pid = os.posix_spawnp(argv[0], list(argv), environ, setsigmask=[])
     except OSError as error:
         _say(f"{argv[0]} cannot be started: {error.strerror}")
         return _NO_PROGRAM

@@ -75,7 +75,7 @@ class Ranks:
             if part.strategy in self.failing:
                 return f"rank 1 on node-a: {self.failing[part.strategy]}"
             if self.waits_for is not None and took_s:
-                assert self.waits_for.wait(30), "nobody was told of the part before, while the job went on"
+                assert self.waits_for.wait(300), "nobody was told of the part before, while the job went on"
             shutil.rmtree(root / part.folder, ignore_errors=True)
             MadeUpSteps(["node-a"] * num_ranks, part.strategy).write(root, part.folder)
             took_s.append(1000.0)

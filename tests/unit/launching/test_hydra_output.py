@@ -117,6 +117,16 @@ def test_the_parent_of_a_rank(command: str, code: int, said: str) -> None:
     assert ended.stderr.startswith("speechdp: rank 4 on ") or not said
 
 
+def test_a_rank_knows_that_its_parent_tells_and_what_it_starts_has_none() -> None:
+    asked = "from speechdp.comm.environment import has_parent_that_tells; print(has_parent_that_tells())"
+    for between, answer in (([], "True"), (["sh", "-c", '"$@"; exit $?', "sh"], "False")):
+        program = [sys.executable, "-IS", str(Path(rank_process.__file__)), *between]
+        ended = subprocess.run(
+            [*program, sys.executable, "-c", asked], capture_output=True, text=True, check=True
+        )
+        assert ended.stdout.strip() == answer
+
+
 def test_a_rank_whose_program_is_missing() -> None:
     program = [sys.executable, "-IS", str(Path(rank_process.__file__)), "/nowhere/python"]
     ended = subprocess.run(program, capture_output=True, text=True, check=False)

@@ -68,7 +68,7 @@ def mpi(tmp_path_factory: pytest.TempPathFactory) -> Path:
         '{ strcpy(text, "Open MPI v5.0.9, package: of the site"); *length = 37; return 0; }\n'
     )
     command = [compiler, "-shared", "-fPIC", "-o", str(folder / "lib64" / "libmpi.so.40"), str(source)]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=300)
     write_program(folder / "bin" / "mpirun", "exit 0")
     return folder
 

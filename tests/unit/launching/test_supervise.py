@@ -145,6 +145,18 @@ def test_after_a_fault_what_is_left_is_killed() -> None:
     assert end == JobEnd(128 + signal.SIGKILL, None, (Fault("said", 1, "n2"),), signal.SIGKILL)
 
 
+@pytest.mark.parametrize(
+    ("how", "is_waited_for"), [("killed by signal 9", False), ("left with exit code 75", True)]
+)
+def test_once_a_rank_is_known_to_be_gone_less_time_is_left(how: str, *, is_waited_for: bool) -> None:
+    """Hydra lets others wait for one that died before MPI had started; one that has saved, has not died."""
+    program = f"import sys, time; sys.stderr.write('speechdp: rank 1 on n2: {how}\\n'); sys.stderr.flush()\n"
+    program += f"time.sleep({1.0 if is_waited_for else 5000.0})"
+    policy = StopPolicy(fault_grace_s=DEADLINE_S, gone_grace_s=0.1)
+    end = run_job([sys.executable, "-c", program], os.environ, policy)
+    assert end.killed_by == (None if is_waited_for else signal.SIGKILL)
+
+
 def test_where_losses_are_tolerated_a_killed_rank_ends_nobody() -> None:
     banner = "srun: error: n3: task 2: Killed\\n"
     program = f"import sys, time; sys.stderr.write('{banner}'); time.sleep(1)"

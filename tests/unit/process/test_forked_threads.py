@@ -5,8 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 #: Forks, in each of which four threads compute at the same time as their first; prints how many have failed.
 _PROGRAM = """
 import os, threading, torch
@@ -41,10 +39,9 @@ print("failed:", bad)
 """
 
 
-@pytest.mark.timeout(200)
 def test_threads_of_a_fork_find_torchs_pool() -> None:
     """Without `renew_torch` about half of such forks have failed."""
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=180, check=True
+        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=500, check=True
     )
     assert done.stdout.splitlines()[-1] == "failed: 0", done.stdout + done.stderr

@@ -32,7 +32,7 @@ def test_the_next_plan_is_made_before_it_is_asked_for_and_each_only_once() -> No
 
     with closing(Planner(note, 3)) as planner:
         first = planner(0)
-        assert second.wait(30)
+        assert second.wait(300)
         for epoch in (0, 0, 1, 1, 2, 2):
             np.testing.assert_array_equal(planner(epoch).frames, make(epoch).frames)
         assert planner(2) is planner(2)
