@@ -146,6 +146,8 @@ def _start(environment: Mapping[str, str], address: Path, owner: int) -> subproc
 
 def import_everything() -> None:
     """Import all that a job imports in its course, so that its ranks need not."""
+    if "torch" in sys.modules:  # a fork of a process that has done so
+        return
     import speechdp  # noqa: PLC0415
 
     for module in pkgutil.walk_packages(speechdp.__path__, "speechdp."):
@@ -154,7 +156,7 @@ def import_everything() -> None:
     for name in _IMPORTED:
         importlib.import_module(name)
     _parse_once()
-    _train_once()
+    _work_once()
     gc.collect()
     gc.freeze()  # what is never collected stays shared with the forked
 
@@ -169,10 +171,11 @@ def _parse_once() -> None:
                 parse(name, ["--help"])
 
 
-def _train_once() -> None:
-    """Do what torch, oneDNN and Python do once a process, and a tiny training anew: a fifth of a rank's time.
+def _work_once() -> None:
+    """Do what torch, oneDNN, matplotlib and Python do once a process, by a tiny training and its report.
 
-    Its threads have ended when this returns: a fork would have none of them, but the locks that they held.
+    Anew it would be a fifth of a rank's time, and half of a report's.  Threads have ended when this
+    returns: a fork would have none of them, but the locks that they held.
     """
     from unittest import mock  # noqa: PLC0415
 
@@ -190,8 +193,12 @@ def _train_once() -> None:
             del os.environ[name]  # of the test whose job is the first
         write_tiny_data(Path(folder, "data"), TinySizes(train=8, dev=4, test=4))
         options = [*TINY_MODEL, "--batch-size", "4", "--epochs", "1", "--device", "cpu"]
-        exit_code = run(["train", f"{folder}/data", f"{folder}/run", *options])
-    assert exit_code == 0, exit_code
+        for arguments in (
+            ["train", f"{folder}/data", f"{folder}/run", *options],
+            ["report", f"{folder}/run"],
+        ):
+            exit_code = run(arguments)
+            assert exit_code == 0, (arguments[0], exit_code)
     wait_until(lambda: len([*Path("/proc/self/task").iterdir()]) == 1, "the end of threads of a training")
 
 

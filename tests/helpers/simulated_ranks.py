@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from speechdp.comm.base import Communicator
 from speechdp.testing import make_batch, make_replica, summed_loss
 
 LEARNING_RATE = 0.3
@@ -50,3 +51,12 @@ class SimulatedRanks:
         self._replica.clear_gradients()
         summed_loss(self._replica.model, make_batch(rank, step)).backward()
         return self._replica.gradients.values
+
+
+def simulated_once(comm: Communicator, simulate: Callable[[], Tensor]) -> Tensor:
+    """Return the parameters of all ranks, a row a rank, as `simulate` has them.
+
+    Collective; rank 0 does the work.  On every rank the cost would grow by the square of their number.
+    """
+    x = simulate() if comm.rank == 0 else SimulatedRanks(comm.size).x
+    return comm.broadcast(x, name="simulated")

@@ -97,7 +97,14 @@ def interrupted(
     return next(checkpoint_steps(run))
 
 
+def forget_compiler() -> None:
+    """Have an import of torch's compiler seen in the fork of a process that has imported it."""
+    sys.modules.pop("torch._dynamo", None)
+    vars(torch).pop("_dynamo", None)
+
+
 def main(comm: Communicator) -> None:
+    forget_compiler()
     assert comm.size == int(sys.argv[2])
     stop._INTERVAL_S = 0.0  # agree at every step
     dataset = Dataset.open(sys.argv[3])

@@ -22,7 +22,7 @@ from speechdp.testing import (
     make_batch,
     make_replica,
 )
-from tests.helpers.simulated_ranks import SimulatedRanks
+from tests.helpers.simulated_ranks import SimulatedRanks, simulated_once
 
 _MOMENTUM = 0.9
 
@@ -61,9 +61,13 @@ def borders_of(fragments: int, num_values: int) -> list[int]:
 
 
 def simulate(
-    case: Delayed, size: int, has_frames: Callable[[int, int], bool] = lambda rank, step: True
+    case: Delayed, comm: Communicator, has_frames: Callable[[int, int], bool] = lambda rank, step: True
 ) -> Tensor:
-    """Return the parameters of all ranks before `finish`, a row a rank."""
+    """Return the parameters of all ranks before `finish`, a row a rank.  Collective."""
+    return simulated_once(comm, lambda: _simulate(case, comm.size, has_frames))
+
+
+def _simulate(case: Delayed, size: int, has_frames: Callable[[int, int], bool]) -> Tensor:
     ranks = SimulatedRanks(size, _MOMENTUM)
     borders = borders_of(case.fragments, ranks.x.shape[1])
     frames = torch.zeros(case.fragments, size, dtype=torch.float64)  # since each fragment's last average
@@ -92,9 +96,10 @@ def simulate(
 
 def delayed_averaging_follows_the_equation(comm: Communicator) -> None:
     for case in CASES:
+        expected = simulate(case, comm)
         run = begin(comm, str(case))
         run.train(comm.rank)
-        assert_close(run.parameters(), simulate(case, comm.size)[comm.rank], f"{case}: rank {comm.rank}")
+        assert_close(run.parameters(), expected[comm.rank], f"{case}: rank {comm.rank}")
         run.finish()
 
 
@@ -129,7 +134,7 @@ def ranks_without_frames_keep_joining_delayed_averages(comm: Communicator) -> No
         return step < 2 or (rank == 0 and step != 2)
 
     for case in (Delayed(1, 1), Delayed(2, 1), Delayed(4, 2, fragments=2)):
-        expected = simulate(case, comm.size, has_frames)
+        expected = simulate(case, comm, has_frames)
         run = begin(comm, str(case))
         for step in range(NUM_STEPS):
             run.step([make_batch(comm.rank, step)] if has_frames(comm.rank, step) else [])

@@ -21,7 +21,7 @@ from speechdp.testing import (
     make_batch,
     make_replica,
 )
-from tests.helpers.simulated_ranks import SimulatedRanks
+from tests.helpers.simulated_ranks import SimulatedRanks, simulated_once
 
 NEEDS_PEERS = True
 
@@ -44,9 +44,17 @@ def mixing_matrix(topology: str, size: int, number: int) -> Tensor:
 
 
 def simulate(
-    topology: str, size: int, *, period: int = 1, has_frames: Callable[[int, int], bool] | None = None
+    topology: str,
+    comm: Communicator,
+    *,
+    period: int = 1,
+    has_frames: Callable[[int, int], bool] | None = None,
 ) -> Tensor:
-    """Return the parameters of all ranks after a run, a row a rank: x <- W x - lr g(x)."""
+    """Return the parameters of all ranks after a run, a row a rank: x <- W x - lr g(x).  Collective."""
+    return simulated_once(comm, lambda: _simulate(topology, comm.size, period, has_frames))
+
+
+def _simulate(topology: str, size: int, period: int, has_frames: Callable[[int, int], bool] | None) -> Tensor:
     ranks = SimulatedRanks(size, momentum=0.9)
     number = 0
     for step in range(NUM_STEPS):
@@ -64,7 +72,7 @@ def begin(comm: Communicator, options: str) -> StrategyRun:
 
 def dpsgd_follows_the_equation(comm: Communicator) -> None:
     for topology in TOPOLOGIES:
-        expected = simulate(topology, comm.size)
+        expected = simulate(topology, comm)
         run = begin(comm, f"topology={topology}")
         run.train(comm.rank)
         assert_close(run.parameters(), expected[comm.rank], f"{topology}: rank {comm.rank}")
@@ -73,7 +81,7 @@ def dpsgd_follows_the_equation(comm: Communicator) -> None:
 
 def dpsgd_with_a_longer_period_follows_the_equation(comm: Communicator) -> None:
     for topology in TOPOLOGIES:
-        expected = simulate(topology, comm.size, period=2)
+        expected = simulate(topology, comm, period=2)
         run = begin(comm, f"topology={topology},period=2")
         run.train(comm.rank)
         assert_close(run.parameters(), expected[comm.rank], f"{topology}: rank {comm.rank}")
@@ -103,7 +111,7 @@ def ranks_without_frames_keep_mixing(comm: Communicator) -> None:
         return rank == 0 or step < 2
 
     for topology in TOPOLOGIES:
-        expected = simulate(topology, comm.size, has_frames=has_frames)
+        expected = simulate(topology, comm, has_frames=has_frames)
         run = begin(comm, f"topology={topology}")
         for step in range(NUM_STEPS):
             run.step([make_batch(comm.rank, step)] if has_frames(comm.rank, step) else [])
@@ -187,7 +195,7 @@ def dpsgd_sends_what_it_says(comm: Communicator) -> None:
 
 def dpsgd_in_int8_is_near_full_precision(comm: Communicator) -> None:
     """Only near it: its equation is in tests/contract/test_compressed_neighbours.py."""
-    expected = simulate("ring", comm.size)
+    expected = simulate("ring", comm)
     run = begin(comm, "compression=int8")
     begun = run.parameters()
     run.train(comm.rank)
