@@ -70,7 +70,7 @@ def choose_backend(name: str = "auto", device: torch.device | None = None) -> Ba
     shares_gpus = device is not None and device.type == "cuda" and ranks_per_gpu() > 1
     shares_gpus = shares_gpus and launch is not None and launch.size > 1
     choice = BackendChoice(name) if name != "auto" else _automatic(shares_gpus)
-    if shares_gpus and (choice.name == "torch" or (choice.name == "horovod" and _has_nccl())):
+    if shares_gpus and (choice.name == "torch" or (choice.name == "horovod" and _is_over_nccl(name))):
         raise ConfigError(
             f"the {choice.name} back-end exchanges over NCCL, which refuses ranks that share a GPU "
             f"({RANKS_PER_GPU}); use {remedies.backend('mpi')}{_with_mpi()}"
@@ -107,7 +107,7 @@ def create_communicator(name: Backend | str = "auto", device: torch.device | Non
     if choice.name == "serial":
         return SerialCommunicator()
     _refuse_unconnected()
-    if choice.name == "horovod":
+    if name == "horovod":
         _refuse_other_mpi()
     module_name, class_name = _MODULES[choice.name]
     try:
@@ -146,6 +146,8 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
             f"{feeders}: batches travel over MPI, which {launch.launcher} does not start here; start with "
             "mpirun, or speechdp launch without --launcher"
         )
+    if name == "horovod":
+        _refuse_other_mpi()
     try:
         module = importlib.import_module("speechdp.comm.startup.fed_job")
         job: FedJob = module.FedJob(choice.name, num_feeders, device or torch.device("cpu"))
@@ -164,9 +166,14 @@ def _with_mpi() -> str:
     return ", and start the ranks by speechdp launch" if without else ""
 
 
+def _is_over_nccl(name: str) -> bool:
+    """Return whether Horovod, asked for by that name, exchanges over NCCL; `auto` has seen that it serves."""
+    return (name == "auto" or _why_not_horovod() is None) and _has_nccl()
+
+
 def _has_nccl() -> bool:
-    """Return whether there is a Horovod that exchanges over NCCL."""
-    return _why_not_horovod() is None and bool(importlib.import_module("horovod.torch").nccl_built())
+    """Return whether Horovod, which is there and can be loaded, was built for NCCL."""
+    return bool(importlib.import_module("horovod.torch").nccl_built())
 
 
 def _remedy(backend: str) -> str:
@@ -199,7 +206,10 @@ def _refuse_launcher_of_other_mpi() -> None:
 
 
 def _refuse_other_mpi() -> None:
-    """Refuse a Horovod whose MPI would end the ranks with a page of text."""
+    """Refuse a Horovod that was asked for, whose MPI would end the ranks with a page of text.
+
+    `auto` leaves it out (`_why_not_horovod`), and needs not ask again.
+    """
     mismatch = None if environment.started_by_horovodrun() else _other_mpi()
     if mismatch is not None:
         raise CommunicationError(
