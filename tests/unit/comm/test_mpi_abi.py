@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from speechdp.comm.device import RANKS_PER_GPU
+from speechdp.comm.mpi import abi
 from speechdp.comm.mpi.abi import abi_of_file, abi_of_launcher
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.startup import create
@@ -35,8 +36,8 @@ def test_horovod_of_another_mpi_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
-    monkeypatch.setattr(create, "abi_of_mpi4py", lambda: "mpich")
-    monkeypatch.setattr(create, "abi_of_horovod", lambda: "openmpi")
+    monkeypatch.setattr(abi, "abi_of_mpi4py", lambda: "mpich")
+    monkeypatch.setattr(abi, "abi_of_horovod", lambda: "openmpi")
     why = "this Horovod was built for Open MPI, and mpi4py finds MPICH or Intel MPI"
     choice = choose_backend("auto")
     assert (choice.name, choice.notice) == ("mpi", f"back-end mpi instead of horovod: {why}")
@@ -58,9 +59,10 @@ def test_auto_asks_once_which_mpi_horovod_was_built_for(
     )
     monkeypatch.setattr(importlib, "import_module", lambda _name: horovod)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
-    monkeypatch.setattr(create, "abi_of_mpi4py", lambda: "openmpi")
+    for module in (abi, create):
+        monkeypatch.setattr(module, "abi_of_mpi4py", lambda: "openmpi")
     asked = []
-    monkeypatch.setattr(create, "abi_of_horovod", lambda: asked.append("horovod") or "openmpi")
+    monkeypatch.setattr(abi, "abi_of_horovod", lambda: asked.append("horovod") or "openmpi")
     assert isinstance(create_communicator("auto", torch.device("cuda")), SerialCommunicator)
     assert asked == ["horovod"]
 
