@@ -239,6 +239,10 @@ def test_packages_come_from_the_folder_alone(checkout: Path, tmp_path: Path) -> 
     assert setup(checkout, "--wheels", str(folder)).returncode == 0
     assert f"NO_INDEX=1 FIND_LINKS={folder}" in pip_calls(checkout)
     assert "up to date" in setup(checkout).stdout  # kept for quickstart
+    blank = folder.rename(tmp_path / "my packages")
+    assert setup(checkout, "--wheels", str(blank)).returncode == 0
+    assert f"NO_INDEX=1 FIND_LINKS=file://{tmp_path}/my%20packages\n" in pip_calls(checkout)
+    folder = blank
     (folder / "some-1-py3-none-manylinux_2_99_x86_64.whl").touch()
     too_new = setup(checkout)
     assert too_new.returncode == 1 and "need glibc 2.99" in too_new.stderr
