@@ -208,6 +208,10 @@ def test_an_existing_environment_keeps_its_packages(checkout: Path, tmp_path: Pa
     assert "torch==" in kept and "is kept" in done.stdout
     assert "torch==2.13.0" not in pip_calls(checkout).replace(kept, "")
     assert "--clear" not in pip_calls(checkout) and "up to date" in setup(checkout).stdout
+    # A venv may have no setuptools with which speechdp could be built without isolation.
+    assert not [
+        line for line in pip_calls(checkout).splitlines() if "--dry-run" in line and "isolation" in line
+    ]
     assert f"base={python}\n" in (checkout / ".venv" / "speechdp-setup.choices").read_text()
 
 
@@ -260,6 +264,25 @@ for name in NAMES; do
     touch "$path"; echo "$said $path"
 done
 """
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("kill -INT $PPID; exit 1", 130, "setup: interrupted; run launch/setup again to go on\n"),
+        ("echo '  error: no-compiler'; exit 1", 1, "(  error: no-compiler; log: LOG); check the network"),
+    ],
+)
+def test_an_end_amid_pip_is_told_by_what_it_was(
+    checkout: Path, tmp_path: Path, ends: str, code: int, said: str
+) -> None:
+    python = write_python(checkout, tmp_path / "mine" / "bin" / "python")
+    python.write_text(python.read_text().replace("-m pip download ", "-m pip install "))
+    (checkout / "pip-download").write_text(ends)
+    done = setup(checkout, "--into", str(python))
+    assert done.returncode == code, done.stdout + done.stderr
+    assert said.replace("LOG", str(tmp_path / "mine" / "pip.log")) in done.stderr
+    assert (tmp_path / "mine" / "pip.log").exists() and not (checkout / ".venv").is_symlink()
 
 
 def test_what_horovod_requires_is_read_from_its_source(checkout: Path, tmp_path: Path) -> None:
