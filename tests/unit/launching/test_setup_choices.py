@@ -255,6 +255,24 @@ def test_packages_come_from_the_folder_alone(checkout: Path, tmp_path: Path) -> 
     assert other.returncode == 1 and "holds packages for python 3.99 riscv, and " in other.stderr
 
 
+@pytest.mark.parametrize(
+    ("code", "said", "is_missing"),
+    [
+        (0, "", False),
+        (3, "[4/5] Horovod is not built yet; the mpi back-end will be used. To build it", False),
+        (1, "[4/5] Horovod is not installed; the mpi back-end will be used. To try again", True),
+    ],
+)
+def test_setup_goes_on_without_horovod(checkout: Path, code: int, said: str, is_missing: bool) -> None:
+    write_program(checkout / "launch" / "build_horovod", f"exit {code}")
+    done = setup(checkout, "--horovod-if-built")  # the last option counts
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said in done.stdout and ("Horovod is not" in done.stdout) == bool(said)
+    assert (checkout / ".venv" / "horovod-missing").exists() == is_missing
+    again = setup(checkout, "--horovod-if-built")
+    assert "up to date" in again.stdout and ("Horovod is not installed" in again.stdout) == is_missing
+
+
 #: As pip does: a file that is there is kept.
 DOWNLOADS = """
 folder=$5
