@@ -2,6 +2,7 @@
 
 usage: check_installation.py [LIBRARY]    the libmpi that was chosen; without it: .venv's own
 
+A Horovod of the Python that .venv stands on, built for another MPI, is left out with a line, as by training.
 Ends with 3 where a new .venv would be no better, and the line that it prints says what would.
 """
 
@@ -20,7 +21,9 @@ PARTS = ("torch", "h5py", "kaldi_native_fbank", "kaldifst", "kaldi_decoder", "so
 def loaded_mpi_libraries() -> set[Path]:
     """Return the libmpi files this process has mapped."""
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return {Path(line.split()[-1]) for line in lines if "/libmpi.so" in line}
+    return {
+        Path(line.split(maxsplit=5)[-1]) for line in lines if "/libmpi.so" in line
+    }  # paths may have blanks
 
 
 def gpu_remark() -> str | None:
@@ -39,6 +42,22 @@ def gpu_remark() -> str | None:
     )
 
 
+def left_out(horovod: Path) -> bool:
+    """Return whether a Horovod is one that training leaves out, and may stay: a line says so.
+
+    Args:
+        horovod: its `__init__.py`.
+    """
+    mismatch = importlib.import_module("speechdp.comm.mpi.abi").other_mpi_of_horovod()
+    if mismatch is None or horovod.is_relative_to(sys.prefix):
+        return False
+    print(
+        f"setup: {horovod} of --on-top-of is left out, and back-ends mpi and torch are used: {mismatch}; "
+        "to have Horovod give --mpi that MPI, or let launch/setup build one for .venv"
+    )
+    return True
+
+
 def main() -> int:
     for part in PARTS:
         importlib.import_module(part)
@@ -48,7 +67,7 @@ def main() -> int:
         print(f"setup: {remark}")
     importlib.import_module("mpi4py.MPI")  # initialises MPI as a job of one
     horovod = importlib.util.find_spec("horovod")
-    if horovod is not None:
+    if horovod is not None and not left_out(Path(str(horovod.origin))):
         importlib.import_module("horovod.torch")
     if not Path("/proc/self/maps").exists():
         return 0

@@ -52,7 +52,11 @@ find_python() {
 
 # Let pip look for packages in the folder of --wheels alone, where there is one.
 use_wheels() { # FOLDER, or nothing
-    if [ -n "$1" ]; then export PIP_NO_INDEX=1 PIP_FIND_LINKS=$1; fi
+    local links=$1
+    if [ -z "$links" ]; then return; fi
+    # pip takes a blank for the end of a folder: with one it is given as a URL.
+    case $links in *[[:blank:]]*) links=${links//%/%25} links=file://${links//[[:blank:]]/%20} ;; esac
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS=$links
 }
 
 # Whether it is for GPUs: there is one here, or launch/setup was told so.

@@ -67,6 +67,11 @@ def join_state(prefix: str, values: dict[str, Any], tensors: dict[str, Tensor]) 
     return {**values, **own}
 
 
+#: What is not there, or what a disk has lost, here or on a file server, is no better the next time; anything
+#: else may be.  None: safetensors' own.
+_LOST = (None, errno.ENOENT, errno.EIO, errno.ESTALE)
+
+
 def _newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder, which may not be there.  Raises OSError: it cannot be listed."""
     found = (path for path in _paths_in(folder) if _NAME.fullmatch(path.name))
@@ -196,8 +201,7 @@ def _try_load(
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except OSError as error:
         _refuse_short_of_memory(folder, error)
-        # What is not there, or what the disk has lost, is no better the next time; anything else may be.
-        if error.errno not in (None, errno.ENOENT, errno.EIO):
+        if error.errno not in _LOST:
             raise RunError(cannot_be_read(folder, error, remedies.going_on())) from error
         remedy = f"{remedy_of(error, reading=True)}, then {remedies.going_on()}"
         return None, _Problem(f"{folder}: cannot be read ({disk_reason(error)})", remedy)

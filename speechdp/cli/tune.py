@@ -27,7 +27,7 @@ from speechdp.cli.support.script_options import (
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.options.run import TrainOptions
-from speechdp.options.shown import BATCH_JOB_OR_HERE, UNGROUPED, heading, shown
+from speechdp.options.shown import BATCH_JOB_OR_HERE, heading, shown
 from speechdp.process.ending import Ended
 
 if TYPE_CHECKING:
@@ -164,8 +164,8 @@ def _strategies_for(hosts: JobHosts, ranks: int, periods: tuple[int, ...]) -> st
     return f"{STRATEGIES},{in_two_levels(periods)}" if has_nodes else STRATEGIES
 
 
-@dataclass(frozen=True)
-class TuneCommand(StartsJobs):
+@dataclass(frozen=True, kw_only=True)  # fields without a default follow those of TuneOptions
+class TuneCommand(TuneOptions, StartsJobs):
     """Find the setting that reaches a held-out value soonest, within a budget of time.
 
     It starts the ranks itself: speechdp tune DATA OUT --hostfile F --budget 20m
@@ -179,7 +179,6 @@ class TuneCommand(StartsJobs):
     """Data directory written by `speechdp prepare`."""
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder for the search and its report.  The same command goes on with a search that was interrupted."""
-    search: Annotated[TuneOptions, UNGROUPED] = field(default_factory=TuneOptions)
     options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
     backends: Annotated[str, shown("NAME,...")] = "horovod,mpi,torch"
     """Back-ends to choose from, the preferred one first; one that is not installed is left out."""
@@ -218,19 +217,19 @@ class TuneCommand(StartsJobs):
         request = self._request(compared, ranks)
         starter = self.starter("tune", ranks, feeders=self.options.loading.feeders)
         here = starter.starts_here
-        if self.search.overwrite:
+        if self.overwrite:
             check_training(self.data, self.options, self.out_dir, on_this_machine=here)
         check_precision(self.data, self.options, on_this_machine=here)
         return _search(
             request,
             lambda say: TunedTraining(compared, starter, say),
-            OutFolder(self.out_dir, self.search.overwrite, inputs_of(self.data, self.options)),
+            OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options)),
         )
 
     def _be_a_rank(self) -> int:
         from speechdp.cli.support.distributed import SessionRequest, train_over_ranks  # noqa: PLC0415
 
-        job = [self.racing, self.search.ranks, self.race, self.race_steps, self.parts]
+        job = [self.racing, self.ranks, self.race, self.race_steps, self.parts]
         others = {"OUT folder": self.out_dir, "--job": self.job, "the job": job}
         request = SessionRequest(self.data, self._shared, self.job, others)
         return train_over_ranks(request, self._train_parts if self.parts else self._hold_race)
@@ -238,9 +237,7 @@ class TuneCommand(StartsJobs):
     @property
     def _shared(self) -> TrainOptions:
         """What the settings of a job share on its ranks, which have one back-end and one seed."""
-        return dataclasses.replace(
-            self.options, backend=cast(Any, self.backends), seed=int(self.search.seeds)
-        )
+        return dataclasses.replace(self.options, backend=cast(Any, self.backends), seed=int(self.seeds))
 
     def _train_parts(self, session: Session) -> int:
         from speechdp.cli.support.distributed import reporter_maker  # noqa: PLC0415
@@ -278,7 +275,7 @@ class TuneCommand(StartsJobs):
     @property
     def _trained(self) -> TrainOptions:
         """What is measured and races: with the lowest learning rate, which is the least likely to diverge."""
-        rates = self.search.rates()
+        rates = self.rates()
         if not rates:
             return self.options
         self.options.optimizer.refuse_rate("--learning-rates tries others")
@@ -286,7 +283,7 @@ class TuneCommand(StartsJobs):
 
     def _ranks(self) -> int:
         options = self.options
-        return self.search.num_ranks(self.hosts, device=options.device, feeders=options.loading.feeders)
+        return self.num_ranks(self.hosts, device=options.device, feeders=options.loading.feeders)
 
     def _compared(self, ranks: int) -> CompareRequest:
         """Return the search in the terms of a comparison, whose jobs it runs."""
@@ -306,9 +303,7 @@ class TuneCommand(StartsJobs):
             data_checksum=dataset.checksum,
             out=self.out_dir,
             options=self._trained,
-            plan=ComparePlan(
-                (SEQUENTIAL,), (ranks,), self.search.whole_seeds(), (FRAMES,), self.options.num_epochs
-            ),
+            plan=ComparePlan((SEQUENTIAL,), (ranks,), self.whole_seeds(), (FRAMES,), self.options.num_epochs),
             decode_split="",
             race=RaceOptions(self.race, self.race_steps),
         )
@@ -320,16 +315,16 @@ class TuneCommand(StartsJobs):
         return TuneRequest(
             out=self.out_dir,
             ranks=ranks,
-            tried=self.search.tried(self.hosts, ranks),
+            tried=self.tried(self.hosts, ranks),
             backends=_backends(self.backends),
             batch_sizes=other_batches(self.options, ranks, self._batch_sizes()),
-            budget_s=self.search.budget_s,
+            budget_s=self.budget_s,
             target=TunedTarget(self.target, TaskRecord(self.options.make_task().metrics)),
-            seeds=self.search.whole_seeds(),
+            seeds=self.whole_seeds(),
             race=compared.race,
             trained=compared.settings(),
             own_batch=self.options.resolve(ranks).plan().batch_size,
-            learning_rates=self.search.rates(),
+            learning_rates=self.rates(),
         )
 
     def _batch_sizes(self) -> tuple[int, ...] | None:
@@ -340,8 +335,8 @@ class TuneCommand(StartsJobs):
         return () if self.batch_sizes == "none" else whole_numbers("batch-sizes", self.batch_sizes, least=1)
 
 
-@dataclass(frozen=True)
-class TuneScriptCommand:
+@dataclass(frozen=True, kw_only=True)
+class TuneScriptCommand(TuneOptions):
     """Find the setting with which a script of your own reaches a value soonest, within a budget of time.
 
     It starts the ranks itself: speechdp tune --script train.py OUT --budget 30m -- ARGUMENTS
@@ -354,7 +349,7 @@ class TuneScriptCommand:
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Folder for the search and its report.  The same command goes on with a search that was interrupted."""
     script: Annotated[ScriptOptions, heading("script")]
-    search: Annotated[TuneOptions, UNGROUPED] = field(default_factory=lambda: TuneOptions(budget="30m"))
+    budget: Annotated[str, shown("TIME")] = "30m"
     backends: Annotated[str, shown("NAME,...", "that of --backend")] = ""
     """Back-ends to choose from, the preferred one first; one that is not installed is left out."""
     race: Annotated[int, shown("ROUNDS")] = 6
@@ -372,15 +367,15 @@ class TuneScriptCommand:
         self.script.check()
         if self.race < 1:
             raise ConfigError(f"--race {self.race}: speeds are compared in one round at least")
-        ranks = self.search.num_ranks(self.script.hosts)
+        ranks = self.num_ranks(self.script.hosts)
         script = self.script.user_script(self.script_arguments)
-        script.check_rates(given=bool(self.search.rates()))
+        script.check_rates(given=bool(self.rates()))
         starter = self.script.starter("tune", ranks)
         request = self._request(script, ranks)
         return _search(
             request,
             lambda say: TunedScript(request, script, starter, self.script.metric, say),
-            OutFolder(self.out_dir, self.search.overwrite),
+            OutFolder(self.out_dir, self.overwrite),
         )
 
     def _request(self, script: UserScript, ranks: int) -> TuneRequest:
@@ -394,19 +389,19 @@ class TuneScriptCommand:
         return TuneRequest(
             out=self.out_dir,
             ranks=ranks,
-            tried=self.search.tried(self.script.hosts, ranks),
+            tried=self.tried(self.script.hosts, ranks),
             backends=_backends(self.backends) if self.backends else (script.backend,),
             batch_sizes=(),
-            budget_s=self.search.budget_s,
+            budget_s=self.budget_s,
             target=TunedTarget(target, script_task(metric)),
-            seeds=self.search.whole_seeds(),
+            seeds=self.whole_seeds(),
             race=RaceOptions(self.race, self.race_steps),
             trained={
                 "script": str(script.path.absolute()),
                 "command line": shlex.join(script.arguments),
                 "metric": metric,
             },
-            learning_rates=self.search.rates(),
+            learning_rates=self.rates(),
         )
 
 

@@ -17,7 +17,11 @@ def is_ctc(config: Mapping[str, Any]) -> bool:
 
 
 def check_task(dataset: Dataset) -> None:
-    """Refuse data whose speech is not to be recognised, by ConfigError; their class list is another's."""
+    """Refuse data whose speech is not to be recognised; their class list is another's.
+
+    Raises:
+        ConfigError: they are for synthesis.
+    """
     if dataset.task != "acoustic":
         raise ConfigError(
             f"{dataset.path}: holds spectrograms for synthesis; give data prepared without --task synthesis"
@@ -34,7 +38,17 @@ def check_origin(
     classes: StateInventory | KaldiPdfs,
     remedy: str = _AS_TRAINED,
 ) -> None:
-    """Refuse data made otherwise than those of training, by ConfigError; nothing else might notice."""
+    """Refuse data made otherwise than those of training; nothing else might notice.
+
+    Args:
+        config: what the model's file says of its training; what it lacks is not compared.
+        dataset: the data.
+        classes: theirs.
+        remedy: how to get data that fit.
+
+    Raises:
+        ConfigError: the class list, the sampling rate or the features are others.
+    """
     if config.get("classes_sha256", classes.sha256) != classes.sha256:
         words = (
             "" if isinstance(classes, KaldiPdfs) else " (--lexicon as well, for other words in its phones)"

@@ -50,7 +50,12 @@ class Hypothesis:
 
     @classmethod
     def of(cls, utterance_id: str, speaker: str, ref: str, candidates: Sequence[Candidate]) -> Hypothesis:
-        """Take what is needed of the word sequences found, the best first; there may be hundreds."""
+        """Take what is needed of the word sequences found; there may be hundreds.
+
+        Args:
+            utterance_id, speaker, ref: as the attributes.
+            candidates: the best first; none where no path survived.
+        """
         said = [" ".join(candidate.words) for candidate in candidates]
         oracle = oracle_of(ref, said) if ref else ""
         return cls(utterance_id, speaker, ref, len(said), said[0] if said else "", oracle)
@@ -194,7 +199,16 @@ class NBestLists:
 
     @classmethod
     def of(cls, hypotheses: Sequence[Hypothesis], path: Path, size: int) -> NBestLists | None:
-        """Judge lists; None where they were not asked for (`size` 0)."""
+        """Judge the lists of a split.
+
+        Args:
+            hypotheses: of all its utterances.
+            path: the file that the lists are to stand in.
+            size: the longest that a list may be; 0: none were asked for.
+
+        Returns:
+            None where none were asked for.
+        """
         if size == 0:
             return None
         told = judged(hypotheses)
@@ -286,19 +300,10 @@ def _object_in(path: Path, key: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str]) -> None:
-    """Write all that a decoding leaves in the run's folder.
-
-    Args:
-        run_dir: the run.
-        result: what was found.
-        lists: `nbest_lines` of each utterance, by its id, where lists were asked for.
-
-    Raises:
-        RunError: the disk refuses it.
-    """
+def _record_of(run_dir: Path, result: DecodingResult) -> dict[str, Any]:
+    """Return what RUN/wer-<name>.json holds of a decoding (docs/run-directory.md); paths are below RUN."""
     nbest = result.nbest
-    values = {
+    record = {
         "split": result.split,
         "data": dict(result.data),
         "grammar": result.grammar.value,
@@ -314,12 +319,27 @@ def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str
         "speakers": [{"speaker": name, **asdict(errors)} for name, errors in result.speakers.items()],
     }
     if nbest is not None:
-        values["nbest"] = {
+        record["nbest"] = {
             "size": nbest.size,
             "mean": nbest.mean,
             "oracle_wer": nbest.oracle.wer,
             "path": str(nbest.path.relative_to(run_dir)),
         }
+    return record
+
+
+def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str]) -> None:
+    """Write all that a decoding leaves in the run's folder.
+
+    Args:
+        run_dir: the run.
+        result: what was found.
+        lists: `nbest_lines` of each utterance, by its id, where lists were asked for.
+
+    Raises:
+        RunError: the disk refuses it.
+    """
+    nbest, record = result.nbest, _record_of(run_dir, result)
     lines = (f"{h.utterance_id} {h.hyp}".rstrip() + "\n" for h in result.utterances)
     told = judged(result.utterances)
     errors = errors_text(
@@ -333,15 +353,19 @@ def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str
             write_text_atomically(nbest.path, "".join(lists[h.utterance_id] for h in result.utterances))
         write_text_atomically(result.hypotheses, "".join(lines))
         write_text_atomically(errors_path(result.hypotheses), errors)
-        write_text_atomically(wer_path(run_dir, result.name), json.dumps(values, indent=2) + "\n")
+        write_text_atomically(wer_path(run_dir, result.name), json.dumps(record, indent=2) + "\n")
         if "tuning" in result.settings:  # apart: a later decoding of this split may use other values
-            tuned = {name: values[name] for name in ("grammar", "options", "tuning")}
+            tuned = {name: record[name] for name in ("grammar", "options", "tuning")}
             write_text_atomically(run_dir / TUNED_NAME, json.dumps(tuned, indent=2) + "\n")
 
 
 @contextmanager
 def results_at(run_dir: Path) -> Iterator[None]:
-    """Raise RunError where the disk refuses results of the run."""
+    """Put into words that the disk refuses results of the run.
+
+    Raises:
+        RunError: in place of the OSError of the block.
+    """
     try:
         yield
     except OSError as error:

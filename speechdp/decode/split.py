@@ -121,7 +121,16 @@ class SpokenSplit:
 
 
 def check_decodable(trained: TrainedModel, dataset: Dataset, options: DecodingOptions) -> None:
-    """Refuse data that the model was not trained for, or that the graph does not fit, by ConfigError."""
+    """Refuse data that the model was not trained for, or that the graph does not fit.
+
+    Args:
+        trained: the model.
+        dataset: the data to be decoded.
+        options: how; of them the graph and what features are normalised over.
+
+    Raises:
+        ConfigError: the data are refused; the line says what would fit.
+    """
     check_task(dataset)
     if options.graph is None:
         refuse_kaldi_pdfs(dataset.classes_path, "decode")

@@ -258,10 +258,8 @@ def tune(
     errors, tried_weights = trials.errors(best, tunable[-1]), []
     if options.rescore_lm is not None and not has_learnt_little:
         tried_weights = trials.rescored(best)
-        given = best.rescore_weight
-        fewest = min(tried_weights, key=lambda t: (t["errors"], abs(t["rescore_weight"] - given)))
-        best = dataclasses.replace(best, rescore_weight=fewest["rescore_weight"])
-        chosen["rescore_weight"], errors = fewest["rescore_weight"], int(fewest["errors"])
+        chosen["rescore_weight"], errors = _fewest_errors(tried_weights, best.rescore_weight)
+        best = dataclasses.replace(best, rescore_weight=chosen["rescore_weight"])
     recogniser.keep_graph(best)  # which is decoded with next
     record = {
         "split": split,
@@ -272,6 +270,12 @@ def tune(
         "words": scored.num_words,
     }
     return Tuned(best, {**record, "trials": trials.table() + tried_weights})
+
+
+def _fewest_errors(tried: Sequence[Mapping[str, float]], given: float) -> tuple[float, int]:
+    """Return the weight to rescore with, and its word errors: among equals the one nearest to that given."""
+    fewest = min(tried, key=lambda trial: (trial["errors"], abs(trial["rescore_weight"] - given)))
+    return fewest["rescore_weight"], int(fewest["errors"])
 
 
 class _Scored(NamedTuple):
@@ -349,17 +353,14 @@ def _change(name: str, options: DecodingOptions, now: DecodingOptions) -> tuple[
 
 
 class _Clock:
-    """How long tuning takes, and when it is time to tell of it.
-
-    Attributes:
-        seconds: since it began.
-    """
+    """How long tuning takes, and when it is time to tell of it."""
 
     def __init__(self) -> None:
         self._began = self._told = time.monotonic()
 
     @property
     def seconds(self) -> float:
+        """Seconds since it began."""
         return time.monotonic() - self._began
 
     def is_time_for_a_line(self) -> bool:
@@ -394,6 +395,7 @@ class _Trials:
 
     @property
     def recogniser(self) -> Recogniser:
+        """That of what is searched."""
         return self.scored.recogniser
 
     def begin(self, given: DecodingOptions, names: Sequence[str]) -> bool:

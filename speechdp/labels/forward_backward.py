@@ -175,7 +175,13 @@ class _Trellis:
         return torch.logsumexp(ended, 1).where(self.fits.to(ended.device), 0.0)
 
     def class_occupancies(self, alphas: Tensor, ended: Tensor, log_probs: Tensor) -> Tensor:
-        """Return the occupancies (B, T, C); `alphas` are overwritten with those of states."""
+        """Return the probability of each class in each frame, (B, T, C); 0 in utterances that do not fit.
+
+        Args:
+            alphas: (T, N) of `forward`, of all frames; overwritten with the occupancies of states.
+            ended: (B, S) of `forward`.
+            log_probs: (B,) of `totals`.
+        """
         batch, states = self._shape
         occupied = torch.zeros_like(self._log_likelihoods)
         fits = self.fits.to(ended.device).unsqueeze(1)

@@ -90,13 +90,19 @@ class Statistics:
         return cls(np.zeros(num_gaussians), np.zeros((num_gaussians, dim)), np.zeros((num_gaussians, dim)))
 
     def to_vector(self) -> DoubleArray:
-        """Return everything in one vector, so that ranks add theirs up in one exchange."""
+        """Return everything in one vector, (G + 2 G D + 1,), so that ranks add theirs up in one exchange."""
         parts = (self.occupancy, self.first.ravel(), self.second.ravel(), [self.log_likelihood])
         return np.concatenate(parts)
 
     @classmethod
     def from_vector(cls, vector: DoubleArray, num_gaussians: int, dim: int) -> Statistics:
-        """Return what `to_vector` has put into one vector."""
+        """Return what `to_vector` has put into one vector, or a sum of such vectors.
+
+        Args:
+            vector: (G + 2 G D + 1,).
+            num_gaussians: G, of all classes.
+            dim: D, of a frame.
+        """
         occupancy, first, second, rest = np.split(
             vector, np.cumsum([num_gaussians, num_gaussians * dim, num_gaussians * dim])
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,11 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speechdp.errors import ConfigError
-from speechdp.files import record_cannot_be_read, write_text_atomically
+from speechdp.labels.class_list import ClassList, no_class_list, read_class_list
 from speechdp.labels.lexicon import SILENCE, Lexicon
-
-#: Of a damaged classes.txt; it may be the copy that a run keeps, which no `prepare` mends.
-_CLASS_LIST_REMEDY = "copy it from the data that were trained on, or prepare these again"
 
 STATES_PER_PHONE = 3
 
@@ -33,7 +29,7 @@ FloatArray = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class StateInventory:
+class StateInventory(ClassList):
     """Numbers the states of all phones: silence has classes 0, 1, 2, then three for each phone.
 
     Attributes:
@@ -76,18 +72,6 @@ class StateInventory:
         """Name every class `<phone>_<state>`, in class order."""
         return tuple(f"{phone}_{s}" for phone in (SILENCE, *self.phones) for s in range(STATES_PER_PHONE))
 
-    @property
-    def sha256(self) -> str:
-        """Identify the inventory: the checksum of its `classes.txt`."""
-        return hashlib.sha256(self._text().encode()).hexdigest()
-
-    def save(self, path: Path) -> None:
-        """Write `classes.txt`, one line `<index> <phone>_<state>` a class, atomically."""
-        write_text_atomically(path, self._text())
-
-    def _text(self) -> str:
-        return "".join(f"{i} {name}\n" for i, name in enumerate(self.class_names()))
-
     @classmethod
     def load(cls, path: Path) -> StateInventory:
         """Read a `classes.txt` back.
@@ -104,25 +88,6 @@ class StateInventory:
         if not intact or lines != [f"{i} {name}" for i, name in enumerate(inventory.class_names())]:
             raise no_class_list(path)
         return inventory
-
-
-def read_class_list(path: Path) -> str:
-    """Return what a `classes.txt` holds, of whatever classes.
-
-    Raises:
-        ConfigError: it is missing, or cannot be read.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: is missing; {_CLASS_LIST_REMEDY}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(record_cannot_be_read(path, error, _CLASS_LIST_REMEDY)) from error
-
-
-def no_class_list(path: Path) -> ConfigError:
-    """Return the error for a `classes.txt` that does not hold what `save` writes."""
-    return ConfigError(f"{path}: not a class list of speechdp; {_CLASS_LIST_REMEDY}")
 
 
 def states_of(phones: Iterable[str], inventory: StateInventory) -> list[int]:

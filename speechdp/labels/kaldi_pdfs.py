@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
 from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import ConfigError
-from speechdp.files import write_text_atomically
-from speechdp.labels.hmm import StateInventory, no_class_list, read_class_list
+from speechdp.labels.class_list import ClassList, no_class_list, read_class_list
+from speechdp.labels.hmm import StateInventory
 
 _FIRST_LINE = "0 pdf-0\n"
 
 
 @dataclass(frozen=True)
-class KaldiPdfs:
+class KaldiPdfs(ClassList):
     """The pdfs 0 ... num_classes - 1 of a Kaldi system as classes."""
 
     num_classes: int
@@ -25,24 +24,16 @@ class KaldiPdfs:
         """The pdfs of silence are not known."""
         return ()
 
-    @property
-    def sha256(self) -> str:
-        """Identify the list: the checksum of its `classes.txt`."""
-        return hashlib.sha256(self._text().encode()).hexdigest()
-
-    def save(self, path: Path) -> None:
-        """Write `classes.txt`, one line `<index> pdf-<index>` a class, atomically."""
-        write_text_atomically(path, self._text())
-
-    def _text(self) -> str:
-        return "".join(f"{index} pdf-{index}\n" for index in range(self.num_classes))
+    def class_names(self) -> tuple[str, ...]:
+        """Name every class `pdf-<index>`, in class order."""
+        return tuple(f"pdf-{index}" for index in range(self.num_classes))
 
     @classmethod
     def load(cls, path: Path) -> KaldiPdfs:
         """Read a `classes.txt` back.  Raises ConfigError if it is not one that `save` wrote."""
         text = read_class_list(path)
         pdfs = cls(text.count("\n"))
-        if text != pdfs._text():
+        if text != pdfs.text():
             raise no_class_list(path)
         return pdfs
 

@@ -390,7 +390,15 @@ def _is_number(token: str) -> bool:
 
 
 def refuse_unknown(words: Sequence[str], remedy: str) -> None:
-    """Refuse words without a pronunciation, if any, by ONE message: the first 20 and the remedy."""
+    """Refuse words without a pronunciation, if any, by one message.
+
+    Args:
+        words: those without one; marks of no word among them are told of by themselves.
+        remedy: what to do about words.
+
+    Raises:
+        ConfigError: there are some; it names the first 20 and the remedy.
+    """
     if not words:
         return
     marks = [word for word in words if is_mark(word) or word.upper() == SILENCE]

@@ -283,7 +283,14 @@ def num_ctc_classes(num_states: int) -> int:
 def make_compiler(
     lexicon: Lexicon, inventory: StateInventory, options: TranscriptOptions, tying: StateTying | None = None
 ) -> TranscriptCompiler | CtcCompiler:
-    """Return what makes the HMMs that the options describe, of the classes that `tying` makes of states."""
+    """Return what makes the HMMs of transcripts that the options describe.
+
+    Args:
+        lexicon: the words that transcripts may have.
+        inventory: the states of its phones.
+        options: topology, transitions and pauses.
+        tying: the classes of states in context; None: each state is a class.  CTC has none.
+    """
     if options.topology == "ctc":
         assert tying is None  # CTC's classes are phones
         return CtcCompiler(lexicon, inventory)

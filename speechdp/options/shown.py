@@ -30,7 +30,3 @@ def shown(metavar: str, default: str | None = None) -> Any:
 def heading(title: str) -> Any:
     """Return the annotation of a group of options, which `--help` shows under "TITLE options"."""
     return tyro.conf.arg(name=title, prefix_name=False)
-
-
-#: Annotates a group of options that `--help` shows in its place among the command's own.
-UNGROUPED = "ungrouped"

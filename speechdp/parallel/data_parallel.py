@@ -172,8 +172,11 @@ class DataParallel:
             together = self.strategy.traits.replicas_equal and self.comm.spans_job
             self._calls.begin(self, together=together)
             check_same_call(_BEGINNING, self.comm)
-            self._take_model()
+            # All that may refuse first: then the model is still the script's own, and no folder is touched.
+            self._stays_untrained.check_model()
+            self._replica.check_parameters()
             check_saved_together(self._loaded, self.strategy, self.comm)
+            self._replica.bind_parameters()
             loaded, self._loaded = self._loaded, None
             state_of = None if loaded is None else loaded.get("run_id", "")
             path = self._folder.begin(self._facts(), self._device, state_of=state_of)

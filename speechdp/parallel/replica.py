@@ -87,20 +87,27 @@ class Replica:
         if [parameter.data_ptr() for parameter in self.model_parameters] != self._addresses:
             self._take_back()
 
-    def _take_back(self) -> None:
-        for index, (parameter, view) in enumerate(
-            zip(self.model_parameters, self.parameters.views, strict=True)
-        ):
-            if parameter.data_ptr() == self._addresses[index]:
-                continue
+    def check_parameters(self) -> None:
+        """Look whether the model's parameters fit the flat vector; changes nothing.
+
+        Raises:
+            RunError: one has another type or shape, or is on another device.
+        """
+        for parameter, view in zip(self.model_parameters, self.parameters.views, strict=True):
             if _kind(parameter) != _kind(view):
                 raise RunError(
                     f"{name_of(parameter, self.model)} has become {_kind(parameter)}, ranks exchange it as "
                     f"{_kind(view)}; change type, device and shapes of a model (`to`, `half`, `cuda`) "
                     "before DataParallel is made of it"
                 )
-            view.copy_(parameter.detach())
-            parameter.data = view
+
+    def _take_back(self) -> None:
+        self.check_parameters()
+        views = zip(self.model_parameters, self.parameters.views, self._addresses, strict=True)
+        for parameter, view, address in views:
+            if parameter.data_ptr() != address:
+                view.copy_(parameter.detach())
+                parameter.data = view
         # What moves a module's parameters, such as `to`, moves the memory of these very tensors, too.
         self._make_gradient_views()
         if self._gradients_are_bound:

@@ -730,8 +730,13 @@ def test_states_of_different_steps_are_refused() -> None:
                 states.append(script.run.state_dict())
                 script.step()
         other.run.load_state_dict(states[comm.rank])
-        with other.run:
-            raise AssertionError("its ranks are at different steps")
+        parameter = next(other.model.parameters())
+        own = parameter.data = parameter.data.clone()
+        try:
+            with other.run:
+                raise AssertionError("its ranks are at different steps")
+        finally:
+            assert parameter.data_ptr() == own.data_ptr()  # nothing was done before the refusal
 
     refused("rank 0 loads step 0, rank 1 step 1; load states that were saved together", ConfigError, check)
 

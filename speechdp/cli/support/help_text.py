@@ -12,7 +12,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, redirect_stdout
 from typing import Annotated, Any
 
@@ -26,8 +26,6 @@ from tyro.constructors import (
     StructFieldSpec,
     StructTypeInfo,
 )
-
-from speechdp.options.shown import UNGROUPED
 
 #: What stands for a value whose option names none; tyro's own are INT and FLOAT.
 _METAVARS = {int: "N", float: "X"}
@@ -49,7 +47,7 @@ def option_rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
         if not dataclasses.is_dataclass(info.type):
             return None
         fields = tuple(_specs(info.type, info.default, hidden))
-        return StructConstructorSpec(instantiate=_maker(info.type), fields=fields)
+        return StructConstructorSpec(instantiate=info.type, fields=fields)
 
     @registry.primitive_rule
     def number_of(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
@@ -62,47 +60,15 @@ def option_rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
 
 
 def _specs(kind: type, default: Any, hidden: Collection[str]) -> Iterator[StructFieldSpec]:
-    """Yield the options of a dataclass, in place of a group that is UNGROUPED those in it."""
+    """Yield the options of a dataclass; those of its base classes are the first."""
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
-        own = _default(field, kind, default)
-        if _is_ungrouped(hints[field.name]):
-            yield from _specs(typing.get_args(hints[field.name])[0], own, hidden)
-            continue
         yield StructFieldSpec(
             name=field.name,
             type=_shown(hints[field.name], is_hidden=field.name in hidden),
-            default=own,
+            default=_default(field, kind, default),
             helptext=functools.partial(_help_of, kind, field.name),
         )
-
-
-def _is_ungrouped(hint: Any) -> bool:
-    return UNGROUPED in getattr(hint, "__metadata__", ())
-
-
-def _maker(kind: type) -> Callable[..., Any]:
-    """Return what makes a dataclass of the values of its options; --help begins with its docstring."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    if not any(_is_ungrouped(hints[field.name]) for field in dataclasses.fields(kind)):
-        return kind
-
-    def make(**values: Any) -> Any:
-        return _made(kind, **values)
-
-    make.__doc__ = kind.__doc__
-    return make
-
-
-def _made(kind: type, /, **values: Any) -> Any:
-    """Return a dataclass of the values of its options, and of those of groups that are UNGROUPED."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for field in dataclasses.fields(kind):
-        if _is_ungrouped(hints[field.name]):
-            group = typing.get_args(hints[field.name])[0]
-            names = [one.name for one in dataclasses.fields(group) if one.name in values]
-            values[field.name] = _made(group, **{name: values.pop(name) for name in names})
-    return kind(**values)
 
 
 def _number_spec(kind: type, *, may_be_none: bool) -> PrimitiveConstructorSpec[Any]:

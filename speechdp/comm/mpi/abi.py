@@ -68,6 +68,22 @@ def abi_of_horovod() -> Abi | None:
     return next((abi for path in modules if (abi := abi_of_file(path)) is not None), None)
 
 
+def other_mpi_of_horovod() -> str | None:
+    """Return that Horovod was built for another MPI than mpi4py's, whose launcher it would not understand.
+
+    Returns:
+        None where both have the same, or that cannot be told.
+
+    Example:
+        >>> other_mpi_of_horovod()  # doctest: +SKIP
+        'this Horovod was built for Open MPI, and mpi4py finds MPICH or Intel MPI'
+    """
+    own, horovods = abi_of_mpi4py(), abi_of_horovod()
+    if own is None or horovods is None or own == horovods:
+        return None
+    return f"this Horovod was built for {PRODUCTS[horovods]}, and mpi4py finds {PRODUCTS[own]}"
+
+
 def abi_of_file(path: Path) -> Abi | None:
     """Return the kind of MPI that a shared library asks for; None: neither, or it cannot be read."""
     try:

@@ -13,7 +13,7 @@ from speechdp import remedies
 from speechdp.comm import environment
 from speechdp.comm.base import Communicator
 from speechdp.comm.device import RANKS_PER_GPU, ranks_per_gpu
-from speechdp.comm.mpi.abi import PRODUCTS, abi_of_horovod, abi_of_launcher, abi_of_mpi4py
+from speechdp.comm.mpi.abi import PRODUCTS, abi_of_launcher, abi_of_mpi4py, other_mpi_of_horovod
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.errors import CommunicationError, ConfigError
 
@@ -70,7 +70,7 @@ def choose_backend(name: str = "auto", device: torch.device | None = None) -> Ba
     shares_gpus = device is not None and device.type == "cuda" and ranks_per_gpu() > 1
     shares_gpus = shares_gpus and launch is not None and launch.size > 1
     choice = BackendChoice(name) if name != "auto" else _automatic(shares_gpus)
-    if shares_gpus and (choice.name == "torch" or (choice.name == "horovod" and _has_nccl())):
+    if shares_gpus and (choice.name == "torch" or (choice.name == "horovod" and _is_over_nccl(name))):
         raise ConfigError(
             f"the {choice.name} back-end exchanges over NCCL, which refuses ranks that share a GPU "
             f"({RANKS_PER_GPU}); use {remedies.backend('mpi')}{_with_mpi()}"
@@ -107,8 +107,8 @@ def create_communicator(name: Backend | str = "auto", device: torch.device | Non
     if choice.name == "serial":
         return SerialCommunicator()
     _refuse_unconnected()
-    if choice.name == "horovod":
-        _refuse_other_mpi()
+    if name == "horovod":
+        _refuseother_mpi_of_horovod()
     module_name, class_name = _MODULES[choice.name]
     try:
         module = importlib.import_module(module_name)
@@ -146,6 +146,8 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
             f"{feeders}: batches travel over MPI, which {launch.launcher} does not start here; start with "
             "mpirun, or speechdp launch without --launcher"
         )
+    if name == "horovod":
+        _refuseother_mpi_of_horovod()
     try:
         module = importlib.import_module("speechdp.comm.startup.fed_job")
         job: FedJob = module.FedJob(choice.name, num_feeders, device or torch.device("cpu"))
@@ -164,9 +166,14 @@ def _with_mpi() -> str:
     return ", and start the ranks by speechdp launch" if without else ""
 
 
+def _is_over_nccl(name: str) -> bool:
+    """Return whether Horovod, asked for by that name, exchanges over NCCL; `auto` has seen that it serves."""
+    return (name == "auto" or _why_not_horovod() is None) and _has_nccl()
+
+
 def _has_nccl() -> bool:
-    """Return whether there is a Horovod that exchanges over NCCL."""
-    return _why_not_horovod() is None and bool(importlib.import_module("horovod.torch").nccl_built())
+    """Return whether Horovod, which is there and can be loaded, was built for NCCL."""
+    return bool(importlib.import_module("horovod.torch").nccl_built())
 
 
 def _remedy(backend: str) -> str:
@@ -181,10 +188,10 @@ def _refuse_unconnected() -> None:
             f"srun started {launch.size} processes without PMIx, so MPI cannot connect them; "
             f"start with `srun --mpi=pmix` (MPICH and Intel MPI: --mpi=pmi2), or with `speechdp launch`"
         )
-    _refuse_launcher_of_other_mpi()
+    _refuse_launcher_ofother_mpi_of_horovod()
 
 
-def _refuse_launcher_of_other_mpi() -> None:
+def _refuse_launcher_ofother_mpi_of_horovod() -> None:
     """Refuse ranks that their MPI would not connect: MPICH's fail in MPI_Init, Open MPI's are each alone."""
     launch, launchers = environment.announced(), abi_of_launcher()
     if launch is None or launch.size == 1 or launchers is None:
@@ -198,28 +205,23 @@ def _refuse_launcher_of_other_mpi() -> None:
         )
 
 
-def _refuse_other_mpi() -> None:
-    """Refuse a Horovod whose MPI would end the ranks with a page of text."""
-    mismatch = None if environment.started_by_horovodrun() else _other_mpi()
+def _refuseother_mpi_of_horovod() -> None:
+    """Refuse a Horovod that was asked for, whose MPI would end the ranks with a page of text.
+
+    `auto` leaves it out (`_why_not_horovod`), and needs not ask again.
+    """
+    mismatch = None if environment.started_by_horovodrun() else other_mpi_of_horovod()
     if mismatch is not None:
         raise CommunicationError(
             f"the horovod back-end cannot start: {mismatch}; choose {remedies.backend('mpi')}"
         )
 
 
-def _other_mpi() -> str | None:
-    """Return that Horovod was built for another MPI than mpi4py's, whose launcher it would not understand."""
-    own, horovods = abi_of_mpi4py(), abi_of_horovod()
-    if own is None or horovods is None or own == horovods:
-        return None
-    return f"this Horovod was built for {PRODUCTS[horovods]}, and mpi4py finds {PRODUCTS[own]}"
-
-
 def _why_not_horovod() -> str | None:
     """Return why Horovod cannot serve this launcher, or None where it can."""
     if importlib.util.find_spec("horovod") is None:
         return "Horovod is not installed (launch/setup builds it)"
-    if not environment.started_by_horovodrun() and (mismatch := _other_mpi()):
+    if not environment.started_by_horovodrun() and (mismatch := other_mpi_of_horovod()):
         return mismatch
     environment.prepare_horovod()
     try:

@@ -134,12 +134,25 @@ def shared(
 
 
 class _Sharing:
+    """What `shared` does, with the arcs and states that are there so far.
+
+    Args:
+        chains: in order, so that those which begin alike follow one another.
+        sequences, num_states: as of `shared`.
+    """
+
     def __init__(self, chains: Chains, sequences: Sequences, num_states: int) -> None:
         self._chains, self._sequences = chains, sequences
         self._num_states = num_states
         self._arcs: list[Arcs] = []
 
     def run(self, apart: BoolArray, symbol: int) -> tuple[list[Arcs], int]:
+        """Return the arcs of all chains, and the number of states with the new ones; see `shared`.
+
+        Args:
+            apart: of every sequence, (P,).
+            symbol: as of `shared`.
+        """
         chains, sequences = self._chains, self._sequences
         which, length = chains.sequence, sequences.length[chains.sequence]
         with_previous = self._common_with_previous()

@@ -63,6 +63,7 @@ class _Expansion:
         self._contexts: list[Int64Array] = []
 
     def run(self) -> FstArrays:
+        """Return the graph of all places that can be reached, wave by wave from the first."""
         wave = known = self._place(np.array([self._graph.start]), np.array([EDGE]), np.array([_NONE]))
         while len(wave):
             reached = distinct(self._follow(wave))

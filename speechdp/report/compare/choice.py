@@ -276,47 +276,18 @@ def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[s
 
 
 def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
-    notes = []
-    fewest = fewest_seeds(groups)
-    if 0 < fewest < CLAIM_SEEDS:
-        wanted = seeds_wanted(groups)
-        more = f" (--seeds {wanted} with the same folder keeps what is done)" if wanted else ""
-        notes.append(
-            f"This rests on {seeds_text(fewest)}: differences may be chance. A claim needs "
-            f"{CLAIM_SEEDS}{more}."
-        )
-    notes.append(one_rate_caution(groups))
+    notes = [_few_seeds(groups), one_rate_caution(groups)]
     notes.append(without_seed(group.results for group in groups))
     notes.append(wrong_way([run for group in groups for run in group.results]))
     titled = [(run.result, run.record.planned.title) for group in groups for run in group.finished]
     notes.append(several_versions([(result, title) for result, title in titled if result is not None]))
     for group in groups:
-        for run in group.unjudged:
-            lacks = _lacks_score(run, group_terms([group]).metric.name)
-            notes.append(f"{_title(run)}: {lacks}; a strategy all of whose seeds have one goes before it.")
-        for run in group.finished:
-            if run.result is not None and len(run.result.sizes) > 1:
-                sizes = " and then ".join(map(str, run.result.sizes))
-                notes.append(f"{_title(run)}: it trained on {sizes} ranks, which changes speed and accuracy.")
-            if run.result is not None and (lacks := run.result.without_lost_ranks):
-                notes.append(f"{_title(run)}: {lacks}.")
-            if run.result is not None and run.result.damage:
-                notes.append(f"{_title(run)}: {run.result.damage}.")
-        for run in group.failures:
-            notes.append(f"Failed: {run.record.planned.title}: {run.record.message}")
+        notes += _of_single_runs(group)
     if any(group.failures and group.figures and group.ranks > 1 for group in groups):
         notes.append(
             "A strategy all of whose seeds have come to their end goes before one of which some failed."
         )
-    notes.append(_averaged(groups))
-    waiting = sum(not run.is_finished for group in groups for run in group.runs)
-    waiting -= sum(len(group.failures) for group in groups)
-    if waiting:
-        have, them = ("has", "it") if waiting == 1 else ("have", "them")
-        notes.append(
-            f"{counted(waiting, 'run')} {have} not finished yet; the command of the comparison goes on with "
-            f"{them}."
-        )
+    notes += [_averaged(groups), _still_to_come(groups)]
     note = several_tasks([run.result for group in groups for run in group.runs if run.result is not None])
     if note:
         notes.append(note)
@@ -324,6 +295,48 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
         rows = [group for group in groups if group.mode == FRAMES and group.score is not None]
         notes += _decoding(rows or list(groups))
     return tuple(filter(None, notes))
+
+
+def _few_seeds(groups: Sequence[Group]) -> str:
+    """Say that there are too few seeds for a claim; "": there are enough, or no run has ended."""
+    fewest = fewest_seeds(groups)
+    if not 0 < fewest < CLAIM_SEEDS:
+        return ""
+    wanted = seeds_wanted(groups)
+    more = f" (--seeds {wanted} with the same folder keeps what is done)" if wanted else ""
+    return (
+        f"This rests on {seeds_text(fewest)}: differences may be chance. A claim needs {CLAIM_SEEDS}{more}."
+    )
+
+
+def _of_single_runs(group: Group) -> list[str]:
+    """Name the runs of a group that lack a score, were disturbed, or failed."""
+    notes = []
+    for run in group.unjudged:
+        lacks = _lacks_score(run, group_terms([group]).metric.name)
+        notes.append(f"{_title(run)}: {lacks}; a strategy all of whose seeds have one goes before it.")
+    for run in group.finished:
+        if run.result is not None and len(run.result.sizes) > 1:
+            sizes = " and then ".join(map(str, run.result.sizes))
+            notes.append(f"{_title(run)}: it trained on {sizes} ranks, which changes speed and accuracy.")
+        if run.result is not None and (lacks := run.result.without_lost_ranks):
+            notes.append(f"{_title(run)}: {lacks}.")
+        if run.result is not None and run.result.damage:
+            notes.append(f"{_title(run)}: {run.result.damage}.")
+    return [*notes, *(f"Failed: {run.record.planned.title}: {run.record.message}" for run in group.failures)]
+
+
+def _still_to_come(groups: Sequence[Group]) -> str:
+    """Say how many runs have not ended; "": all have."""
+    waiting = sum(not run.is_finished for group in groups for run in group.runs)
+    waiting -= sum(len(group.failures) for group in groups)
+    if not waiting:
+        return ""
+    have, them = ("has", "it") if waiting == 1 else ("have", "them")
+    return (
+        f"{counted(waiting, 'run')} {have} not finished yet; the command of the comparison goes on with "
+        f"{them}."
+    )
 
 
 def _averaged(groups: Sequence[Group]) -> str:

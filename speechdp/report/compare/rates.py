@@ -58,6 +58,32 @@ def rate_cautions(trials: Sequence[Group], groups: Sequence[Group]) -> list[str]
         trials: the runs that tried them.
         groups: what was compared with those that were chosen.
     """
+    near, at_end = _near_and_at_end(trials, groups)
+    notes = []
+    if near:
+        notes.append(
+            "One run each does not tell which learning rate is better where they are no further apart than "
+            f"runs of other seeds, or than what is accurate enough: {'; '.join(near)}."
+        )
+    notes += [
+        f"Of the learning rates tried {end}, was the best for {', '.join(names)}: one beyond it may be "
+        "better; add it to --learning-rates and repeat the command, which keeps what is done."
+        for end, names in at_end.items()
+    ]
+    return [*notes, *_not_chosen(trials)]
+
+
+def _near_and_at_end(
+    trials: Sequence[Group], groups: Sequence[Group]
+) -> tuple[list[str], dict[str, list[str]]]:
+    """Return which chosen rates others are as good as, and which are the last ones tried on their side.
+
+    Args:
+        trials, groups: as of `rate_cautions`.
+
+    Returns:
+        "RATES beside RATE for NAME" of each; names by e.g. "the lowest, 0.01".
+    """
     tried: dict[tuple[str, int], list[Group]] = {}
     for trial in trials:
         tried.setdefault((trial.strategy, trial.ranks), []).append(trial)
@@ -77,17 +103,12 @@ def rate_cautions(trials: Sequence[Group], groups: Sequence[Group]) -> list[str]
         elif group.learning_rate in (rates[0], rates[-1]):
             end = f"the {'lowest' if group.learning_rate == rates[0] else 'highest'}, {rate}"
             at_end.setdefault(end, []).append(name)
+    return near, at_end
+
+
+def _not_chosen(trials: Sequence[Group]) -> list[str]:
+    """Name the trials that cannot be chosen, and say how many are still to come."""
     notes = []
-    if near:
-        notes.append(
-            "One run each does not tell which learning rate is better where they are no further apart than "
-            f"runs of other seeds, or than what is accurate enough: {'; '.join(near)}."
-        )
-    notes += [
-        f"Of the learning rates tried {end}, was the best for {', '.join(names)}: one beyond it may be "
-        "better; add it to --learning-rates and repeat the command, which keeps what is done."
-        for end, names in at_end.items()
-    ]
     for trial in trials:
         for run in trial.failures:
             notes.append(f"Not to be chosen: {run.record.planned.title}, which failed: {run.record.message}")

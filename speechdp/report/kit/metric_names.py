@@ -79,7 +79,12 @@ class Terms:
         return self.metric.labelled(self.number(score))
 
     def gap(self, score: float, best: float, of: str = "") -> str:
-        """Write how much worse a figure is than the best, or than `of`: `0.05 nats/frame below the best`."""
+        """Write how much worse a figure is than the best: `0.05 nats/frame below the best`.
+
+        Args:
+            score, best: as runs record them: higher is better.
+            of: what `best` is, e.g. "that of one rank"; "": the best.
+        """
         side = "above" if self.falls else "below"
         return f"{self.metric.labelled(self.metric.number(best - score))} {side} {of or f'the {self.best}'}"
 

@@ -61,6 +61,13 @@ def write_files(
 ) -> tuple[Path, Path, Path | None]:
     """Write FOLDER/NAME.html, NAME.csv and a PNG for each picture, each whole or as it was before.
 
+    Args:
+        folder: is made where it is not there.
+        name: of page and table, without suffix.
+        page: HTML.
+        csv: of the table.
+        pictures: by name, without suffix, what draws each into a file and says whether anything showed.
+
     Returns:
         The paths of page, CSV and the first picture that showed something.
 

@@ -118,7 +118,13 @@ def is_surely_slower(times: float | None, interval: tuple[float, float] | None) 
 
 
 def speed_phrase(speed: RacedSpeed, name: str, baseline: str) -> str:
-    """Write how fast a setting is beside the baseline, without a line break inside the figures."""
+    """Write how fast a setting is beside the baseline, without a line break inside the figures.
+
+    Args:
+        speed: of the setting, in the race.
+        name: the setting.
+        baseline: the setting whose speed is 1.
+    """
     if name == baseline:
         return "the speed that others are compared with"
     figures = ratio_text(speed).replace(" ", "\u00a0")

@@ -127,7 +127,17 @@ def draw_utilisation(
 
 
 def draw_course(ax: Axes, course: Course | None, canvas: Canvas, *, title: str) -> bool:
-    """Plot a line for each column of one run, of many their median and range; return whether there is any."""
+    """Plot a line for each column of one run, of many their median and range.
+
+    Args:
+        ax: where to.
+        course: values over time, (B,) seconds and (B, columns); None: nothing was sampled.
+        canvas: colours; texts under the pointer go there.
+        title: of the plot.
+
+    Returns:
+        False, with nothing drawn, where nothing was sampled.
+    """
     if course is None:
         return False
     colours = canvas.theme.runs

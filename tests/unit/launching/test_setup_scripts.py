@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[3]
+SCRIPTS = ("setup", "quickstart", "common.sh", "chosen_environment.sh", "build_horovod")
 
 
 def write_program(path: Path, text: str) -> None:
@@ -23,7 +24,7 @@ def write_program(path: Path, text: str) -> None:
 def checkout(tmp_path: Path) -> Path:
     """Return a folder with the scripts of launch/ and setup.py."""
     (tmp_path / "launch").mkdir()
-    for name in ("setup.py", "launch/setup", "launch/quickstart", "launch/common.sh", "launch/build_horovod"):
+    for name in ("setup.py", *(f"launch/{name}" for name in SCRIPTS)):
         shutil.copy(REPOSITORY / name, tmp_path / name)
     return tmp_path
 
@@ -45,8 +46,9 @@ def test_an_environment_whose_python_is_gone_is_made_anew(
     checkout: Path, python: str | None, serves: bool
 ) -> None:
     stamp = (
-        '. launch/common.sh; echo "$(cat setup.py launch/{setup,common.sh,build_horovod} | cksum) '
-        '$ROOT $TORCH_SPEC horovod=yes dev=no" >.venv/speechdp-setup.stamp'
+        ". launch/common.sh; cd launch; "
+        'echo "$(cat ../setup.py setup chosen_environment.sh common.sh build_horovod | cksum) '
+        '$ROOT $TORCH_SPEC horovod=yes dev=no" >../.venv/speechdp-setup.stamp'
     )
     if python is None:
         (checkout / ".venv/bin").mkdir(parents=True)
