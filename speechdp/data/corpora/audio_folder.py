@@ -82,7 +82,7 @@ def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRu
         "of your own with --corpus MODULE:CLASS"
         + (f"; or give {source / tables[0]} itself as SOURCE, if it has a header" if tables else "")
         + "; docs/preparing.md says how to make 'text' of "
-        + ("other tables" if tables else "other forms (VCTK, TIMIT, STM)")
+        + (f"a table like {tables[0]}" if tables else "other forms (VCTK, TIMIT, STM)")
         + f"; to recognise audio without any: speechdp transcribe RUN {shlex.quote(str(source))}, "
         "with a trained RUN"
     )

@@ -85,16 +85,18 @@ def _refuse_options_of_tables(options: PrepareOptions, readers: Mapping[Path, st
     if not all(path.exists() for path in sources):
         return  # reading them says so
     kinds = set(readers.values())
-    if options.files.path_map and kinds.isdisjoint({"kaldi", "manifest"}):
-        raise ConfigError(
-            f"{sources[0]}: is not read as a Kaldi data directory or a manifest, whose tables --path-map is "
-            "for; leave it out"
-        )
-    if options.files.allow_pipes and "kaldi" not in kinds:
-        raise ConfigError(
-            f"{sources[0]}: is not read as a Kaldi data directory, whose tables --allow-pipes is for; "
-            "leave it out"
-        )
+    files = options.files
+    refused = {
+        "--path-map": files.path_map and kinds.isdisjoint({"kaldi", "manifest"}),
+        "--allow-pipes": files.allow_pipes and "kaldi" not in kinds,
+    }
+    for option, is_refused in refused.items():
+        if is_refused:
+            others = ", or give a manifest" if option == "--path-map" else ""
+            raise ConfigError(
+                f"{sources[0]}: is not read as a Kaldi data directory, whose tables {option} is for; "
+                f"leave it out{others}"
+            )
 
 
 def _with_audio(corpus: Corpus, source: Path, rules: ReadingRules, *, reader: str) -> Corpus:
