@@ -71,10 +71,12 @@ def _table_lines(source: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     if delimiter is None:
         known = ", ".join([*_DELIMITERS, *sorted(_JSON)])
         raise ConfigError(f"{source}: is not known to be a manifest by its name; rename it to end in {known}")
-    # In tables of tabs quotes are part of sentences (Common Voice).
-    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     table = csv.reader(
-        (f"{line}\n" for line in _text_of(source)), delimiter=delimiter, quoting=quoting, strict=True
+        (f"{line}\n" for line in _text_of(source)),
+        delimiter=delimiter,
+        # In tables of tabs quotes are part of sentences (Common Voice).
+        quoting=csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL,
+        strict=True,
     )
     header: list[str] | None = None
     try:
