@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 from collections.abc import Sequence
@@ -67,8 +68,13 @@ def find_target(arguments: Sequence[str]) -> Target | None:
         raise UsageError(f"{subcommand} --script starts its own ranks: give the command without launch")
     if subcommand not in _WITH_MARKER or {"-h", "--help"} & set(rest):
         return None
-    folders = rest[:2]
-    if len(folders) < 2 or any(word.startswith("-") for word in folders):
+    folders = list(itertools.takewhile(lambda word: not word.startswith("-"), rest[:2]))
+    if len(folders) == 1:  # `train RUN --resume`, say: where it stands is not what is wrong
+        raise UsageError(
+            f"{subcommand} needs two folders, and has {folders[0]} alone: "
+            f"speechdp launch ... -- {subcommand} {_WITH_MARKER[subcommand]} [options]"
+        )
+    if not folders:
         raise UsageError(
             f"write the folders right after the subcommand, options after them: "
             f"speechdp launch ... -- {subcommand} {_WITH_MARKER[subcommand]} [options]"

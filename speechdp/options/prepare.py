@@ -154,9 +154,10 @@ class PrepareOptions:
         tyro.conf.Positional,
         tyro.conf.arg(metavar="[SOURCE ...] DATA", help_behavior_hint=""),
     ]
-    """SOURCE: a Kaldi data directory (wav.scp, text, utt2spk), or a folder of audio files; or several.
-    Transcripts are read from a file named text, from *.trans.txt, from a .txt file per audio file,
-    or from the names of the audio files (--pattern).
+    """SOURCE: a Kaldi data directory (wav.scp, text, utt2spk), a folder of audio files, or a manifest
+    (.csv, .tsv, .jsonl) that names audio and words of each utterance; or several.
+    Transcripts of a folder are read from a file named text, from *.trans.txt, from a .txt file per
+    audio file, or from the names of the audio files (--pattern).
     DATA: the data directory to write."""
     synthetic: Annotated[float | None, shown("HOURS", "none")] = None
     """Generate this many hours of spoken digits and commands with eSpeak NG instead of reading a SOURCE.
@@ -177,8 +178,9 @@ class PrepareOptions:
     Give the model's run, or its data directory.  Transcripts may be missing; no train split is needed.
     By default all utterances go to the test split; --dev and --test may stand without a SOURCE.
     With --kaldi it replaces --ali and --ali-pdf: data without targets, for `speechdp posteriors`."""
-    corpus: Annotated[str | None, shown("NAME", "kaldi or folder, detected from its files")] = None
-    """Reader of SOURCE: kaldi, folder, one that an installed package adds, or MODULE:CLASS (docs/api.md).
+    corpus: Annotated[str | None, shown("NAME", "kaldi, folder or manifest, detected from its files")] = None
+    """Reader of SOURCE: kaldi, folder, manifest, one that an installed package adds, or MODULE:CLASS
+    (docs/api.md).
     Options follow a colon, e.g. NAME:option=value."""
     split: Annotated[
         str | None,

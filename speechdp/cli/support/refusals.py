@@ -21,6 +21,8 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _BORDER = "╭╮╰╯│─- "
 #: How what more there is to read begins.
 _MORE = ("For full helptext", "Argument helptext:")
+#: How words that are not known begin, in a box of what is missing.
+_SURPLUS = "Unrecognized options:"
 #: How far a missing argument stands from the edge of its box, and its help further.
 _INDENT = 4
 _CHOICE = re.compile(
@@ -85,9 +87,12 @@ def _told(title: str, body: Sequence[str], name: str, remedy: str) -> str:
     if remedy and (title == "Required options" or _UNKNOWN.fullmatch(text)):
         return f"{name}: {remedy}"
     if title == "Required options":
-        named = [line for line in body if len(line) - len(line.lstrip()) == _INDENT]
+        end = next((i for i, line in enumerate(body) if line.startswith(_SURPLUS)), len(body))
+        named = [line for line in body[:end] if len(line) - len(line.lstrip()) == _INDENT]
         missing = " and ".join(line.strip().split(", ")[-1] for line in named)  # -o FILE, --out FILE
-        return f"{name} needs {missing}; speechdp {name} --help says what that is"
+        surplus = ", ".join(line.strip() for line in body[end + 1 :] if line.strip(_BORDER))
+        but = surplus and f", and does not take {surplus}"
+        return f"{name} needs {missing}{but}; speechdp {name} --help says what that is"
     for pattern, worded in _WORDINGS.items():
         if match := pattern.fullmatch(text):
             return worded(match, name)

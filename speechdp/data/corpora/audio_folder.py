@@ -80,6 +80,7 @@ def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRu
         f"{source}: no transcripts found; give a file 'text' (utterance-id words), *.trans.txt files, a .txt "
         f"beside each audio file, labels in the file names with --pattern '{DEFAULT_PATTERN}', or a reader "
         "of your own with --corpus MODULE:CLASS"
+        + (f"; or give {source / tables[0]} itself as SOURCE, if it has a header" if tables else "")
         + "; docs/preparing.md says how to make 'text' of "
         + (f"a table like {tables[0]}" if tables else "other forms (VCTK, TIMIT, STM)")
         + f"; to recognise audio without any: speechdp transcribe RUN {shlex.quote(str(source))}, "

@@ -21,6 +21,7 @@ from speechdp.data.corpora.kaldi_dir import (
     left_out,
     read_kaldi_dir,
 )
+from speechdp.data.corpora.manifest import is_manifest, read_manifest
 from speechdp.data.signal.audio import AudioPart, with_channel
 from speechdp.errors import ConfigError
 from speechdp.extensions import ExtensionPoint, code_of, read_options
@@ -50,7 +51,7 @@ class CorpusReader(ABC):
 _Class = TypeVar("_Class", bound=type[CorpusReader])
 
 
-_OURS = ("folder", "kaldi")
+_OURS = ("folder", "kaldi", "manifest")
 #: All of them; packages offer theirs by the entry points of this group.
 CORPORA = ExtensionPoint[CorpusReader]("corpus", "speechdp.corpora", CorpusReader, lambda: _OURS)
 
@@ -80,8 +81,12 @@ def corpus(name: str) -> Callable[[_Class], _Class]:
 
 
 def reader_of(source: Path, given: str | None) -> str:
-    """Return what reads a corpus: what is `given`, else `kaldi` or `folder`, whichever it is."""
-    return given or ("kaldi" if is_kaldi_dir(source) else "folder")
+    """Return what reads a corpus: what is `given`, else `kaldi`, `manifest` or `folder`, whichever it is."""
+    if given:
+        return given
+    if is_manifest(source):
+        return "manifest"
+    return "kaldi" if is_kaldi_dir(source) else "folder"
 
 
 def read_corpus(
@@ -91,8 +96,8 @@ def read_corpus(
 
     Args:
         source: the folder or file.
-        reader: `folder`, `kaldi`, or `NAME` or `MODULE:CLASS` from outside, with `:option=value,...` behind
-            it; None: a Kaldi data directory or a folder of audio, whichever it is.
+        reader: `folder`, `kaldi`, `manifest`, or `NAME` or `MODULE:CLASS` from outside, with
+            `:option=value,...` behind it; None: one of the first three, whichever it is.
         pattern: of labels in file names, for a folder of audio.
         rules: how files are read; of a reader from outside, only what becomes of empty transcripts.
 
@@ -107,6 +112,8 @@ def read_corpus(
         raise ConfigError(
             f"{source}: is read by --corpus {text}, not as a folder of audio; leave --pattern out"
             if reader
+            else f"{source}: is a manifest, which has the labels; leave --pattern out"
+            if name == "manifest"
             else f"{source}: is a Kaldi data directory (it has a wav.scp); leave --pattern out, or give "
             "--corpus folder"
         )
@@ -114,6 +121,8 @@ def read_corpus(
         return read_kaldi_dir(source, rules)
     if name == "folder":
         corpus = read_audio_folder(source, pattern, rules)
+    elif name == "manifest":
+        corpus = _corpus_of(name, source, read_manifest(source, rules), rules)
     else:
         corpus = _read_from_outside(source, text, rules)
     if rules.channel is None:
@@ -130,7 +139,12 @@ def _read_from_outside(source: Path, text: str, rules: ReadingRules) -> Corpus:
     values = read_options(cls.name, cls, options, kind="corpus")
     with code_of(cls, f"corpus {cls.name}", f"mend the reader, or what it reads in {source}"):
         utterances = list(cls(**values).read(source))
-    checked = [_checked(cls.name, source, each) for each in utterances]
+    return _corpus_of(cls.name, source, utterances, rules)
+
+
+def _corpus_of(name: str, source: Path, utterances: Iterable[CorpusUtterance], rules: ReadingRules) -> Corpus:
+    """Return the corpus of what a reader yields; leave out what has no words, if it may be."""
+    checked = [_checked(name, source, each) for each in utterances]
     empty: list[str] = []
     if rules.skip_incomplete and rules.needs_text:
         empty = [u.utterance_id for u in checked if not plain_transcript(u.text)]

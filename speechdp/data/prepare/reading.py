@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 
@@ -55,11 +55,11 @@ def read_whole_corpus(
             tables of Kaldi data directories, which none is; or the sources do not go together.
     """
     rules = reading_rules(options, scratch, progress, needs_text=needs_text)
-    of_kaldi = [s.path for s in options.sources if reader_of(s.path, options.corpus) == "kaldi"]
-    if not of_kaldi:
-        _refuse_options_of_tables(options)
+    readers = {source.path: reader_of(source.path, options.corpus) for source in options.sources}
+    of_tables = [path for path, reader in readers.items() if reader in ("kaldi", "manifest")]
+    _refuse_options_of_tables(options, readers)
     # Beside folders of audio, which --pattern is for, tables need none; alone they refuse it.
-    needless = of_kaldi if len(of_kaldi) < len(options.sources) else []
+    needless = of_tables if len(of_tables) < len(readers) else []
     # All tables before any audio is looked for: only then it is known which of --path-map are of use.
     read = {
         source: read_corpus(
@@ -69,35 +69,42 @@ def read_whole_corpus(
     }
     parts = []
     for source, corpus in read.items():
-        there = _with_audio(corpus, source.path, rules, is_kaldi=source.path in of_kaldi)
+        there = _with_audio(corpus, source.path, rules, reader=readers[source.path])
         if rules.skip_incomplete:
             there = _with_readable_audio(there, options.workers, progress, features)
         parts.append((source, there))
-    rules.path_map.refuse_unused(next(iter(of_kaldi), options.paths[0]))
+    rules.path_map.refuse_unused(next(iter(of_tables), options.paths[0]))
     whole = joined(parts, is_ruled=options.split is not None)
     notices = () if rules.pipes is None else rules.pipes.notices
     return dataclasses.replace(whole, notices=whole.notices + notices)
 
 
-def _refuse_options_of_tables(options: PrepareOptions) -> None:
-    """Refuse options for the tables of Kaldi data directories beside sources of which none is one."""
+def _refuse_options_of_tables(options: PrepareOptions, readers: Mapping[Path, str]) -> None:
+    """Refuse options for tables beside sources of which none has such tables."""
     sources = [source.path for source in options.sources]
     if not all(path.exists() for path in sources):
         return  # reading them says so
-    given = {"--path-map": options.files.path_map, "--allow-pipes": options.files.allow_pipes}
-    for option, value in given.items():
-        if value:
+    kinds = set(readers.values())
+    files = options.files
+    refused = {
+        "--path-map": files.path_map and kinds.isdisjoint({"kaldi", "manifest"}),
+        "--allow-pipes": files.allow_pipes and "kaldi" not in kinds,
+    }
+    for option, is_refused in refused.items():
+        if is_refused:
+            others = ", or give a manifest" if option == "--path-map" else ""
             raise ConfigError(
                 f"{sources[0]}: is not read as a Kaldi data directory, whose tables {option} is for; "
-                "leave it out"
+                f"leave it out{others}"
             )
 
 
-def _with_audio(corpus: Corpus, source: Path, rules: ReadingRules, *, is_kaldi: bool) -> Corpus:
+def _with_audio(corpus: Corpus, source: Path, rules: ReadingRules, *, reader: str) -> Corpus:
+    searched = {"kaldi": source, "manifest": source.parent}.get(reader)
     missing, empty = find_unusable(
         (file_of(utterance.audio) for utterance in corpus.utterances),
-        str(source / "wav.scp" if is_kaldi else source),
-        source if is_kaldi else None,
+        str(source / "wav.scp" if reader == "kaldi" else source),
+        searched,
         may_be_left_out=rules.skip_incomplete,
         path_map=rules.path_map,
     )

@@ -25,6 +25,11 @@ from tests.helpers.jobs import DEADLINE_S, ended_within, our_lines, under_mpirun
         ("train DATA", "train needs RUN; speechdp train --help says what that is"),
         ("shard DATA OUT", "shard needs --shards N; speechdp shard --help says what that is"),
         ("posteriors RUN DATA", "posteriors needs --out FILE; speechdp posteriors --help says what that is"),
+        (
+            "posteriors RUN DATA one two",
+            "posteriors needs --out FILE, and does not take one, two; speechdp posteriors --help says what "
+            "that is",
+        ),
         ("train DATA RUN more", "train does not take more; speechdp train --help says what it takes"),
         (
             "train DATA RUN --optimizer sdg",
@@ -79,7 +84,9 @@ WHOLE = {
         ("transcribe RUN", "no audio files given; name some after RUN, or a folder that holds some"),
         ("launch", "nothing to launch; write it after --, e.g. speechdp launch -np 2 -- train DATA RUN"),
         ("launch -np 2 -- launch", "launch cannot start launch; write train, sweep or another subcommand "),
-        ("launch -np 2 -- train DATA", "write the folders right after the subcommand, options after them: "),
+        ("launch -np 2 -- train DATA", "train needs two folders, and has DATA alone: speechdp launch "),
+        ("launch -np 2 -- train RUN --resume", "train needs two folders, and has RUN alone: "),
+        ("launch -np 2 -- train --resume DATA RUN", "write the folders right after the subcommand, options "),
         ("launch -np 2 -- compare DATA OUT", "compare starts its own jobs: give the command without launch"),
         ("launch -- train DATA RUN", "give the number of ranks: -np N, or --hostfile FILE (see hostfiles/)"),
         ("submit --nodes 1 --ranks-per-node 1 --time 1:00:00 --scheduler slurm --", "nothing to submit; "),
