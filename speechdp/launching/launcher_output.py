@@ -168,6 +168,8 @@ _LINES = (
         re.compile(r"^\[(?P<host>[^\s:\]]+):\d+\] PMIX ERROR: OUT-OF-RESOURCE in file \S*dstore"), _no_room
     ),
     _Banner(re.compile(r"PMIX ERROR: ERROR in file \S*(dstore|gds_ds)"), _nothing),
+    # Of a daemon whose ranks have gone before all of them were told of the end.
+    _Banner(re.compile(r"PMIX ERROR: UNREACHABLE in file \S*pmix_server"), _nothing),
     _Banner(re.compile(r"^mpirun: Forwarding signal \d+ to job"), _nothing),
     # Horovod, of a peer that has gone
     _Banner(re.compile(r"Horovod background loop uncaught exception"), _nothing),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from types import FrameType
 
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation, Scheduler
 from speechdp.launching.programs import ask
 from speechdp.launching.supervise import JobEnd
-from speechdp.process.ending import WARNINGS
+from speechdp.process.ending import WARNINGS, give_up_handler
 
 #: Grid Engine runs a job again that ends with this exit code; no program is needed.
 _GRID_ENGINE_AGAIN = 99
@@ -75,7 +76,7 @@ def why_not_requeued(command: Sequence[str], end: JobEnd, *, is_script: bool) ->
 def requeue(allocation: Allocation, *, is_script: bool = False) -> int:
     """Ask for another run of this job; return the exit code to leave with.
 
-    LSF is told by the exit code alone: launch/lsf.bsub has `-Q "75"`.
+    LSF is told by the exit code alone: launch/lsf.bsub has `-Q "75"`.  SIGTERM is ignored from then on.
 
     Raises:
         ConfigError: the scheduler refused.
@@ -91,8 +92,23 @@ def requeue(allocation: Allocation, *, is_script: bool = False) -> int:
     return exit_codes.STOPPED
 
 
+class _Accepted(BaseException):
+    """The batch system ends this job, as it was told to: `qrerun` would wait for that end."""
+
+
+def _accept(_signum: int, _frame: FrameType | None) -> None:
+    raise _Accepted
+
+
 def _order(argv: list[str], remedy: str) -> None:
-    answer = ask(argv, remedy)
-    if answer.returncode != 0:
+    try:
+        signal.signal(signal.SIGTERM, _accept)
+        try:
+            answer = ask(argv, remedy)
+        finally:
+            give_up_handler(signal.SIGTERM, signal.SIG_IGN)
+    except _Accepted:
+        return
+    if answer.returncode not in (0, -signal.SIGTERM):  # the program may be ended first, by the same signal
         said = " ".join((answer.stderr or answer.stdout).split())
         raise ConfigError(f"{' '.join(argv)} failed ({said}); {remedy}")

@@ -78,7 +78,7 @@ class WaitsForJobs(ABC):
 def submitted(lab: Lab, argv: Sequence[str | Path], env: Mapping[str, str] | None = None) -> str:
     """Run a command that submits, on the first node; return the job id it prints."""
     ended = lab.on(lab.names[0], argv, env=env)
-    found = re.search(r"\b[Jj]ob (\d+)\b", ended.stdout) or re.fullmatch(r"(\d+)\n", ended.stdout)
+    found = re.search(r"\b[Jj]ob (\d+)\b", ended.stdout) or re.fullmatch(r"(\d+)(\.\S+)?\n", ended.stdout)
     assert ended.exit_code == 0 and found, ended.output
     return found[1]
 

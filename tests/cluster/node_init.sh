@@ -48,6 +48,6 @@ ip addr add "$address/24" dev eth0
 ip link set eth0 up
 /usr/sbin/sshd -f "$files/sshd_config" -E "$files/$name.sshd.log"
 echo ready
-# Processes whose parents have ended become this one's children: ignored, the kernel buries them.
-trap '' CHLD
-exec cat >/dev/null
+# Processes whose parents have ended become this one's children: ignored, the kernel buries them. Not by `trap`:
+# dash ignores the signal no longer when it becomes another program.
+exec env --ignore-signal=CHLD cat >/dev/null

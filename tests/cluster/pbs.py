@@ -1,4 +1,8 @@
-"""A real PBS over the nodes of a lab: pbs_mom on each, server, scheduler and database on the first."""
+"""A real PBS over the nodes of a lab: pbs_mom on each, server, scheduler and database on the first.
+
+OpenPBS, of which there is no package of Debian's, built from source for /opt/pbs.  Its mom sees no process of
+root's, as whom the lab's jobs run: `sbuf.st_uid == 0` in src/resmom/linux/mom_mach.c has to be taken out.
+"""
 
 from __future__ import annotations
 

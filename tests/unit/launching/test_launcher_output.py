@@ -70,6 +70,11 @@ NO_ROOM = (
     f"[n2:41] PMIX ERROR: ERROR in file {_PMIX}/common/dstore/dstore_base.c at line 2436\n"
     f"[n2:43] PMIX ERROR: ERROR in file {_PMIX}/gds/ds12/gds_ds12_lock_pthread.c at line 168\n"
 )
+#: Of a daemon whose ranks have gone.
+UNREACHABLE = (
+    "[n2:00360] PMIX ERROR: UNREACHABLE in file "
+    "/openmpi-4.1.8/opal/mca/pmix/pmix3x/pmix/src/server/pmix_server.c at line 2198\n"
+)
 HOROVODRUN = (
     "Traceback (most recent call last):\n"
     '  File "/venv/bin/horovodrun", line 8, in <module>\n    sys.exit(run_commandline())\n'
@@ -92,6 +97,7 @@ def read(text: str, piece: int | None = None) -> tuple[str, list[Fault]]:
     [
         (KILLED, Fault("killed", 1, "n2", signal=9)),
         (EXITED, Fault("exited", 1, exit_code=124)),
+        (UNREACHABLE + EXITED, Fault("exited", 1, exit_code=124)),
         (LOST, Fault("host lost", host="n3")),
         (ABORTED, Fault("aborted", 2)),
         (TRACE_OF_SSH, Fault("not reached")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,16 +60,27 @@ def test_what_would_begin_anew_goes_on_only_if_it_has_saved(
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Be in a folder, in a Slurm job whose scontrol notes that it was called."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Be in a folder, in a Slurm job whose scontrol notes that it was called.
+
+    Where there is a file `end` it ends who has called it, and waits for that end, as PBS's qrerun does; the
+    name of a signal in that file ends itself.
+    """
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/ordered\ntest ! -e {tmp_path}/refuse\n')
+    scontrol.write_text(
+        f'#!/bin/sh\necho "$@" >>{tmp_path}/ordered\ntest ! -e {tmp_path}/refuse || exit 1\n'
+        f"test -e {tmp_path}/end || exit 0\n"
+        f"read -r own <{tmp_path}/end && kill -$own $$\n"
+        "kill -TERM $PPID\nexec sleep 60\n"
+    )
     scontrol.chmod(0o700)
     facts = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2"}
     for name, value in {**facts, "PATH": f"{tmp_path}:/usr/bin:/bin"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    before = signal.getsignal(signal.SIGTERM)
+    yield tmp_path
+    signal.signal(signal.SIGTERM, before)
 
 
 SCRIPT = ("python", "own.py")
@@ -115,6 +127,18 @@ def test_what_becomes_of_a_job_at_its_time_limit_is_told(
     assert (folder / "ordered").exists() == is_given_back
     if is_given_back:  # who started it by hand as well would have two jobs that wait for one folder
         assert "start again" not in "".join(before) and "same command" not in "".join(before)
+
+
+@pytest.mark.parametrize("own", ["", "TERM\n"])
+def test_what_ends_the_job_before_it_has_answered_has_accepted(
+    own: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "end").write_text(own)
+    end = JobEnd(STOPPED, signal.SIGUSR1)
+    monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: end)
+    assert run(["launch", "--requeue", "--", *TRAIN]) == STOPPED
+    assert capsys.readouterr().err.endswith("job 7 is given back to slurm, to be started again\n")
+    signal.raise_signal(signal.SIGTERM)  # which may come later still
 
 
 @pytest.mark.parametrize(
