@@ -198,6 +198,7 @@ class TranscribeCommand:
             recording_names,
             without_converted,
         )
+        from speechdp.data.corpora.manifest import is_manifest  # noqa: PLC0415
         from speechdp.parallel.run_files import RunDirectory  # noqa: PLC0415
 
         if not self.files:
@@ -206,6 +207,11 @@ class TranscribeCommand:
             raise ConfigError("-: sound is not read from standard input; write it to a file first")
         found: dict[str, Path] = {}
         for given in without_converted(self.files):
+            if is_manifest(given):
+                raise ConfigError(
+                    f"{given}: is no audio but a table of it by its name; give the audio files, or recognise "
+                    "what it lists by prepare --like and decode"
+                )
             try:
                 files = find_audio(given, unreadable=True) if given.is_dir() else [given]
             except ConfigError:

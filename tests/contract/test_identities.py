@@ -18,7 +18,6 @@ from speechdp.parallel.registry import strategy_names
 from speechdp.testing import assert_bitwise_equal_over_ranks, assert_close
 from tests.helpers import own_script
 from tests.helpers.own_script import (
-    PLAIN_ON_ONE_RANK,
     SYNCHRONOUS,
     Batch,
     Loss,
@@ -30,6 +29,7 @@ from tests.helpers.own_script import (
     first_group_stands,
     loss_sum,
     plain,
+    plain_on_one_rank,
     sgd,
     values,
 )
@@ -98,7 +98,7 @@ def _joined(batches: list[Batch]) -> Batch:
 
 IDENTITIES = [
     # One rank is plain training.
-    *(Identity(PLAIN_ON_ONE_RANK.get(name, name), sizes=(1,)) for name in strategy_names()),
+    *(Identity(plain_on_one_rank(name), sizes=(1,)) for name in strategy_names()),
     Identity("parameter_server:mode=sync", sizes=(1,), make_optimizer=sgd),
     # N ranks with unequal batches are one rank with all of them.
     *(

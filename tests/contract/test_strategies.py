@@ -25,6 +25,7 @@ from speechdp.testing import (
     resumed_run,
 )
 from tests.helpers.jobs import DEADLINE_S
+from tests.helpers.own_script import PLAIN_ON_ONE_RANK
 from tests.helpers.strategy_checks import CHECKS, PEER_CHECKS
 
 
@@ -34,17 +35,14 @@ def test_identity(check: object, size: int) -> None:
     run_threads(size, check, DEADLINE_S)
 
 
-#: Options with which a strategy is plain SGD on one rank, where it is not by default.
-PLAIN_ON_ONE_RANK: dict[str, str] = {
-    "bmuf": ":momentum=keep",
-    "diloco": ":outer_learning_rate=1,outer_momentum=0",
-}
-
-
 @pytest.mark.parametrize("strategy", strategy_names())
 def test_one_rank_is_plain_sgd(strategy: str) -> None:
     options = PLAIN_ON_ONE_RANK.get(strategy, "")
-    run = StrategyRun(SerialCommunicator(), f"{strategy}{options}", make_replica(Sgd(momentum=0.9)))
+    run = StrategyRun(
+        SerialCommunicator(),
+        f"{strategy}:{options}" if options else strategy,
+        make_replica(Sgd(momentum=0.9)),
+    )
     run.train(0)
     assert_close(run.finish(), plain_sgd(batches_of_all(1), Sgd(momentum=0.9)), strategy)
 

@@ -26,14 +26,12 @@ from speechdp.tasks.acoustic import AcousticTask, CtcTask, FullSumTask
 from speechdp.tasks.base import FrameScores, LossSum, TaskData
 from speechdp.tasks.registry import TASKS
 from speechdp.testing import strategy_contract, task_contract
-
-#: Options with which a strategy is plain SGD on one rank, where it is not by default.
-NEUTRAL = {"bmuf": "momentum=keep", "diloco": "outer_learning_rate=1,outer_momentum=0"}
+from tests.helpers.own_script import PLAIN_ON_ONE_RANK
 
 
 @pytest.mark.parametrize("name", strategy_names())
 def test_every_strategy_keeps_the_contract(name: str) -> None:
-    strategy_contract(name, neutral=NEUTRAL.get(name, ""), sizes=(1, 3))
+    strategy_contract(name, neutral=PLAIN_ON_ONE_RANK.get(name, ""), sizes=(1, 3))
 
 
 @pytest.fixture

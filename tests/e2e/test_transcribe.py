@@ -531,3 +531,9 @@ def test_standard_input_is_not_read(echo: Echo, capsys: pytest.CaptureFixture[st
     assert speechdp(["transcribe", "RUN", "-"]) == 1
     said = capsys.readouterr().err
     assert said == "speechdp: -: sound is not read from standard input; write it to a file first\n"
+
+
+def test_a_manifest_is_no_audio(echo: Echo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "m.csv").write_text("audio,text\na.wav,one\n")
+    assert speechdp(["transcribe", "RUN", str(tmp_path / "m.csv")]) == 1
+    assert "m.csv: is no audio but a table of it by its name; give the audio files" in capsys.readouterr().err

@@ -12,16 +12,13 @@ from torch import Tensor, nn
 
 from speechdp import DataParallel
 from speechdp.comm.base import Communicator
-from speechdp.parallel.registry import strategy_names
+from speechdp.parallel.registry import parse_strategy, strategy_names
 
 NUM_STEPS = 8
 _SEED = threading.Lock()
 
 #: Options with which a strategy is plain training on one rank, where it is not by default.
-PLAIN_ON_ONE_RANK = {
-    "bmuf": "bmuf:period=3,momentum=keep",
-    "diloco": "diloco:period=3,outer_learning_rate=1,outer_momentum=0",
-}
+PLAIN_ON_ONE_RANK = {"bmuf": "momentum=keep", "diloco": "outer_learning_rate=1,outer_momentum=0"}
 #: The same strategies with exchanges within the few steps of a test.
 SHORT = {
     "adaptive_averaging": "adaptive_averaging:period=2,interval=4",
@@ -33,7 +30,7 @@ SHORT = {
     "slowmo": "slowmo:period=3,beta=0.4",
 }
 SYNCHRONOUS = [
-    *(SHORT.get(n, n) for n in strategy_names() if n not in {"ad_psgd", "parameter_server", "easgd"}),
+    *(SHORT.get(n, n) for n in strategy_names() if parse_strategy(n).traits.synchronous),
     "gradient_averaging:every=3",
     "model_averaging:period=2,begin=3,momentum=reset",
     "model_averaging:period=10f",
@@ -44,6 +41,12 @@ SYNCHRONOUS = [
     "parameter_server:mode=sync",
     "easgd:mode=sync,period=2",
 ]
+
+
+def plain_on_one_rank(name: str) -> str:
+    """Return a strategy as it is plain training on one rank."""
+    return f"{name}:period=3,{PLAIN_ON_ONE_RANK[name]}" if name in PLAIN_ON_ONE_RANK else name
+
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Batch = tuple[Tensor, Tensor]

@@ -101,7 +101,8 @@ def find_audio(source: Path, *, unreadable: bool = False) -> list[Path]:
     """
     if not source.is_dir():
         raise ConfigError(
-            f"{source}: {why_no_folder(source)}; give a Kaldi data directory or a folder of audio"
+            f"{source}: {why_no_folder(source)}; give a Kaldi data directory, a folder of audio, "
+            "or a manifest, by whose name (.csv, .tsv, .jsonl, .list) it is known"
         )
     suffixes = _AUDIO_SUFFIXES | _OTHER_SUFFIXES if unreadable else _AUDIO_SUFFIXES
     files = without_converted(

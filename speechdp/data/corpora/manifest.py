@@ -1,13 +1,13 @@
-"""Read a manifest: a table, or JSON lines, that names the audio and the words of each utterance."""
+"""Read a manifest: a table, or JSON, that names the audio and the words of each utterance."""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, CorpusUtterance, file_lines
 from speechdp.data.corpora.kaldi_dir import PLAIN_RULES, ReadingRules
@@ -15,14 +15,14 @@ from speechdp.data.signal.audio import AudioPart, AudioSource
 from speechdp.errors import ConfigError
 from speechdp.json_input import parse_json
 
-_JSON = frozenset({".jsonl", ".json"})
+_JSON = frozenset({".jsonl", ".json", ".list"})
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-#: How files call what is read of them: ours first, then NeMo, Common Voice, SpeechBrain, DeepSpeech,
-#: Hugging Face's audio folders.
+#: How files call what is read of them, in any case: ours first, then NeMo, Common Voice, SpeechBrain,
+#: DeepSpeech, Hugging Face's audio folders, WeNet.
 _COLUMNS = {
-    "id": ("id", "utterance_id", "ID"),
+    "id": ("id", "utterance_id", "key"),
     "audio": ("audio", "audio_filepath", "path", "wav", "wav_filename", "file_name"),
-    "text": ("text", "sentence", "wrd", "transcript", "transcription"),
+    "text": ("text", "sentence", "wrd", "words", "transcript", "transcription", "txt"),
     "speaker": ("speaker", "speaker_id", "spk_id", "client_id"),
     "start": ("start", "offset"),
     "end": ("end",),
@@ -30,15 +30,20 @@ _COLUMNS = {
     "channel": ("channel",),
     "split": ("split",),
 }
+#: What stands between fields where it is neither of ours, mostly in a file without a header.
+_OTHER_DELIMITERS = "|;\t"
+#: The folder beside Common Voice's lists whose files they name without it.
+_CLIPS = Path("clips")
 
 
 def is_manifest(source: Path) -> bool:
-    """Return whether a source is a file of a manifest's kind, by its name."""
-    return source.suffix.lower() in _JSON | _DELIMITERS.keys() and source.is_file()
+    """Return whether a source is a file of a manifest's kind, by its name; it need not be there."""
+    return source.suffix.lower() in _JSON | _DELIMITERS.keys() and not source.is_dir()
 
 
 def read_manifest(source: Path, rules: ReadingRules = PLAIN_RULES) -> Iterator[CorpusUtterance]:
-    """Yield the utterances of a table with a header (.csv, .tsv) or of JSON lines (.jsonl, .json).
+    """Yield the utterances of a table with a header (.csv, .tsv), of JSON lines (.jsonl, .json, .list), or of
+    a JSON object of objects by their ids (.json).
 
     Paths of audio are absolute, or relative to the manifest's folder.
 
@@ -47,26 +52,47 @@ def read_manifest(source: Path, rules: ReadingRules = PLAIN_RULES) -> Iterator[C
         rules: how paths are mapped, and whether transcripts are needed.
 
     Raises:
-        ConfigError: it cannot be read, has no column of audio or of words or two of one kind, or a line that
-            is none; one line that names file, line and remedy.
+        ConfigError: it cannot be read, has no column of audio or of words or two of one kind, a line that
+            is none, two lines of one id or no line; one line that names file, line and remedy.
 
     Example::
 
         [utterance.text for utterance in read_manifest(Path("train.jsonl"))]
     """
-    lines = _json_lines(source) if source.suffix.lower() in _JSON else _table_lines(source)
+    rows = _json_rows(source) if source.suffix.lower() in _JSON else _table_rows(source)
     columns: dict[str, str] = {}
     names: frozenset[str] = frozenset()
-    for number, fields in lines:
-        if fields.keys() != names:
-            names = frozenset(fields)
-            columns = _columns_of(f"{source}:{number}", names, needs_text=rules.needs_text)
-        line = _Line(f"{source}:{number}", {kind: fields[name] for kind, name in columns.items()})
-        yield line.utterance(rules)
+    places = _Places(source, Path(), rules)
+    lines: dict[str, str] = {}
+    for row in rows:
+        if row.fields.keys() != names:
+            names = frozenset(row.fields)
+            columns = _columns_of(row.named_at, names, needs_text=rules.needs_text)
+            places = _Places(source, _folder_of(source, columns), rules)
+        line = _Line(row.where, {kind: row.fields[name] for kind, name in columns.items()})
+        utterance = line.utterance(places)
+        other = lines.setdefault(utterance.utterance_id, row.where)
+        if other is not row.where:
+            raise ConfigError(
+                f"{row.where}: is utterance {utterance.utterance_id}, as is {other}; give each an id of its "
+                "own, or remove one"
+            )
+        yield utterance
+    if not lines:
+        below = "" if source.suffix.lower() in _JSON else " below a header"
+        raise ConfigError(f"{source}: holds no utterance; write one on each line{below}")
 
 
-def _table_lines(source: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield number and fields of each line below the header."""
+class _Row(NamedTuple):
+    """A line: where it is, where its fields have their names, and these."""
+
+    where: str
+    named_at: str
+    fields: Mapping[str, Any]
+
+
+def _table_rows(source: Path) -> Iterator[_Row]:
+    """Yield each line below the header."""
     delimiter = _DELIMITERS.get(source.suffix.lower())
     if delimiter is None:
         known = ", ".join([*_DELIMITERS, *sorted(_JSON)])
@@ -76,24 +102,50 @@ def _table_lines(source: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
         delimiter=delimiter,
         # In tables of tabs quotes are part of sentences (Common Voice).
         quoting=csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL,
+        skipinitialspace=delimiter == ",",  # before a quotation mark (SpeechBrain)
         strict=True,
     )
     header: list[str] | None = None
+    named_at = ""
     try:
         for fields in table:
+            where = f"{source}:{table.line_num}"
             if not any(map(str.strip, fields)):
                 continue
             if header is None:
-                header = [name.strip() for name in fields]
+                header, named_at = [name.strip() for name in fields], where
+                _refuse_no_header(where, header, delimiter)
                 continue
             if len(fields) != len(header):
                 raise ConfigError(
-                    f"{source}:{table.line_num}: has {len(fields)} fields, and the header {len(header)}; put "
+                    f"{where}: has {len(fields)} fields, and the header {len(header)}; put "
                     + ("tabs between fields only" if delimiter == "\t" else "fields with commas into quotes")
                 )
-            yield table.line_num, dict(zip(header, fields, strict=True))
+            yield _Row(where, named_at, dict(zip(header, fields, strict=True)))
     except csv.Error as error:
         raise ConfigError(f"{source}:{table.line_num}: {error}; write a table as CSV") from error
+
+
+def _refuse_no_header(where: str, header: Sequence[str], delimiter: str) -> None:
+    """Refuse a first line that names nothing which is read."""
+    if any(name.lower() in known for known in _COLUMNS.values() for name in header):
+        return
+    ours = "tabs" if delimiter == "\t" else "commas"
+    line = delimiter.join(header)
+    other = next((mark for mark in _OTHER_DELIMITERS.replace(delimiter, "") if mark in line), None)
+    if other is None and (delimiter == "," or "," not in line):
+        names = delimiter.join(("audio", "text"))
+        raise ConfigError(
+            f"{where}: names no column that is known, but {', '.join(map(repr, header[:3]))}; write a header "
+            f"above the lines, such as {names!r} (docs/preparing.md, Manifests, has all names)"
+        )
+    ljspeech = (
+        "; docs/preparing.md, Folders of audio, says how to read LJSpeech's form" if other == "|" else ""
+    )
+    raise ConfigError(
+        f"{where}: has {other or ','!r} between its fields, and no header that is known; write a header, and "
+        f"{ours} between fields{ljspeech}"
+    )
 
 
 def _text_of(source: Path) -> list[str]:
@@ -102,23 +154,53 @@ def _text_of(source: Path) -> list[str]:
     return source.read_text(encoding="utf-8-sig").split("\n")
 
 
-def _json_lines(source: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield number and object of each line."""
-    for number, line in file_lines(source):
+def _json_rows(source: Path) -> Iterator[_Row]:
+    """Yield the object of each line, or each one that the object has by its id."""
+    lines = file_lines(source)
+    by_id = _objects_by_id(lines) if source.suffix.lower() == ".json" else None
+    if by_id is not None:
+        for name, fields in by_id.items():
+            yield _Row(where := f"{source}: {name}", where, {"id": name, **fields})
+        return
+    for number, line in lines:
+        where = f"{source}:{number}"
         try:
             fields = parse_json(line)
         except ValueError as error:
-            raise ConfigError(f"{source}:{number}: {error}; write a JSON object on each line") from error
+            raise ConfigError(f"{where}: {error}; write a JSON object on each line") from error
         if not isinstance(fields, dict):
-            raise ConfigError(f"{source}:{number}: is no JSON object; write one on each line")
-        yield number, fields
+            raise ConfigError(f"{where}: is no JSON object; write one on each line")
+        yield _Row(where, where, fields)
+
+
+def _objects_by_id(lines: Sequence[tuple[int, str]]) -> dict[str, dict[str, Any]] | None:
+    """Return what a file holds that is one object of objects (SpeechBrain); None: it is something else."""
+    if len(lines) > 1 and _is_json(lines[0][1]):
+        return None
+    try:
+        whole = parse_json("\n".join(line for _, line in lines))
+    except ValueError:
+        return None
+    if not isinstance(whole, dict) or not all(isinstance(fields, dict) for fields in whole.values()):
+        return None
+    return whole
+
+
+def _is_json(line: str) -> bool:
+    try:
+        parse_json(line)
+    except ValueError:
+        return False
+    return True
 
 
 def _columns_of(where: str, names: frozenset[str], *, needs_text: bool) -> dict[str, str]:
     """Return the column of each kind that there is."""
     columns: dict[str, str] = {}
     for kind, known in _COLUMNS.items():
-        found = [name for name in known if name in names]
+        found = sorted(
+            (name for name in names if name.lower() in known), key=lambda name: known.index(name.lower())
+        )
         if len(found) > 1:
             raise ConfigError(f"{where}: has both {found[0]} and {found[1]} for the {kind}; leave one out")
         if found:
@@ -127,13 +209,40 @@ def _columns_of(where: str, names: frozenset[str], *, needs_text: bool) -> dict[
             raise ConfigError(f"{where}: has no column for the {kind}; call it {' or '.join(known)}")
     if "end" in columns and "duration" in columns:
         raise ConfigError(f"{where}: has both {columns['end']} and {columns['duration']}; leave one out")
+    if "start" in columns and "stop" in names:
+        raise ConfigError(
+            f"{where}: has {columns['start']} and stop, which count samples in SpeechBrain's files; give "
+            "start and end, in seconds"
+        )
     return columns
 
 
-def _mapped(path: str, rules: ReadingRules) -> Path:
-    """Return where a file is here; what a map leads to is a path of the folder worked in."""
-    mapped = rules.path_map.mapped(path)
-    return Path(mapped) if mapped == path else Path(mapped).absolute()
+def _folder_of(source: Path, columns: Mapping[str, str]) -> Path:
+    """Return the folder below the manifest's in which audio is that is named without one."""
+    is_common_voice = columns.get("speaker") == "client_id" and columns["audio"] == "path"
+    return _CLIPS if is_common_voice and (source.parent / _CLIPS).is_dir() else Path()
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where files are: `folder` is that below the manifest's of names without one."""
+
+    source: Path
+    folder: Path
+    rules: ReadingRules
+
+    def path_of(self, name: str) -> Path:
+        """Return where a file is here, absolute or relative to the manifest's folder.
+
+        A map may begin as the manifest says it, or with the manifest's folder, as messages name the file.
+        What it leads to is a path of the folder worked in.
+        """
+        path = self.folder / name if Path(name).name == name else Path(name)
+        for known in (name, str(self.source.parent / path)):
+            mapped = self.rules.path_map.mapped(known)
+            if mapped != known:
+                return Path(mapped).absolute()
+        return path
 
 
 @dataclass(frozen=True)
@@ -143,15 +252,18 @@ class _Line:
     where: str
     said: Mapping[str, Any]
 
-    def utterance(self, rules: ReadingRules) -> CorpusUtterance:
+    def utterance(self, places: _Places) -> CorpusUtterance:
         path = self._text("audio")
         if not path:
             raise ConfigError(f"{self.where}: names no audio; give a file, or remove the line")
+        name = self._text("id") or self._own_id(Path(path).stem)
+        if len(name.split()) > 1:
+            raise ConfigError(f"{self.where}: id is {name!r}; give one without spaces")
         return CorpusUtterance(
-            self._text("id") or self._own_id(Path(path).stem),
+            name,
             self._text("speaker") or UNKNOWN_SPEAKER,
             self._text("text"),
-            self._audio(_mapped(path, rules)),
+            self._audio(places.path_of(path)),
             split=self._text("split") if "split" in self.said else None,
         )
 

@@ -144,7 +144,8 @@ def _read_from_outside(source: Path, text: str, rules: ReadingRules) -> Corpus:
 
 def _corpus_of(name: str, source: Path, utterances: Iterable[CorpusUtterance], rules: ReadingRules) -> Corpus:
     """Return the corpus of what a reader yields; leave out what has no words, if it may be."""
-    checked = [_checked(name, source, each) for each in utterances]
+    folder = source if source.is_dir() else source.parent
+    checked = [_checked(name, source, folder, each) for each in utterances]
     empty: list[str] = []
     if rules.skip_incomplete and rules.needs_text:
         empty = [u.utterance_id for u in checked if not plain_transcript(u.text)]
@@ -159,12 +160,15 @@ _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "speaker": (str, f"give a text, {UNKNOWN_SPEAKER!r} where it is not known"),
     "text": (str, "give the words as a text"),
     "audio": ((str, Path, AudioPart), "give a path"),
-    "index": ((SupportsIndex, type(None)), "give a whole number or None"),
+    "index": (
+        (type(None), SupportsIndex),  # None first: to ask for a protocol takes long
+        "give a whole number or None",
+    ),
 }
 
 
-def _checked(name: str, source: Path, utterance: object) -> CorpusUtterance:
-    """Return an utterance with its audio's whole path; refuse anything else that a reader gives."""
+def _checked(name: str, source: Path, folder: Path, utterance: object) -> CorpusUtterance:
+    """Return an utterance with its audio's path from `folder`; refuse anything else that a reader gives."""
     if not isinstance(utterance, CorpusUtterance):
         raise ConfigError(f"corpus {name}: read() yields {utterance!r}; yield CorpusUtterance objects")
     for field, (kind, remedy) in _KINDS.items():
@@ -177,7 +181,6 @@ def _checked(name: str, source: Path, utterance: object) -> CorpusUtterance:
         raise ConfigError(
             f"{source}: {utterance.utterance_id!r} cannot be an utterance's id; give ids without spaces"
         )
-    folder = source if source.is_dir() else source.parent
     audio = utterance.audio
     if isinstance(audio, AudioPart):
         return dataclasses.replace(utterance, audio=dataclasses.replace(audio, path=folder / audio.path))

@@ -75,6 +75,16 @@ esac
 """
 
 
+def test_quickstart_takes_a_manifest(checkout: Path) -> None:
+    write_program(checkout / "launch/setup", "exit 0")
+    write_program(checkout / ".venv/bin/python", SPEECHDP)
+    (checkout / "words.csv").write_text("audio,text\n")
+    run_script(checkout, "launch/quickstart", "--corpus", "words.csv", "--out", "out")
+    assert (checkout / "out" / "corpus").read_text().strip() == str((checkout / "words.csv").resolve())
+    refused = run_script(checkout, "launch/quickstart", "--corpus", "word.csv")
+    assert refused.returncode == 1 and "word.csv: no such folder or file; give" in refused.stderr
+
+
 def test_quickstart_takes_the_mended_command_after_one_that_failed(checkout: Path) -> None:
     (checkout / "words").mkdir()
     write_program(checkout / "launch/setup", "exit 0")

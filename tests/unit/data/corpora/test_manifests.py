@@ -45,6 +45,16 @@ def test_a_table_says_where_utterances_are(tmp_path: Path) -> None:
         ("hugging_face.csv", "file_name,transcription\na.wav,one\n"),
         ("common_voice.tsv", "client_id\tpath\tsentence\tage\nann\ta.wav\tone\t\n"),
         ("speech_brain.csv", "ID,duration,wav,spk_id,wrd\na,1.5,a.wav,ann,one\n"),
+        (
+            "speech_brain.json",
+            '{\n  "a": {\n    "wav": "a.wav",\n    "length": 1.25,\n    "words": "one"\n  }\n}\n',
+        ),
+        ("speech_brain.json", '{"a": {"wav": "a.wav", "length": 1.25, "words": "one", "spk_id": "ann"}}'),
+        ("data.list", '{"key": "a", "wav": "a.wav", "txt": "one"}\n'),
+        ("wenet.list", '{"key": "a", "wav": "a.wav", "txt": "one", "start": 0, "end": 1.5}\n'),
+        ("capitals.csv", "Audio,Text\na.wav,one\n"),
+        ("windows.csv", "\ufeffaudio,text\r\na.wav,one\r\n\r\n"),
+        ("spaced.csv", 'ID, wav, wrd\na, a.wav, "one"\n'),
     ],
 )
 def test_manifests_of_others_are_read_as_they_are(name: str, text: str, tmp_path: Path) -> None:
@@ -72,8 +82,19 @@ def test_in_a_table_of_tabs_quotes_belong_to_the_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("m.csv", "a.wav,one\nb.wav,two\n", r"m\.csv:2: has no column for the audio; call it audio or "),
-        ("m.csv", "audio,words\na.wav,one\n", r"m\.csv:2: has no column for the text; call it text or "),
+        (
+            "m.csv",
+            "a.wav,one\nb.wav,two\n",
+            r"m\.csv:1: names no column .*, but 'a\.wav', 'one'; write a header",
+        ),
+        ("m.csv", "id,text\na,one\n", r"m\.csv:1: has no column for the audio; call it audio or "),
+        ("m.csv", "audio,said\na.wav,one\n", r"m\.csv:1: has no column for the text; call it text or "),
+        ("metadata.csv", "LJ-1|One, I|One\n", r":1: has '\|' between its fields.* LJSpeech's form$"),
+        ("m.csv", "audio;text\na.wav;one\n", r":1: has ';' between its fields.*commas between fields$"),
+        ("m.tsv", "audio,text\na.wav,one\n", r":1: has ',' between its fields.*tabs between fields$"),
+        ("m.csv", "wav,start,stop,wrd\na,0,9,b\n", r":1: has start and stop, which count samples in Sp"),
+        ("m.csv", "id,audio,text\na b,a.wav,one\n", r":2: id is 'a b'; give one without spaces"),
+        ("m.json", "{}", r"m\.json: holds no utterance; write one on each line$"),
         ("m.csv", "audio,path,text\na.wav,b,one\n", r"has both audio and path for the audio; leave"),
         ("m.csv", "audio,end,duration,text\na.wav,1,1,one\n", r"has both end and duration; leave one out"),
         (
@@ -89,13 +110,17 @@ def test_in_a_table_of_tabs_quotes_belong_to_the_words(tmp_path: Path) -> None:
         ("m.csv", "audio,channel,text\na.wav,0,one\n", r":2: channel is '0'; give its number, 1 for the"),
         ("m.csv", "audio,text\n,one\n", r":2: names no audio; give a file, or remove the line"),
         ("m.csv", "audio,text\na.wav,\n", r"utterance a .* has an empty transcript"),
-        ("m.csv", "audio,text\na.wav,one\nb/a.wav,two\n", r"are both utterance a; "),
+        (
+            "m.csv",
+            "audio,text\na.wav,one\nb/a.wav,two\n",
+            r":3: is utterance a, as is .*m\.csv:2; give each an id",
+        ),
         (
             "m.csv",
             "audio,text,split\na.wav,one,eval\n",
             r"is in split 'eval'; splits are train",
         ),
-        ("m.csv", "audio,text\n", r"m\.csv: holds no utterance"),
+        ("m.csv", "audio,text\n", r"m\.csv: holds no utterance; write one on each line below a h"),
         ("m.jsonl", '{"audio": "a.wav"\n', r"m\.jsonl:1: .*; write a JSON object on each line"),
         ("m.json", '[\n{"audio": "a.wav"}]\n', r"m\.json:1: .*; write a JSON object on each line"),
         ("m.json", '["a.wav"]\n', r"m\.json:1: is no JSON object; write one on each line"),
@@ -120,6 +145,9 @@ def test_paths_of_another_machine_are_mapped(tmp_path: Path) -> None:
     rules = ReadingRules(path_map=PathMap.parse([f"/there={tmp_path}"]))
     (utterance,) = read(tmp_path, "m.csv", "audio,text\n/there/a.wav,one\n", rules).utterances
     assert utterance.audio == tmp_path / "a.wav"
+    rules = ReadingRules(path_map=PathMap.parse([f"$data_root={tmp_path}"]))  # a variable of SpeechBrain's
+    (utterance,) = read(tmp_path, "m.csv", "ID,wav,wrd\nb,$data_root/d/b.wav,one\n", rules).utterances
+    assert utterance.audio == tmp_path / "d" / "b.wav"
 
 
 def test_a_manifest_is_prepared_with_its_splits_and_missing_files_name_a_map(
@@ -140,6 +168,31 @@ def test_a_manifest_is_prepared_with_its_splits_and_missing_files_name_a_map(
         ("train", "dev", "test"), 1
     )
     assert dataset.split == "corpus"
+
+
+@pytest.mark.parametrize("name", ["cv/train.tsv", "cv/clips/train.tsv"])
+def test_lists_of_common_voice_name_files_of_clips(name: str, tmp_path: Path) -> None:
+    (tmp_path / "cv" / "clips").mkdir(parents=True)
+    table = "client_id\tpath\tsentence\nann\ta.mp3\tone\n"
+    (utterance,) = read(tmp_path, name, table).utterances
+    assert utterance.audio == tmp_path / "cv" / "clips" / "a.mp3"
+    (other,) = read(tmp_path, "cv/own.csv", "path,text\na.wav,one\n").utterances
+    assert other.audio == tmp_path / "cv" / "a.wav"
+
+
+def test_the_map_that_is_advised_for_files_named_from_the_manifest_finds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b", "c"):
+        write_tone(tmp_path / "corpus" / "wavs" / f"{name}.wav", seed=1)
+    rows = ("a.wav,one,train", "b.wav,two,dev", "c.wav,one,test")
+    (tmp_path / "corpus" / "m.csv").write_text("\n".join(["path,text,split", *rows]))
+    monkeypatch.chdir(tmp_path)
+    command = ["prepare", "corpus/m.csv", "data", "--workers", "1"]
+    assert run_speechdp(command) == 1
+    advised = capsys.readouterr().err.partition("--path-map ")[2].split()[0]
+    assert advised == "corpus=corpus/wavs"
+    assert run_speechdp([*command, "--path-map", advised]) == 0
 
 
 def test_options_that_are_for_others_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
