@@ -246,7 +246,8 @@ def test_packages_come_from_the_folder_alone(checkout: Path, tmp_path: Path) -> 
     assert "up to date" in setup(checkout).stdout  # kept for quickstart
     blank = folder.rename(tmp_path / "my #1 100% packages?")
     assert setup(checkout, "--wheels", str(blank)).returncode == 0
-    assert f"NO_INDEX=1 FIND_LINKS=file://{tmp_path}/my%20%231%20100%25%20packages%3F\n" in pip_calls(checkout)
+    url = f"file://{tmp_path}/my%20%231%20100%25%20packages%3F"
+    assert f"NO_INDEX=1 FIND_LINKS={url}\n" in pip_calls(checkout)
     folder = blank
     (folder / "some-1-py3-none-manylinux_2_99_x86_64.whl").touch()
     too_new = setup(checkout)
