@@ -53,7 +53,7 @@ def left_out(horovod: Path) -> bool:
         return False
     print(
         f"setup: {horovod} of --on-top-of is left out, and back-ends mpi and torch are used: {mismatch}; "
-        "to have Horovod give --mpi that MPI, or let launch/setup build one for .venv"
+        "to have Horovod, give --mpi that MPI, or let launch/setup build one for .venv"
     )
     return True
 

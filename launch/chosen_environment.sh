@@ -3,7 +3,8 @@
 
 # What setup has made itself it may empty and fill again; anything else of the user's it may not.
 is_own() { # FOLDER
-    [ -f "$1/speechdp-setup.choices" ] || [ -f "$1/speechdp-setup.stamp" ] || ! compgen -G "$1/*" && ! compgen -G "$1/.[!.]*"
+    if [ -f "$1/speechdp-setup.choices" ] || [ -f "$1/speechdp-setup.stamp" ]; then return; fi
+    ! compgen -G "$1/*" && ! compgen -G "$1/.[!.]*"
 } >/dev/null
 link_venv() { # FOLDER: .venv becomes a link to it
     if [ "$VENV" -ef "$1" ]; then return; fi

@@ -55,8 +55,18 @@ use_wheels() { # FOLDER, or nothing
     local links=$1
     if [ -z "$links" ]; then return; fi
     # pip takes a blank for the end of a folder: with one it is given as a URL.
-    case $links in *[[:blank:]]*) links=${links//%/%25} links=file://${links//[[:blank:]]/%20} ;; esac
+    case $links in *[[:blank:]]*) links=$(url_of "$links") ;; esac
     export PIP_NO_INDEX=1 PIP_FIND_LINKS=$links
+}
+url_of() { # PATH: what would end a URL's path, or part it, is encoded
+    local path=${1//%/%25}
+    path=${path// /%20} path=${path//$'\t'/%09} path=${path//\#/%23}
+    say "file://${path//\?/%3F}"
+}
+
+# pip's own last line on why it has failed, for a message.
+error_of_pip() { # LOG
+    grep -i '^ *error:' "$1" | tail -n 1
 }
 
 # Whether it is for GPUs: there is one here, or launch/setup was told so.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.abc
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -25,7 +28,11 @@ from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.finished_run import assert_equal_runs
+from tests.helpers.fork_server import ADDRESS
 from tests.helpers.training_cases import CASES, CHECKPOINT_STEPS, SYNTHESIS_CASES
+
+_COMPILER = "torch._dynamo"
+_IMPORTED = "training imports torch's compiler"
 
 
 class Interruption(SilentReporter):
@@ -97,14 +104,30 @@ def interrupted(
     return next(checkpoint_steps(run))
 
 
+class CompilerRefused(importlib.abc.MetaPathFinder):
+    """Refuses an import of torch's compiler where it happens, and notes it: who imports might go on without.
+
+    A rank's start would take a second more (parallel/uncompiled.py).
+    """
+
+    def __init__(self) -> None:
+        self.is_asked_for = False
+        sys.meta_path.insert(0, self)
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname == _COMPILER:
+            self.is_asked_for = True
+            raise AssertionError(_IMPORTED)
+
+
 def forget_compiler() -> None:
-    """Have an import of torch's compiler seen in the fork of a process that has imported it."""
-    sys.modules.pop("torch._dynamo", None)
+    """Have an import of torch's compiler, or of a part of it, begin anew: it could not be imported again."""
+    for name in [name for name in sys.modules if f"{name}.".startswith(f"{_COMPILER}.")]:
+        del sys.modules[name]
     vars(torch).pop("_dynamo", None)
 
 
 def main(comm: Communicator) -> None:
-    forget_compiler()
     assert comm.size == int(sys.argv[2])
     stop._INTERVAL_S = 0.0  # agree at every step
     dataset = Dataset.open(sys.argv[3])
@@ -114,11 +137,13 @@ def main(comm: Communicator) -> None:
             check(comm, dataset, options, Path(sys.argv[4]) / name)
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
-    # A rank's start would take a second more (parallel/uncompiled.py).
-    if dataset.task == "acoustic":
-        assert "torch._dynamo" not in sys.modules, "training imports torch's compiler"
+    assert not compiler.is_asked_for, _IMPORTED
     if comm.rank == 0:
         print(f"{len(cases)} runs resumed bitwise on {comm.size} ranks")
 
 
+if os.environ.get(ADDRESS):  # a fork of a process that has imported all
+    forget_compiler()
+assert _COMPILER not in sys.modules, _IMPORTED
+compiler = CompilerRefused()
 sys.exit(guard(lambda: create_communicator(sys.argv[1]), main))

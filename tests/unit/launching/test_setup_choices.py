@@ -161,6 +161,7 @@ def test_the_environment_may_lie_elsewhere(checkout: Path, tmp_path: Path) -> No
     assert (checkout / ".venv").resolve() == scratch and (scratch / "bin" / "python").is_file()
     assert "up to date" in setup(checkout, "--venv", str(scratch)).stdout
     (checkout / ".venv").unlink()
+    (scratch / ".gitignore").touch()  # as venv does from Python 3.13 on
     assert "up to date" in setup(checkout, "--venv", str(scratch)).stdout
     assert (checkout / ".venv").is_symlink()
     other = setup(checkout, "--venv", str(tmp_path / "other"))
@@ -243,9 +244,10 @@ def test_packages_come_from_the_folder_alone(checkout: Path, tmp_path: Path) -> 
     assert setup(checkout, "--wheels", str(folder)).returncode == 0
     assert f"NO_INDEX=1 FIND_LINKS={folder}" in pip_calls(checkout)
     assert "up to date" in setup(checkout).stdout  # kept for quickstart
-    blank = folder.rename(tmp_path / "my packages")
+    blank = folder.rename(tmp_path / "my #1 100% packages?")
     assert setup(checkout, "--wheels", str(blank)).returncode == 0
-    assert f"NO_INDEX=1 FIND_LINKS=file://{tmp_path}/my%20packages\n" in pip_calls(checkout)
+    url = f"file://{tmp_path}/my%20%231%20100%25%20packages%3F"
+    assert f"NO_INDEX=1 FIND_LINKS={url}\n" in pip_calls(checkout)
     folder = blank
     (folder / "some-1-py3-none-manylinux_2_99_x86_64.whl").touch()
     too_new = setup(checkout)
@@ -311,10 +313,10 @@ def test_what_horovod_requires_is_read_from_its_source(checkout: Path, tmp_path:
     assert "--no-deps" in source and "--no-deps" not in all_of_it
     assert "/horovod-0.28.1.tar.gz" in all_of_it and "manylinux_2_28" in all_of_it
     (checkout / "pip-download").write_text(
-        'case "$*" in *no-deps*) ;; *) echo ERROR: no metadata; exit 1 ;; esac'
+        """case "$*" in *no-deps*) ;; *) echo '  error: no metadata'; exit 1 ;; esac"""
     )
     failed = setup(checkout, "--download", str(tmp_path / "packages"))
-    assert failed.returncode == 1 and "(ERROR: no metadata; log: " in failed.stderr
+    assert failed.returncode == 1 and "(  error: no metadata; log: " in failed.stderr
     unfinished = setup(checkout, "--wheels", str(tmp_path / "packages"))
     assert unfinished.returncode == 1 and "or not to its end; copy such a folder" in unfinished.stderr
 
@@ -338,10 +340,15 @@ def test_a_folder_filled_again_for_an_older_glibc_fits_it(checkout: Path, tmp_pa
     assert "removed" not in download(f"{new} {same}") and (folder / "horovod" / built.name).is_dir()
     refused = setup(checkout, "--wheels", str(folder))
     assert refused.returncode == 1 and "need glibc 2.99" in refused.stderr
+    (folder / "results.tar.gz").touch()
+    (checkout / "pip-download").write_text("echo ERROR: no network; exit 1")
+    assert "(ERROR: no network; log: " in setup(checkout, "--download", str(folder)).stderr
+    assert "need glibc 2.99" in setup(checkout, "--wheels", str(folder)).stderr  # it is as it was
     said = download(f"{old} {same}", "--for", "2.5")
     assert f"download: removed what an earlier call has fetched and this one does not take: {new}\n" in said
     assert "needs a newer glibc than 2.5 and is left out" in said and not (folder / "horovod").exists()
     assert sorted(path.name for path in folder.glob("*.whl")) == [old, same]
+    assert (folder / "results.tar.gz").exists()  # no call has fetched it
     assert setup(checkout, "--wheels", str(folder)).returncode == 0
 
 

@@ -27,12 +27,21 @@ def test_a_call_that_fails_has_the_default() -> None:
 
 def test_a_call_that_begins_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's last line was lost where its thread got no core within the second that a disk is given."""
-    run = threading.Thread.run
+    run, join = threading.Thread.run, threading.Thread.join
+    is_timed = threading.Event()
+    was_timed_before: list[bool] = []
 
     def run_late(thread: threading.Thread) -> None:
-        threading.Event().wait(0.5)
+        was_timed_before.append(is_timed.wait(0.5))
         run(thread)
 
+    def note_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
+        is_timed.set()
+        join(thread, timeout)
+
     monkeypatch.setattr(threading.Thread, "run", run_late)
-    monkeypatch.setattr(module, "_START_S", 300.0)
+    monkeypatch.setattr(threading.Thread, "join", note_and_join)
+    for name in ("_START_S", "_PATIENCE_S"):
+        monkeypatch.setattr(module, name, 300.0)
     assert bounded(lambda: "the last line", default="") == "the last line"
+    assert was_timed_before == [False]
