@@ -48,9 +48,10 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     return write_tiny_data(tmp_path_factory.mktemp("mpich-data") / "data", TinySizes(train=60))
 
 
-def launched(mpich: Path, *arguments: str | Path) -> list[str]:
-    """Return the command line of `speechdp launch -np 2 -- ARGUMENTS` in the environment with MPICH."""
-    return [str(mpich / "python"), "-m", "speechdp", "launch", "-np", "2", "--", *map(str, arguments)]
+def launched(mpich: Path, *arguments: str | Path, num_ranks: int = 2) -> list[str]:
+    """Return the command line of `speechdp launch -np N -- ARGUMENTS` in the environment with MPICH."""
+    launch = [str(mpich / "python"), "-m", "speechdp", "launch", "-np", str(num_ranks), "--"]
+    return [*launch, *map(str, arguments)]
 
 
 def test_training_is_that_of_open_mpi_bit_by_bit(mpich: Path, dataset: Dataset, tmp_path: Path) -> None:
@@ -75,6 +76,14 @@ def test_launch_names_the_rank_that_was_killed(mpich: Path, dataset: Dataset, tm
     (line,) = [line for line in our_lines(ended) if line.startswith("speechdp launch:")]
     assert line.startswith(f"speechdp launch: rank 1 on {host_name()} was killed by SIGKILL"), ended.output
     assert line.endswith("; start again with --resume") and not (run / "completed.json").exists()
+
+
+@pytest.mark.parametrize("backend", ["mpi", "torch"])
+def test_four_ranks_end_well(mpich: Path, dataset: Dataset, tmp_path: Path, backend: str) -> None:
+    """Of two, both had left before Hydra could kill the other for it."""
+    train = ("train", dataset.path, tmp_path / "run", *OPTIONS, "--epochs", "1", "--backend", backend)
+    ended = ended_within(DEADLINE_S, launched(mpich, *train, num_ranks=4))
+    assert ended.exit_code == 0 and "BAD TERMINATION" not in ended.output, ended.output
 
 
 _SAYS_WHY = """

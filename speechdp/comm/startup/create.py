@@ -108,7 +108,7 @@ def create_communicator(name: Backend | str = "auto", device: torch.device | Non
         return SerialCommunicator()
     _refuse_unconnected()
     if name == "horovod":
-        _refuseother_mpi_of_horovod()
+        _refuse_horovod_of_other_mpi()
     module_name, class_name = _MODULES[choice.name]
     try:
         module = importlib.import_module(module_name)
@@ -147,7 +147,7 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
             "mpirun, or speechdp launch without --launcher"
         )
     if name == "horovod":
-        _refuseother_mpi_of_horovod()
+        _refuse_horovod_of_other_mpi()
     try:
         module = importlib.import_module("speechdp.comm.startup.fed_job")
         job: FedJob = module.FedJob(choice.name, num_feeders, device or torch.device("cpu"))
@@ -188,10 +188,10 @@ def _refuse_unconnected() -> None:
             f"srun started {launch.size} processes without PMIx, so MPI cannot connect them; "
             f"start with `srun --mpi=pmix` (MPICH and Intel MPI: --mpi=pmi2), or with `speechdp launch`"
         )
-    _refuse_launcher_ofother_mpi_of_horovod()
+    _refuse_launcher_of_other_mpi()
 
 
-def _refuse_launcher_ofother_mpi_of_horovod() -> None:
+def _refuse_launcher_of_other_mpi() -> None:
     """Refuse ranks that their MPI would not connect: MPICH's fail in MPI_Init, Open MPI's are each alone."""
     launch, launchers = environment.announced(), abi_of_launcher()
     if launch is None or launch.size == 1 or launchers is None:
@@ -205,7 +205,7 @@ def _refuse_launcher_ofother_mpi_of_horovod() -> None:
         )
 
 
-def _refuseother_mpi_of_horovod() -> None:
+def _refuse_horovod_of_other_mpi() -> None:
     """Refuse a Horovod that was asked for, whose MPI would end the ranks with a page of text.
 
     `auto` leaves it out (`_why_not_horovod`), and needs not ask again.

@@ -128,7 +128,9 @@ def _describe_exit(name: str, error: SystemExit, delay_s: float) -> _Report:
         text = f"{name}: left by sys.exit as if all were well, which the other ranks would wait for\n"
         return _Report(text, exit_codes.CRASHED, delay_s)
     if isinstance(error.code, int):
-        return _Report(f"{name}: ended with exit code {error.code}\n", error.code, delay_s)
+        # Of which the system keeps the last 8 bits: a job that one rank ends with 256 would have gone well.
+        exit_code = error.code & 0xFF or exit_codes.FAILED
+        return _Report(f"{name}: ended with exit code {error.code}\n", exit_code, delay_s)
     return _Report(f"{name}: {error.code}\n", exit_codes.FAILED, delay_s)
 
 

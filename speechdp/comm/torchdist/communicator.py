@@ -23,6 +23,7 @@ from speechdp.comm.sums import REDUCIBLE
 from speechdp.comm.torchdist.meeting import TIMEOUT, Rendezvous, checked, meet
 from speechdp.comm.torchdist.peers import TorchPeers
 from speechdp.errors import ConfigError
+from speechdp.process.ending import end_finalised
 
 _OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MAX: dist.ReduceOp.MAX, ReduceOp.MIN: dist.ReduceOp.MIN}
 
@@ -171,4 +172,6 @@ class TorchCommunicator(TorchGroup):
             from speechdp.comm.mpi.library import finalise  # noqa: PLC0415
 
             finalise()
+            environment.flush_output()
+            end_finalised(exit_code)
         environment.end_process(exit_code)

@@ -279,6 +279,15 @@ def test_sys_exit_of_one_of_many_ends_all(capsys: pytest.CaptureFixture[str], co
     assert said.count("\n") == 1
 
 
+@pytest.mark.parametrize(("code", "exit_code"), [(3, 3), (-1, 255), (256, exit_codes.FAILED), (512 + 7, 7)])
+def test_a_failure_stays_one_in_the_8_bits_that_the_system_keeps(
+    capsys: pytest.CaptureFixture[str], code: int, exit_code: int
+) -> None:
+    with pytest.raises(AbortedError, match=f"^{exit_code}$"):
+        guard(OneOfTwo, lambda comm: sys.exit(code))
+    assert capsys.readouterr().err.endswith(f": ended with exit code {code}\n")
+
+
 def test_ranks_of_one_host_talk_over_loopback() -> None:
     assert interface_between(1, ["a", "a", "a"]).name == "lo"
     assert interface_of("127.0.0.1") == "lo"

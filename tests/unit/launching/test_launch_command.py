@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from speechdp.cli import launch
 from speechdp.cli.main import run
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation
@@ -50,6 +51,15 @@ def test_mpirun_on_this_machine() -> None:
     assert settings(argv) == {"pml": "ob1", "btl": "^openib,ofi,tcp"}  # with tcp, every rank would listen
     assert "--tag-output" not in argv
     assert [argv[i + 1] for i, word in enumerate(argv) if word == "-x"] == ["PATH"]
+
+
+def test_hydra_that_does_not_end_a_job_at_once_never_does() -> None:
+    """Where srun starts its ranks, srun ends them."""
+    mpirun, srun = (launch.LaunchCommand(ARGUMENTS, launcher=launcher) for launcher in ("mpirun", "srun"))
+    grace_s = launch.StopPolicy().gone_grace_s
+    assert launch._stop_policy(mpirun, LOCAL, MPICH).gone_grace_s == MPICH.gone_grace_s < grace_s
+    assert launch._stop_policy(srun, LOCAL, MPICH).gone_grace_s == grace_s
+    assert launch._stop_policy(mpirun, LOCAL, MPI5).gone_grace_s == grace_s
 
 
 def test_mpirun_on_several_hosts_notices_a_cut_cable() -> None:

@@ -25,6 +25,14 @@ def test_a_call_that_fails_has_the_default() -> None:
     assert bounded(lambda: 1 // 0, default=7) == 7
 
 
+def test_where_there_are_no_more_threads_a_process_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert bounded(lambda: "said", default="unsaid") == "unsaid"
+
+
 def test_a_call_that_begins_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank's last line was lost where its thread got no core within the second that a disk is given."""
     run, join = threading.Thread.run, threading.Thread.join

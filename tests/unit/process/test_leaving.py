@@ -44,6 +44,20 @@ def test_what_a_library_has_printed_is_not_lost() -> None:
     assert ended("import ctypes\nctypes.CDLL(None).printf(b'of a library\\n')\n", 0) == (0, "of a library\n")
 
 
+def test_mpich_can_tell_its_launcher_that_a_rank_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so in an exit handler of C's; Hydra killed the other ranks of trainings that had gone well."""
+    handler = (
+        "import ctypes, os\n"
+        "told = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p)(lambda *_: os.write(1, b'told'))\n"
+        "ctypes.CDLL(None).on_exit(told, None)\n"
+        "class Kept:\n    def __del__(self): print('taken down')\nkept = Kept()\n"
+    )
+    monkeypatch.delenv("PMI_RANK", raising=False)
+    assert ended(handler, exit_codes.STOPPED) == (exit_codes.STOPPED, "")
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert ended(handler, exit_codes.STOPPED) == (exit_codes.STOPPED, "told")
+
+
 def test_a_profiler_gets_its_end(tmp_path: Path) -> None:
     program, profile = tmp_path / "program.py", tmp_path / "profile"
     program.write_text("from speechdp.process.ending import leave; leave(0)\n")
