@@ -68,7 +68,7 @@ class StopPolicy:
     grace_s: float = 30.0
     kill_after_s: float = 5.0
     fault_grace_s: float = 5.0
-    gone_grace_s: float = 5.0
+    gone_grace_s: float = fault_grace_s
     tolerates_loss: bool = False
     terminate_after_fault: bool = False
 

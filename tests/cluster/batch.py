@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cluster.lab import Lab
+from tests.helpers.gates import Gates
 from tests.helpers.tiny_data import TINY_MODEL
 
 #: Long: everything on the nodes shares the few cores of one machine.
@@ -104,6 +105,15 @@ def submit_train(scheduler: str, data: Path, run: Path, *options: str) -> list[s
         asked += ["--time", "0:10:00"]
     program = [sys.executable, "-m", "speechdp", "submit", *asked, *options]
     return in_folder(run.parent, *program, "--", "train", data, run, *OPTIONS)
+
+
+def handed_on(gates: Gates | None) -> list[str]:
+    """Return the options of submit by which a job gets the variables of its gates.
+
+    PBS and Grid Engine hand it none that they are not told of.
+    """
+    told = ",".join(f"{name}={value}" for name, value in ({} if gates is None else gates.env).items())
+    return [f"--scheduler-args=-v {told}"] if told else []
 
 
 def hosts_of(run: Path) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from speechdp.data.shards.dataset import Dataset
-from tests.cluster.batch import GATE, OPTIONS, hosts_of, in_folder, submit_train
+from tests.cluster.batch import GATE, OPTIONS, handed_on, hosts_of, in_folder, submit_train
 from tests.cluster.lab import Lab
 from tests.cluster.pbs import Pbs, why_not
 from tests.helpers.finished_run import assert_equal_runs
@@ -37,9 +37,7 @@ class Site:
             Job id, run and output of the job.
         """
         run = self.folder / name
-        # PBS hands a job no variable that it is not told of.
-        told = ",".join(f"{name}={value}" for name, value in ({} if gates is None else gates.env).items())
-        options = ["--name", "job", *limit, *([f"--scheduler-args=-v {told}"] if told else [])]
+        options = ["--name", "job", *limit, *handed_on(gates)]
         job_id = self.pbs.submit([*submit_train("pbs", self.data, run, *options), *more])
         return job_id, run, self.folder / f"job.o{job_id}"
 

@@ -11,7 +11,7 @@ import pytest
 
 from speechdp import exit_codes
 from speechdp.data.shards.dataset import Dataset
-from tests.cluster.batch import GATE, OPTIONS, hosts_of, in_folder, submit_train
+from tests.cluster.batch import GATE, OPTIONS, handed_on, hosts_of, in_folder, submit_train
 from tests.cluster.lab import Lab
 from tests.cluster.sge import GridEngine, why_not
 from tests.helpers.finished_run import assert_equal_runs
@@ -39,9 +39,7 @@ class Site:
             Job id, run and output of the job.
         """
         run = self.folder / name
-        # Grid Engine hands a job no variable that it is not told of.
-        told = ",".join(f"{name}={value}" for name, value in ({} if gates is None else gates.env).items())
-        options = ["--name", "job", *([f"--scheduler-args=-v {told}"] if told else [])]
+        options = ["--name", "job", *handed_on(gates)]
         job_id = self.engine.submit([*submit_train("sge", self.data, run, *options), *more])
         return job_id, run, self.folder / f"speechdp-job.{job_id}.out"
 

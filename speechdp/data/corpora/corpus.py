@@ -164,15 +164,23 @@ class Corpus:
 
 
 def file_lines(path: Path) -> list[tuple[int, str]]:
-    """Return the non-empty lines of a UTF-8 text file with their numbers from 1.
+    """Return the non-empty lines of a UTF-8 text file with their numbers from 1, without space around them.
+
+    Raises:
+        ConfigError: as `whole_lines`.
+    """
+    return [(number, line.strip()) for number, line in enumerate(whole_lines(path), 1) if line.strip()]
+
+
+def whole_lines(path: Path) -> list[str]:
+    """Return the lines of a UTF-8 text file as they are, empty ones too.
 
     Raises:
         ConfigError: the file is missing or is not UTF-8.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        return path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); check the path") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: is not UTF-8 ({error.reason}); convert it, e.g. with iconv") from error
-    return [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, CorpusUtterance, file_lines
+from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, CorpusUtterance, file_lines, whole_lines
 from speechdp.data.corpora.kaldi_dir import PLAIN_RULES, ReadingRules
 from speechdp.data.signal.audio import AudioPart, AudioSource
 from speechdp.errors import ConfigError
@@ -98,7 +98,7 @@ def _table_rows(source: Path) -> Iterator[_Row]:
         known = ", ".join([*_DELIMITERS, *sorted(_JSON)])
         raise ConfigError(f"{source}: is not known to be a manifest by its name; rename it to end in {known}")
     table = csv.reader(
-        (f"{line}\n" for line in _text_of(source)),
+        (f"{line}\n" for line in whole_lines(source)),  # fields of tabs may be empty
         delimiter=delimiter,
         # In tables of tabs quotes are part of sentences (Common Voice).
         quoting=csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL,
@@ -146,12 +146,6 @@ def _refuse_no_header(where: str, header: Sequence[str], delimiter: str) -> None
         f"{where}: has {other or ','!r} between its fields, and no header that is known; write a header, and "
         f"{ours} between fields{ljspeech}"
     )
-
-
-def _text_of(source: Path) -> list[str]:
-    """Return all lines of a file, as wide as they are: fields of tabs may be empty."""
-    file_lines(source)  # refuses what is no text
-    return source.read_text(encoding="utf-8-sig").split("\n")
 
 
 def _json_rows(source: Path) -> Iterator[_Row]:
@@ -256,38 +250,32 @@ class _Line:
         path = self._text("audio")
         if not path:
             raise ConfigError(f"{self.where}: names no audio; give a file, or remove the line")
-        name = self._text("id") or self._own_id(Path(path).stem)
+        start = self._seconds("start")
+        end = self._end(start or 0.0)
+        name = self._text("id") or _own_id(Path(path).stem, start, end)
         if len(name.split()) > 1:
             raise ConfigError(f"{self.where}: id is {name!r}; give one without spaces")
         return CorpusUtterance(
             name,
             self._text("speaker") or UNKNOWN_SPEAKER,
             self._text("text"),
-            self._audio(places.path_of(path)),
+            self._audio(places.path_of(path), start or 0.0, end),
             split=self._text("split") if "split" in self.said else None,
         )
 
-    def _audio(self, path: Path) -> AudioSource:
-        start, end, channel = self._seconds("start") or 0.0, self._end(), self._channel()
+    def _audio(self, path: Path, start: float, end: float | None) -> AudioSource:
+        channel = self._channel()
         if start == 0 and end is None and channel is None:
             return path
         return AudioPart(path, start, end, channel, name=f"{self.where}: {path}")
 
-    def _end(self) -> float | None:
-        start, end, duration = self._seconds("start") or 0.0, self._seconds("end"), self._seconds("duration")
+    def _end(self, start: float) -> float | None:
+        end, duration = self._seconds("end"), self._seconds("duration")
         if duration is not None:
             end = start + duration
         if end is not None and end <= start:
             raise ConfigError(f"{self.where}: ends at {end:g} s, where it starts or before; mend its times")
         return end
-
-    def _own_id(self, stem: str) -> str:
-        """Return an id for a line that has none: the file's name and, where it has a start, its times."""
-        name, start, end = "_".join(stem.split()), self._seconds("start"), self._end()
-        if start is None:
-            return name
-        times = (round(100 * second) for second in (start, end) if second is not None)
-        return "-".join([name, *(f"{time:07d}" for time in times)])
 
     def _seconds(self, kind: str) -> float | None:
         text = self._text(kind)
@@ -312,3 +300,12 @@ class _Line:
         if isinstance(value, (list, dict, bool)):
             raise ConfigError(f"{self.where}: {kind} is {value!r}; give a text or a number")
         return "" if value is None else str(value).strip()
+
+
+def _own_id(stem: str, start: float | None, end: float | None) -> str:
+    """Return an id for a line that has none: the file's name and, where it has a start, its times."""
+    name = "_".join(stem.split())
+    if start is None:
+        return name
+    times = (round(100 * second) for second in (start, end) if second is not None)
+    return "-".join([name, *(f"{time:07d}" for time in times)])

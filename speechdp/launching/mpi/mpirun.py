@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speechdp.launching.mpi.job import LaunchJob
+from speechdp.launching.supervise import StopPolicy
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Mpirun(ABC):
     @property
     def gone_grace_s(self) -> float:
         """How long it may take to end a job by itself once it is known that a rank's process is gone, s."""
-        return 5.0
+        return StopPolicy.gone_grace_s
 
     @property
     @abstractmethod
