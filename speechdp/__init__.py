@@ -1,6 +1,7 @@
 """Data-parallel training of speech models over N ranks, with a choice of averaging strategy and period.
 
-For a model and a loop of one's own: `run_ranks` and `DataParallel` (docs/api.md).
+For a model and a loop of one's own: `run_ranks` and `DataParallel`; for a model that the commands have
+trained: `AcousticModel` and `SynthesisModel` (docs/api.md).
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ if TYPE_CHECKING:
     from speechdp.parallel.ranks import run_ranks
     from speechdp.parallel.registry import strategy
     from speechdp.tasks.registry import task
+    from speechdp.trained import AcousticModel, SynthesisModel
 
 __version__ = "0.1.0"
-__all__ = ["DataParallel", "corpus", "run_ranks", "strategy", "task"]
+__all__ = ["AcousticModel", "DataParallel", "SynthesisModel", "corpus", "run_ranks", "strategy", "task"]
 
 #: Where public names are.  They are imported when they are first used: `import speechdp` loads no torch.
 _MODULES = {
+    "AcousticModel": "speechdp.trained",
     "DataParallel": "speechdp.parallel.data_parallel",
+    "SynthesisModel": "speechdp.trained",
     "corpus": "speechdp.data.corpora.reader",
     "run_ranks": "speechdp.parallel.ranks",
     "strategy": "speechdp.parallel.registry",

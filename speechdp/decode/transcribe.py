@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -257,7 +257,21 @@ class Transcriber:
             ConfigError: not audio, or without the channel that is chosen.
         """
         info = probe(recording.audio)
-        samples = read_audio(recording.audio, self._sampling_rate)
+        found = self.hear(recording.name, read_audio(recording.audio, self._sampling_rate))
+        return replace(
+            found,
+            sampling_rate=info.sampling_rate,
+            file=recording.file,
+            channel=info.channel if isinstance(info.channel, int) else 1,
+        )
+
+    def hear(self, name: str, samples: npt.NDArray[np.float32]) -> Transcription:
+        """Recognise samples (S,) in [-1, 1] at the sampling rate of the model.
+
+        Args:
+            name: of the recording, without blanks.
+            samples: as many as there are.
+        """
         pieces = cut_at_pauses(samples, self._sampling_rate, self._longest_s)
         words: list[TimedWord] = []
         candidates: list[Candidate] = []
@@ -272,15 +286,13 @@ class Transcriber:
                 candidates = joined(candidates, found[number].candidates, max(self._num_candidates, 1))
         rate = self._sampling_rate
         return Transcription(
-            recording.name,
+            name,
             tuple(words),
             len(samples) / rate,
-            info.sampling_rate,
+            rate,
             failed / rate,
             tuple(candidates),
             is_too_short=not any(piece.num_frames for piece in found.values()),
-            file=recording.file,
-            channel=info.channel if isinstance(info.channel, int) else 1,
         )
 
     def _recognise(self, pieces: Iterable[npt.NDArray[np.int16]]) -> Iterator[tuple[int, _FoundPiece]]:

@@ -21,6 +21,7 @@ from speechdp.tasks.acoustic import AcousticTask, CtcTask, FullSumTask
 from speechdp.tasks.model_file import load_model
 from speechdp.tasks.registry import TASKS, networks_of, task
 from speechdp.testing import task_contract
+from speechdp.trained import AcousticModel
 from tests.helpers.corpora import TrainedOnFsdd, trained_on_fsdd
 from tests.helpers.mpi import REPOSITORY
 
@@ -68,6 +69,10 @@ def test_digits_are_recognised_in_data_and_in_files(
     digits = ("zero", "one", "two", "three", "four")
     right = sum(heard.get(path.stem) == digits[int(path.stem[0])] for path in trained.recordings)
     assert right >= 0.8 * len(trained.recordings)
+    model = AcousticModel(trained.run, task=TASK)
+    assert {
+        path.stem: model.transcribe(path).text for path in trained.recordings if path.stem in heard
+    } == heard
 
 
 def test_another_training_begins_from_it_and_its_scores_are_kaldis(

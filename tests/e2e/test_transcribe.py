@@ -19,6 +19,7 @@ import soundfile
 import torch
 
 from speechdp.cli.main import run as speechdp
+from speechdp.data.kaldi.matrix import read_matrix, read_scp
 from speechdp.decode.graphs.graph import Grammar
 from speechdp.decode.recogniser import DecodingOptions
 from speechdp.decode.transcribe import (
@@ -29,11 +30,12 @@ from speechdp.decode.transcribe import (
     kept_data,
     usual_piece_s,
 )
-from speechdp.errors import RunError
+from speechdp.errors import ConfigError, RunError
 from speechdp.labels import decision_tree
 from speechdp.process.ending import Ended
 from speechdp.tasks.model_file import load_model
 from speechdp.train import tied_states
+from speechdp.trained import AcousticModel
 from tests.helpers.corpora import TrainedOnFsdd, tone, trained_on_fsdd
 
 OPTIONS = ("--layers", "1", "--cells", "32", "--epochs", "8", "--batch-size", "4", "--learning-rate", "0.01")
@@ -67,6 +69,27 @@ def test_a_file_is_heard_as_in_a_data_directory(
         (line.split()[0], word) for line in printed.out.splitlines() for word in line.split()[1:]
     ]
     assert all(float(duration) > 0 and 0 <= float(sure) <= 1 for _, _, _, duration, _, sure in lines)
+
+
+def test_a_model_in_python_hears_what_the_commands_hear(trained: TrainedOnFsdd, tmp_path: Path) -> None:
+    model = AcousticModel(trained.run)
+    lines = (trained.run / "hypotheses" / "test.txt").read_text().splitlines()
+    heard = [model.transcribe(path).line().strip() for path in trained.recordings]
+    assert sorted(heard) == sorted(lines)
+    path = trained.recordings[0]
+    integers, rate = soundfile.read(path, dtype="int16")
+    floats = torch.from_numpy(integers / 32768)
+    assert model.transcribe(floats, rate).words == model.transcribe(str(path)).words
+    features = model.features(path)
+    assert np.array_equal(model.features(integers, rate), features)
+    assert np.array_equal(model.features(floats, rate), features)
+    archive, scp = tmp_path / "test.ark", tmp_path / "test.scp"
+    written = ("-o", str(archive), "--scp", str(scp), "--kind", "log_posterior")
+    assert speechdp(["posteriors", str(trained.run), str(trained.data), *written]) == 0
+    expected = read_matrix(read_scp(scp)[path.stem], path.stem)
+    np.testing.assert_allclose(model.log_posteriors(features), expected, atol=1e-4)
+    assert model.class_names[:4] == ("SIL_0", "SIL_1", "SIL_2", "AH_0")
+    assert len(model.class_names) == len(model.log_priors) == expected.shape[1]
 
 
 def test_what_was_tuned_is_used_unless_something_is_given(
@@ -126,6 +149,8 @@ def test_states_in_context(
     assert sum(right) > 0.6 * len(right), printed
     sure = [float(line.split()[-1]) for line in ctm.read_text().splitlines()]
     assert sure and all(0 <= value <= 1 for value in sure) and np.median(sure) > 0.3
+    names = AcousticModel(run).class_names
+    assert len(set(names)) == tying.num_classes and names[0] == "SIL_0.0"
 
 
 def test_a_model_of_ctc_hears_words_and_when_they_were_spoken(
@@ -147,6 +172,11 @@ def test_a_model_of_ctc_hears_words_and_when_they_were_spoken(
     assert times and all(float(since) >= 0 and float(last) > 0 for _, _, since, last, *_ in times)
     assert all(float(since) + float(last) <= max(long.values()) + 0.02 for _, _, since, last, *_ in times)
     assert all(0 <= float(sure) <= 1 for *_, sure in times)
+    model = AcousticModel(run)
+    assert [model.transcribe(path).line().split() for path in files] == [line.split() for line in printed]
+    assert model.class_names[:2] == ("<blank>", "AH") and not model.log_priors.any()
+    with pytest.raises(ConfigError, match="--prior-scale has no effect with a model of --criterion ctc"):
+        AcousticModel(run, prior_scale=0.5)
     refused = speechdp(["transcribe", str(run), *files, "--prior-scale", "0.5"])
     assert refused == 1
     assert "--prior-scale has no effect with a model of --criterion ctc" in capsys.readouterr().err

@@ -45,7 +45,7 @@ train
 report/runs
 report/kit
 synthesis
-experiments
+trained experiments
 experiments/race
 experiments/compare
 experiments/sweep experiments/profile

@@ -38,7 +38,7 @@ _LEAST_MISSING = 1024
 _PIECE_SAMPLES = 1 << 22
 #: Full scale is 1, and decoders of MP3 go a little beyond.  Files with more hold 16-bit values as floating
 #: point numbers: stored as audio, they would be clipped to a square wave.
-_LARGEST_SAMPLE = 16.0
+LARGEST_SAMPLE = 16.0
 #: A frame this far under the utterance's loudest, in dB, is silence ...
 _SILENCE_DB = 40.0
 #: ... if at least this many such frames stand together at an edge.
@@ -331,7 +331,7 @@ def _refuse_damaged(source: AudioSource, num_read: int, announced: int, peak: fl
         raise _refusal(f"{source}: unreadable audio ({num_read} of {announced} samples)", _REMEDY)
     if not np.isfinite(peak):
         raise _refusal(f"{source}: unreadable audio (NaN or infinite samples)", _REMEDY)
-    if peak > _LARGEST_SAMPLE:
+    if peak > LARGEST_SAMPLE:
         raise _refusal(
             f"{source}: holds samples up to {peak:,.0f}, where 1 is full scale",
             "divide them, by 32,768 where they are 16-bit values, and write it again, or leave it out",

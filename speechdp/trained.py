@@ -1,0 +1,304 @@
+"""Trained models for one's own code: what the commands do with a run, from Python (docs/api.md).
+
+Legend: S samples, T frames, I values of a frame as the network takes it, C classes.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from speechdp.data.shards.dataset import Dataset
+from speechdp.data.signal.audio import (
+    LARGEST_SAMPLE,
+    AudioSource,
+    read_audio,
+    resample,
+    to_int16,
+    with_channel,
+)
+from speechdp.data.signal.features import FeatureConfig, check_samples
+from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
+from speechdp.decode.kept_graph import KeptGraph
+from speechdp.decode.origin import is_ctc
+from speechdp.decode.scoring import AcousticScorer
+from speechdp.decode.transcribe import Recording, Transcriber, Transcription, grammar_of, kept_data
+from speechdp.errors import ConfigError, SeveralChannelsError
+from speechdp.labels.hmm import FloatArray
+from speechdp.labels.kaldi_pdfs import load_classes
+from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptions
+from speechdp.parallel.run_files import TRAINED_ON
+from speechdp.synthesis.generate import GenerateOptions, Speech, Synthesiser
+from speechdp.tasks.model_file import LoadedModel, load_model, load_synthesis_model
+from speechdp.tasks.registry import networks_of
+
+#: A file, or samples (S,): floating point in [-1, 1], or integers of 16 bits; of numpy or torch.
+Audio: TypeAlias = "str | os.PathLike[str] | npt.ArrayLike | torch.Tensor"
+_INT16_SCALE = np.float32(32768)
+
+
+class AcousticModel:
+    """The acoustic model of a run: features of sound, their classes' probabilities, and words.
+
+    Args:
+        run_dir: the run.
+        device: where the network is to compute.
+        task: `NAME` or `MODULE:CLASS` that it was trained as, where its network is one of your own; no file
+            makes speechdp import code.
+        search: options of `speechdp transcribe`, such as `beam=12.0` or `lm_scale=0.8`.  Unless a scale or
+            score is given, what `speechdp decode --tune-on` chose for the run is used, as there.
+
+    Attributes:
+        network: `network(features (B, T, I), lengths (B,)) -> logits (B, T, C)`, in evaluation mode.
+        class_names: of each class: state of a phone, `AH_1`; where states are tied in their context, the
+            state and a number, `AH_1.0`; CTC's blank, `<blank>`, and phones; or Kaldi's `pdf-0`.
+        log_priors: (C,), natural logarithms of how often each class occurred in training; 0 for CTC's.
+        sampling_rate: that the model hears at, Hz.
+
+    Raises:
+        RunError: the run has no finished acoustic model, or a damaged one.
+        ConfigError: an unknown option of the search, or one out of range; the task.
+
+    Example:
+        >>> model = speechdp.AcousticModel("RUN")  # doctest: +SKIP
+        >>> model.transcribe("talk.wav").text  # doctest: +SKIP
+        'three five seven'
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        device: str | torch.device = "cpu",
+        *,
+        task: str | None = None,
+        **search: Any,
+    ) -> None:
+        self._run_dir = Path(run_dir)
+        self._search = _recognition_options(search)
+        self._device = torch.device(device)
+        self._loaded = load_model(self._run_dir, self._device, ctc=True, own=networks_of(task))
+        self.network = self._loaded.model
+        self.log_priors = self._loaded.class_log_prior.numpy()
+        self.sampling_rate = int(self._loaded.config["sampling_rate"])
+        if is_ctc(self._loaded.config):
+            self._search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
+
+    @cached_property
+    def class_names(self) -> tuple[str, ...]:
+        """Name each class; see the class."""
+        return _class_names(self._loaded, self._run_dir / TRAINED_ON / "classes.txt")
+
+    def features(self, audio: Audio, sampling_rate: int | None = None) -> FloatArray:
+        """Return what the network takes of sound, made as in training: normalised, with deltas and context.
+
+        Args:
+            audio: a file, or samples (S,) of one channel.
+            sampling_rate: of samples, Hz; any, they are resampled.
+
+        Returns:
+            (T, I) float32; T is 0 where not one frame fits.
+
+        Raises:
+            ConfigError: it is no audio; or the model was trained on features that Kaldi made.
+        """
+        return self._preprocessor.whole(to_int16(self._samples(audio, sampling_rate)))
+
+    def log_posteriors(self, features: npt.ArrayLike) -> FloatArray:
+        """Return the log-probability of each class in each frame, in nats.
+
+        What Kaldi's decoders take is this less `log_priors`, which `speechdp posteriors` writes.
+
+        Args:
+            features: (T, I), as `features` makes them.
+
+        Returns:
+            (T, C) float32.
+
+        Raises:
+            ConfigError: another number of values a frame than the network takes.
+        """
+        rows = np.asarray(features, dtype=np.float32)
+        width = int(self._loaded.config["feature_dim"])
+        if rows.ndim != 2 or rows.shape[1] != width:
+            raise ConfigError(f"features of shape {rows.shape}: the network takes (frames, {width})")
+        scorer = AcousticScorer(self.network, np.zeros_like(self.log_priors), 0.0, self._device)
+        return dict(scorer.score([rows]))[0]
+
+    def transcribe(self, audio: Audio, sampling_rate: int | None = None) -> Transcription:
+        """Recognise a recording of any length with the run's lexicon and language model.
+
+        The decoding graph is made, or read where the run keeps it, when this is first called.
+
+        Args:
+            audio: a file, or samples (S,) of one channel.
+            sampling_rate: of samples, Hz; any, they are resampled.
+
+        Returns:
+            `.text`; `.words`, each with `word`, `start_s`, `duration_s`, `confidence`; with `nbest=N`,
+            `.candidates`.
+
+        Raises:
+            ConfigError: it is no audio.
+            RunError: the run keeps no lexicon; its classes are Kaldi's.
+        """
+        if not isinstance(audio, (str, os.PathLike)):
+            return self._transcriber.hear("samples", self._samples(audio, sampling_rate))
+        name = "_".join(Path(audio).stem.split())
+        with _one_channel():
+            return self._transcriber.transcribe(Recording(name, name, self._source(audio, sampling_rate)))
+
+    def _samples(self, audio: Audio, sampling_rate: int | None) -> npt.NDArray[np.float32]:
+        if not isinstance(audio, (str, os.PathLike)):
+            return _resampled(audio, sampling_rate, self.sampling_rate)
+        with _one_channel():
+            return read_audio(self._source(audio, sampling_rate), self.sampling_rate)
+
+    def _source(self, file: str | os.PathLike[str], sampling_rate: int | None) -> AudioSource:
+        """Return what is read of a file: of several channels what training read.  Raises ConfigError."""
+        if sampling_rate is not None:
+            raise ConfigError(f"{file}: a file says its sampling rate itself; leave sampling_rate out")
+        return with_channel(Path(file), Dataset.open(self._run_dir / TRAINED_ON).channel)
+
+    @cached_property
+    def _preprocessor(self) -> Preprocessor:
+        config = self._loaded.config
+        features = FeatureConfig.from_dict(config["features"])
+        return Preprocessor(features, self.sampling_rate, "audio", inputs_of(config))
+
+    @cached_property
+    def _transcriber(self) -> Transcriber:
+        kept = kept_data(self._run_dir)
+        earlier = self._search.earlier_weights(self._run_dir, grammar_of(kept))
+        options = self._search.with_weights(earlier.weights).decoding()
+        transcriber = Transcriber(self._loaded, kept, options, kept_graph=KeptGraph(self._run_dir))
+        if transcriber.remark:
+            warnings.warn(transcriber.remark, stacklevel=4)
+        return transcriber
+
+
+class SynthesisModel:
+    """The synthesis model of a run: texts to sound.
+
+    Args:
+        run_dir: the run.
+        device: where the network is to compute.
+        options: of `speechdp synthesize`: `iterations`, `max_seconds`, `seed`, `dropout`, `attention_end`.
+
+    Attributes:
+        network: the Tacotron, in evaluation mode.
+        sampling_rate: of what it says, Hz.
+
+    Raises:
+        RunError: the run has no finished synthesis model, or a damaged one.
+        ConfigError: an unknown option, or one out of range.
+
+    Example:
+        >>> voice = speechdp.SynthesisModel("RUN")  # doctest: +SKIP
+        >>> soundfile.write("out.wav", voice.say("three five seven"), voice.sampling_rate)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, run_dir: str | os.PathLike[str], device: str | torch.device = "cpu", **options: Any
+    ) -> None:
+        _refuse_unknown(options, GenerateOptions)
+        loaded = load_synthesis_model(Path(run_dir), torch.device(device))
+        self._synthesiser = Synthesiser(loaded, GenerateOptions(**options))
+        self.network = loaded.model
+        self.sampling_rate = loaded.sampling_rate
+
+    def say(self, text: str) -> FloatArray:
+        """Return a text as samples (S,), by Griffin-Lim; a loud one may go beyond [-1, 1].
+
+        Raises:
+            ConfigError: as `spectrograms`.
+            RunError: as `spectrograms`.
+        """
+        return self._synthesiser.samples(self.spectrograms(text).linear)
+
+    def spectrograms(self, text: str) -> Speech:
+        """Return what the network says, for a vocoder of your own.
+
+        Returns:
+            `.mel` (T, M) and `.linear` (T, L), in [0, 1] as in data directories (docs/data-format.md);
+            `.attention`; `.ending`, which is `stop` where the model stopped by itself.
+
+        Raises:
+            ConfigError: no word in the text, characters or words that the model does not know, or too long.
+            RunError: the output is NaN or infinite.
+        """
+        return dict(self._synthesiser.say(self._synthesiser.encode([text])))[0]
+
+
+def _recognition_options(given: dict[str, Any]) -> RecognitionOptions:
+    """Return the options of a search.  Raises ConfigError."""
+    _refuse_unknown(given, RecognitionOptions)
+    options = RecognitionOptions(**given)
+    options.decoding()  # refuses what is out of range
+    return options
+
+
+def _refuse_unknown(given: dict[str, Any], known: type) -> None:
+    """Refuse options that a dataclass does not have.  Raises ConfigError."""
+    names = list(known.__dataclass_fields__)  # type: ignore[attr-defined]
+    for name in given:
+        if name not in names:
+            raise ConfigError(f"there is no option {name}; there are {', '.join(names)}")
+
+
+def _class_names(loaded: LoadedModel, class_list: Path) -> tuple[str, ...]:
+    """Name the classes of a model: those of its data, which context ties or CTC replaces."""
+    classes = load_classes(class_list)
+    names = classes.class_names()
+    if is_ctc(loaded.config):
+        phones = dict.fromkeys(name.rpartition("_")[0] for name in names)
+        return ("<blank>", *list(phones)[1:])
+    if loaded.tying is None:
+        return names
+    so_far: Counter[int] = Counter()
+    tied = []
+    for state in loaded.tying.states.tolist():
+        tied.append(f"{names[state]}.{so_far[state]}")
+        so_far[state] += 1
+    return tuple(tied)
+
+
+@contextmanager
+def _one_channel() -> Iterator[None]:
+    """Say how one channel of a file is given from Python.  Raises ConfigError."""
+    try:
+        yield
+    except SeveralChannelsError as error:
+        raise ConfigError(f"{error.fault}; give the samples of one, with sampling_rate=") from error
+
+
+def _resampled(
+    samples: npt.ArrayLike | torch.Tensor, from_hz: int | None, to_hz: int
+) -> npt.NDArray[np.float32]:
+    """Return samples (S,), integers or floating point, as float32 in [-1, 1] at another rate.
+
+    Raises:
+        ConfigError: of an unknown rate, of several channels, not numbers, or of another scale.
+    """
+    if from_hz is None:
+        raise ConfigError("samples without their rate; add sampling_rate=, in Hz")
+    if not from_hz > 0:
+        raise ConfigError(f"sampling_rate={from_hz}: must be more than 0, in Hz")
+    values = samples.detach().cpu().numpy() if isinstance(samples, torch.Tensor) else np.asarray(samples)
+    if values.dtype.kind != "f" and values.dtype != np.int16:
+        raise ConfigError(f"samples of {values.dtype}; give floating point in [-1, 1], or int16")
+    scale = _INT16_SCALE if values.dtype == np.int16 else np.float32(1)
+    found = values.astype(np.float32) / scale
+    check_samples(found)
+    if (peak := float(np.abs(found).max())) > LARGEST_SAMPLE:
+        raise ConfigError(f"samples up to {peak:,.0f}, where 1 is full scale; divide them")
+    return resample(found, from_hz, to_hz)

@@ -1,0 +1,128 @@
+"""Models of runs from Python: what they take, and one line where they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+import speechdp
+from speechdp.data.signal.features import FeatureConfig
+from speechdp.errors import ConfigError, RunError
+from speechdp.labels.hmm import StateInventory
+from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.synthesis.generate import GenerateOptions, Synthesiser
+from speechdp.tasks.model_file import ClassCounts, load_synthesis_model, save_model
+from tests.helpers.corpora import tone
+from tests.helpers.tiny_speech import write_tiny_speech
+from tests.helpers.untrained_speech import write_untrained_run
+
+INVENTORY = StateInventory(("ah", "b"))
+RATE = 8000
+BINS = 23
+
+
+def write_run(run: Path, features: FeatureConfig | None = None) -> Path:
+    """Write a run of a model that has learnt nothing, as `speechdp train --deltas 1` would leave it."""
+    size = INVENTORY.num_classes
+    counts = ClassCounts(np.arange(1, size + 1), np.ones(size, dtype=np.int64))
+    features = FeatureConfig(num_mel_bins=BINS) if features is None else features
+    facts = {
+        "feature_dim": 2 * features.feature_dim,
+        "num_classes": size,
+        "sampling_rate": RATE,
+        "features": features.to_dict(),
+        "inputs": {"deltas": 1, "splice": 0},
+    }
+    torch.manual_seed(1)
+    model = LstmAcousticModel(2 * features.feature_dim, size, LstmConfig(1, 4, True))
+    (run / "trained_on").mkdir(parents=True)
+    INVENTORY.save(run / "trained_on" / "classes.txt")
+    save_model(run, model, counts, facts)
+    return run
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> speechdp.AcousticModel:
+    return speechdp.AcousticModel(write_run(tmp_path / "run"))
+
+
+def test_features_are_the_networks_input_and_posteriors_those_of_its_logits(
+    model: speechdp.AcousticModel,
+) -> None:
+    features = model.features(tone(0.5), RATE)
+    assert features.dtype == np.float32 and features.shape[1] == 2 * BINS and len(features) > 40
+    logits = model.network(torch.from_numpy(features)[None], torch.tensor([len(features)]))
+    posteriors = model.log_posteriors(features)
+    np.testing.assert_allclose(posteriors, logits[0].log_softmax(-1).detach(), atol=1e-5)
+    np.testing.assert_allclose(np.exp(model.log_priors), np.arange(1, 10) / 45, rtol=1e-5)
+    assert model.class_names == INVENTORY.class_names()
+
+
+def test_other_rates_are_resampled(model: speechdp.AcousticModel) -> None:
+    assert len(model.features(tone(0.5, 16000), 16000)) == len(model.features(tone(0.5), RATE))
+
+
+def test_sound_shorter_than_a_frame_has_none(model: speechdp.AcousticModel) -> None:
+    features = model.features(np.zeros(20), RATE)
+    assert features.shape == (0, 2 * BINS)
+    assert model.log_posteriors(features).shape == (0, INVENTORY.num_classes)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.features(tone(0.1)), "samples without their rate; add sampling_rate="),
+        (lambda m: m.features(tone(0.1), 0), "sampling_rate=0: must be more than 0"),
+        (lambda m: m.features(np.zeros((2, 99)), RATE), r"not an array of shape \(2, 99\)"),
+        (lambda m: m.features(3e4 * tone(0.1), RATE), "where 1 is full scale; divide them"),
+        (lambda m: m.features(np.zeros(99, dtype=np.int32), RATE), "samples of int32; give floating point"),
+        (lambda m: m.features([np.nan] * 99, RATE), "NaN or infinity"),
+        (lambda m: m.features("talk.wav", RATE), "talk.wav: a file says its sampling rate itself"),
+        (lambda m: m.log_posteriors(np.zeros((3, 5))), r"shape \(3, 5\): the network takes \(frames, 46\)"),
+    ],
+)
+def test_what_it_cannot_take(
+    model: speechdp.AcousticModel, call: Callable[[speechdp.AcousticModel], Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call(model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"beem": 3}, "no option beem; there are beam, max_active"), ({"beam": -1.0}, "--beam -1.0: must be")],
+)
+def test_options_of_the_search_that_there_are_not(
+    tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        speechdp.AcousticModel(write_run(tmp_path / "run"), **options)
+
+
+def test_features_that_kaldi_made_are_given_to_the_network_as_they_are(tmp_path: Path) -> None:
+    model = speechdp.AcousticModel(write_run(tmp_path / "run", FeatureConfig(kind="kaldi", kaldi_dim=BINS)))
+    assert model.log_posteriors(np.zeros((4, 2 * BINS))).shape == (4, INVENTORY.num_classes)
+    with pytest.raises(ConfigError, match="features that Kaldi made cannot be computed from audio"):
+        model.features(tone(0.1), RATE)
+
+
+def test_a_voice_says_what_the_command_writes(tmp_path: Path) -> None:
+    run = write_untrained_run(tmp_path / "run", write_tiny_speech(tmp_path / "data"))
+    options = {"iterations": 2, "max_seconds": 0.1, "dropout": False}
+    voice = speechdp.SynthesisModel(run, **options)
+    said = Synthesiser(load_synthesis_model(run, torch.device("cpu")), GenerateOptions(**options))
+    text = "one two"
+    (_, speech), *_ = said.say(said.encode([text]))
+    assert np.array_equal(voice.spectrograms(text).linear, speech.linear)
+    assert np.array_equal(voice.say(text), said.samples(speech.linear))
+    soundfile.write(tmp_path / "out.wav", voice.say(text), voice.sampling_rate)
+    with pytest.raises(ConfigError, match="no option sead; there are iterations, max_seconds, seed"):
+        speechdp.SynthesisModel(run, sead=1)
+    with pytest.raises(RunError, match=r"model\.safetensors: no such model"):
+        speechdp.SynthesisModel(tmp_path)
