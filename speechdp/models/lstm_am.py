@@ -36,6 +36,9 @@ class LstmAcousticModel(Capturable):
     dropout between them, which cuDNN would draw from a generator that no checkpoint has.  CUDA graphs replay
     these parts, if asked to (`by_graphs`).
 
+    Without lengths nothing in `forward` depends on values, so that `torch.jit.trace` and ONNX record it for
+    any number of frames.
+
     With subsampling, K frames side by side are one input of the LSTM, and from each of its outputs a
     linear layer (the bottleneck, if there is one) makes K vectors, one a frame: classes, alignments and
     decoding stay at the rate of the features, and the recurrence has a K-th of the steps.  Source: the
@@ -76,41 +79,42 @@ class LstmAcousticModel(Capturable):
                 if ".bias_ih" in name:  # gates stand in the order input, forget, cell, output
                     nn.init.ones_(parameter[self.config.cells : 2 * self.config.cells])
 
-    def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
-        """Return logits (B, T, C) for features (B, T, F) and CPU lengths (B,)."""
+    def forward(self, features: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Return logits (B, T, C) for features (B, T, F) and CPU lengths (B,); None: no segment is padded."""
         logits: Tensor = self.output(self.encode(features, lengths))  # (B, T, C)
         return logits
 
-    def encode(self, features: Tensor, lengths: Tensor) -> Tensor:
+    def encode(self, features: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Return what the output layer sees, (B, T, bottleneck or H)."""
         num_frames, k = features.shape[1], self.config.subsampling
         if k > 1:
-            features, lengths = _stacked(features, lengths, k), (lengths + k - 1) // k
+            features = _stacked(features, lengths, k)
+            lengths = None if lengths is None else (lengths + k - 1) // k
         vectors = self.bottleneck(self.dropout(self._recur(features, lengths)))  # (B, S, K x encoded)
-        encoded: Tensor = vectors.reshape(len(vectors), -1, vectors.shape[2] // k)[:, :num_frames]
+        encoded: Tensor = vectors.reshape(vectors.shape[0], -1, vectors.shape[2] // k)[:, :num_frames]
         return encoded
 
     def by_graphs(self, make_recorder: Callable[[], Recorder]) -> list[CapturedFunction]:
         """Train by graphs from now on."""
         return [part.by_graphs(make_recorder()) for part in self._parts]
 
-    def _recur(self, features: Tensor, lengths: Tensor) -> Tensor:
+    def _recur(self, features: Tensor, lengths: Tensor | None) -> Tensor:
         """Return the last layer's outputs, (B, T, H)."""
-        is_even = bool((lengths == features.shape[1]).all())
+        lengths = unless_even(lengths, features.shape[1])
         if features.is_cuda and torch.is_grad_enabled():
-            return self._train_on_gpu(features, lengths, is_even=is_even)
-        if is_even or not self.config.bidirectional:  # padding at the end reaches no earlier frame
+            return self._train_on_gpu(features, lengths)
+        if lengths is None or not self.config.bidirectional:  # padding at the end reaches no earlier frame
             hidden: Tensor = self.lstm(features)[0]
             return hidden
         if features.is_cuda or self.config.projection:
             return self._encode_flagged(features, lengths)
         return self._encode_turned(features, lengths)
 
-    def _train_on_gpu(self, features: Tensor, lengths: Tensor, *, is_even: bool) -> Tensor:
+    def _train_on_gpu(self, features: Tensor, lengths: Tensor | None) -> Tensor:
         num_frames = features.shape[1]
-        if not is_even:  # to one of few lengths, which come again: graphs are captured for each
+        if lengths is not None:  # to one of few lengths, which come again: graphs are captured for each
             features = nn.functional.pad(features, (0, 0, 0, rounded_up(num_frames) - num_frames))
-        if is_even or not self.config.bidirectional:
+        if lengths is None or not self.config.bidirectional:
             return self._encode_plain(features)[:, :num_frames]
         return self._encode_flagged(features, lengths)[:, :num_frames]
 
@@ -225,11 +229,17 @@ def _in_one_piece(weights: list[Tensor]) -> list[Tensor]:
     return [found[number].view_as(weight) for number, weight in enumerate(weights)]
 
 
-def _stacked(features: Tensor, lengths: Tensor, k: int) -> Tensor:
+def unless_even(lengths: Tensor | None, num_frames: int) -> Tensor | None:
+    """Return the lengths (B,) of segments in `num_frames` frames each, None where none is padded."""
+    return None if lengths is None or bool((lengths == num_frames).all()) else lengths
+
+
+def _stacked(features: Tensor, lengths: Tensor | None, k: int) -> Tensor:
     """Return (B, S, K x F): K frames side by side, a segment's last one again where there are too few."""
     num_segments, num_frames, dim = features.shape
-    frame = torch.arange(-(-num_frames // k) * k)  # (S x K,)
-    frame = torch.minimum(frame, (lengths - 1).unsqueeze(1)).to(features.device)  # (B, S x K)
+    last = torch.full((num_segments,), num_frames - 1) if lengths is None else lengths - 1
+    frame = torch.arange((num_frames + k - 1) // k * k)  # (S x K,); ONNX rounds quotients towards 0
+    frame = torch.minimum(frame, last.unsqueeze(1)).to(features.device)  # (B, S x K)
     whole = features.gather(1, frame.unsqueeze(2).expand(-1, -1, dim))
     return whole.reshape(num_segments, -1, k * dim)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from speechdp.data.loading.batch import IGNORED_TARGET, Batch
 from speechdp.errors import ConfigError
 from speechdp.models.captured import CudaRecorder, Graphs, _recording_stream
-from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig, unless_even
 from speechdp.models.precision import Precision, PrecisionName
 from speechdp.models.presets import PRESETS
 from speechdp.tasks.acoustic import AcousticTask
@@ -61,10 +61,12 @@ def flagged(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tens
 
 def on_gpu(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
     """What a GPU does in training, here without one."""
-    model._recur = partial(  # type: ignore[method-assign]
-        model._train_on_gpu, is_even=bool((lengths == features.shape[1]).all())
-    )
+    model._recur = partial(_recur_as_on_gpu, model)  # type: ignore[method-assign]
     return model(features, lengths)
+
+
+def _recur_as_on_gpu(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
+    return model._train_on_gpu(features, unless_even(lengths, features.shape[1]))
 
 
 def by_graphs(model: LstmAcousticModel, features: Tensor, lengths: Tensor) -> Tensor:
@@ -213,6 +215,17 @@ def test_segments_of_one_length_take_the_short_way_to_the_same_end(config: LstmC
     lengths = torch.full((len(LENGTHS),), features.shape[1])
     logits = model(features, lengths)
     assert (logits - one_by_one(model, features, lengths)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_without_lengths_it_is_recorded_for_any_number_of_frames(config: LstmConfig) -> None:
+    model = make_model(config).eval()
+    features, _ = make_segments()
+    recorded = torch.jit.trace(model, (features[:1],), check_trace=False)
+    for others in (features[:1, :1], features[:2, :4], torch.cat([features, features], 1)):
+        lengths = torch.full(others.shape[:1], others.shape[1])
+        assert torch.equal(recorded(others), model(others))
+        assert torch.equal(model(others), model(others, lengths))
 
 
 @pytest.mark.parametrize("way", [as_called, flagged, on_gpu, by_graphs])

@@ -32,7 +32,7 @@ from speechdp.experiments.race.plan import RaceOptions
 from speechdp.experiments.sweep.plan import SweepPlan
 from speechdp.experiments.sweep.training import run_sweep
 from speechdp.models.captured import Graphs
-from speechdp.models.lstm_am import LstmAcousticModel
+from speechdp.models.lstm_am import LstmAcousticModel, unless_even
 from speechdp.options.batch import BatchOptions
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
@@ -197,7 +197,7 @@ def test_graphs_are_captured_between_steps_and_change_nothing(
     def recur(model: LstmAcousticModel, features: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return of_cpu(model, features, lengths)
-        return model._train_on_gpu(features, lengths, is_even=bool((lengths == features.shape[1]).all()))
+        return model._train_on_gpu(features, unless_even(lengths, features.shape[1]))
 
     of_cpu = LstmAcousticModel._recur
     options = dataclasses.replace(OPTIONS, strategy=StrategyChoice(strategy), epochs=4)
