@@ -167,6 +167,12 @@ def test_a_run_resumed_after_its_last_batch_is_timed_by_its_timeline(
 
 def test_a_slow_rank_trains_on_less(dataset: Dataset, tmp_path: Path) -> None:
     options = dataclasses.replace(OPTIONS, strategy=StrategyChoice("ad_psgd"), slow_ranks="1:100", epochs=1)
-    run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
+    has_begun = threading.Event()
+
+    def train(comm: Communicator) -> None:
+        reporter = Begun(has_begun) if comm.rank == 0 else After(has_begun)
+        train_run(Session(dataset, comm, CPU, reporter), options, tmp_path)
+
+    run_threads(2, train)
     fast, slow = frames_trained(tmp_path)
     assert fast + slow == dataset.num_frames("train") and slow < fast / 2
