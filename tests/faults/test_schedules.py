@@ -25,7 +25,7 @@ from tests.faults.schedules import STRATEGIES, fuzz_schedules
 #: For some 20 s of a core; benchmarks/faults/io_faults.py runs thousands.
 NUM_SCHEDULES = 36
 PUNCTUAL = Pace(1, share=0.0, longest_s=0.0)
-#: Only what rank 1 opens is late, by up to so many seconds: the first do, unless rank 0 gets no core meanwhile.
+#: Only what rank 1 opens is late, by up to so many seconds: the first do, unless rank 0 gets no core.
 OPENS_LATE = [
     Pace(1, share=0.0, longest_s=0.0, slow=frozenset({"open"}), slow_rank=1, slow_s=seconds)
     for seconds in (2.0, 10.0, 40.0)
