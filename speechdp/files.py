@@ -7,6 +7,7 @@ import errno
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -230,7 +231,8 @@ def atomic_path(path: Path) -> Iterator[Path]:
     Raises:
         OSError: the file is not written; has its name.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Not by the number of the process, which another on another host, or in another container, may have, too.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(3)}.tmp")
     try:
         yield temporary
         sync(temporary)

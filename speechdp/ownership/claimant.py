@@ -143,19 +143,18 @@ class Claimant:
 
 def process_fate(pid: int, start: int | None) -> Fate:
     """Return whether the process that had a number, and started then, is there on this host."""
+    here = _stat(pid)
+    if here is not None and start is not None:
+        state, started = here
+        return Fate.ALIVE if started == start and state not in ("Z", "X") else Fate.GONE
+    # Asked last: it may end meanwhile.  /proc may hide the processes of others.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return Fate.GONE
-    except PermissionError:
-        pass  # another user's: it is there
     except (OverflowError, OSError):
-        return Fate.UNKNOWN
-    here = _stat(pid)
-    if here is None or start is None:
-        return Fate.UNKNOWN  # /proc may hide the processes of others
-    state, started = here
-    return Fate.ALIVE if started == start and state not in ("Z", "X") else Fate.GONE
+        pass
+    return Fate.UNKNOWN
 
 
 def _process_start(pid: int) -> int | None:

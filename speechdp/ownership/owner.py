@@ -35,6 +35,8 @@ OWNER_FILE = "owner.json"
 _MOST_BYTES = 1 << 16
 #: So long a thread that waits for the disk is waited for at the end, s.
 _PATIENCE_S = 2.0
+#: Times a folder is made that others remove meanwhile.
+_ATTEMPTS = 10
 #: What a file system says that has no hard links.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -140,8 +142,7 @@ class FolderOwner:
             StopAsked: meanwhile the process was asked to stop.
         """
         try:
-            self._make_folder()
-            self._claim()
+            self._make_and_claim()
         except OSError as error:
             self._remove_made()
             raise RunError(
@@ -158,6 +159,22 @@ class FolderOwner:
                 self.release()
                 raise
             self._thread = thread
+
+    def _make_and_claim(self) -> None:
+        """Make the folder where it is missing and claim it.
+
+        Anew where it goes in between: one that made it removes it at its end, empty as it is then.
+        """
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._make_folder()
+                self._claim()
+            except FileNotFoundError:
+                if attempt == _ATTEMPTS - 1 or self.file.parent.is_dir():
+                    raise
+                self._made.clear()
+            else:
+                return
 
     def release(self) -> None:
         """Give the folder up; as far as the disk lets it."""

@@ -89,8 +89,7 @@ def test_a_deleted_job_saves_and_is_not_said_to_start_again(site: Site) -> None:
     gates = Gates(site.folder.parent / "gates-deleted", GATE)
     job_id, run, output = site.submit("deleted", gates=gates)
     site.engine.wait_until(job_id, output, lambda _: last_step(run), "a checkpoint")
-    site.engine.command("qdel", job_id)
-    gates.open()
+    site.engine.command("qdel", job_id)  # on whose signal, which comes a while later, the gate opens
     job = site.engine.wait(job_id, output)
     said = output.read_text()
     assert (job.exit_code, job.restarts) == (exit_codes.STOPPED, 0), said

@@ -32,7 +32,7 @@ CAN_FAIL: dict[str, tuple[str, ...]] = {
 
 #: Parts of names that differ from run to run.
 _VARYING = (
-    (re.compile(r"\.(\d+|[0-9a-f]{32})\.tmp$"), ".*.tmp"),
+    (re.compile(r"\.[0-9a-f]+\.tmp$"), ".*.tmp"),
     (re.compile(r"#\d+ \(deleted\)$"), "#*"),  # files without a name
     (re.compile(r"\.scratch-[^/]+"), ".scratch-*"),
     (re.compile(r"\.[0-9a-f]{8}-(\d+)\."), r".*-\1."),

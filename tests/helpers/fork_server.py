@@ -234,7 +234,8 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _serve(address: Path, owner: int) -> _Work | None:
     """Fork for whoever asks until the owner ends; return in each fork, with its work."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner is interrupted too
+    # The owner is interrupted, too.  Not ignored: what a fork is sent before it has a handler would be lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     import_everything()
     running: dict[int, tuple[int, socket.socket]] = {}
     end = os.pidfd_open(owner)
@@ -268,8 +269,20 @@ def _serve(address: Path, owner: int) -> _Work | None:
                     connection.close()
                     return work
                 _close(work.streams)
+                _die_together(connection, pid)
                 connection.sendall(b"%d\n" % pid)
                 running[os.pidfd_open(pid)] = pid, connection
+
+
+def _die_together(connection: socket.socket, pid: int) -> None:
+    """Have the kernel kill a fork as soon as the process that stands for it is gone.
+
+    Left to this process it would go on until that gets a core: a rank that a test has killed would take
+    further steps meanwhile.
+    """
+    fcntl.fcntl(connection, fcntl.F_SETOWN, pid)
+    fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(connection, fcntl.F_SETFL, os.O_ASYNC)
 
 
 def _accept(connection: socket.socket) -> _Work | None:
@@ -303,9 +316,9 @@ def _become(work: _Work) -> None:
     for fd, stream in enumerate(work.streams):
         os.dup2(stream, fd)
     _close(work.streams)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in request["ignored"]:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     for name, limits in request["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), limits)
     os.sched_setaffinity(0, request["cores"])

@@ -55,6 +55,22 @@ def test_what_is_written_counts_as_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.path.iterdir()) == ["completed.json", "run.json", "starts.jsonl"]
 
 
+def test_two_that_write_one_file_at_once_leave_it_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their processes may have one number: on two hosts, or in two containers."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    path = tmp_path / "wer-test.json"
+    with atomic_path(path) as slow:
+        with slow.open("w") as file:
+            file.write("first")
+            write_text_atomically(path, "the other's")
+            assert path.read_text() == "the other's"
+            file.write(" and last")
+        assert path.read_text() == "the other's"
+    assert path.read_text() == "first and last" and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_folder_that_goes_after_the_rename_is_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,12 +197,16 @@ def test_what_nobody_has_words_for_is_one_line_if_it_is_of_a_file() -> None:
 def test_a_command_ends_in_one_line_where_a_disk_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def stale(path: Path, **_: Any) -> Any:
-        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+    def stale(original: Callable[..., bool]) -> Callable[..., bool]:
+        def ask(path: Path, **options: Any) -> bool:
+            if path.is_relative_to(tmp_path):  # what the command imports only now lies elsewhere
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return original(path, **options)
 
-    monkeypatch.setattr(Path, "is_file", stale)
-    monkeypatch.setattr(Path, "exists", stale)
-    monkeypatch.setattr(Path, "is_dir", stale)
+        return ask
+
+    for name in ("is_file", "exists", "is_dir"):
+        monkeypatch.setattr(Path, name, stale(getattr(Path, name)))
     assert main.run(["report", str(tmp_path)]) == 1
     printed = capsys.readouterr().err
     assert printed.startswith(f"speechdp: {tmp_path}") and printed.count("\n") == 1

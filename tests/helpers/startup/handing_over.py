@@ -30,13 +30,10 @@ def hand_over(address: str) -> None:
         return
     if None in (sys.stdin, sys.stdout, sys.stderr):  # closed, which a fork would not know
         return
+    # First of all: once it is connected the server waits for it, and so does everybody else.
+    request = json.dumps(_request(arguments)).encode() + b"\n"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        try:
-            connection.connect(address)
-            socket.send_fds(connection, [b"."], [0, 1, 2])
-        except OSError:  # the session has ended
-            return
-        _Standing(connection, _request(arguments)).stand()
+        _Standing(connection, address, request).stand()
 
 
 def _request(arguments: list[str]) -> dict[str, object]:
@@ -82,21 +79,23 @@ def _umask() -> int:
 class _Standing:
     """Stands for the process that does the work: hands it signals, ends as it does, and it with this one."""
 
-    def __init__(self, connection: socket.socket, request: dict[str, object]) -> None:
-        self._connection, self._request = connection, request
+    def __init__(self, connection: socket.socket, address: str, request: bytes) -> None:
+        self._connection, self._address, self._request = connection, address, request
         self._pid, self._early = 0, list[int]()
 
     def stand(self) -> None:
-        """Ask for the work, and do not return unless the server refuses it."""
+        """Ask for the work, and do not return unless the server refuses it or is not there."""
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         for number, handler in before.items():
             if handler != signal.SIG_IGN:
                 signal.signal(number, self._forward)
         try:
-            self._connection.sendall(json.dumps(self._request).encode() + b"\n")
+            self._connection.connect(self._address)
+            socket.send_fds(self._connection, [b"."], [0, 1, 2])
+            self._connection.sendall(self._request)
             answers = self._connection.makefile("r")
             pid = int(answers.readline() or 0)
-        except OSError:
+        except OSError:  # the session has ended
             pid = 0
         if not pid:
             for number, handler in before.items():

@@ -267,6 +267,7 @@ def test_a_process_that_ends_by_itself_meanwhile_is_no_error(monkeypatch: pytest
     ended = subprocess.Popen(["sleep", "600"])
     child = psutil.Process(ended.pid)
     monkeypatch.setattr(psutil.Process, "children", lambda _, recursive: [child])
+    monkeypatch.setattr(doctor_job, "_ENDING_S", DEADLINE_S)  # of a launcher that gets a core late
     launcher = subprocess.Popen(["sleep", "600"])
     ended.kill()
     ended.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -35,6 +34,7 @@ from tests.helpers.half_precision import needs_bf16_lstm
 from tests.helpers.options import options_with
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 from tests.helpers.tiny_speech import TINY_SYNTHESIS, write_tiny_speech
+from tests.helpers.waiting import no_thread_left
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -237,11 +237,10 @@ def test_exchanges_are_over_before_the_end(
     options = dataclasses.replace(
         ACOUSTIC, strategy=StrategyChoice("model_averaging:period=2,compression=int8")
     )
-    before = set(threading.enumerate())  # tests of this process before may have left some
-    profiled(datasets["acoustic"], options, tmp_path / "job", module, size=2)
+    with no_thread_left():
+        profiled(datasets["acoustic"], options, tmp_path / "job", module, size=2)
     assert sorted(calls[:2]) == ["pause", "pause"] or calls.index("pause") < calls.index("finish")
     assert calls.count("pause") == 2
-    assert not [thread.name for thread in threading.enumerate() if thread not in before]
 
 
 def test_a_full_disk_is_named(datasets: dict[str, Dataset], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import stat
 from pathlib import Path
 
@@ -91,13 +92,17 @@ def test_dry_run_shows_a_script_that_can_be_submitted(
     assert list(work.iterdir()) == []
 
 
-def test_the_umask_holds_and_links_are_not_followed(work: Path, tmp_path: Path) -> None:
+def test_the_umask_holds_and_links_are_not_followed(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = work / "speechdp-x.sbatch"
     other = tmp_path / "other"
     other.write_text("mine", encoding="utf-8")
-    (work / f".{script.name}.{os.getpid()}.tmp").symlink_to(other)
-    with pytest.raises(ConfigError, match="the script cannot be written"):
-        write_script(script, "text")
+    (work / f".{script.name}.guessed.tmp").symlink_to(other)
+    with monkeypatch.context() as guessed:
+        guessed.setattr(secrets, "token_hex", lambda _: "guessed")
+        with pytest.raises(ConfigError, match="the script cannot be written"):
+            write_script(script, "text")
     former = os.umask(0o077)
     try:
         write_script(script, "text")

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from speechdp.errors import ConfigError, RunError
-from speechdp.ownership import owner
+from speechdp.ownership import claimant, owner
 from speechdp.ownership.batch_job import SchedulerJob, find_batch_job
 from speechdp.ownership.claimant import Claimant, Fate, process_fate
 from speechdp.ownership.owner import OWNER_FILE, FolderOwner, OwnerTiming, StopAsked, Surroundings
@@ -117,6 +118,19 @@ def test_a_killed_process_that_nobody_has_waited_for_is_gone() -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     assert process_fate(process.pid, start) is Fate.GONE
     process.communicate()
+
+
+def test_a_process_that_ends_while_it_is_looked_at_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was taken for one of which nothing is known, and a sign of life was waited for."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    stat = claimant._stat
+
+    def late(pid: int) -> tuple[str, int] | None:
+        process.communicate(b"\n")
+        return stat(pid)
+
+    monkeypatch.setattr(claimant, "_stat", late)
+    assert process_fate(process.pid, 1) is Fate.GONE
 
 
 def test_what_is_known_of_a_host_that_was_started_anew_and_of_containers() -> None:
@@ -283,6 +297,31 @@ def test_a_full_disk_without_hard_links_leaves_no_claim_of_nobody(
     host.owner.acquire()
     assert (tmp_path / OWNER_FILE).is_file()
     host.owner.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("has_looked", [True, False])
+def test_a_folder_that_its_owner_removes_at_its_end_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_looked: bool
+) -> None:
+    """The newcomer has seen it, or the one around it, and said that the folder is removed by somebody."""
+    first, newcomer = Host(tmp_path / "deep" / "run"), Host(tmp_path / "deep" / "run")
+    first.owner.acquire()
+    name, step = ("_claim", newcomer.owner._claim) if has_looked else ("mkdir", Path.mkdir)
+
+    def late(*arguments: Any, **options: Any) -> None:
+        monkeypatch.undo()
+        first.owner.release()
+        step(*arguments, **options)
+
+    if has_looked:
+        monkeypatch.setattr(newcomer.owner, name, late)
+    else:
+        newcomer = Host(tmp_path / "deep" / "other")
+        monkeypatch.setattr(Path, name, late)
+    newcomer.owner.acquire()
+    assert newcomer.owner.file.is_file() and newcomer.said == []
+    newcomer.owner.release()
     assert list(tmp_path.iterdir()) == []
 
 

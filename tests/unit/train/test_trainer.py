@@ -60,6 +60,7 @@ from tests.helpers.finished_run import evaluations, model_tensors
 from tests.helpers.options import options_with
 from tests.helpers.repeats import Repeats
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
+from tests.helpers.waiting import LIMIT_S
 
 CPU = torch.device("cpu")
 ALONE = SerialCommunicator()
@@ -581,7 +582,7 @@ def test_a_stop_in_a_sweeps_run_on_one_rank_reaches_the_ranks_that_wait(
             run_sweep(session, OPTIONS, plan, tmp_path, lambda name: reporter, RaceOptions(0))
         comm.barrier()
 
-    run_threads(2, sweep, timeout_s=30)
+    run_threads(2, sweep, timeout_s=LIMIT_S)
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["one-rank"]
     assert json.loads((tmp_path / "sweep.json").read_text())["completed"] is False
 

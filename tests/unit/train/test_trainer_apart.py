@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Paused, Stopped
+from speechdp.train import trainer
 from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
@@ -165,8 +168,30 @@ def test_a_run_resumed_after_its_last_batch_is_timed_by_its_timeline(
     assert (tmp_path / "completed.json").is_file() and not (tmp_path / "timing.json").exists()
 
 
-def test_a_slow_rank_trains_on_less(dataset: Dataset, tmp_path: Path) -> None:
+def test_a_slow_rank_trains_on_less(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pause lasts until the other has trained on most of the data: by the clock that may get no core."""
     options = dataclasses.replace(OPTIONS, strategy=StrategyChoice("ad_psgd"), slow_ranks="1:100", epochs=1)
-    run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path))
+    has_come_far = threading.Event()
+
+    class Fast(SilentReporter):
+        def __init__(self) -> None:
+            self.left = 14  # of 21 batches
+
+        def step(self, epoch: float, frames: int, loss: float | None) -> None:
+            self.left -= 1
+            if self.left == 0:
+                has_come_far.set()
+
+    def pause(seconds: float) -> None:
+        assert has_come_far.wait(LIMIT_S)
+
+    def train(comm: Communicator) -> None:
+        reporter = Fast() if comm.rank == 0 else SilentReporter()
+        train_run(Session(dataset, comm, CPU, reporter), options, tmp_path)
+
+    monkeypatch.setattr(trainer, "time", SimpleNamespace(**{**vars(time), "sleep": pause}))
+    run_threads(2, train)
     fast, slow = frames_trained(tmp_path)
     assert fast + slow == dataset.num_frames("train") and slow < fast / 2

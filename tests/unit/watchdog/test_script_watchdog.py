@@ -23,15 +23,18 @@ from speechdp.watchdog.status import RankStatus
 from tests.helpers.waiting import wait_until
 
 TIMEOUT_S = 1.0
+#: Of a watchdog within its timeout.
+LOOKS = 20
 ONE_HOST = ("n1", "n1")
 
 
 class Sighted(ScriptWatchdog):
     """Judges only once it has seen the other rank at something: on a busy machine that may take seconds."""
 
-    sees = ""
+    sees, num_looks = "", 0
 
     def _is_due(self, own: RankStatus, still_s: float) -> bool:
+        self.num_looks += 1
         doing = [seen.status.doing for seen in self._sightings.values() if seen.status is not None]
         has_seen = not self.sees or any(self.sees in each for each in doing)
         return has_seen and super()._is_due(own, still_s)
@@ -50,6 +53,7 @@ class Job:
     calls: Callable[[], Calls] = Calls
     said: list[tuple[int, str, int]] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
+    watchdogs: dict[int, Sighted] = field(default_factory=dict)
 
     def run(self, script: Callable[[int, Calls, Job], None], *, timeout_s: Sequence[float]) -> None:
         """Let each rank do what `script` says, watched."""
@@ -63,6 +67,7 @@ class Job:
 
             watchdog = Sighted(comm, self.hosts, timeout_s[comm.rank], calls, board, end=end)
             watchdog.sees = self.sees[comm.rank]
+            self.watchdogs[comm.rank] = watchdog
             watchdog.start()
             try:
                 script(comm.rank, calls, self)
@@ -73,6 +78,10 @@ class Job:
 
     def wait_for_end(self) -> None:
         assert self.over.wait(300), "nobody has ended the job"
+
+    def wait_for_looks(self, rank: int, num_looks: int) -> None:
+        """Wait until a rank's watchdog has judged so often, or has ended the job."""
+        wait_until(lambda: self.watchdogs[rank].num_looks >= num_looks or self.said, "looks of the watchdog")
 
 
 def test_ranks_that_wait_at_different_calls_are_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +180,7 @@ def test_ranks_on_other_hosts_are_not_seen(together: bool) -> None:
         with calls.of("run.evaluating()"):
             if together:
                 job.wait_for_end()
-            threading.Event().wait(3 * TIMEOUT_S)
+            job.wait_for_looks(0, 3 * LOOKS)
             job.over.set()
 
     job = Job(("n1", "n2"))
@@ -182,32 +191,46 @@ def test_ranks_on_other_hosts_are_not_seen(together: bool) -> None:
 
 
 class SuddenCalls(Calls):
-    """Enters a call just when its beats have been read, once it is armed."""
+    """Enters a call just when its beats have been read, and leaves it a few looks later.
+
+    By the watchdog's own looks: a script that gets no core meanwhile would be in the call for too long.
+    """
+
+    #: Looks before the call, in it, and after it.
+    BEFORE, WITHIN, AFTER = 2 * LOOKS, LOOKS // 4, LOOKS // 4
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_armed = False
+        self.num_reads = 0
+
+    @property
+    def num_looks(self) -> int:
+        """How often the watchdog has looked: each time it reads the beats twice."""
+        return self.num_reads // 2
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name == "beats" and self.is_armed:
-            self.is_armed = False
-            self._go_to("run.evaluating()")
+        if name == "beats" and threading.current_thread().name == "speechdp-watchdog":
+            self.num_reads += 1
+            if self.num_reads == 2 * self.BEFORE + 1:
+                self._move("run.evaluating()")
+            elif self.num_reads == 2 * (self.BEFORE + self.WITHIN) + 1:
+                self._move("")
         return value
+
+    def _move(self, call: str) -> None:
+        before = self.num_reads
+        self._go_to(call)  # which reads the beats, too
+        self.num_reads = before
 
 
 def test_a_call_that_begins_while_the_watchdog_looks_has_not_been_waited_in_before() -> None:
     """After code of the script's own, which may take longer than the limit, that ended healthy jobs."""
-    now = threading.Event().wait
 
     def script(rank: int, calls: Calls, job: Job) -> None:
         assert isinstance(calls, SuddenCalls)
-        now(2 * TIMEOUT_S)
-        calls.is_armed = True
-        wait_until(lambda: not calls.is_armed, "the watchdog looks")
-        now(TIMEOUT_S / 4)
-        calls._go_to("")
-        now(TIMEOUT_S / 4)
+        enough = calls.BEFORE + calls.WITHIN + calls.AFTER
+        wait_until(lambda: calls.num_looks >= enough or job.said, "looks of the watchdog")
 
     job = Job(calls=SuddenCalls)
     job.run(script, timeout_s=(TIMEOUT_S, TIMEOUT_S))
