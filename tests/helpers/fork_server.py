@@ -33,6 +33,7 @@ import sys
 import tempfile
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -157,8 +158,15 @@ def import_everything() -> None:
         importlib.import_module(name)
     _parse_once()
     _work_once()
+    _leave_torchs_operators_alone()
     gc.collect()
     gc.freeze()  # what is never collected stays shared with the forked
+
+
+def _leave_torchs_operators_alone() -> None:
+    """Have no fork take apart at its end what torch has defined in Python: it would copy 32 MB for that."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def _parse_once() -> None:
