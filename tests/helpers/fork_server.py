@@ -151,6 +151,7 @@ def import_everything() -> None:
         return
     import speechdp  # noqa: PLC0415
 
+    gc.disable()  # what is imported stays: to look for garbage in it again and again is a part of the start
     for module in pkgutil.walk_packages(speechdp.__path__, "speechdp."):
         if not module.name.startswith(_NOT_IMPORTED):
             importlib.import_module(module.name)
@@ -161,6 +162,7 @@ def import_everything() -> None:
     _leave_torchs_operators_alone()
     gc.collect()
     gc.freeze()  # what is never collected stays shared with the forked
+    gc.enable()
 
 
 def _leave_torchs_operators_alone() -> None:
