@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,6 +90,20 @@ def test_it_ends_as_the_work_does(script: Path, end: str, expected: tuple[int, s
     assert expected[1] in {None, ended.stderr}, ended.output
     is_orderly = not any(sudden in end for sudden in ("kill", "abort", "_exit"))
     assert ended.stdout == ("thread\nat exit\n" if is_orderly else ""), ended.output
+
+
+def test_at_its_end_it_finalizes_what_is_its_own(script: Path) -> None:
+    """And nothing that it shares: torch's operators, taken apart, would be copied first."""
+    source = """
+        import sys, tempfile, weakref
+        print([one for one in weakref.finalize._registry if one.atexit])
+        kept = tempfile.TemporaryDirectory()
+        print(kept.name, file=sys.stderr)
+    """
+    ended = run_script(script, source)
+    assert (ended.exit_code, ended.stdout) == (0, "[]\n"), ended.output
+    kept = ended.stderr.splitlines()[-1]
+    assert kept.startswith(tempfile.gettempdir()) and not Path(kept).exists(), ended.output
 
 
 def test_an_error_is_shown(script: Path) -> None:

@@ -33,6 +33,7 @@ import sys
 import tempfile
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -150,6 +151,7 @@ def import_everything() -> None:
         return
     import speechdp  # noqa: PLC0415
 
+    gc.disable()  # what is imported stays: to look for garbage in it again and again is a part of the start
     for module in pkgutil.walk_packages(speechdp.__path__, "speechdp."):
         if not module.name.startswith(_NOT_IMPORTED):
             importlib.import_module(module.name)
@@ -157,8 +159,16 @@ def import_everything() -> None:
         importlib.import_module(name)
     _parse_once()
     _work_once()
+    _leave_torchs_operators_alone()
     gc.collect()
     gc.freeze()  # what is never collected stays shared with the forked
+    gc.enable()
+
+
+def _leave_torchs_operators_alone() -> None:
+    """Have no fork take apart at its end what torch has defined in Python: it would copy 32 MB for that."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
 
 
 def _parse_once() -> None:
