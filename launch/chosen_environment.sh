@@ -6,8 +6,14 @@ is_own() { # FOLDER
     if [ -f "$1/speechdp-setup.choices" ] || [ -f "$1/speechdp-setup.stamp" ]; then return; fi
     ! compgen -G "$1/*" && ! compgen -G "$1/.[!.]*"
 } >/dev/null
+refuse_unwritable() { # one line where .venv cannot be made, or not be written to
+    local folder=$VENV
+    if [ ! -e "$VENV" ]; then folder=$ROOT; fi
+    [ -w "$folder" ] || fail "$folder cannot be written to; run launch/setup in a copy of the checkout that you may write to"
+}
 link_venv() { # FOLDER: .venv becomes a link to it
     if [ "$VENV" -ef "$1" ]; then return; fi
+    refuse_unwritable
     if [ -e "$VENV" ] || [ -L "$VENV" ]; then fail "$VENV is there already; remove it, so that it can become a link to $1"; fi
     ln -s "$(cd "$1" && pwd -P)" "$VENV"
     # Until its choices are saved nothing is chosen: a later run would else take it for an environment of setup's own.

@@ -5,15 +5,21 @@ Settings are defaults: whatever the user has put into the environment stays as i
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import stat
+import struct
 import sys
+import termios
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from speechdp.comm.waiting import sleep_until
 from speechdp.process.bounded import bounded
 
 #: which algorithm Open MPI takes for which message size; see the file itself and docs/communicators.md.
@@ -221,6 +227,29 @@ def flush_output() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
+
+
+def wait_until_heard(within_s: float = 1.0) -> None:
+    """Wait until the launcher has read all that was written to it through pipes.
+
+    Hydra's mpiexec reads no more of what a rank has said once it hears that the rank aborts the job.
+
+    Args:
+        within_s: then whoever reads is taken for stuck, s.
+    """
+    until = time.monotonic() + within_s
+    sleep_until(lambda: not any(map(_bytes_in_pipe, (1, 2))) or time.monotonic() > until)
+
+
+def _bytes_in_pipe(descriptor: int) -> int:
+    """Return how many bytes nobody has read yet; 0 where it is no pipe."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            return 0
+        (unread,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    except OSError:  # closed
+        return 0
+    return int(unread)
 
 
 def gloo_connects_later() -> bool:

@@ -20,6 +20,7 @@ FaultKind = Literal[
     "no program",
     "no folder",
     "no room",
+    "no shared memory",
     "start hung",
     "step aborted",
     "step timed out",
@@ -42,8 +43,9 @@ class Fault:
     Attributes:
         kind: a rank's own message, a rank killed by a signal or ended with an exit code, a host lost, a rank
             that aborted all others, having said why, a host on which no daemon could be started, or one
-            without the program, a launcher that can make no folder for itself, or has no room there, or
-            ranks that waited in vain for others to start; and what srun says of all ranks.
+            without the program, a launcher that can make no folder for itself, or has no room there, a host
+            whose ranks have no room for what they share, or ranks that waited in vain for others to start;
+            and what srun says of all ranks.
         rank: index of the rank, None where the launcher does not tell.
         host: its host, None likewise.
         signal: what killed it.
@@ -82,6 +84,8 @@ class Fault:
             "written on every host",
             "no room": f"mpirun has no room for its files on {self.host}; free some space in TMPDIR (/tmp "
             "where it is not set), or let it name a folder that has some on every host",
+            "no shared memory": f"ranks on {self.host} have no room in /dev/shm, through which they exchange"
+            '; make it larger (a container: --shm-size=1g), or give --mpi-args="--mca btl tcp,self"',
             "no program": f"this Python is not on {self.host}; install speechdp there under the same path",
             "step aborted": "srun has ended all ranks",
             "step timed out": "srun has waited in vain for ranks to end",

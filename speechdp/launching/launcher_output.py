@@ -95,6 +95,10 @@ def _no_room(match: re.Match[str]) -> Fault:
     return Fault("no room", host=match["host"])
 
 
+def _no_shared_memory(match: re.Match[str]) -> Fault:
+    return Fault("no shared memory", host=match["host"])
+
+
 def _start_hung(_match: re.Match[str]) -> Fault:
     return Fault("start hung", exit_code=exit_codes.HUNG)
 
@@ -146,6 +150,13 @@ _BLOCKS = (
             r"Please check"
         ),
         _no_folder,
+    ),
+    _Banner(
+        re.compile(
+            r"unable to reach each other for MPI communications.*Process 1 \(\S+\) is on host: (?P<host>\S+) "
+            r"Process 2 \(\S+\) is on host: (?P=host) BTLs attempted: self Your MPI job"
+        ),
+        _no_shared_memory,
     ),
     _Banner(re.compile(r"orte_init failed for some reason.* orte_session_dir failed"), _nothing),
     _Banner(re.compile(r"Primary job +terminated normally, but"), _nothing),

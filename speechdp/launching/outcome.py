@@ -28,7 +28,7 @@ _CONTINUES = (
 SCRIPT_CONTINUES = f"{_CONTINUES} once its folder is removed"
 
 #: Faults after which the ranks have not begun: what was said of them says what to do.
-_NOT_STARTED = ("not reached", "no program", "no folder", "no room")
+_NOT_STARTED = ("not reached", "no program", "no folder", "no room", "no shared memory")
 #: Exit codes of ranks that refused what they were asked for: an error of the user's, an unknown option,
 #: a folder of another job's.
 _REFUSED = (exit_codes.FAILED, exit_codes.USAGE, exit_codes.IN_USE)

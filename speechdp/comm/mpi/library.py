@@ -7,7 +7,13 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
-from speechdp.comm.environment import end_process, flush_output, has_parent_that_tells, prepare_open_mpi
+from speechdp.comm.environment import (
+    end_process,
+    flush_output,
+    has_parent_that_tells,
+    prepare_open_mpi,
+    wait_until_heard,
+)
 from speechdp.comm.waiting import sleep_until
 from speechdp.errors import CommunicationError
 
@@ -29,9 +35,9 @@ def world_rank() -> int:
 def abort_world(exit_code: int) -> NoReturn:
     """End every rank of the MPI job at once."""
     flush_output()
-    # Once it hears of an abort, Hydra's mpiexec reads no more of what ranks have said before; where a rank
-    # leaves it does, and ends the others as well.
+    # Where a rank leaves, Hydra ends the others as well, with an exit code of its own: launch has the rank's.
     if not has_parent_that_tells():
+        wait_until_heard()
         MPI.COMM_WORLD.Abort(exit_code)
     end_process(exit_code or 1)  # MPICH returns once its launcher has been told
 

@@ -109,7 +109,7 @@ class Corpus:
             if utterance.split not in (None, *SPLIT_NAMES):
                 raise ConfigError(
                     f"{source}: utterance {utterance.utterance_id} is in split {utterance.split!r}; "
-                    "splits are train, dev and test"
+                    "splits are train, dev and test: give it one of these, or remove it"
                 )
         return cls(source, tuple(ordered), notices, held_out, files)
 

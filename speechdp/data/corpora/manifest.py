@@ -18,12 +18,16 @@ from speechdp.json_input import parse_json
 _JSON = frozenset({".jsonl", ".json", ".list"})
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 #: How files call what is read of them, in any case: ours first, then NeMo, Common Voice, SpeechBrain,
-#: DeepSpeech, Hugging Face's audio folders, WeNet.
+#: DeepSpeech, Hugging Face's audio folders, WeNet, Common Voice's spontaneous speech and Coqui TTS, and
+#: other names that NeMo and Hugging Face take.
 _COLUMNS = {
     "id": ("id", "utterance_id", "key"),
-    "audio": ("audio", "audio_filepath", "path", "wav", "wav_filename", "file_name"),
+    "audio": (
+        *("audio", "audio_filepath", "path", "wav", "wav_filename", "file_name", "audio_file"),
+        *("audio_filename", "audio_file_name"),
+    ),
     "text": ("text", "sentence", "wrd", "words", "transcript", "transcription", "txt"),
-    "speaker": ("speaker", "speaker_id", "spk_id", "client_id"),
+    "speaker": ("speaker", "speaker_id", "spk_id", "client_id", "speaker_name"),
     "start": ("start", "offset"),
     "end": ("end",),
     "duration": ("duration",),
@@ -32,8 +36,9 @@ _COLUMNS = {
 }
 #: What stands between fields where it is neither of ours, mostly in a file without a header.
 _OTHER_DELIMITERS = "|;\t"
-#: The folder beside Common Voice's lists whose files they name without it.
-_CLIPS = Path("clips")
+#: The folder beside Common Voice's lists whose files they name without it, by the column that does: of what
+#: was read aloud, and of spontaneous speech.
+_COMMON_VOICE_FOLDERS = {"path": Path("clips"), "audio_file": Path("audios")}
 
 
 def is_manifest(source: Path) -> bool:
@@ -213,8 +218,9 @@ def _columns_of(where: str, names: frozenset[str], *, needs_text: bool) -> dict[
 
 def _folder_of(source: Path, columns: Mapping[str, str]) -> Path:
     """Return the folder below the manifest's in which audio is that is named without one."""
-    is_common_voice = columns.get("speaker") == "client_id" and columns["audio"] == "path"
-    return _CLIPS if is_common_voice and (source.parent / _CLIPS).is_dir() else Path()
+    is_common_voice = columns.get("speaker") == "client_id"
+    folder = _COMMON_VOICE_FOLDERS.get(columns["audio"]) if is_common_voice else None
+    return folder if folder is not None and (source.parent / folder).is_dir() else Path()
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
 import pytest
 
+from speechdp.comm.environment import wait_until_heard
 from speechdp.comm.waiting import sleep_until
 
 
@@ -37,3 +41,37 @@ def test_sleeps_double_up_to_the_longest(sleeps: list[float]) -> None:
 def test_while_it_may_be_busy_it_only_yields(sleeps: list[float]) -> None:
     sleep_until(_true_after(16), busy_s=3e-3)
     assert sleeps == pytest.approx([0, 0, 0, 20e-6, 40e-6, 80e-6])
+
+
+_SAYS_AND_WAITS = """
+import os
+from speechdp.comm.environment import wait_until_heard
+os.write(2, b"why")
+wait_until_heard(3600)
+os.write(1, b"heard")
+"""
+
+
+def test_a_rank_waits_until_its_launcher_has_read_what_it_said() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", _SAYS_AND_WAITS], stdout=pipe, stderr=pipe) as rank:
+        assert rank.stdout is not None and rank.stderr is not None
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(5.0)  # in which it has come to wait, mostly
+        assert os.read(rank.stderr.fileno(), 100) == b"why"
+        assert rank.stdout.read() == b"heard"
+    assert rank.returncode == 0
+
+
+def test_a_launcher_that_reads_nothing_is_not_waited_for(sleeps: list[float]) -> None:
+    reader, writer = os.pipe()
+    stderr = os.dup(2)
+    try:
+        os.write(writer, b"why")
+        os.dup2(writer, 2)
+        wait_until_heard(within_s=1.0)
+    finally:
+        os.dup2(stderr, 2)
+        for descriptor in (reader, writer, stderr):
+            os.close(descriptor)
+    assert sum(sleeps) == pytest.approx(1.0, abs=0.01)

@@ -70,6 +70,22 @@ NO_ROOM = (
     f"[n2:41] PMIX ERROR: ERROR in file {_PMIX}/common/dstore/dstore_base.c at line 2436\n"
     f"[n2:43] PMIX ERROR: ERROR in file {_PMIX}/gds/ds12/gds_ds12_lock_pthread.c at line 168\n"
 )
+#: Of ranks in a container with a /dev/shm of 1 MiB.
+NO_SHARED_MEMORY = f"""{"-" * 74}
+At least one pair of MPI processes are unable to reach each other for
+MPI communications.  This means that no Open MPI device has indicated
+that it can be used to communicate between these processes.  This is
+an error; Open MPI requires that all MPI processes be able to reach
+each other.  This error can sometimes be the result of forgetting to
+specify the "self" BTL.
+
+  Process 1 ([[30694,1],0]) is on host: n2
+  Process 2 ([[30694,1],1]) is on host: n2
+  BTLs attempted: self
+
+Your MPI job is now going to abort; sorry.
+{"-" * 74}
+"""
 #: Of a daemon whose ranks have gone.
 UNREACHABLE = (
     "[n2:00360] PMIX ERROR: UNREACHABLE in file "
@@ -105,6 +121,7 @@ def read(text: str, piece: int | None = None) -> tuple[str, list[Fault]]:
         (NO_PROGRAM, Fault("no program", host="n2")),
         (NO_FOLDER, Fault("no folder", detail="/proc/ompi.n1.0 (No such file or directory)")),
         (NO_ROOM, Fault("no room", host="n2")),
+        (NO_SHARED_MEMORY, Fault("no shared memory", host="n2")),
         ("Timeout (0:05:05.015625)!\n", Fault("start hung", exit_code=124)),
         (HOROVODRUN, Fault("killed", 1, signal=9)),
         ("srun: error: n2: task 1: Killed\n", Fault("killed", 1, "n2", signal=9)),

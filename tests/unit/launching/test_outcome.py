@@ -165,6 +165,13 @@ def test_a_full_disk_of_the_launcher_is_the_cause_only_where_ranks_fail_of_it(tm
     assert str(said.reason).startswith("rank 0 on n1 failed, its message stands above")
 
 
+def test_a_small_shared_memory_is_named_with_its_remedy(tmp_path: Path) -> None:
+    end = JobEnd(1, None, (Fault("no shared memory", host="n2"), Fault("exited", 1, exit_code=1)))
+    result = verdict(end, Target("train", tmp_path, None))
+    assert str(result.reason).startswith("ranks on n2 have no room in /dev/shm")
+    assert result.advice == ""
+
+
 def test_exit_code_0_needs_a_fresh_marker(tmp_path: Path) -> None:
     command = ["train", "DATA", str(tmp_path)]
     target = find_target(command)

@@ -123,6 +123,29 @@ def test_quickstart_writes_other_options_to_another_folder(checkout: Path) -> No
     assert "holds other things" in run_script(checkout, *command, "--out", "launch").stderr
 
 
+def test_quickstart_says_which_folder_cannot_be_written_to(checkout: Path) -> None:
+    (checkout / "file").touch()
+    refused = run_script(checkout, "launch/quickstart", "--out", "file/out")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"quickstart: {checkout}/file/out cannot be written to; give")
+    assert refused.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("has_venv", [False, True])
+def test_setup_says_that_the_checkout_cannot_be_written_to(checkout: Path, has_venv: bool) -> None:
+    if has_venv:
+        (checkout / ".venv").mkdir()
+    read_only = f"mount --bind {checkout} {checkout} && mount -o remount,ro,bind {checkout}"
+    apart = ("-c", 'exec unshare --mount --map-root-user sh -c "$0"')
+    if run_script(checkout, *apart, read_only).returncode != 0:
+        pytest.skip("this user may mount nothing, not even in a namespace")
+    refused = run_script(checkout, *apart, f"{read_only} && exec launch/setup")
+    assert refused.returncode == 1
+    folder = checkout / ".venv" if has_venv else checkout
+    assert refused.stderr.startswith(f"setup: {folder} cannot be written to; run launch/setup in a copy")
+    assert refused.stderr.count("\n") == 1
+
+
 def test_quickstart_passes_on_what_prepare_advises(checkout: Path) -> None:
     (checkout / "words").mkdir()
     (checkout / "lexicon.txt").write_text("one w a n\n")

@@ -52,6 +52,10 @@ def test_a_table_says_where_utterances_are(tmp_path: Path) -> None:
         ("speech_brain.json", '{"a": {"wav": "a.wav", "length": 1.25, "words": "one", "spk_id": "ann"}}'),
         ("data.list", '{"key": "a", "wav": "a.wav", "txt": "one"}\n'),
         ("wenet.list", '{"key": "a", "wav": "a.wav", "txt": "one", "start": 0, "end": 1.5}\n'),
+        ("nemo.json", '{"audio_filename": "a.wav", "duration": 1.5, "text": "one", "speaker": "ann"}\n'),
+        ("hugging_face.jsonl", '{"audio_file_name": "a.wav", "text": "one"}\n'),
+        ("spontaneous.tsv", "client_id\taudio_file\tduration_ms\ttranscription\nann\ta.wav\t1500\tone\n"),
+        ("coqui_tts.csv", "audio_file,text,speaker_name,emotion_name\na.wav,one,ann,calm\n"),
         ("capitals.csv", "Audio,Text\na.wav,one\n"),
         ("windows.csv", "\ufeffaudio,text\r\na.wav,one\r\n\r\n"),
         ("spaced.csv", 'ID, wav, wrd\na, a.wav, "one"\n'),
@@ -170,12 +174,21 @@ def test_a_manifest_is_prepared_with_its_splits_and_missing_files_name_a_map(
     assert dataset.split == "corpus"
 
 
-@pytest.mark.parametrize("name", ["cv/train.tsv", "cv/clips/train.tsv"])
-def test_lists_of_common_voice_name_files_of_clips(name: str, tmp_path: Path) -> None:
-    (tmp_path / "cv" / "clips").mkdir(parents=True)
-    table = "client_id\tpath\tsentence\nann\ta.mp3\tone\n"
-    (utterance,) = read(tmp_path, name, table).utterances
-    assert utterance.audio == tmp_path / "cv" / "clips" / "a.mp3"
+@pytest.mark.parametrize(
+    ("name", "folder", "columns"),
+    [
+        ("cv/train.tsv", "clips", "client_id\tpath\tsentence"),
+        ("cv/clips/train.tsv", "clips", "client_id\tpath\tsentence"),
+        ("cv/ss-corpus-de.tsv", "audios", "client_id\taudio_file\ttranscription"),
+    ],
+)
+def test_lists_of_common_voice_name_files_of_clips(
+    name: str, folder: str, columns: str, tmp_path: Path
+) -> None:
+    for other in ("clips", "audios"):
+        (tmp_path / "cv" / other).mkdir(parents=True)
+    (utterance,) = read(tmp_path, name, f"{columns}\nann\ta.mp3\tone\n").utterances
+    assert utterance.audio == tmp_path / "cv" / folder / "a.mp3"
     (other,) = read(tmp_path, "cv/own.csv", "path,text\na.wav,one\n").utterances
     assert other.audio == tmp_path / "cv" / "a.wav"
 

@@ -72,7 +72,7 @@ def test_options_follow_its_name_and_a_split_that_is_asked_for_wins(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"split": "eval"}, "utterance u1 is in split 'eval'; splits are train, dev and test"),
+        ({"split": "eval"}, "utterance u1 is in split 'eval'; splits are train, dev and test: give it"),
         ({"split": ""}, "utterance u1 is in split ''"),
         ({"id": "u 1"}, "'u 1' cannot be an utterance's id; give ids without spaces"),
         ({"id": ""}, "'' cannot be an utterance's id"),
