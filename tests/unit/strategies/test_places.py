@@ -36,7 +36,7 @@ def _first_table(page: str) -> set[str]:
 def _section(page: str, name: str) -> str | None:
     """Return what is below a strategy's heading, up to the next of its level."""
     found = re.search(rf"^## {re.escape(name)}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    return found and found[1]
+    return found[1] if found else None
 
 
 def _documented(section: str) -> dict[str, str]:
