@@ -47,10 +47,15 @@ def is_manifest(source: Path) -> bool:
 
 
 def is_ljspeech_folder(source: Path) -> bool:
-    """Return whether a source is a folder in LJSpeech's form, without a file `text`, which would count."""
-    table = source / _LJSPEECH_TABLE
-    is_form = table.is_file() and (source / _LJSPEECH_AUDIO).is_dir() and not (source / "text").exists()
-    return is_form and _is_ljspeech(whole_lines(table))
+    """Return whether a source is a folder in LJSpeech's form.
+
+    Not one with transcripts that a folder of audio has: a file `text`, or .txt files beside the audio.
+    """
+    table, audio = source / _LJSPEECH_TABLE, source / _LJSPEECH_AUDIO
+    if not (table.is_file() and audio.is_dir()):
+        return False
+    has_others = (source / "text").exists() or any(audio.glob("*.txt"))
+    return not has_others and _is_ljspeech(whole_lines(table))
 
 
 def read_manifest(source: Path, rules: ReadingRules = PLAIN_RULES) -> Iterator[CorpusUtterance]:

@@ -111,8 +111,10 @@ def test_a_folder_with_transcripts_of_its_own_is_no_ljspeech(tmp_path: Path) -> 
     assert reader_of(tmp_path, None) == "folder"  # no wavs
     (tmp_path / "wavs").mkdir()
     assert reader_of(tmp_path, None) == "manifest"
-    (tmp_path / "text").write_text("a one\n", encoding="utf-8")
-    assert reader_of(tmp_path, None) == "folder"
+    for transcripts in (tmp_path / "text", tmp_path / "wavs" / "a.txt"):
+        transcripts.write_text("a one\n", encoding="utf-8")
+        assert reader_of(tmp_path, None) == "folder"
+        transcripts.unlink()
 
 
 @pytest.mark.parametrize(
