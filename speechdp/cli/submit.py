@@ -51,7 +51,7 @@ class SubmitCommand:
     ] = ()
     """Command each rank runs, after `--`: a speechdp command with its options, or `python SCRIPT ...`.
     --resume is added to train; a script has to load its own state."""
-    scheduler: Literal["auto", "slurm", "lsf", "pbs", "sge"] = "auto"
+    scheduler: Literal["auto", Scheduler] = "auto"
     """Batch system; auto: the one whose submit program is on PATH; sge is Grid Engine."""
     gpus_per_rank: int = 0
     """Number of GPUs to request for each rank."""

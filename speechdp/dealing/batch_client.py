@@ -18,7 +18,7 @@ from speechdp.data.plan.assignment import Assignment, Meeting, MeetingKind, Plan
 from speechdp.data.plan.epoch_plan import EpochPlan
 from speechdp.dealing.batch_server import BatchReply, Desk, Item
 from speechdp.dealing.epoch_batches import Deal
-from speechdp.parallel.roster import Roster
+from speechdp.parallel.declared import Roster
 
 _REQUEST, _ANSWER = 1, 2
 #: Seconds after which a rank asks again that was told to wait.

@@ -16,7 +16,7 @@ from typing import Any
 from speechdp.data.plan.assignment import Meeting, MeetingKind
 from speechdp.data.plan.epoch_plan import EpochPlan
 from speechdp.dealing.epoch_batches import Deal, Dealer, with_returned
-from speechdp.parallel.roster import Roster
+from speechdp.parallel.declared import Roster
 
 
 @dataclass(frozen=True)

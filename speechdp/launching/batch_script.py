@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from speechdp import exit_codes
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Scheduler
@@ -22,14 +23,71 @@ from speechdp.launching.allocation import Scheduler
 if TYPE_CHECKING:
     from jinja2 import Template
 
-TEMPLATES: dict[Scheduler, str] = {
-    "slurm": "slurm.sbatch",
-    "lsf": "lsf.bsub",
-    "pbs": "pbs.qsub",
-    "sge": "sge.qsub",
+
+@dataclass(frozen=True)
+class BatchSystem:
+    """How a batch system takes a job, and ends it or runs it again.
+
+    Attributes:
+        template: the script's, in templates/; a script has its suffix.
+        program: that takes scripts, with its options.
+        printed_id: what it prints of the job's number.
+        cancel: the program that ends a job, by its number.
+        reads_stdin: the program reads the script from there.
+        id_in_output: how the job's number is written in the name of an output file; None: it cannot be.
+        replaced_in_folder: signs that it replaces in the path of a job's working folder: it would not find
+            the folder, and the job would wait for ever or fail without a word.
+        requeue: the program that puts a running job back into the queue, by its number; none: a job's exit
+            code says it.
+        requeued_code: the exit code of a job that is to run again.
+    """
+
+    template: str
+    program: tuple[str, ...]
+    printed_id: re.Pattern[str]
+    cancel: str
+    reads_stdin: bool = False
+    id_in_output: str | None = None
+    replaced_in_folder: str = ""
+    requeue: tuple[str, ...] = ()
+    requeued_code: int = exit_codes.STOPPED
+
+
+SYSTEMS: dict[Scheduler, BatchSystem] = {
+    "slurm": BatchSystem(
+        template="slurm.sbatch",
+        program=("sbatch", "--parsable"),
+        printed_id=re.compile(r"^([0-9]+)(?:;[A-Za-z0-9._-]+)?$", re.MULTILINE),
+        cancel="scancel",
+        id_in_output="%j",
+        replaced_in_folder="%\\",
+        requeue=("scontrol", "requeue"),
+    ),
+    "lsf": BatchSystem(  # its script has `-Q "75"`
+        template="lsf.bsub",
+        program=("bsub",),
+        printed_id=re.compile(r"Job <([0-9]+)>"),
+        cancel="bkill",
+        reads_stdin=True,
+        id_in_output="%J",
+    ),
+    "pbs": BatchSystem(
+        template="pbs.qsub",
+        program=("qsub",),
+        printed_id=re.compile(r"^([0-9]+(?:\[\])?(?:\.[A-Za-z0-9._-]+)?)$", re.MULTILINE),
+        cancel="qdel",
+        requeue=("qrerun",),
+    ),
+    "sge": BatchSystem(
+        template="sge.qsub",
+        program=("qsub", "-terse"),
+        printed_id=re.compile(r"^([0-9]+)(?:\.[0-9:-]+)?$", re.MULTILINE),
+        cancel="qdel",
+        id_in_output="$JOB_ID",
+        replaced_in_folder="$",
+        requeued_code=99,
+    ),
 }
-#: How each batch system writes the job's number in the name of an output file; PBS cannot.
-JOB_ID_IN_OUTPUT: dict[Scheduler, str | None] = {"slurm": "%j", "lsf": "%J", "pbs": None, "sge": "$JOB_ID"}
 
 #: What is left for SIGTERM, SIGKILL and launch's own end when the ranks did not leave by themselves, s.
 _ENDING_S = 15
@@ -197,7 +255,7 @@ def example(scheduler: Scheduler) -> str:
 
 def default_output(scheduler: Scheduler, name: str) -> str | None:
     """Return the output file in the folder of submission; None: PBS's own, NAME.oNUMBER there."""
-    job_id = JOB_ID_IN_OUTPUT[scheduler]
+    job_id = SYSTEMS[scheduler].id_in_output
     return None if job_id is None else f"speechdp-{name}.{job_id}.out"
 
 
@@ -227,7 +285,7 @@ def output_file(scheduler: Scheduler, placement: Placement) -> str | None:
     """
     if placement.output is None:
         return default_output(scheduler, placement.name)
-    job_id = JOB_ID_IN_OUTPUT[scheduler]
+    job_id = SYSTEMS[scheduler].id_in_output
     if job_id is None and "%j" in placement.output:
         raise ConfigError(f"--output {placement.output}: PBS does not replace %j by the job id; leave it out")
     return placement.output.replace("%j", job_id or "")
@@ -275,7 +333,7 @@ def _template(scheduler: Scheduler) -> Template:
         undefined=StrictUndefined,
         autoescape=False,
     )
-    return environment.get_template(TEMPLATES[scheduler])
+    return environment.get_template(SYSTEMS[scheduler].template)
 
 
 def _clock(seconds: int) -> str:

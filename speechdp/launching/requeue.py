@@ -9,12 +9,11 @@ from types import FrameType
 from speechdp import exit_codes
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Allocation, Scheduler
+from speechdp.launching.batch_script import SYSTEMS
 from speechdp.launching.programs import ask
 from speechdp.launching.supervise import JobEnd
 from speechdp.process.ending import WARNINGS, give_up_handler
 
-#: Grid Engine runs a job again that ends with this exit code; no program is needed.
-_GRID_ENGINE_AGAIN = 99
 #: What Grid Engine sends with -notify before qdel kills; before it suspends or the time limit, SIGUSR1 comes.
 _QDEL = signal.SIGUSR2
 
@@ -76,20 +75,17 @@ def why_not_requeued(command: Sequence[str], end: JobEnd, *, is_script: bool) ->
 def requeue(allocation: Allocation, *, is_script: bool = False) -> int:
     """Ask for another run of this job; return the exit code to leave with.
 
-    LSF is told by the exit code alone: launch/lsf.bsub has `-Q "75"`.  SIGTERM is ignored from then on.
+    LSF and Grid Engine are told by it alone.  SIGTERM is ignored once another program was asked.
 
     Raises:
         ConfigError: the scheduler refused.
     """
     how = "the same command continues from the script's last checkpoint"
     remedy = f"submit the job again; {how if is_script else 'with --resume it goes on from its checkpoint'}"
-    if allocation.scheduler == "sge":
-        return _GRID_ENGINE_AGAIN
-    if allocation.scheduler == "slurm":
-        _order(["scontrol", "requeue", allocation.job_id], remedy)
-    elif allocation.scheduler == "pbs":
-        _order(["qrerun", allocation.job_id], remedy)
-    return exit_codes.STOPPED
+    system = SYSTEMS[allocation.scheduler]
+    if system.requeue:
+        _order([*system.requeue, allocation.job_id], remedy)
+    return system.requeued_code
 
 
 class _Accepted(BaseException):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -14,32 +13,13 @@ from speechdp import exit_codes
 from speechdp.errors import ConfigError, UsageError
 from speechdp.files import atomic_path
 from speechdp.launching.allocation import Scheduler
-from speechdp.launching.batch_script import JOB_ID_IN_OUTPUT, BatchJob, output_file, quote
+from speechdp.launching.batch_script import SYSTEMS, BatchJob, output_file, quote
 from speechdp.launching.command import check_script, is_script
 from speechdp.launching.forwarded_options import has_option
 from speechdp.launching.outcome import find_target
 from speechdp.launching.subcommands import STARTS_JOBS
 from speechdp.launching.variables import PAUSE
 
-_SUFFIX: dict[Scheduler, str] = {"slurm": "sbatch", "lsf": "bsub", "pbs": "qsub", "sge": "qsub"}
-_PROGRAM: dict[Scheduler, tuple[str, ...]] = {
-    "slurm": ("sbatch", "--parsable"),
-    "lsf": ("bsub",),
-    "pbs": ("qsub",),
-    "sge": ("qsub", "-terse"),
-}
-#: What ends a job, for the line that is printed after submitting.
-_CANCEL: dict[Scheduler, str] = {"slurm": "scancel", "lsf": "bkill", "pbs": "qdel", "sge": "qdel"}
-#: In what the program prints.
-_JOB_ID: dict[Scheduler, re.Pattern[str]] = {
-    "slurm": re.compile(r"^([0-9]+)(?:;[A-Za-z0-9._-]+)?$", re.MULTILINE),
-    "lsf": re.compile(r"Job <([0-9]+)>"),
-    "pbs": re.compile(r"^([0-9]+(?:\[\])?(?:\.[A-Za-z0-9._-]+)?)$", re.MULTILINE),
-    "sge": re.compile(r"^([0-9]+)(?:\.[0-9:-]+)?$", re.MULTILINE),
-}
-#: Signs that a batch system replaces in the path of a job's working folder: it would not find the folder, and
-#: the job would wait for ever or fail without a word.
-_REPLACED_IN_FOLDER: dict[Scheduler, str] = {"slurm": "%\\", "sge": "$"}
 _SUBMIT_TIMEOUT_S = 120
 _RESUME = ("--resume", "--no-resume")
 #: Commands whose --overwrite deletes the run that a job started again would go on with.
@@ -62,7 +42,7 @@ class Submission:
     @property
     def reads_stdin(self) -> bool:
         """Whether the program reads the script from there (bsub)."""
-        return self.scheduler == "lsf"
+        return SYSTEMS[self.scheduler].reads_stdin
 
     @property
     def command_line(self) -> str:
@@ -82,15 +62,16 @@ def plan_submission(
     Raises:
         ConfigError: the batch system cannot work in such a folder.
     """
-    signs = [sign for sign in _REPLACED_IN_FOLDER.get(scheduler, "") if sign in str(folder)]
+    system = SYSTEMS[scheduler]
+    signs = [sign for sign in system.replaced_in_folder if sign in str(folder)]
     if signs:
         raise ConfigError(
             f"{folder}: {scheduler} replaces {' and '.join(signs)} in the path of a job's folder and "
             "would not find it; submit from another folder"
         )
-    path = folder / f"speechdp-{name}.{_SUFFIX[scheduler]}"
-    script = () if scheduler == "lsf" else (str(path),)
-    return Submission(scheduler, path, (*_PROGRAM[scheduler], *scheduler_arguments, *script))
+    path = folder / f"speechdp-{name}{Path(system.template).suffix}"
+    script = () if system.reads_stdin else (str(path),)
+    return Submission(scheduler, path, (*system.program, *scheduler_arguments, *script))
 
 
 def detect_scheduler(
@@ -211,7 +192,7 @@ def check_output_folder(job: BatchJob) -> None:
 
 def find_program(scheduler: Scheduler, search_path: str) -> str:
     """Return the path of the program that takes scripts.  Raises ConfigError: it is not here."""
-    program = _PROGRAM[scheduler][0]
+    program = SYSTEMS[scheduler].program[0]
     found = shutil.which(program, path=search_path)
     if found is None:
         raise ConfigError(
@@ -259,7 +240,7 @@ def submit(submission: Submission, search_path: str) -> str:
             f"{program} refused {submission.path} with exit code {answer.returncode}; it says: {said}; "
             "the script is kept, to be edited and submitted by hand"
         )
-    match = _JOB_ID[submission.scheduler].search(answer.stdout)
+    match = SYSTEMS[submission.scheduler].printed_id.search(answer.stdout)
     if match is None:
         raise ConfigError(
             f"{program} took {submission.path} but printed no job id; it says: {said}; "
@@ -297,10 +278,10 @@ def where_output_goes(scheduler: Scheduler, job: BatchJob, job_id: str) -> Path:
     output = output_file(scheduler, job.placement)
     if output is None:
         return job.folder / f"{job.placement.name}.o{job_id.partition('.')[0]}"
-    placeholder = JOB_ID_IN_OUTPUT[scheduler]
+    placeholder = SYSTEMS[scheduler].id_in_output
     return job.folder / (output if placeholder is None else output.replace(placeholder, job_id))
 
 
 def how_to_cancel(scheduler: Scheduler, job_id: str) -> str:
     """Return the command that ends the job."""
-    return f"{_CANCEL[scheduler]} {job_id}"
+    return f"{SYSTEMS[scheduler].cancel} {job_id}"

@@ -6,7 +6,7 @@ The docstring under a field is its help on the command line.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from speechdp.errors import ConfigError
 from speechdp.models.presets import PRESETS, Preset
@@ -14,6 +14,7 @@ from speechdp.options.shown import shown
 from speechdp.tasks.base import Task
 from speechdp.tasks.registry import own_task_with
 
+#: Those of PRESETS, as tyro reads them.
 PresetName = Literal["tiny", "kaldi-4x800", "swb2000", "tacotron-tiny", "tacotron-small", "tacotron"]
 
 
@@ -24,7 +25,7 @@ class ModelOptions:
     preset: Annotated[
         PresetName | None,
         shown(
-            "{tiny,kaldi-4x800,swb2000,tacotron-tiny,tacotron-small,tacotron}",
+            f"{{{','.join(get_args(PresetName))}}}",
             "tiny; tacotron-tiny with --task synthesis",
         ),
     ] = None

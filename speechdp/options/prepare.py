@@ -155,7 +155,7 @@ class PrepareOptions:
         tyro.conf.arg(metavar="[SOURCE ...] DATA", help_behavior_hint=""),
     ]
     """SOURCE: a Kaldi data directory (wav.scp, text, utt2spk), a folder of audio files, or a manifest
-    (.csv, .tsv, .jsonl) that names audio and words of each utterance; or several.
+    (.csv, .tsv, .jsonl) that names audio and words of each utterance, or LJSpeech's folder; or several.
     Transcripts of a folder are read from a file named text, from *.trans.txt, from a .txt file per
     audio file, or from the names of the audio files (--pattern).
     DATA: the data directory to write."""

@@ -43,7 +43,8 @@ def strategy(name: str) -> Callable[[_Class], _Class]:
     return STRATEGIES.decorator(name)
 
 
-def _own_names() -> list[str]:
+def own_strategy_names() -> list[str]:
+    """Return the names of the strategies of this package: the files of speechdp/strategies."""
     package = importlib.import_module("speechdp.strategies")
     return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg]
 
@@ -74,7 +75,7 @@ def _check_declared(where: str, cls: type[Strategy]) -> None:
 
 #: All strategies; packages offer theirs by the entry points of this group.
 STRATEGIES = ExtensionPoint[Strategy](
-    "strategy", "speechdp.strategies", Strategy, _own_names, _check_declared
+    "strategy", "speechdp.strategies", Strategy, own_strategy_names, _check_declared
 )
 
 
@@ -89,7 +90,7 @@ def strategy_class(name: str) -> type[Strategy]:
     Raises:
         ConfigError: there is none of that name, or its package cannot be used.
     """
-    return _own_class(name) if name in _own_names() else STRATEGIES.find(name)
+    return _own_class(name) if name in own_strategy_names() else STRATEGIES.find(name)
 
 
 def _own_class(name: str) -> type[Strategy]:

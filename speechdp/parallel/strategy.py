@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, final, runtime_checkable
 
-from speechdp.parallel.roster import Roster
+from speechdp.parallel.declared import Exchange, Model, Roster
 
 if TYPE_CHECKING:  # who only reads options does without torch
     from torch import Tensor
@@ -119,7 +119,8 @@ class Strategy(ABC):
 
     What subclasses write, all but the abstract ones where they differ from the rest:
 
-    - what it is, from its options alone: `traits`, `roster`, `check_options`, `check_ranks`;
+    - what it is, from its options alone: `traits`, `roster`, `predicted_exchange`, `check_options`,
+      `check_ranks`;
     - its beginning: `set_up`, which makes its state;
     - training: `before_backward`, `step` (abstract); asynchronous ones `resume` and `pause`;
     - what is shown: `evaluation_parameters`, `finish` (abstract), `statistics`;
@@ -166,6 +167,18 @@ class Strategy(ABC):
     def roster(self, size: int) -> Roster:
         """Return who of `size` ranks trains on which part of the data, and who takes steps with whom."""
         return Roster(list(range(size)), list(range(size)))
+
+    def predicted_exchange(self, model: Model) -> Exchange | None:
+        """Return what ranks send and whom they wait for, by which `simulate` and `tune` predict its speed.
+
+        None: it is not predicted.  A strategy from outside says it itself: what it inherits is not taken.
+
+        Example::
+
+            def predicted_exchange(self, model):  # all ranks average all parameters once per period
+                return Exchange(Pattern.TOGETHER, model.steps_in(self.period), model.nbytes)
+        """
+        return None
 
     def check_options(self) -> None:
         """Raise ConfigError for option values that cannot be used; called when options are parsed."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.simulation.exchanges import Model, Pattern, exchange_of, is_known
+from speechdp.parallel.declared import Model, Pattern
+from speechdp.simulation.exchanges import exchange_of, is_known
 from speechdp.simulation.links import SMALL_BYTES, Cluster, LinkSpeed, Samples
 from speechdp.simulation.measured import MeasuredRun
 from speechdp.simulation.steps import REPLICATES, MeasuredWork

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from speechdp.errors import ConfigError
+from speechdp.parallel.declared import Exchange
 from speechdp.parallel.period import plain_number
 from speechdp.parallel.registry import StrategyChoice
-from speechdp.simulation.exchanges import Exchange, exchange_of, has_period
+from speechdp.simulation.exchanges import exchange_of, has_period
 from speechdp.simulation.fit import fit_link
 from speechdp.simulation.links import Cluster, Samples
 from speechdp.simulation.measured import MeasuredRun

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.comm.sums import REDUCIBLE
 from speechdp.errors import ConfigError
+from speechdp.parallel.declared import Exchange, Model, Pattern
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation.events import Served, mixed_share, serve
-from speechdp.simulation.exchanges import Exchange, Model, Pattern
 from speechdp.simulation.links import Cluster
 from speechdp.simulation.steps import REPLICATES, Drawn, Draws, MeasuredWork
 from speechdp.simulation.waiting import (

@@ -10,15 +10,9 @@ import numpy as np
 
 from speechdp.counting import counted
 from speechdp.errors import ConfigError
+from speechdp.parallel.declared import Exchange, Model
 from speechdp.parallel.registry import StrategyChoice
-from speechdp.simulation.exchanges import (
-    KNOWN_STRATEGIES,
-    Exchange,
-    Model,
-    exchange_of,
-    has_period,
-    is_known,
-)
+from speechdp.simulation.exchanges import exchange_of, has_period, is_known, known_strategies
 from speechdp.simulation.fit import (
     BETWEEN_LATENCY_S,
     WITHIN_BYTES_PER_S,
@@ -157,7 +151,7 @@ def exchanges_of(request: Request, model: Model) -> list[tuple[StrategyChoice, E
     Raises:
         ConfigError: a strategy that is not known here, or options that cannot be used.
     """
-    strategies = request.strategies or tuple(map(StrategyChoice, KNOWN_STRATEGIES))
+    strategies = request.strategies or tuple(map(StrategyChoice, known_strategies()))
     found: dict[str, tuple[StrategyChoice, Exchange]] = {}
     for choice in strategies:
         if not is_known(choice) or not has_period(choice):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from speechdp.simulation.exchanges import Exchange
+from speechdp.parallel.declared import Exchange
 from speechdp.simulation.links import Cluster, Samples
 from speechdp.simulation.steps import Drawn, MeasuredWork
 from speechdp.strategies.mechanisms.topology import exponential_offset

@@ -10,8 +10,9 @@ from typing import Any
 from speechdp.comm.base import Communicator
 from speechdp.comm.serial import SerialCommunicator
 from speechdp.errors import ConfigError
-from speechdp.parallel.roster import Roster
+from speechdp.parallel.declared import Exchange, Model, Pattern, Roster, buckets_of
 from speechdp.parallel.strategy import Progress, Strategy, Traits
+from speechdp.strategies.mechanisms.bucketed_gradients import BucketedGradients
 from speechdp.strategies.mechanisms.gossip import Gossip, Role
 from speechdp.strategies.mechanisms.pending_correction import EffectiveParameters
 from speechdp.strategies.mechanisms.super_learner import SuperLearner
@@ -76,6 +77,17 @@ class AdPsgd(Strategy):
 
     def roster(self, size: int) -> Roster:
         return Roster(list(range(size)), [rank // self.groups for rank in range(size)])
+
+    def predicted_exchange(self, model: Model) -> Exchange | None:
+        buckets = buckets_of(model.nbytes, BucketedGradients().bucket_mib) if self.groups > 1 else ()
+        return Exchange(
+            Pattern.GOSSIP,
+            self.period,
+            model.nbytes,
+            buckets,
+            topology=self.topology,
+            groups=self.groups,
+        )
 
     def check_options(self) -> None:
         if self.period < 1:

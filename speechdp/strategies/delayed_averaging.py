@@ -12,9 +12,11 @@ import torch
 from speechdp.comm.background import JobThread
 from speechdp.comm.base import Work
 from speechdp.errors import ConfigError
+from speechdp.parallel.declared import Exchange, Model, Pattern
 from speechdp.parallel.period import Period, PeriodUnit
 from speechdp.parallel.strategy import Progress
 from speechdp.strategies.mechanisms.averaging import AveragingStrategy
+from speechdp.strategies.mechanisms.number_formats import share_of_bytes
 from speechdp.timing.timeline import Span
 
 #: Fragments begin at multiples of this, as the tensors in the flat vector do.
@@ -121,6 +123,13 @@ class DelayedAveraging(AveragingStrategy):
     fragments: int = 1
     #: How far to go from one's own parameters of the window's end to their mean; 1: all the way.
     mix: float = 1.0
+
+    def predicted_exchange(self, model: Model) -> Exchange | None:
+        period = max(1, model.steps_in(self.period) // self.fragments)
+        nbytes = model.nbytes / self.fragments * share_of_bytes(self.compression)
+        if self.delay == 0:
+            return Exchange(Pattern.TOGETHER, period, nbytes)
+        return Exchange(Pattern.DELAYED, period, nbytes, delay=min(self.delay, period))
 
     def check_options(self) -> None:
         super().check_options()

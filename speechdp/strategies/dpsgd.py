@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from speechdp.errors import ConfigError
+from speechdp.parallel.declared import Exchange, Model, Pattern
 from speechdp.parallel.period import Period
 from speechdp.parallel.strategy import Progress, Traits
 from speechdp.strategies.mechanisms import topology
 from speechdp.strategies.mechanisms.neighbours import AllToAll, Neighbours, QuantisedNeighbours, Route
-from speechdp.strategies.mechanisms.number_formats import Compression, refuse_half_precision
+from speechdp.strategies.mechanisms.number_formats import Compression, refuse_half_precision, share_of_bytes
 from speechdp.strategies.mechanisms.periodic import PeriodicStrategy
 from speechdp.strategies.mechanisms.topology import Mixing
 from speechdp.timing.timeline import Span
@@ -59,6 +60,15 @@ class Dpsgd(PeriodicStrategy):
     @property
     def traits(self) -> Traits:
         return replace(super().traits, needs_peers=self.topology != "complete", partners_follow_size=True)
+
+    def predicted_exchange(self, model: Model) -> Exchange | None:
+        return Exchange(
+            Pattern.NEIGHBOURS,
+            model.steps_in(self.period),
+            model.nbytes * share_of_bytes(self.compression),
+            topology=self.topology,
+            overlaps=self.overlap,
+        )
 
     def check_options(self) -> None:
         super().check_options()

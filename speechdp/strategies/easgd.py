@@ -12,10 +12,11 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
+from speechdp.parallel.declared import Exchange, Model, Pattern, Roster
 from speechdp.parallel.period import PeriodUnit
-from speechdp.parallel.roster import Roster
 from speechdp.parallel.strategy import Progress, Traits
 from speechdp.strategies.mechanisms.averaging import AveragingStrategy
+from speechdp.strategies.mechanisms.number_formats import share_of_bytes
 from speechdp.strategies.mechanisms.quantised_mean import QuantisedMean
 from speechdp.strategies.mechanisms.quantised_wire import QuantisedWire
 from speechdp.strategies.mechanisms.server import (
@@ -104,6 +105,12 @@ class Easgd(AveragingStrategy):
 
     def roster(self, size: int) -> Roster:
         return worker_roster(size, dedicated=self.dedicated)
+
+    def predicted_exchange(self, model: Model) -> Exchange | None:
+        period, nbytes = model.steps_in(self.period), model.nbytes * share_of_bytes(self.compression)
+        if self.mode == "sync":
+            return Exchange(Pattern.TOGETHER, period, nbytes)
+        return Exchange(Pattern.SERVER, period, nbytes, dedicated=self.dedicated)
 
     def check_options(self) -> None:
         super().check_options()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
+from speechdp.parallel.declared import Exchange, Model, Pattern, buckets_of
 from speechdp.parallel.strategy import Progress, Traits
 from speechdp.strategies.mechanisms.bucketed_gradients import BucketedGradients
 from speechdp.strategies.mechanisms.nodes import Nodes, check_node_size, check_nodes
@@ -52,6 +53,21 @@ class GradientAveraging(BucketedGradients):
         steps = self.every * self.between_nodes
         return replace(
             super().traits, replicas_equal=steps == 0, between_nodes=str(steps) if steps > 0 else None
+        )
+
+    def predicted_exchange(self, model: Model) -> Exchange | None:
+        if self.compression == "powersgd":  # how large factors are depends on the model's matrices
+            return None
+        share = 1.0 if self.compression == "none" else 0.5
+        buckets = tuple(share * b for b in buckets_of(model.nbytes, self.bucket_mib))
+        return Exchange(
+            Pattern.TOGETHER,
+            self.every,
+            share * model.nbytes,
+            buckets if self.overlap else (),
+            rounds=self.between_nodes,
+            node_size=self.node_size,
+            nbytes_between=model.nbytes,
         )
 
     def check_options(self) -> None:

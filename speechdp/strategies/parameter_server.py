@@ -12,8 +12,8 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
+from speechdp.parallel.declared import Exchange, Model, Pattern, Roster
 from speechdp.parallel.replica import Replica
-from speechdp.parallel.roster import Roster
 from speechdp.parallel.strategy import Progress, Strategy, Traits
 from speechdp.strategies.mechanisms.server import (
     SERVER,
@@ -91,6 +91,10 @@ class ParameterServer(Strategy):
 
     def roster(self, size: int) -> Roster:
         return worker_roster(size, dedicated=self.dedicated)
+
+    def predicted_exchange(self, model: Model) -> Exchange | None:
+        pattern = Pattern.TOGETHER if self.mode == "sync" else Pattern.SERVER
+        return Exchange(pattern, 1, model.nbytes, dedicated=self.dedicated, at_server=True)
 
     def check_options(self) -> None:
         if self.staleness_aware and self.mode == "sync":

@@ -17,13 +17,14 @@ import pytest
 import torch
 
 from tests.helpers.fake_gpu.cuda import torch_folder
+from tests.helpers.own_script import named_nowhere
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has a CUDA of its own"),
     pytest.mark.skipif(shutil.which("g++") is None, reason="no g++"),
 ]
 REPOSITORY = Path(__file__).resolve().parents[2]
-STRATEGIES = (
+_CASES = (
     "gradient_averaging",
     "gradient_averaging:compression=fp16",
     "gradient_averaging:every=2",
@@ -51,6 +52,7 @@ STRATEGIES = (
     "gradient_averaging:between_nodes=2,node_size=1",
     "gradient_averaging:between_nodes=2,node_size=2,compression=fp16",
 )
+STRATEGIES = (*_CASES, *named_nowhere(_CASES, lambda traits: traits.synchronous))
 
 
 @pytest.fixture(scope="module")

@@ -32,13 +32,14 @@ from speechdp.train.progress import SilentReporter
 from speechdp.train.run import train_run
 from speechdp.train.session import Session
 from tests.helpers.finished_run import evaluations, model_tensors
+from tests.helpers.own_script import named_nowhere
 from tests.helpers.slow_disk import checkpoints_completed
 from tests.helpers.tiny_data import TinySizes, write_tiny_data
 
 CPU = torch.device("cpu")
 MODEL = ModelOptions(layers=1, cells=4, dropout=0.2)
 OPTIONS = TrainOptions(MODEL, BatchOptions(batch_size=2), epochs=3, checkpoint_steps=4)
-SYNCHRONOUS = (
+_CASES = (
     "gradient_averaging:every=3",
     "gradient_averaging:every=2,compression=powersgd,rank=1",
     "model_averaging:period=3,momentum=average",
@@ -60,6 +61,7 @@ SYNCHRONOUS = (
     "slowmo:period=2,between_nodes=4,node_size=1",
     "model_averaging:period=2,between_nodes=4,node_size=1,compression=int8",
 )
+SYNCHRONOUS = (*_CASES, *named_nowhere(_CASES, lambda traits: traits.resumes_with_other_size))
 #: Have no exchange, or nothing to keep of it, on one rank.
 ALONE_OTHERWISE = ("delayed_averaging", "dpsgd", "easgd")
 WITH_ROLES = ("ad_psgd", "parameter_server", "easgd")

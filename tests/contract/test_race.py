@@ -19,7 +19,7 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.errors import RunError
 from speechdp.experiments.race import racer
 from speechdp.experiments.race import run as race_run
-from speechdp.experiments.race.plan import RaceOptions, RaceSetting
+from speechdp.experiments.race.plan import RaceOptions, RaceSetting, why_left_out
 from speechdp.experiments.race.racer import Racer
 from speechdp.experiments.race.record import (
     FailedSetting,
@@ -33,7 +33,7 @@ from speechdp.experiments.race.record import (
 from speechdp.experiments.race.run import hold_race
 from speechdp.options.run import TrainOptions
 from speechdp.parallel import stop
-from speechdp.parallel.registry import StrategyChoice, strategy_names
+from speechdp.parallel.registry import StrategyChoice, own_strategy_names, parse_strategy
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import Stopped
 from speechdp.train import build, models
@@ -52,7 +52,7 @@ ROUNDS, STEPS = 2, 5
 #: Steps of a turn that would last for a while, and the setting of rank 0 alone.
 LONG_TURN, ALONE = 200, "one-rank"
 #: What adapts to training does not race.
-RACING = [name for name in strategy_names() if name != "adaptive_averaging"]
+RACING = [name for name in own_strategy_names() if not why_left_out(parse_strategy(name))]
 
 
 @pytest.fixture(scope="module")

@@ -29,9 +29,10 @@ import torch
 from speechdp.parallel.registry import parse_strategy
 from tests.faults.late import Killed, Pace
 from tests.faults.late_runs import Bench, Interruption, Story, Threads
+from tests.helpers.own_script import named_nowhere
 
-#: Every strategy of docs/strategies.md, and what exchanges otherwise within one.
-STRATEGIES = (
+#: What exchanges otherwise within a strategy.
+_CASES = (
     "gradient_averaging",
     "gradient_averaging:every=2,bucket_mib=0.001",
     "gradient_averaging:compression=powersgd,rank=1",
@@ -62,6 +63,8 @@ STRATEGIES = (
     "easgd:period=2",
     "easgd:period=2,mode=sync",
 )
+#: These, and every strategy that none of them names.
+STRATEGIES = (*_CASES, *named_nowhere(_CASES))
 #: Those whose exchanges come when a clock says so: each run has its own.
 _BY_THE_CLOCK = ("model_averaging:period=0.01s",)
 

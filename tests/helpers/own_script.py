@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,25 +12,39 @@ from torch import Tensor, nn
 
 from speechdp import DataParallel
 from speechdp.comm.base import Communicator
-from speechdp.parallel.registry import parse_strategy, strategy_names
+from speechdp.parallel.registry import StrategyChoice, own_strategy_names
+from speechdp.parallel.strategy import Traits
 
 NUM_STEPS = 8
 _SEED = threading.Lock()
 
 #: Options with which a strategy is plain training on one rank, where it is not by default.
 PLAIN_ON_ONE_RANK = {"bmuf": "momentum=keep", "diloco": "outer_learning_rate=1,outer_momentum=0"}
-#: The same strategies with exchanges within the few steps of a test.
-SHORT = {
-    "adaptive_averaging": "adaptive_averaging:period=2,interval=4",
-    "bmuf": "bmuf:period=3,eta=0.3",
-    "delayed_averaging": "delayed_averaging:period=3,delay=1",
-    "diloco": "diloco:period=3",
-    "easgd": "easgd:period=2",
-    "model_averaging": "model_averaging:period=3,momentum=average",
-    "slowmo": "slowmo:period=3,beta=0.4",
-}
-SYNCHRONOUS = [
-    *(SHORT.get(n, n) for n in strategy_names() if parse_strategy(n).traits.synchronous),
+
+
+def named_nowhere(cases: Sequence[str], wanted: Callable[[Traits], bool] = lambda traits: True) -> list[str]:
+    """Return our strategies that none of `cases` names, with exchanges within the few steps of a test.
+
+    Args:
+        wanted: whether those of such traits are.
+    """
+    named = {case.partition(":")[0] for case in cases}
+    others = (StrategyChoice(name) for name in own_strategy_names() if name not in named)
+    return [
+        choice.text if choice.parsed.traits.period == "1" else choice.with_default("period", "3").text
+        for choice in others
+        if wanted(choice.parsed.traits)
+    ]
+
+
+_SYNCHRONOUS = [
+    "adaptive_averaging:period=2,interval=4",
+    "bmuf:period=3,eta=0.3",
+    "delayed_averaging:period=3,delay=1",
+    "dpsgd",
+    "model_averaging:period=3,momentum=average",
+    "slowmo:period=3,beta=0.4",
+    "gradient_averaging",
     "gradient_averaging:every=3",
     "model_averaging:period=2,begin=3,momentum=reset",
     "model_averaging:period=10f",
@@ -41,6 +55,7 @@ SYNCHRONOUS = [
     "parameter_server:mode=sync",
     "easgd:mode=sync,period=2",
 ]
+SYNCHRONOUS = [*_SYNCHRONOUS, *named_nowhere(_SYNCHRONOUS, lambda traits: traits.synchronous)]
 
 
 def plain_on_one_rank(name: str) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from speechdp.counting import counted
 from speechdp.data.corpora.corpus import UNKNOWN_SPEAKER, CorpusUtterance, file_lines, whole_lines
 from speechdp.data.corpora.kaldi_dir import PLAIN_RULES, ReadingRules
 from speechdp.data.signal.audio import AudioPart, AudioSource
@@ -36,6 +37,10 @@ _COLUMNS = {
 }
 #: What stands between fields where it is neither of ours, mostly in a file without a header.
 _OTHER_DELIMITERS = "|;\t"
+#: LJSpeech's form: a table of ID|TEXT, or ID|TEXT|TEXT AS SPOKEN, beside the folder that has ID.wav.
+_LJSPEECH_DELIMITER = "|"
+_LJSPEECH_FIELDS = (2, 3)
+_LJSPEECH_TABLE, _LJSPEECH_AUDIO = "metadata.csv", "wavs"
 #: The folder beside Common Voice's lists whose files they name without it, by the column that does: of what
 #: was read aloud, and of spontaneous speech.
 _COMMON_VOICE_FOLDERS = {"path": Path("clips"), "audio_file": Path("audios")}
@@ -46,14 +51,26 @@ def is_manifest(source: Path) -> bool:
     return source.suffix.lower() in _JSON | _DELIMITERS.keys() and not source.is_dir()
 
 
+def is_ljspeech_folder(source: Path) -> bool:
+    """Return whether a source is a folder in LJSpeech's form.
+
+    Not one with transcripts that a folder of audio has: a file `text`, or .txt files beside the audio.
+    """
+    table, audio = source / _LJSPEECH_TABLE, source / _LJSPEECH_AUDIO
+    if not (table.is_file() and audio.is_dir()):
+        return False
+    has_others = (source / "text").exists() or any(audio.glob("*.txt"))
+    return not has_others and _is_ljspeech(whole_lines(table))
+
+
 def read_manifest(source: Path, rules: ReadingRules = PLAIN_RULES) -> Iterator[CorpusUtterance]:
-    """Yield the utterances of a table with a header (.csv, .tsv), of JSON lines (.jsonl, .json, .list), or of
-    a JSON object of objects by their ids (.json).
+    """Yield the utterances of a table with a header (.csv, .tsv), of JSON lines (.jsonl, .json, .list), of a
+    JSON object of objects by their ids (.json), or of LJSpeech's table (.csv).
 
     Paths of audio are absolute, or relative to the manifest's folder.
 
     Args:
-        source: the file.
+        source: the file, or a folder in LJSpeech's form.
         rules: how paths are mapped, and whether transcripts are needed.
 
     Raises:
@@ -64,6 +81,7 @@ def read_manifest(source: Path, rules: ReadingRules = PLAIN_RULES) -> Iterator[C
 
         [utterance.text for utterance in read_manifest(Path("train.jsonl"))]
     """
+    source = source / _LJSPEECH_TABLE if is_ljspeech_folder(source) else source
     rows = _json_rows(source) if source.suffix.lower() in _JSON else _table_rows(source)
     columns: dict[str, str] = {}
     names: frozenset[str] = frozenset()
@@ -102,8 +120,12 @@ def _table_rows(source: Path) -> Iterator[_Row]:
     if delimiter is None:
         known = ", ".join([*_DELIMITERS, *sorted(_JSON)])
         raise ConfigError(f"{source}: is not known to be a manifest by its name; rename it to end in {known}")
+    lines = whole_lines(source)
+    if delimiter == "," and _is_ljspeech(lines):
+        yield from _ljspeech_rows(source, lines)
+        return
     table = csv.reader(
-        (f"{line}\n" for line in whole_lines(source)),  # fields of tabs may be empty
+        (f"{line}\n" for line in lines),  # fields of tabs may be empty
         delimiter=delimiter,
         # In tables of tabs quotes are part of sentences (Common Voice).
         quoting=csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL,
@@ -131,9 +153,39 @@ def _table_rows(source: Path) -> Iterator[_Row]:
         raise ConfigError(f"{source}:{table.line_num}: {error}; write a table as CSV") from error
 
 
+def _names_columns(fields: Sequence[str]) -> bool:
+    """Return whether a first line is a header: one of its fields names what is read."""
+    return any(name.strip().lower() in known for known in _COLUMNS.values() for name in fields)
+
+
+def _is_ljspeech(lines: Sequence[str]) -> bool:
+    """Return whether a table is in LJSpeech's form, by its first line that is not empty."""
+    first = next((line for line in lines if line.strip()), "")
+    fields = first.split(_LJSPEECH_DELIMITER)
+    return len(fields) in _LJSPEECH_FIELDS and not _names_columns(fields)
+
+
+def _ljspeech_rows(source: Path, lines: Sequence[str]) -> Iterator[_Row]:
+    """Yield each line of LJSpeech's table, with its words as spoken; quotation marks are part of them."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{source}:{number}"
+        name, *texts = map(str.strip, line.split(_LJSPEECH_DELIMITER))
+        if 1 + len(texts) not in _LJSPEECH_FIELDS:
+            raise ConfigError(
+                f"{where}: has {counted(1 + len(texts), 'field')} between {_LJSPEECH_DELIMITER!r}; write "
+                "ID|TEXT or ID|TEXT|TEXT AS SPOKEN, as in the first line"
+            )
+        if not name:
+            raise ConfigError(f"{where}: has no id; write the name of its audio file, without .wav, before |")
+        audio = f"{_LJSPEECH_AUDIO}/{name}.wav"
+        yield _Row(where, where, {"audio": audio, "text": next(filter(None, reversed(texts)), "")})
+
+
 def _refuse_no_header(where: str, header: Sequence[str], delimiter: str) -> None:
     """Refuse a first line that names nothing which is read."""
-    if any(name.lower() in known for known in _COLUMNS.values() for name in header):
+    if _names_columns(header):
         return
     ours = "tabs" if delimiter == "\t" else "commas"
     line = delimiter.join(header)
@@ -144,12 +196,9 @@ def _refuse_no_header(where: str, header: Sequence[str], delimiter: str) -> None
             f"{where}: names no column that is known, but {', '.join(map(repr, header[:3]))}; write a header "
             f"above the lines, such as {names!r} (docs/preparing.md, Manifests, has all names)"
         )
-    ljspeech = (
-        "; docs/preparing.md, Folders of audio, says how to read LJSpeech's form" if other == "|" else ""
-    )
     raise ConfigError(
         f"{where}: has {other or ','!r} between its fields, and no header that is known; write a header, and "
-        f"{ours} between fields{ljspeech}"
+        f"{ours} between fields"
     )
 
 

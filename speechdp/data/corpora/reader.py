@@ -21,7 +21,7 @@ from speechdp.data.corpora.kaldi_dir import (
     left_out,
     read_kaldi_dir,
 )
-from speechdp.data.corpora.manifest import is_manifest, read_manifest
+from speechdp.data.corpora.manifest import is_ljspeech_folder, is_manifest, read_manifest
 from speechdp.data.signal.audio import AudioPart, with_channel
 from speechdp.errors import ConfigError
 from speechdp.extensions import ExtensionPoint, code_of, read_options
@@ -84,7 +84,7 @@ def reader_of(source: Path, given: str | None) -> str:
     """Return what reads a corpus: what is `given`, else `kaldi`, `manifest` or `folder`, whichever it is."""
     if given:
         return given
-    if is_manifest(source):
+    if is_manifest(source) or is_ljspeech_folder(source):
         return "manifest"
     return "kaldi" if is_kaldi_dir(source) else "folder"
 
@@ -109,14 +109,7 @@ def read_corpus(
     if name in _OURS and options:
         raise ConfigError(f"--corpus {text}: {name} has no options; write --corpus {name}")
     if pattern is not None and name != "folder":
-        raise ConfigError(
-            f"{source}: is read by --corpus {text}, not as a folder of audio; leave --pattern out"
-            if reader
-            else f"{source}: is a manifest, which has the labels; leave --pattern out"
-            if name == "manifest"
-            else f"{source}: is a Kaldi data directory (it has a wav.scp); leave --pattern out, or give "
-            "--corpus folder"
-        )
+        raise ConfigError(f"{source}: {_why_without_pattern(source, name, given=reader)}")
     if name == "kaldi":
         return read_kaldi_dir(source, rules)
     if name == "folder":
@@ -131,6 +124,25 @@ def read_corpus(
         dataclasses.replace(u, audio=with_channel(u.audio, rules.channel)) for u in corpus.utterances
     )
     return dataclasses.replace(corpus, utterances=tuple(utterances))
+
+
+def _why_without_pattern(source: Path, name: str, *, given: str | None) -> str:
+    """Return why labels are not read from file names, and what to do.
+
+    Args:
+        name: the reader.
+        given: what --corpus said; None: the reader was chosen by the source.
+    """
+    if given:
+        return f"is read by --corpus {given}, not as a folder of audio; leave --pattern out"
+    if name == "manifest" and not source.is_dir():
+        return "is a manifest, which has the labels; leave --pattern out"
+    what = (
+        "a Kaldi data directory (it has a wav.scp)"
+        if name == "kaldi"
+        else "LJSpeech's (it has a metadata.csv)"
+    )
+    return f"is {what}; leave --pattern out, or give --corpus folder"
 
 
 def _read_from_outside(source: Path, text: str, rules: ReadingRules) -> Corpus:

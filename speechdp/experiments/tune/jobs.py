@@ -14,11 +14,12 @@ from speechdp.experiments.race.plan import turn_steps
 from speechdp.experiments.race.record import RaceRecord
 from speechdp.experiments.tune.plan import Besides, ExpectedTimes, Setting
 from speechdp.experiments.tune.record import RUNS, ExchangeRecord, LinkRecord
+from speechdp.parallel.declared import Model
 from speechdp.parallel.period import Period
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.raced import RacedSpeed
-from speechdp.simulation.exchanges import Model, exchange_of, is_known
+from speechdp.simulation.exchanges import exchange_of, is_known
 from speechdp.simulation.fit import fitted_link, model_of, observe
 from speechdp.simulation.measured import MeasuredRun, basis, measured_run
 from speechdp.simulation.predict import Interval, is_too_long, predict, why_refused_on

@@ -34,8 +34,6 @@ _OFF = 0.1
 _LONGER = 1.2
 #: What a rung may have of its planned length, at most, where jobs were faster than planned.
 _MORE = 1.5
-#: Names of the strategies in which every step exchanges by default: their own default is the first choice.
-_EVERY_STEP = ("dpsgd", "ad_psgd")
 REFERENCE = "gradient_averaging"
 
 
@@ -131,11 +129,15 @@ def settings_of(strategies: Sequence[StrategyChoice], periods: Sequence[int]) ->
     """
     found = {REFERENCE: Setting(StrategyChoice(REFERENCE))}
     for choice in strategies:
-        averages = is_known(choice) and has_period(choice) and choice.name not in _EVERY_STEP
-        texts = [_with_period(choice, period) for period in periods] if averages else [choice]
+        texts = [_with_period(choice, period) for period in periods] if _averages(choice) else [choice]
         for text in texts:
             found.setdefault(text.text, Setting(text))
     return tuple(found.values())
+
+
+def _averages(choice: StrategyChoice) -> bool:
+    """Return whether --periods are tried: a strategy made to exchange at every step keeps its period."""
+    return is_known(choice) and has_period(choice) and choice.parsed.traits.period != "1"
 
 
 def _with_period(choice: StrategyChoice, period: int) -> StrategyChoice:

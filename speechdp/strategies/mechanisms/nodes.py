@@ -13,9 +13,11 @@ from torch import Tensor
 
 from speechdp.comm.base import Communicator
 from speechdp.errors import ConfigError
+from speechdp.parallel.declared import Exchange, Model, Pattern
 from speechdp.parallel.period import Beginning, rounds_between
 from speechdp.parallel.strategy import Traits
 from speechdp.strategies.mechanisms.averaging import AveragingStrategy
+from speechdp.strategies.mechanisms.number_formats import share_of_bytes
 from speechdp.strategies.mechanisms.periodic import MomentumRule, weighted_mean
 from speechdp.strategies.mechanisms.quantised_mean import QuantisedMean
 from speechdp.timing.timeline import Span
@@ -147,6 +149,21 @@ class NodewiseStrategy(AveragingStrategy):
     def traits(self) -> Traits:
         between = str(self.between_nodes) if self.between_nodes.value > 0 else None
         return replace(super().traits, between_nodes=between)
+
+    def predicted_exchange(self, model: Model) -> Exchange | None:
+        with_state = getattr(self, "momentum", "") == "average"
+        nbytes = (1 + (model.optimizer_vectors if with_state else 0)) * model.nbytes
+        period, travelling = model.steps_in(self.period), nbytes * share_of_bytes(self.compression)
+        if self.between_nodes.value == 0:
+            return Exchange(Pattern.TOGETHER, period, travelling)
+        return Exchange(
+            Pattern.TOGETHER,
+            period,
+            nbytes,
+            rounds=rounds_between(self.between_nodes, self.period),
+            node_size=self.node_size,
+            nbytes_between=travelling,
+        )
 
     def check_options(self) -> None:
         super().check_options()

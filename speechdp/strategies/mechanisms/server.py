@@ -19,7 +19,7 @@ from torch import Tensor
 from speechdp.comm.background import ExchangeThread
 from speechdp.comm.base import PeerCommunicator
 from speechdp.errors import ConfigError
-from speechdp.parallel.roster import Roster
+from speechdp.parallel.declared import Roster
 
 SERVER = 0
 #: Tags: what is asked, the vector with it, the version in answer, the vector in answer; what a worker tells

@@ -35,8 +35,8 @@ from speechdp.options.batch import BatchOptions
 from speechdp.options.faults import FaultOptions
 from speechdp.options.model import ModelOptions
 from speechdp.options.run import TrainOptions
+from speechdp.parallel.declared import Roster
 from speechdp.parallel.registry import StrategyChoice
-from speechdp.parallel.roster import Roster
 from speechdp.report.runs.folders import read_run
 from speechdp.train import tied_states
 from speechdp.train.progress import SilentReporter

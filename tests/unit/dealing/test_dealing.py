@@ -20,7 +20,7 @@ from speechdp.data.plan.epoch_plan import CorpusIndex, EpochPlan, PlanOptions, p
 from speechdp.dealing.batch_client import Dealing
 from speechdp.dealing.batch_server import DealingLimits, Desk
 from speechdp.dealing.epoch_batches import BACKLOG, Deal, Dealer
-from speechdp.parallel.roster import Roster
+from speechdp.parallel.declared import Roster
 from tests.helpers.waiting import no_thread_left
 
 EPOCHS = 2

@@ -51,7 +51,9 @@ def test_the_table_has_messages() -> None:
 def test_each_message_is_one_of_the_codes(message: str) -> None:
     pieces = message.split("...")
     assert max(map(len, pieces)) >= 8, f"{message}: nothing to tell it by"
-    assert any(has_in_order(text, pieces) for text in CODE), f"no string of the code reads: {message}"
+    assert any(has_in_order(text, pieces) for text in CODE), (
+        f"{PAGE.name}: no string of speechdp/ reads so, mend the row: {message}"
+    )
 
 
 def has_in_order(text: str, pieces: list[str]) -> bool:

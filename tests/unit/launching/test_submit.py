@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import typing
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 from speechdp.cli.main import run
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Scheduler
+from speechdp.launching.batch_script import SYSTEMS
 from speechdp.launching.submit import check_command, detect_scheduler, plan_submission, submit, write_script
 from speechdp.launching.variables import PAUSE
+from speechdp.ownership import batch_job
 
 RESOURCES = ["--nodes", "2", "--ranks-per-node", "4", "--time", "8:00:00"]
 SCRIPT = ("python", "own.py")
@@ -385,3 +388,17 @@ def test_a_mistake_is_one_line(
     words = [*RESOURCES, "--scheduler", "slurm", *options, "--", "train", "D", "R"]
     assert said in failure(words, capsys)
     assert list(work.iterdir()) == []
+
+
+def test_a_batch_system_is_in_every_place() -> None:
+    names = set(typing.get_args(Scheduler))
+    repository = Path(__file__).resolve().parents[3]
+    places = {
+        "SYSTEMS of speechdp/launching/batch_script.py": set(SYSTEMS),
+        "_SYSTEMS of speechdp/ownership/batch_job.py": {name for _, name, *_ in batch_job._SYSTEMS},
+        "speechdp/launching/templates, and the same in launch/": {
+            name for name, system in SYSTEMS.items() if (repository / "launch" / system.template).is_file()
+        },
+    }
+    different = {place: names ^ there for place, there in places.items() if names != there}
+    assert not different, f"other batch systems than Scheduler of launching/allocation.py has: {different}"

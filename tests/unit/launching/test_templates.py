@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from speechdp.errors import ConfigError
 from speechdp.launching.allocation import Scheduler
 from speechdp.launching.batch_script import (
-    TEMPLATES,
+    SYSTEMS,
     BatchJob,
     Placement,
     Resources,
@@ -28,7 +28,7 @@ from speechdp.launching.batch_script import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-SCHEDULERS: tuple[Scheduler, ...] = ("slurm", "lsf", "pbs", "sge")
+SCHEDULERS: tuple[Scheduler, ...] = tuple(SYSTEMS)
 PREFIX = {"slurm": "#SBATCH", "lsf": "#BSUB", "pbs": "#PBS", "sge": "#$"}
 JOB = BatchJob(
     resources=Resources(nodes=3, ranks_per_node=4, time="8:30:30", gpus_per_rank=2, cpus_per_rank=6),
@@ -257,9 +257,9 @@ def test_any_word_survives_quoting(tmp_path: Path, words: list[str]) -> None:
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_the_files_in_launch_are_these_templates(scheduler: Scheduler) -> None:
-    path = REPOSITORY / "launch" / TEMPLATES[scheduler]
+    path = REPOSITORY / "launch" / SYSTEMS[scheduler].template
     remedy = (
-        f"mend speechdp/launching/templates/{TEMPLATES[scheduler]}, then: .venv/bin/python -c 'from "
+        f"mend speechdp/launching/templates/{SYSTEMS[scheduler].template}, then: .venv/bin/python -c 'from "
         f'speechdp.launching.batch_script import example; print(example("{scheduler}"), end="")\' > {path}'
     )
     assert path.read_text(encoding="utf-8") == example(scheduler), remedy

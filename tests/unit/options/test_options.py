@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from speechdp.models.lstm_am import LstmConfig
 from speechdp.models.presets import PRESETS
 from speechdp.models.tacotron import config as tacotron
 from speechdp.options.batch import BatchOptions
+from speechdp.options.model import PresetName
 from speechdp.options.optimizer import OptimizerOptions
 from speechdp.options.run import ModelOptions, TrainOptions
 from speechdp.parallel.registry import StrategyChoice
@@ -117,6 +119,18 @@ def test_transcripts_go_with_a_batch_over_all_ranks(given: dict[str, Any]) -> No
     assert options_with(**given).resolve(2).batch.chunk_frames == 0
     with pytest.raises(ConfigError, match="transcripts are learnt over whole utterances"):
         options_with(**given, chunk_frames=20)
+
+
+def test_every_preset_can_be_given() -> None:
+    assert set(typing.get_args(PresetName)) == set(PRESETS), "PresetName of speechdp/options/model.py"
+
+
+def test_runs_of_earlier_versions_can_be_resumed() -> None:
+    """They have the fingerprint of these options in run.json."""
+    assert TrainOptions().fingerprint() == "897388f258dfd87a", (
+        "a new option belongs into _ADDED_LATER of speechdp/options/run.py; another default, also of a "
+        "preset, is another run: tell of it in CHANGELOG.md, Runs begun before, and note the new one here"
+    )
 
 
 def test_the_fingerprint_tells_any_two_runs_apart_and_survives_json() -> None:

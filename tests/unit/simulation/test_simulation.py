@@ -6,20 +6,21 @@ import itertools
 import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from speechdp import strategies
 from speechdp.errors import ConfigError
 from speechdp.experiments.compare.plan import RATES, PlannedRun
+from speechdp.parallel import registry
+from speechdp.parallel.declared import Exchange, Model, Pattern
 from speechdp.parallel.registry import StrategyChoice
 from speechdp.simulation import fit
 from speechdp.simulation.events import mixed_share, serve
-from speechdp.simulation.exchanges import KNOWN_STRATEGIES, Exchange, Model, Pattern, exchange_of, is_known
+from speechdp.simulation.exchanges import exchange_of, is_known, known_strategies
 from speechdp.simulation.fit import fit_link, model_of, observe
 from speechdp.simulation.gains import gains_of
 from speechdp.simulation.links import Cluster, LinkSpeed
@@ -28,6 +29,7 @@ from speechdp.simulation.predict import Interval, Prediction, Scenario, predict
 from speechdp.simulation.simulate import GivenLink, Request, scenario_of, simulate
 from speechdp.simulation.steps import Draws, MeasuredWork
 from speechdp.simulation.waiting import exposed_s, slowest
+from speechdp.strategies.model_averaging import ModelAveraging
 from tests.helpers.comparisons import EPOCHS, entry_of, write_record
 from tests.helpers.measured_runs import FRAMES, MadeUpSteps
 
@@ -283,9 +285,26 @@ def test_draws_are_the_same_for_the_same_seed() -> None:
 # --- strategies -----------------------------------------------------------------------------------------
 
 
-def test_every_strategy_is_known() -> None:
-    ours = {file.stem for file in Path(strategies.__file__).parent.glob("[a-z]*.py")}
-    assert set(KNOWN_STRATEGIES) == ours
+def test_what_a_strategy_from_outside_inherits_is_not_taken_for_its_exchange(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(registry.STRATEGIES, "registered", {})
+
+    @registry.strategy("inheriting")
+    @dataclass(eq=False)
+    class Inheriting(ModelAveraging):
+        pass
+
+    @registry.strategy("telling")
+    @dataclass(eq=False)
+    class Telling(ModelAveraging):
+        def predicted_exchange(self, model: Model) -> Exchange:
+            return Exchange(Pattern.GOSSIP, model.steps_in(self.period), model.nbytes / 2)
+
+    assert not is_known(StrategyChoice("inheriting")) and not is_known(StrategyChoice("not_installed"))
+    found = exchange_of(StrategyChoice("telling:period=7"), Model(4 * MB, 2, FRAMES, 0.1))
+    assert (found.pattern, found.period, found.nbytes) == (Pattern.GOSSIP, 7, 2 * MB)
+    assert "telling" not in known_strategies()  # simulated where it is named
 
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if "groups" not in s])

@@ -453,18 +453,6 @@ def _commands_of(form: str, folder: Path) -> str:
     return re.sub(r"\bCORPUS\b", str(folder), block[1])
 
 
-def test_ljspeechs_table_becomes_a_text_by_the_command_of_the_docs(tmp_path: Path) -> None:
-    for name in ("LJ001-0001", "Zo\u00eb 2"):
-        write_tone(tmp_path / "wavs" / f"{name}.wav")
-    table = "LJ001-0001|In 1456, printing|In fourteen fifty-six, printing\nZo\u00eb 2|Yes.\n"
-    (tmp_path / "metadata.csv").write_text(table, encoding="utf-8")
-    subprocess.run(_commands_of("LJSpeech", tmp_path), shell=True, check=True)
-    assert [(u.utterance_id, u.speaker, u.text) for u in read_audio_folder(tmp_path).utterances] == [
-        ("LJ001-0001", "wavs", "In fourteen fifty-six, printing"),
-        ("Zo\u00eb_2", "wavs", "Yes."),
-    ]
-
-
 @pytest.mark.parametrize(
     "columns",
     [("client_id", "path", "sentence", "up_votes"), ("client_id", "path", "sentence_id", "sentence", "age")],

@@ -11,7 +11,7 @@ from speechdp.cli.main import run as run_speechdp
 from speechdp.data.corpora.corpus import Corpus
 from speechdp.data.corpora.kaldi_dir import ReadingRules
 from speechdp.data.corpora.path_map import PathMap
-from speechdp.data.corpora.reader import read_corpus
+from speechdp.data.corpora.reader import read_corpus, reader_of
 from speechdp.data.shards.dataset import Dataset
 from speechdp.data.signal.audio import AudioPart
 from speechdp.errors import ConfigError
@@ -83,6 +83,44 @@ def test_in_a_table_of_tabs_quotes_belong_to_the_words(tmp_path: Path) -> None:
     assert utterance.text == '"One" or two'
 
 
+LJSPEECH = (
+    'LJ001-0001|In 1456, "printing"|In fourteen fifty-six, "printing"\r\n'
+    "Zo\u00eb 2|Yes.\r\nLJ001-0003|No.|\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_ljspeechs_table_is_read_as_it_is(as_folder: bool, tmp_path: Path) -> None:
+    table = tmp_path / "metadata.csv"
+    table.write_text(LJSPEECH, encoding="utf-8", newline="")
+    (tmp_path / "wavs").mkdir()
+    found = read_corpus(tmp_path if as_folder else table, None).utterances
+    assert [(u.utterance_id, u.text, u.audio) for u in found] == [
+        ("LJ001-0001", 'In fourteen fifty-six, "printing"', tmp_path / "wavs" / "LJ001-0001.wav"),
+        ("LJ001-0003", "No.", tmp_path / "wavs" / "LJ001-0003.wav"),
+        ("Zo\u00eb_2", "Yes.", tmp_path / "wavs" / "Zo\u00eb 2.wav"),
+    ]
+
+
+def test_labels_in_names_are_not_for_ljspeechs_folder(tmp_path: Path) -> None:
+    (tmp_path / "metadata.csv").write_text(LJSPEECH, encoding="utf-8")
+    (tmp_path / "wavs").mkdir()
+    says = r"is LJSpeech's \(it has a metadata\.csv\); leave --pattern out, or give --corpus folder$"
+    with pytest.raises(ConfigError, match=says):
+        read_corpus(tmp_path, None, "{word}")
+
+
+def test_a_folder_with_transcripts_of_its_own_is_no_ljspeech(tmp_path: Path) -> None:
+    (tmp_path / "metadata.csv").write_text(LJSPEECH, encoding="utf-8")
+    assert reader_of(tmp_path, None) == "folder"  # no wavs
+    (tmp_path / "wavs").mkdir()
+    assert reader_of(tmp_path, None) == "manifest"
+    for transcripts in (tmp_path / "text", tmp_path / "wavs" / "a.txt"):
+        transcripts.write_text("a one\n", encoding="utf-8")
+        assert reader_of(tmp_path, None) == "folder"
+        transcripts.unlink()
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
@@ -93,7 +131,11 @@ def test_in_a_table_of_tabs_quotes_belong_to_the_words(tmp_path: Path) -> None:
         ),
         ("m.csv", "id,text\na,one\n", r"m\.csv:1: has no column for the audio; call it audio or "),
         ("m.csv", "audio,said\na.wav,one\n", r"m\.csv:1: has no column for the text; call it text or "),
-        ("metadata.csv", "LJ-1|One, I|One\n", r":1: has '\|' between its fields.* LJSpeech's form$"),
+        ("metadata.csv", "id|one|two|three\n", r":1: has '\|' between its fields.*commas between fields$"),
+        ("m.csv", "audio|text\na.wav|one\n", r":1: has '\|' between its fields, and no header that is k"),
+        ("m.csv", "LJ-1|One\nLJ-2\n", r"m\.csv:2: has 1 field between '\|'; write ID\|TEXT or ID\|TEXT\|"),
+        ("m.csv", "LJ-1|One\n|Two\n", r"m\.csv:2: has no id; write the name of its audio file, without"),
+        ("m.csv", "LJ-1|One\nLJ-1|Two\n", r":2: is utterance LJ-1, as is .*m\.csv:1; give each an id"),
         ("m.csv", "audio;text\na.wav;one\n", r":1: has ';' between its fields.*commas between fields$"),
         ("m.tsv", "audio,text\na.wav,one\n", r":1: has ',' between its fields.*tabs between fields$"),
         ("m.csv", "wav,start,stop,wrd\na,0,9,b\n", r":1: has start and stop, which count samples in Sp"),
