@@ -171,7 +171,8 @@ class Strategy(ABC):
     def predicted_exchange(self, model: Model) -> Exchange | None:
         """Return what ranks send and whom they wait for, by which `simulate` and `tune` predict its speed.
 
-        None: it is not predicted.  A strategy from outside says it itself: what it inherits is not taken.
+        None: it is not predicted.  A strategy from outside says it itself: what it inherits is not taken,
+        unless it says so by a method of its own that calls `super`.
 
         Example::
 

@@ -6,6 +6,7 @@ from speechdp.errors import ConfigError
 from speechdp.extensions import option_kinds
 from speechdp.parallel.declared import Exchange, Model, Pattern
 from speechdp.parallel.registry import StrategyChoice, own_strategy_names
+from speechdp.parallel.strategy import Strategy
 
 #: Any model: whether it is known how a strategy exchanges depends on its options alone.
 _ANY_MODEL = Model(nbytes=4.0, optimizer_vectors=0, frames_per_step=1.0, step_s=1.0)
@@ -22,11 +23,14 @@ def has_period(choice: StrategyChoice) -> bool:
 
 
 def known_strategies() -> list[str]:
-    """Return the names of ours whose exchanges are predicted, those together that wait alike."""
+    """Return the names of ours whose exchanges are predicted, in the order in which they are shown.
+
+    Those that wait alike stand together, before others what exchanges most often by default.
+    """
     order = list(Pattern)
     found = {name: _declared(StrategyChoice(name), _ANY_MODEL) for name in own_strategy_names()}
     known = {name: exchange for name, exchange in found.items() if exchange is not None}
-    return sorted(known, key=lambda name: (order.index(known[name].pattern), name))
+    return sorted(known, key=lambda name: (order.index(known[name].pattern), known[name].period, name))
 
 
 def exchange_of(choice: StrategyChoice, model: Model) -> Exchange:
@@ -37,19 +41,37 @@ def exchange_of(choice: StrategyChoice, model: Model) -> Exchange:
     """
     exchange = _declared(choice, model)
     if exchange is None:
-        raise ConfigError(
-            f"--strategies {choice.text}: what it sends and waits for is not known here; "
-            f"choose among {', '.join(sorted(known_strategies()))}, without compression=powersgd"
-        )
+        raise ConfigError(f"--strategies {choice.text}: {_why_unknown(choice)}")
     return exchange
 
 
+def _why_unknown(choice: StrategyChoice) -> str:
+    """Return why a strategy is not predicted, and what to do.  Raises ConfigError: there is none such."""
+    made = type(choice.parsed)
+    if choice.name in own_strategy_names():
+        return (
+            "what it sends and waits for is not known here; choose among "
+            f"{', '.join(sorted(known_strategies()))}, without compression=powersgd"
+        )
+    why = (
+        f"{made.__name__}.predicted_exchange returns None; return there"
+        if _says_itself(made)
+        else f"{made.__name__} has no predicted_exchange of its own; return in one"
+    )
+    return f"{why} what it sends and whom it waits for (docs/api.md, A strategy of your own)"
+
+
+def _says_itself(made: type[Strategy]) -> bool:
+    """Return whether a class from outside tells of its exchanges: what it inherits may be untrue of it."""
+    return "predicted_exchange" in vars(made)
+
+
 def _declared(choice: StrategyChoice, model: Model) -> Exchange | None:
-    """Return what a strategy says of its exchanges; what one from outside inherits may be untrue of it."""
+    """Return what a strategy says of its exchanges; None: nothing, or there is no such strategy here."""
     if choice.name in own_strategy_names():
         return choice.parsed.predicted_exchange(model)
     try:
         made = choice.parsed
     except ConfigError:  # a script's, or of a package that is not installed here or has changed since
         return None
-    return made.predicted_exchange(model) if "predicted_exchange" in vars(type(made)) else None
+    return made.predicted_exchange(model) if _says_itself(type(made)) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,15 +53,18 @@ def is_manifest(source: Path) -> bool:
 
 
 def is_ljspeech_folder(source: Path) -> bool:
-    """Return whether a source is a folder in LJSpeech's form.
+    """Return whether a source is a folder in LJSpeech's form, with the audio of its table.
 
-    Not one with transcripts that a folder of audio has: a file `text`, or .txt files beside the audio.
+    Not one with transcripts that a folder of audio has: a file `text`, LibriSpeech's *.trans.txt, or .txt
+    files beside the audio.
     """
     table, audio = source / _LJSPEECH_TABLE, source / _LJSPEECH_AUDIO
     if not (table.is_file() and audio.is_dir()):
         return False
-    has_others = (source / "text").exists() or any(audio.glob("*.txt"))
-    return not has_others and _is_ljspeech(whole_lines(table))
+    if (source / "text").exists() or any(source.glob("*.trans.txt")) or any(audio.rglob("*.txt")):
+        return False
+    lines = whole_lines(table)
+    return _begins_as_ljspeech(lines) and _has_ljspeech_audio(lines, _Places(table, Path(), PLAIN_RULES))
 
 
 def read_manifest(source: Path, rules: ReadingRules = PLAIN_RULES) -> Iterator[CorpusUtterance]:
@@ -82,7 +86,7 @@ def read_manifest(source: Path, rules: ReadingRules = PLAIN_RULES) -> Iterator[C
         [utterance.text for utterance in read_manifest(Path("train.jsonl"))]
     """
     source = source / _LJSPEECH_TABLE if is_ljspeech_folder(source) else source
-    rows = _json_rows(source) if source.suffix.lower() in _JSON else _table_rows(source)
+    rows = _json_rows(source) if source.suffix.lower() in _JSON else _table_rows(source, rules)
     columns: dict[str, str] = {}
     names: frozenset[str] = frozenset()
     places = _Places(source, Path(), rules)
@@ -114,14 +118,15 @@ class _Row(NamedTuple):
     fields: Mapping[str, Any]
 
 
-def _table_rows(source: Path) -> Iterator[_Row]:
-    """Yield each line below the header."""
+def _table_rows(source: Path, rules: ReadingRules) -> Iterator[_Row]:
+    """Yield each line below the header, or each line of LJSpeech's table."""
     delimiter = _DELIMITERS.get(source.suffix.lower())
     if delimiter is None:
         known = ", ".join([*_DELIMITERS, *sorted(_JSON)])
         raise ConfigError(f"{source}: is not known to be a manifest by its name; rename it to end in {known}")
     lines = whole_lines(source)
-    if delimiter == "," and _is_ljspeech(lines):
+    if delimiter == "," and _begins_as_ljspeech(lines):
+        _refuse_without_audio(source, lines, rules)
         yield from _ljspeech_rows(source, lines)
         return
     table = csv.reader(
@@ -158,11 +163,34 @@ def _names_columns(fields: Sequence[str]) -> bool:
     return any(name.strip().lower() in known for known in _COLUMNS.values() for name in fields)
 
 
-def _is_ljspeech(lines: Sequence[str]) -> bool:
-    """Return whether a table is in LJSpeech's form, by its first line that is not empty."""
+def _begins_as_ljspeech(lines: Sequence[str]) -> bool:
+    """Return whether a table's first line that is not empty is one of LJSpeech's form."""
     first = next((line for line in lines if line.strip()), "")
     fields = first.split(_LJSPEECH_DELIMITER)
     return len(fields) in _LJSPEECH_FIELDS and not _names_columns(fields)
+
+
+def _ljspeech_audio(line: str) -> str:
+    """Return the audio of a line of LJSpeech's form, relative to the table's folder."""
+    return f"{_LJSPEECH_AUDIO}/{line.partition(_LJSPEECH_DELIMITER)[0].strip()}.wav"
+
+
+def _has_ljspeech_audio(lines: Sequence[str], places: _Places) -> bool:
+    """Return whether any line has its audio where LJSpeech has it: of another table with | none has."""
+    paths = (places.path_of(_ljspeech_audio(line)) for line in lines if line.strip())
+    # Path.is_file raises where a line is too long for a name.
+    return any(os.path.isfile(places.source.parent / path) for path in paths)  # noqa: PTH113
+
+
+def _refuse_without_audio(source: Path, lines: Sequence[str], rules: ReadingRules) -> None:
+    """Refuse a table that has the signs of LJSpeech's form and none of its audio."""
+    if not _has_ljspeech_audio(lines, _Places(source, Path(), rules)):
+        first = next(number for number, line in enumerate(lines, start=1) if line.strip())
+        raise ConfigError(
+            f"{source}:{first}: has {_LJSPEECH_DELIMITER!r} between its fields, and no header that is known; "
+            f"write a header, and commas between fields; or, if it is in LJSpeech's form, ID|TEXT, put the "
+            f"audio there as {source.parent / _LJSPEECH_AUDIO}/ID.wav"
+        )
 
 
 def _ljspeech_rows(source: Path, lines: Sequence[str]) -> Iterator[_Row]:
@@ -179,8 +207,8 @@ def _ljspeech_rows(source: Path, lines: Sequence[str]) -> Iterator[_Row]:
             )
         if not name:
             raise ConfigError(f"{where}: has no id; write the name of its audio file, without .wav, before |")
-        audio = f"{_LJSPEECH_AUDIO}/{name}.wav"
-        yield _Row(where, where, {"audio": audio, "text": next(filter(None, reversed(texts)), "")})
+        spoken = next(filter(None, reversed(texts)), "")
+        yield _Row(where, where, {"audio": _ljspeech_audio(line), "text": spoken})
 
 
 def _refuse_no_header(where: str, header: Sequence[str], delimiter: str) -> None:

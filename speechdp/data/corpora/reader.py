@@ -80,13 +80,24 @@ def corpus(name: str) -> Callable[[_Class], _Class]:
     return CORPORA.decorator(name)
 
 
-def reader_of(source: Path, given: str | None) -> str:
-    """Return what reads a corpus: what is `given`, else `kaldi`, `manifest` or `folder`, whichever it is."""
+def reader_of(source: Path, given: str | None, pattern: str | None = None) -> str:
+    """Return what reads a corpus: what is `given`, else `kaldi`, `manifest` or `folder`, whichever it is.
+
+    Args:
+        source: the folder or file.
+        given: what --corpus said.
+        pattern: of labels in file names: with one a folder's metadata.csv is not looked at.
+
+    Raises:
+        ConfigError: a folder's metadata.csv cannot be read.
+    """
     if given:
         return given
-    if is_manifest(source) or is_ljspeech_folder(source):
+    if is_manifest(source):
         return "manifest"
-    return "kaldi" if is_kaldi_dir(source) else "folder"
+    if is_kaldi_dir(source):
+        return "kaldi"
+    return "manifest" if pattern is None and is_ljspeech_folder(source) else "folder"
 
 
 def read_corpus(
@@ -104,12 +115,19 @@ def read_corpus(
     Raises:
         ConfigError: there is no such reader, it fails, or what it reads is no corpus.
     """
-    text = reader_of(source, reader)
+    text = reader_of(source, reader, pattern)
     name, _, options = text.partition(":")
     if name in _OURS and options:
         raise ConfigError(f"--corpus {text}: {name} has no options; write --corpus {name}")
     if pattern is not None and name != "folder":
-        raise ConfigError(f"{source}: {_why_without_pattern(source, name, given=reader)}")
+        raise ConfigError(
+            f"{source}: is read by --corpus {text}, not as a folder of audio; leave --pattern out"
+            if reader
+            else f"{source}: is a manifest, which has the labels; leave --pattern out"
+            if name == "manifest"
+            else f"{source}: is a Kaldi data directory (it has a wav.scp); leave --pattern out, or give "
+            "--corpus folder"
+        )
     if name == "kaldi":
         return read_kaldi_dir(source, rules)
     if name == "folder":
@@ -124,25 +142,6 @@ def read_corpus(
         dataclasses.replace(u, audio=with_channel(u.audio, rules.channel)) for u in corpus.utterances
     )
     return dataclasses.replace(corpus, utterances=tuple(utterances))
-
-
-def _why_without_pattern(source: Path, name: str, *, given: str | None) -> str:
-    """Return why labels are not read from file names, and what to do.
-
-    Args:
-        name: the reader.
-        given: what --corpus said; None: the reader was chosen by the source.
-    """
-    if given:
-        return f"is read by --corpus {given}, not as a folder of audio; leave --pattern out"
-    if name == "manifest" and not source.is_dir():
-        return "is a manifest, which has the labels; leave --pattern out"
-    what = (
-        "a Kaldi data directory (it has a wav.scp)"
-        if name == "kaldi"
-        else "LJSpeech's (it has a metadata.csv)"
-    )
-    return f"is {what}; leave --pattern out, or give --corpus folder"
 
 
 def _read_from_outside(source: Path, text: str, rules: ReadingRules) -> Corpus:

@@ -55,7 +55,9 @@ def read_whole_corpus(
             tables of Kaldi data directories, which none is; or the sources do not go together.
     """
     rules = reading_rules(options, scratch, progress, needs_text=needs_text)
-    readers = {source.path: reader_of(source.path, options.corpus) for source in options.sources}
+    readers = {
+        source.path: reader_of(source.path, options.corpus, options.pattern) for source in options.sources
+    }
     of_tables = [path for path, reader in readers.items() if reader in ("kaldi", "manifest")]
     _refuse_options_of_tables(options, readers)
     # Beside folders of audio, which --pattern is for, tables need none; alone they refuse it.

@@ -307,6 +307,40 @@ def test_what_a_strategy_from_outside_inherits_is_not_taken_for_its_exchange(
     assert "telling" not in known_strategies()  # simulated where it is named
 
 
+def test_what_is_not_predicted_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry.STRATEGIES, "registered", {})
+
+    @registry.strategy("inheriting")
+    @dataclass(eq=False)
+    class Inheriting(ModelAveraging):
+        pass
+
+    @registry.strategy("keeping_quiet")
+    @dataclass(eq=False)
+    class KeepingQuiet(ModelAveraging):
+        def predicted_exchange(self, model: Model) -> Exchange | None:
+            return None
+
+    for text, says in (
+        ("inheriting", r"inheriting: Inheriting has no predicted_exchange of its own; .* \(docs/api\.md, A "),
+        (
+            "keeping_quiet",
+            r"keeping_quiet: KeepingQuiet\.predicted_exchange returns None; return there what ",
+        ),
+        ("inheriting:perod=7", r"inheriting has no option 'perod'"),
+        ("not_installed", r"unknown strategy 'not_installed'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            exchange_of(StrategyChoice(text), Model(4 * MB, 2, FRAMES, 0.1))
+
+
+def test_what_waits_alike_is_shown_together_the_most_frequent_exchange_first() -> None:
+    names = known_strategies()
+    assert names[0] == "gradient_averaging" and names[-2:] == ["parameter_server", "easgd"]
+    patterns = [exchange_of(StrategyChoice(n), Model(4 * MB, 2, FRAMES, 0.1)).pattern for n in names]
+    assert [pattern for pattern, _ in itertools.groupby(patterns)] == list(Pattern)
+
+
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if "groups" not in s])
 def test_one_rank_exchanges_nothing(strategy: str) -> None:
     found = _predicted(_scenario(_noisy(), _cluster()), 1, strategy)

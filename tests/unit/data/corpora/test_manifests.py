@@ -93,7 +93,7 @@ LJSPEECH = (
 def test_ljspeechs_table_is_read_as_it_is(as_folder: bool, tmp_path: Path) -> None:
     table = tmp_path / "metadata.csv"
     table.write_text(LJSPEECH, encoding="utf-8", newline="")
-    (tmp_path / "wavs").mkdir()
+    write_tone(tmp_path / "wavs" / "LJ001-0003.wav")  # what else is missing is found later, with all that is
     found = read_corpus(tmp_path if as_folder else table, None).utterances
     assert [(u.utterance_id, u.text, u.audio) for u in found] == [
         ("LJ001-0001", 'In fourteen fifty-six, "printing"', tmp_path / "wavs" / "LJ001-0001.wav"),
@@ -102,23 +102,42 @@ def test_ljspeechs_table_is_read_as_it_is(as_folder: bool, tmp_path: Path) -> No
     ]
 
 
-def test_labels_in_names_are_not_for_ljspeechs_folder(tmp_path: Path) -> None:
-    (tmp_path / "metadata.csv").write_text(LJSPEECH, encoding="utf-8")
-    (tmp_path / "wavs").mkdir()
-    says = r"is LJSpeech's \(it has a metadata\.csv\); leave --pattern out, or give --corpus folder$"
-    with pytest.raises(ConfigError, match=says):
-        read_corpus(tmp_path, None, "{word}")
+def test_ljspeechs_audio_may_be_elsewhere(tmp_path: Path) -> None:
+    audio = write_tone(tmp_path / "far" / "LJ-1.wav")
+    rules = ReadingRules(path_map=PathMap.parse([f"wavs={tmp_path / 'far'}"]))
+    (utterance,) = read(tmp_path, "metadata.csv", "LJ-1|One\n", rules).utterances
+    assert utterance.audio == audio
+
+
+def test_a_folder_with_labels_in_names_may_have_a_table_like_ljspeechs(tmp_path: Path) -> None:
+    (tmp_path / "metadata.csv").write_text("one_ann_1|One\n", encoding="utf-8")
+    write_tone(tmp_path / "wavs" / "one_ann_1.wav")
+    assert reader_of(tmp_path, None) == "manifest"
+    (utterance,) = read_corpus(tmp_path, None, "{word}_{speaker}_{index}").utterances
+    assert (utterance.text, utterance.speaker) == ("one", "ann")
 
 
 def test_a_folder_with_transcripts_of_its_own_is_no_ljspeech(tmp_path: Path) -> None:
     (tmp_path / "metadata.csv").write_text(LJSPEECH, encoding="utf-8")
     assert reader_of(tmp_path, None) == "folder"  # no wavs
-    (tmp_path / "wavs").mkdir()
+    write_tone(tmp_path / "wavs" / "LJ001-0001.wav")
     assert reader_of(tmp_path, None) == "manifest"
-    for transcripts in (tmp_path / "text", tmp_path / "wavs" / "a.txt"):
-        transcripts.write_text("a one\n", encoding="utf-8")
-        assert reader_of(tmp_path, None) == "folder"
-        transcripts.unlink()
+    (tmp_path / "wavs" / "ann").mkdir()
+    for others in ("text", "wavs/a.txt", "wavs/ann/a.txt", "ann.trans.txt"):
+        (tmp_path / others).write_text("a one\n", encoding="utf-8")
+        assert reader_of(tmp_path, None) == "folder", others
+        (tmp_path / others).unlink()
+    (tmp_path / "wav.scp").write_text("a a.wav\n", encoding="utf-8")
+    assert reader_of(tmp_path, None) == "kaldi"
+
+
+@pytest.mark.parametrize("text", ["a.wav,yes|no\n", "other|One\n", f"other|One\n{300 * 'x'}\n"])
+def test_a_table_with_none_of_ljspeechs_audio_is_not_taken_for_it(text: str, tmp_path: Path) -> None:
+    write_tone(tmp_path / "wavs" / "LJ-1.wav")
+    says = r":1: has '\|' between .*header that is known; .* the audio there as .*/wavs/ID\.wav$"
+    with pytest.raises(ConfigError, match=says):
+        read(tmp_path, "metadata.csv", text)
+    assert reader_of(tmp_path, None) == "folder"
 
 
 @pytest.mark.parametrize(
@@ -174,6 +193,7 @@ def test_a_folder_with_transcripts_of_its_own_is_no_ljspeech(tmp_path: Path) -> 
     ],
 )
 def test_what_is_no_manifest_is_refused(name: str, text: str, says: str, tmp_path: Path) -> None:
+    write_tone(tmp_path / "wavs" / "LJ-1.wav")
     with pytest.raises(ConfigError, match=says):
         read(tmp_path, name, text)
 
