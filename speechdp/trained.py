@@ -352,15 +352,15 @@ def _in_terms_of_arguments(names: Collection[str]) -> Iterator[None]:
     try:
         yield
     except (ConfigError, RunError) as error:
-        message = str(error)
-        for name in names:
-            message = re.sub(
-                rf"--{name.replace('_', '-')}(?![\w-])(?: ({_VALUE}))?",
-                lambda match, name=name: name if match[1] is None else f"{name}={match[1]}",
-                message,
-            )
+        options = "|".join(name.replace("_", "-") for name in names)
+        message = re.sub(rf"--({options})(?![\w-])(?: ({_VALUE}))?", _as_argument, str(error))
         kind: type[SpeechDPError] = RunError if isinstance(error, RunError) else ConfigError
         raise kind(message) from error
+
+
+def _as_argument(option: re.Match[str]) -> str:
+    name = option[1].replace("-", "_")
+    return name if option[2] is None else f"{name}={option[2]}"
 
 
 def _class_names(loaded: LoadedModel, class_list: Path) -> tuple[str, ...]:
