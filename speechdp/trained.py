@@ -5,14 +5,18 @@ Legend: S samples, T frames, I values of a frame as the network takes it, C clas
 
 from __future__ import annotations
 
+import math
+import numbers
 import os
+import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -33,9 +37,10 @@ from speechdp.decode.kept_graph import KeptGraph
 from speechdp.decode.origin import is_ctc
 from speechdp.decode.scoring import AcousticScorer
 from speechdp.decode.transcribe import Recording, Transcriber, Transcription, grammar_of, kept_data
-from speechdp.errors import ConfigError, SeveralChannelsError
+from speechdp.errors import ConfigError, RunError, SeveralChannelsError, SpeechDPError, one_line
 from speechdp.labels.hmm import FloatArray
 from speechdp.labels.kaldi_pdfs import load_classes
+from speechdp.models.tacotron.model import Tacotron
 from speechdp.options.recognition import WITHOUT_EFFECT_ON_CTC, RecognitionOptions
 from speechdp.parallel.run_files import TRAINED_ON
 from speechdp.synthesis.generate import GenerateOptions, Speech, Synthesiser
@@ -45,14 +50,28 @@ from speechdp.tasks.registry import networks_of
 #: A file, or samples (S,): floating point in [-1, 1], or integers of 16 bits; of numpy or torch.
 Audio: TypeAlias = "str | os.PathLike[str] | npt.ArrayLike | torch.Tensor"
 _INT16_SCALE = np.float32(32768)
+#: The options of the search, and of saying texts, which are arguments here.
+_SEARCH = tuple(field.name for field in fields(RecognitionOptions))
+_SAYING = tuple(field.name for field in fields(GenerateOptions))
+#: What may stand behind an option in a message: a number, its kind (FILE), a path, MODULE:CLASS.
+_VALUE = r"(?:-?\d|nan\b|-?inf\b|[A-Z]+\b|\S*[/.:]\w)\S*?(?=[:;,]?(?:\s|$))"
+#: What an option takes, and what is said of it; a bool is neither kind of number.
+_KINDS: dict[type, tuple[type | tuple[type, ...], str]] = {
+    bool: (bool, "True or False"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    Path: ((str, os.PathLike), "a path"),
+}
 
 
 class AcousticModel:
     """The acoustic model of a run: features of sound, their classes' probabilities, and words.
 
+    May be pickled and copied, for other processes: each makes its decoding graph itself.
+
     Args:
         run_dir: the run.
-        device: where the network is to compute.
+        device: where the network is to compute, as torch names it: `"cpu"`, `"cuda"`, `"cuda:1"`.
         task: `NAME` or `MODULE:CLASS` that it was trained as, where its network is one of your own; no file
             makes speechdp import code.
         search: options of `speechdp transcribe`, such as `beam=12.0` or `lm_scale=0.8`.  Unless a scale or
@@ -62,12 +81,14 @@ class AcousticModel:
         network: `network(features (B, T, I), lengths (B,)) -> logits (B, T, C)`, in evaluation mode.
         class_names: of each class: state of a phone, `AH_1`; where states are tied in their context, the
             state and a number, `AH_1.0`; CTC's blank, `<blank>`, and phones; or Kaldi's `pdf-0`.
-        log_priors: (C,), natural logarithms of how often each class occurred in training; 0 for CTC's.
+        log_priors: (C,) float32, natural logarithms of how often each class occurred in training; 0 for
+            CTC's.
         sampling_rate: that the model hears at, Hz.
 
     Raises:
         RunError: the run has no finished acoustic model, or a damaged one.
-        ConfigError: an unknown option of the search, or one out of range; the task.
+        ConfigError: an unknown option of the search, one of another kind or out of range; the device;
+            the task.
 
     Example:
         >>> model = speechdp.AcousticModel("RUN")  # doctest: +SKIP
@@ -84,14 +105,22 @@ class AcousticModel:
         **search: Any,
     ) -> None:
         self._run_dir = Path(run_dir)
-        self._search = _recognition_options(search)
-        self._device = torch.device(device)
-        self._loaded = load_model(self._run_dir, self._device, ctc=True, own=networks_of(task))
-        self.network = self._loaded.model
-        self.log_priors = self._loaded.class_log_prior.numpy()
+        with _in_terms_of_arguments((*_SEARCH, "task")):
+            self._search = _recognition_options(search)
+            self._loaded = load_model(self._run_dir, _device(device), ctc=True, own=networks_of(task))
+            if is_ctc(self._loaded.config):
+                self._search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
+        self.log_priors = self._loaded.class_log_prior.numpy().astype(np.float32)
         self.sampling_rate = int(self._loaded.config["sampling_rate"])
-        if is_ctc(self._loaded.config):
-            self._search.refuse_weights(*WITHOUT_EFFECT_ON_CTC)
+
+    def __getstate__(self) -> dict[str, Any]:
+        made_again = ("_preprocessor", "_transcriber")  # from the rest; they hold locks, and graphs in C++
+        return {name: value for name, value in vars(self).items() if name not in made_again}
+
+    @property
+    def network(self) -> torch.nn.Module:
+        """The network; see the class."""
+        return self._loaded.model
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
@@ -109,11 +138,12 @@ class AcousticModel:
             (T, I) float32; T is 0 where not one frame fits.
 
         Raises:
-            ConfigError: it is no audio; or the model was trained on features that Kaldi made.
+            ConfigError: it is no audio, or a file without samples; or the model was trained on features that
+                Kaldi made.
         """
         return self._preprocessor.whole(to_int16(self._samples(audio, sampling_rate)))
 
-    def log_posteriors(self, features: npt.ArrayLike) -> FloatArray:
+    def log_posteriors(self, features: npt.ArrayLike | torch.Tensor) -> FloatArray:
         """Return the log-probability of each class in each frame, in nats.
 
         What Kaldi's decoders take is this less `log_priors`, which `speechdp posteriors` writes.
@@ -127,12 +157,28 @@ class AcousticModel:
         Raises:
             ConfigError: another number of values a frame than the network takes.
         """
-        rows = np.asarray(features, dtype=np.float32)
-        width = int(self._loaded.config["feature_dim"])
-        if rows.ndim != 2 or rows.shape[1] != width:
-            raise ConfigError(f"features of shape {rows.shape}: the network takes (frames, {width})")
-        scorer = AcousticScorer(self.network, np.zeros_like(self.log_priors), 0.0, self._device)
-        return dict(scorer.score([rows]))[0]
+        return self.log_posteriors_of_all([features])[0]
+
+    def log_posteriors_of_all(self, utterances: Iterable[npt.ArrayLike | torch.Tensor]) -> list[FloatArray]:
+        """Return what `log_posteriors` does of each utterance, computed many at a time, for a GPU above all.
+
+        Args:
+            utterances: (T, I) each; read as they are needed.
+
+        Returns:
+            (T, C) float32 each, in the order of the utterances.
+
+        Raises:
+            ConfigError: as `log_posteriors`.
+
+        Example:
+            >>> files = ["a.wav", "b.wav"]  # doctest: +SKIP
+            >>> model.log_posteriors_of_all(model.features(file) for file in files)  # doctest: +SKIP
+        """
+        device = next(self.network.parameters(), torch.empty(0)).device  # further training may have moved it
+        scorer = AcousticScorer(self.network, np.zeros_like(self.log_priors), 0.0, device)
+        found = dict(scorer.score(map(self._rows, utterances)))
+        return [found[number] for number in range(len(found))]
 
     def transcribe(self, audio: Audio, sampling_rate: int | None = None) -> Transcription:
         """Recognise a recording of any length with the run's lexicon and language model.
@@ -145,14 +191,16 @@ class AcousticModel:
 
         Returns:
             `.text`; `.words`, each with `word`, `start_s`, `duration_s`, `confidence`; with `nbest=N`,
-            `.candidates`.
+            `.candidates`; `.failed_s` of it in which nothing was found; `.is_too_short` for a frame.
 
         Raises:
-            ConfigError: it is no audio.
-            RunError: the run keeps no lexicon; its classes are Kaldi's.
+            ConfigError: it is no audio, or a file without samples; `rescore_lm`; the run's classes are
+                Kaldi's.
+            RunError: the run keeps no lexicon.
         """
         if not isinstance(audio, (str, os.PathLike)):
-            return self._transcriber.hear("samples", self._samples(audio, sampling_rate))
+            found = self._transcriber.hear("samples", self._samples(audio, sampling_rate))
+            return replace(found, sampling_rate=round(sampling_rate or self.sampling_rate))
         name = "_".join(Path(audio).stem.split())
         with _one_channel():
             return self._transcriber.transcribe(Recording(name, name, self._source(audio, sampling_rate)))
@@ -167,7 +215,17 @@ class AcousticModel:
         """Return what is read of a file: of several channels what training read.  Raises ConfigError."""
         if sampling_rate is not None:
             raise ConfigError(f"{file}: a file says its sampling rate itself; leave sampling_rate out")
+        if Path(file).is_dir():
+            raise ConfigError(f"{file}: is a folder; give a file in it")
         return with_channel(Path(file), Dataset.open(self._run_dir / TRAINED_ON).channel)
+
+    def _rows(self, features: npt.ArrayLike | torch.Tensor) -> FloatArray:
+        """Return the features of an utterance, (T, I).  Raises ConfigError."""
+        rows = _as_array(features).astype(np.float32, copy=False)
+        width = int(self._loaded.config["feature_dim"])
+        if rows.ndim != 2 or rows.shape[1] != width:
+            raise ConfigError(f"features of shape {rows.shape}: the network takes (frames, {width})")
+        return rows
 
     @cached_property
     def _preprocessor(self) -> Preprocessor:
@@ -180,7 +238,8 @@ class AcousticModel:
         kept = kept_data(self._run_dir)
         earlier = self._search.earlier_weights(self._run_dir, grammar_of(kept))
         options = self._search.with_weights(earlier.weights).decoding()
-        transcriber = Transcriber(self._loaded, kept, options, kept_graph=KeptGraph(self._run_dir))
+        with _in_terms_of_arguments(_SEARCH):
+            transcriber = Transcriber(self._loaded, kept, options, kept_graph=KeptGraph(self._run_dir))
         if transcriber.remark:
             warnings.warn(transcriber.remark, stacklevel=4)
         return transcriber
@@ -191,7 +250,7 @@ class SynthesisModel:
 
     Args:
         run_dir: the run.
-        device: where the network is to compute.
+        device: where the network is to compute, as torch names it.
         options: of `speechdp synthesize`: `iterations`, `max_seconds`, `seed`, `dropout`, `attention_end`.
 
     Attributes:
@@ -200,7 +259,7 @@ class SynthesisModel:
 
     Raises:
         RunError: the run has no finished synthesis model, or a damaged one.
-        ConfigError: an unknown option, or one out of range.
+        ConfigError: an unknown option, one of another kind or out of range; the device.
 
     Example:
         >>> voice = speechdp.SynthesisModel("RUN")  # doctest: +SKIP
@@ -210,11 +269,16 @@ class SynthesisModel:
     def __init__(
         self, run_dir: str | os.PathLike[str], device: str | torch.device = "cpu", **options: Any
     ) -> None:
-        _refuse_unknown(options, GenerateOptions)
-        loaded = load_synthesis_model(Path(run_dir), torch.device(device))
-        self._synthesiser = Synthesiser(loaded, GenerateOptions(**options))
-        self.network = loaded.model
+        with _in_terms_of_arguments(_SAYING):
+            how = GenerateOptions(**_options_of(GenerateOptions, options))
+        loaded = load_synthesis_model(Path(run_dir), _device(device))
+        self._synthesiser = Synthesiser(loaded, how)
         self.sampling_rate = loaded.sampling_rate
+
+    @property
+    def network(self) -> Tacotron:
+        """The network; see the class."""
+        return self._synthesiser.loaded.model
 
     def say(self, text: str) -> FloatArray:
         """Return a text as samples (S,), by Griffin-Lim; a loud one may go beyond [-1, 1].
@@ -239,20 +303,64 @@ class SynthesisModel:
         return dict(self._synthesiser.say(self._synthesiser.encode([text])))[0]
 
 
-def _recognition_options(given: dict[str, Any]) -> RecognitionOptions:
+def _recognition_options(given: Mapping[str, Any]) -> RecognitionOptions:
     """Return the options of a search.  Raises ConfigError."""
-    _refuse_unknown(given, RecognitionOptions)
-    options = RecognitionOptions(**given)
+    options = RecognitionOptions(**_options_of(RecognitionOptions, given))
     options.decoding()  # refuses what is out of range
     return options
 
 
-def _refuse_unknown(given: dict[str, Any], known: type) -> None:
-    """Refuse options that a dataclass does not have.  Raises ConfigError."""
-    names = list(known.__dataclass_fields__)  # type: ignore[attr-defined]
+def _options_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options for a dataclass, of the types that it declares.  Raises ConfigError."""
+    known = get_type_hints(kind)
     for name in given:
-        if name not in names:
-            raise ConfigError(f"there is no option {name}; there are {', '.join(names)}")
+        if name not in known:
+            raise ConfigError(f"there is no option {name}; there are {', '.join(known)}")
+    return {name: _option_of(name, value, known[name]) for name, value in given.items()}
+
+
+def _option_of(name: str, value: Any, hint: Any) -> Any:
+    """Return a value as the type that is declared, such as a path for a str.  Raises ConfigError."""
+    (kind, *others) = get_args(hint) or (hint,)
+    if value is None and type(None) in others:
+        return None
+    taken, meaning = _KINDS[kind]
+    if not isinstance(value, taken) or (isinstance(value, bool) and kind is not bool):
+        raise ConfigError(f"{name}={value!r}: must be {meaning}")
+    return kind(value)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """Return a device that torch can compute on here.  Raises ConfigError."""
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(
+            f'device="{device}": torch cannot compute there ({one_line(error)}); give "cpu", or another'
+        ) from error
+    return found
+
+
+@contextmanager
+def _in_terms_of_arguments(names: Collection[str]) -> Iterator[None]:
+    """Call what a command has as options, --lm-scale 2, by their arguments in messages, lm_scale=2.
+
+    Raises:
+        SpeechDPError: as the block.
+    """
+    try:
+        yield
+    except (ConfigError, RunError) as error:
+        options = "|".join(name.replace("_", "-") for name in names)
+        message = re.sub(rf"--({options})(?![\w-])(?: ({_VALUE}))?", _as_argument, str(error))
+        kind: type[SpeechDPError] = RunError if isinstance(error, RunError) else ConfigError
+        raise kind(message) from error
+
+
+def _as_argument(option: re.Match[str]) -> str:
+    name = option[1].replace("-", "_")
+    return name if option[2] is None else f"{name}={option[2]}"
 
 
 def _class_names(loaded: LoadedModel, class_list: Path) -> tuple[str, ...]:
@@ -289,16 +397,26 @@ def _resampled(
     Raises:
         ConfigError: of an unknown rate, of several channels, not numbers, or of another scale.
     """
-    if from_hz is None:
-        raise ConfigError("samples without their rate; add sampling_rate=, in Hz")
-    if not from_hz > 0:
-        raise ConfigError(f"sampling_rate={from_hz}: must be more than 0, in Hz")
-    values = samples.detach().cpu().numpy() if isinstance(samples, torch.Tensor) else np.asarray(samples)
+    values = _as_array(samples)
     if values.dtype.kind != "f" and values.dtype != np.int16:
         raise ConfigError(f"samples of {values.dtype}; give floating point in [-1, 1], or int16")
+    if from_hz is None:
+        raise ConfigError("samples without their rate; add sampling_rate=, in Hz")
+    if not isinstance(from_hz, numbers.Real) or not 0 < from_hz < math.inf:
+        raise ConfigError(f"sampling_rate={from_hz!r}: must be a number of more than 0, in Hz")
     scale = _INT16_SCALE if values.dtype == np.int16 else np.float32(1)
     found = values.astype(np.float32) / scale
+    if found.shape == (0,):  # as what is shorter than a frame
+        return found
     check_samples(found)
     if (peak := float(np.abs(found).max())) > LARGEST_SAMPLE:
         raise ConfigError(f"samples up to {peak:,.0f}, where 1 is full scale; divide them")
     return resample(found, from_hz, to_hz)
+
+
+def _as_array(values: npt.ArrayLike | torch.Tensor) -> npt.NDArray[Any]:
+    """Return an array or tensor of numpy's; bfloat16, which numpy does not have, as float32."""
+    if not isinstance(values, torch.Tensor):
+        return np.asarray(values)
+    found = values.detach().cpu()
+    return np.asarray((found.float() if found.is_floating_point() else found).numpy())

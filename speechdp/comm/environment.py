@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import socket
 import stat
 import struct
@@ -242,9 +243,11 @@ def wait_until_heard(within_s: float = 1.0) -> None:
 
 
 def _bytes_in_pipe(descriptor: int) -> int:
-    """Return how many bytes nobody has read yet; 0 where it is no pipe."""
+    """Return how many bytes nobody has read yet; 0 where it is no pipe, or nobody is left who reads it."""
+    errors_alone = select.poll()
+    errors_alone.register(descriptor, 0)
     try:
-        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode) or errors_alone.poll(0):
             return 0
         (unread,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
     except OSError:  # closed

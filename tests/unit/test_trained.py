@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,12 @@ RATE = 8000
 BINS = 23
 
 
-def write_run(run: Path, features: FeatureConfig | None = None) -> Path:
+def write_run(run: Path, features: FeatureConfig | None = None, facts: dict[str, Any] | None = None) -> Path:
     """Write a run of a model that has learnt nothing, as `speechdp train --deltas 1` would leave it."""
     size = INVENTORY.num_classes
     counts = ClassCounts(np.arange(1, size + 1), np.ones(size, dtype=np.int64))
     features = FeatureConfig(num_mel_bins=BINS) if features is None else features
-    facts = {
+    head = {
         "feature_dim": 2 * features.feature_dim,
         "num_classes": size,
         "sampling_rate": RATE,
@@ -43,7 +45,7 @@ def write_run(run: Path, features: FeatureConfig | None = None) -> Path:
     model = LstmAcousticModel(2 * features.feature_dim, size, LstmConfig(1, 4, True))
     (run / "trained_on").mkdir(parents=True)
     INVENTORY.save(run / "trained_on" / "classes.txt")
-    save_model(run, model, counts, facts)
+    save_model(run, model, counts, head | (facts or {}))
     return run
 
 
@@ -78,11 +80,14 @@ def test_sound_shorter_than_a_frame_has_none(model: speechdp.AcousticModel) -> N
     ("call", "message"),
     [
         (lambda m: m.features(tone(0.1)), "samples without their rate; add sampling_rate="),
-        (lambda m: m.features(tone(0.1), 0), "sampling_rate=0: must be more than 0"),
+        (lambda m: m.features(tone(0.1), 0), "sampling_rate=0: must be a number of more than 0"),
         (lambda m: m.features(np.zeros((2, 99)), RATE), r"not an array of shape \(2, 99\)"),
         (lambda m: m.features(3e4 * tone(0.1), RATE), "where 1 is full scale; divide them"),
         (lambda m: m.features(np.zeros(99, dtype=np.int32), RATE), "samples of int32; give floating point"),
         (lambda m: m.features([np.nan] * 99, RATE), "NaN or infinity"),
+        (lambda m: m.features(tone(0.1), "8000"), "sampling_rate='8000': must be a number of more than 0"),
+        (lambda m: m.features(b"RIFF"), r"samples of \|S4; give floating point"),
+        (lambda m: m.features("/"), "^/: is a folder; give a file in it"),
         (lambda m: m.features("talk.wav", RATE), "talk.wav: a file says its sampling rate itself"),
         (lambda m: m.log_posteriors(np.zeros((3, 5))), r"shape \(3, 5\): the network takes \(frames, 46\)"),
     ],
@@ -96,13 +101,66 @@ def test_what_it_cannot_take(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"beem": 3}, "no option beem; there are beam, max_active"), ({"beam": -1.0}, "--beam -1.0: must be")],
+    [
+        ({"beem": 3}, "no option beem; there are beam, max_active"),
+        ({"beam": -1.0}, "^beam=-1.0: must be"),
+        ({"beam": "wide"}, "^beam='wide': must be a number$"),
+        ({"max_active": True}, "^max_active=True: must be a whole number$"),
+        ({"nbest": 2.5}, "^nbest=2.5: must be a whole number$"),
+        ({"rescore_lm": 3}, "^rescore_lm=3: must be a path$"),
+        ({"lattice_beam": 3.0}, "^lattice_beam goes with nbest=N or rescore_lm=FILE; give one"),
+        ({"device": "gpu"}, '^device="gpu": torch cannot compute there'),
+        ({"device": "meta"}, '^device="meta": torch cannot compute there'),
+    ],
 )
 def test_options_of_the_search_that_there_are_not(
     tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         speechdp.AcousticModel(write_run(tmp_path / "run"), **options)
+
+
+def test_options_may_be_paths_as_strings_and_numbers_of_numpy(tmp_path: Path) -> None:
+    options = {"rescore_lm": "words.arpa", "nbest": np.int64(3), "beam": np.float32(12), "lm_scale": None}
+    speechdp.AcousticModel(write_run(tmp_path / "run"), **options)
+
+
+def test_a_task_is_asked_for_as_an_argument(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", facts={"task": "own:Network", "options": "width=3"})
+    with pytest.raises(RunError, match="a task of your own, own:Network; give its task as in training"):
+        speechdp.AcousticModel(run)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_computes_the_same_by_a_network_of_its_own(
+    model: speechdp.AcousticModel, copied: Callable[[speechdp.AcousticModel], speechdp.AcousticModel]
+) -> None:
+    features = model.features(tone(0.5), RATE)
+    other = copied(model)
+    np.testing.assert_array_equal(other.features(tone(0.5), RATE), features)
+    before = model.log_posteriors(features)
+    np.testing.assert_array_equal(other.log_posteriors(features), before)
+    torch.nn.init.zeros_(other.network.output.weight)
+    assert not np.array_equal(other.log_posteriors(features), before)
+    np.testing.assert_array_equal(model.log_posteriors(features), before)
+
+
+def test_many_utterances_have_the_posteriors_that_each_has_alone(model: speechdp.AcousticModel) -> None:
+    utterances = [model.features(tone(seconds), RATE) for seconds in (0.3, 0.001, 0.7, 0.5)]
+    found = model.log_posteriors_of_all(map(torch.from_numpy, utterances))
+    assert [len(rows) for rows in found] == [len(rows) for rows in utterances]
+    for rows, features in zip(found, utterances, strict=True):
+        np.testing.assert_allclose(rows, model.log_posteriors(features), atol=1e-5)
+    assert model.log_posteriors_of_all([]) == []
+
+
+def test_samples_of_torch_in_bfloat16_are_heard_as_rounded(model: speechdp.AcousticModel) -> None:
+    rounded = torch.from_numpy(tone(0.2)).bfloat16()
+    np.testing.assert_array_equal(model.features(rounded, RATE), model.features(rounded.float(), RATE))
+
+
+def test_no_samples_have_no_frames(model: speechdp.AcousticModel) -> None:
+    assert model.features(np.zeros(0), RATE).shape == (0, 2 * BINS)
 
 
 def test_features_that_kaldi_made_are_given_to_the_network_as_they_are(tmp_path: Path) -> None:
@@ -124,5 +182,7 @@ def test_a_voice_says_what_the_command_writes(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "out.wav", voice.say(text), voice.sampling_rate)
     with pytest.raises(ConfigError, match="no option sead; there are iterations, max_seconds, seed"):
         speechdp.SynthesisModel(run, sead=1)
+    with pytest.raises(ConfigError, match=r"^iterations=0: must be at least 1"):
+        speechdp.SynthesisModel(run, iterations=0)
     with pytest.raises(RunError, match=r"model\.safetensors: no such model"):
         speechdp.SynthesisModel(tmp_path)

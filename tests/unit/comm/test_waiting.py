@@ -63,15 +63,20 @@ def test_a_rank_waits_until_its_launcher_has_read_what_it_said() -> None:
     assert rank.returncode == 0
 
 
-def test_a_launcher_that_reads_nothing_is_not_waited_for(sleeps: list[float]) -> None:
+@pytest.mark.parametrize(("has_reader", "waited_s"), [(True, 1.0), (False, 0.0)])
+def test_a_launcher_that_reads_nothing_is_not_waited_for(
+    sleeps: list[float], has_reader: bool, waited_s: float
+) -> None:
     reader, writer = os.pipe()
     stderr = os.dup(2)
     try:
         os.write(writer, b"why")
+        if not has_reader:
+            os.close(reader)
         os.dup2(writer, 2)
         wait_until_heard(within_s=1.0)
     finally:
         os.dup2(stderr, 2)
-        for descriptor in (reader, writer, stderr):
+        for descriptor in (*[reader] * has_reader, writer, stderr):
             os.close(descriptor)
-    assert sum(sleeps) == pytest.approx(1.0, abs=0.01)
+    assert sum(sleeps) == pytest.approx(waited_s, abs=0.01)
