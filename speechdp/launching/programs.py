@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,6 +82,9 @@ def _identified(mpirun: Path, prefix: Path | None) -> Mpirun:
         return IntelMpi(mpirun, prefix, version[1])
     if version := _HYDRA.search(answer.stdout):
         return Mpich(mpirun, prefix, version[1])
+    if answer.returncode < 0:
+        by = signal.Signals(-answer.returncode).name
+        raise ConfigError(f"{mpirun} --version was killed by {by}; try again, or {_REMEDY}")
     said = (answer.stdout + answer.stderr).strip().splitlines()[:1]
     raise ConfigError(
         f"{mpirun} is of no MPI that is known here, Open MPI, MPICH or Intel MPI (it says {said}); {_REMEDY}"

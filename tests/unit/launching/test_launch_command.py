@@ -376,8 +376,11 @@ def test_the_mpi_of_setup_comes_before_that_of_path(tmp_path: Path) -> None:
 def test_no_or_another_mpi_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no mpirun in .*run launch/setup"):
         find_mpirun(tmp_path, str(tmp_path))
-    fake_mpirun(tmp_path, "LAM 7.1")
+    mpirun = fake_mpirun(tmp_path, "LAM 7.1")
     with pytest.raises(ConfigError, match="is of no MPI that is known here"):
+        find_mpirun(tmp_path, "/usr/bin:/bin")
+    mpirun.write_text("#!/bin/sh\nkill -KILL $$\n")
+    with pytest.raises(ConfigError, match="mpirun --version was killed by SIGKILL; try again, or run launch"):
         find_mpirun(tmp_path, "/usr/bin:/bin")
     with pytest.raises(ConfigError, match="launch/build_horovod"):
         find_horovodrun(tmp_path, str(tmp_path))
