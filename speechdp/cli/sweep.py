@@ -115,18 +115,19 @@ class SweepCommand:
         from speechdp.experiments.sweep.training import check_sweep, names_of, run_sweep  # noqa: PLC0415
         from speechdp.launching.variables import RESTART_REASON  # noqa: PLC0415
         from speechdp.options.targets import tell_of_spread_targets  # noqa: PLC0415
-        from speechdp.ownership.overwrite import SWEEP, empty  # noqa: PLC0415
+        from speechdp.ownership.overwrite import SWEEP  # noqa: PLC0415
         from speechdp.process.ending import STOPPED_BEFORE, Stopped, StoppedBefore  # noqa: PLC0415
         from speechdp.train.ownership import owned  # noqa: PLC0415
 
         comm, plan = session.comm, self._plan()
+        out = OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options))
         if comm.rank == 0:
-            OutFolder(self.out_dir, self.overwrite, inputs_of(self.data, self.options)).check(SWEEP)
+            out.check(SWEEP)
         restarted = bool(os.environ.get(RESTART_REASON))
         check_sweep(session, self.options, plan, self.out_dir, overwrite=self.overwrite, restarted=restarted)
         try:
             with owned(session, self.out_dir, "sweep") as owner:
-                if owner is not None and self.overwrite and (stays := empty(owner, SWEEP)):
+                if owner is not None and (stays := out.take(owner, SWEEP)):
                     session.reporter.notice(stays)
                 comm.barrier()
                 tell_of_spread_targets(self.options, lambda: session.dataset, session.reporter.notice)

@@ -13,7 +13,7 @@ from speechdp.cli.support.script_options import OutFolder, inputs_of
 from speechdp.errors import ConfigError, ShardError
 from speechdp.options.run import TrainOptions
 from speechdp.options.shown import heading, shown
-from speechdp.ownership.overwrite import RUN, empty
+from speechdp.ownership.overwrite import RUN
 
 if TYPE_CHECKING:
     from speechdp.process.ending import Stopped
@@ -68,14 +68,15 @@ class TrainCommand:
         from speechdp.train.ownership import owned  # noqa: PLC0415
         from speechdp.train.realign import check_overwriting, train_with_realignment  # noqa: PLC0415
 
+        out = OutFolder(self.run_dir, self.overwrite, inputs_of(self.data, self.options))
         if session.comm.rank == 0:
-            OutFolder(self.run_dir, self.overwrite, inputs_of(self.data, self.options)).check(RUN)
+            out.check(RUN)
         if self.overwrite:
             check_overwriting(session, self.options, self.run_dir)
             check_shards(session, self.options)
         try:
             with owned(session, self.run_dir, "train") as owner:
-                if owner is not None and self.overwrite and (stays := empty(owner, RUN)):
+                if owner is not None and (stays := out.take(owner, RUN)):
                     session.reporter.notice(stays)
                 session.comm.barrier()
                 tell_of_spread_targets(self.options, lambda: session.dataset, session.reporter.notice)

@@ -57,7 +57,7 @@ class FolderKind:
 
 
 #: Until the targets are made, a run or sweep has only what makes them, or a part of them, half written
-#: perhaps (.h5.PID.tmp).
+#: perhaps (.NAME.h5.*.tmp).
 _TARGETS = (
     "alignments/0/completed.json",
     "alignments/0/*.h5*",

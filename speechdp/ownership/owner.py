@@ -172,7 +172,7 @@ class FolderOwner:
             except FileNotFoundError:
                 if attempt == _ATTEMPTS - 1 or self.file.parent.is_dir():
                     raise
-                self._made.clear()
+                self._made = [path for path in self._made if path.is_dir()]
             else:
                 return
 

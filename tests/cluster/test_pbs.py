@@ -69,7 +69,7 @@ def test_a_submitted_job_trains_over_its_nodes(site: Site, undisturbed: Path) ->
 
 
 def test_a_job_saves_before_its_time_limit_and_starts_again(site: Site, undisturbed: Path) -> None:
-    gates = Gates(site.folder.parent / "gates-limit", GATE)
+    gates = Gates(site.folder.parent / "gates-pbs-limit", GATE)
     # A minute after its start it has come to its gate, and is warned: the script does that, not PBS.
     limit = ["--time", "0:11:00", "--signal-s", "600"]
     job_id, run, output = site.submit("limit", limit=limit, gates=gates)
@@ -85,7 +85,7 @@ def test_a_job_saves_before_its_time_limit_and_starts_again(site: Site, undistur
 
 
 def test_a_deleted_job_saves_and_is_not_said_to_start_again(site: Site) -> None:
-    gates = Gates(site.folder.parent / "gates-deleted", GATE)
+    gates = Gates(site.folder.parent / "gates-pbs-deleted", GATE)
     job_id, run, output = site.submit("deleted", gates=gates)
     site.pbs.wait_until(job_id, output, lambda _: last_step(run), "a checkpoint")
     # On its signal, which comes a while later, the gate opens.

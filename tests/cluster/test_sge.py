@@ -71,7 +71,7 @@ def test_a_submitted_job_trains_over_its_nodes(site: Site, undisturbed: Path) ->
 
 
 def test_a_suspended_job_starts_again_and_ends_with_the_same_model(site: Site, undisturbed: Path) -> None:
-    gates = Gates(site.folder.parent / "gates-suspended", GATE)
+    gates = Gates(site.folder.parent / "gates-sge-suspended", GATE)
     job_id, run, output = site.submit("suspended", gates=gates)
     site.engine.wait_until(job_id, output, lambda _: last_step(run), "a checkpoint")
     site.engine.suspend(job_id)
@@ -86,7 +86,7 @@ def test_a_suspended_job_starts_again_and_ends_with_the_same_model(site: Site, u
 
 
 def test_a_deleted_job_saves_and_is_not_said_to_start_again(site: Site) -> None:
-    gates = Gates(site.folder.parent / "gates-deleted", GATE)
+    gates = Gates(site.folder.parent / "gates-sge-deleted", GATE)
     job_id, run, output = site.submit("deleted", gates=gates)
     site.engine.wait_until(job_id, output, lambda _: last_step(run), "a checkpoint")
     site.engine.command("qdel", job_id)  # on whose signal, which comes a while later, the gate opens

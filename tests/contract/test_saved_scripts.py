@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import re
+import secrets
 import signal
 import sys
 import zipfile
@@ -741,9 +742,10 @@ def test_states_of_different_steps_are_refused() -> None:
     refused("rank 0 loads step 0, rank 1 step 1; load states that were saved together", ConfigError, check)
 
 
-def test_a_full_disk_is_said_in_a_line(tmp_path: Path) -> None:
+def test_a_full_disk_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """/dev/full takes the place of the file."""
-    (tmp_path / f".model.pt.{os.getpid()}.tmp").symlink_to("/dev/full")
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
+    (tmp_path / ".model.pt.guessed.tmp").symlink_to("/dev/full")
     script = Script(SerialCommunicator(), "bmuf", None)
     with pytest.raises(RunError, match=re.escape("No space left on device")):
         script.run.save(tmp_path / "model.pt")

@@ -288,6 +288,23 @@ class OutFolder:
         else:
             check_kind(self.path, kind)
 
+    def take(self, owner: FolderOwner, kind: FolderKind) -> str:
+        """Begin to write in a folder that is owned: see once more whose it is, and empty it if asked.
+
+        Another command may have owned it, and written there, since `check`.
+
+        Returns:
+            A line that names what stays in it; "" if there is nothing.
+
+        Raises:
+            ConfigError: it holds what another command has written, or a folder in it is in use.
+            RunError: something cannot be deleted.
+        """
+        from speechdp.ownership.overwrite import check_kind, empty  # noqa: PLC0415 - fast --help
+
+        check_kind(self.path, kind)
+        return empty(owner, kind) if self.overwrite else ""
+
 
 @contextmanager
 def owned_folder(
@@ -304,12 +321,11 @@ def owned_folder(
         ConfigError: as OutFolder.check.
     """
     from speechdp.comm.startup.folder_owner import owner_of  # noqa: PLC0415
-    from speechdp.ownership.overwrite import empty  # noqa: PLC0415
     from speechdp.process.ending import heed_put_off  # noqa: PLC0415
 
     heed_put_off()
     out.check(kind)
     with owner_of(out.path, command, say) as owner:
-        if out.overwrite and (stays := empty(owner, kind)):
+        if stays := out.take(owner, kind):
             say(stays)
         yield owner

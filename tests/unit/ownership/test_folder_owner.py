@@ -325,6 +325,23 @@ def test_a_folder_that_its_owner_removes_at_its_end_is_made_anew(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_was_made_around_a_folder_that_went_meanwhile_goes_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newcomer = Host(tmp_path / "deep" / "run").owner
+    claim = newcomer._claim
+
+    def late() -> None:
+        monkeypatch.undo()
+        newcomer.folder.rmdir()  # by another that has made this one alone, and is at its end
+        claim()
+
+    monkeypatch.setattr(newcomer, "_claim", late)
+    newcomer.acquire()
+    newcomer.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_the_disk_refuses_a_sign_of_life_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
