@@ -119,14 +119,14 @@ class Strategy(ABC):
 
     What subclasses write, all but the abstract ones where they differ from the rest:
 
-    - what it is, from its options alone: `traits`, `roster`, `predicted_exchange`, `check_options`,
-      `check_ranks`;
+    - what it is, from its options alone: `traits`, `roster`, `check_options`, `check_ranks`;
     - its beginning: `set_up`, which makes its state;
     - training: `before_backward`, `step` (abstract); asynchronous ones `resume` and `pause`;
     - what is shown: `evaluation_parameters`, `finish` (abstract), `statistics`;
     - its state: `state_dict`, `load_state_dict` (both abstract), `begin_as_copy`.
 
-    Some also have a method that few need: `ObservesLoss`, `OffersModels`, `BeginsTogether`.
+    Some also have a method that not all need: `PredictsExchange`, `ObservesLoss`, `OffersModels`,
+    `BeginsTogether`.
 
     Attributes:
         name: on the command line: its file's, or that under which it is registered.
@@ -167,19 +167,6 @@ class Strategy(ABC):
     def roster(self, size: int) -> Roster:
         """Return who of `size` ranks trains on which part of the data, and who takes steps with whom."""
         return Roster(list(range(size)), list(range(size)))
-
-    def predicted_exchange(self, model: Model) -> Exchange | None:
-        """Return what ranks send and whom they wait for, by which `simulate` and `tune` predict its speed.
-
-        None: it is not predicted.  A strategy from outside says it itself: what it inherits is not taken,
-        unless it says so by a method of its own that calls `super`.
-
-        Example::
-
-            def predicted_exchange(self, model):  # all ranks average all parameters once per period
-                return Exchange(Pattern.TOGETHER, model.steps_in(self.period), model.nbytes)
-        """
-        return None
 
     def check_options(self) -> None:
         """Raise ConfigError for option values that cannot be used; called when options are parsed."""
@@ -309,6 +296,23 @@ class Strategy(ABC):
     def begin_as_copy(self) -> None:
         """Reset what has accumulated since the last exchange: another rank keeps the same state."""
         self.replica.clear_gradients()
+
+
+@runtime_checkable
+class PredictsExchange(Protocol):
+    """A strategy whose speed `simulate` and `tune` predict."""
+
+    def predicted_exchange(self, model: Model) -> Exchange | None:
+        """Return what ranks send and whom they wait for; None: it is not predicted with these options.
+
+        A strategy from outside says it itself: what it inherits is not taken, unless it says so by a method
+        of its own that calls `super`.
+
+        Example::
+
+            def predicted_exchange(self, model):  # all ranks average all parameters once per period
+                return Exchange(Pattern.TOGETHER, model.steps_in(self.period), model.nbytes)
+        """
 
 
 class ObservesLoss(Protocol):

@@ -6,7 +6,7 @@ from speechdp.errors import ConfigError
 from speechdp.extensions import option_kinds
 from speechdp.parallel.declared import Exchange, Model, Pattern
 from speechdp.parallel.registry import StrategyChoice, own_strategy_names
-from speechdp.parallel.strategy import Strategy
+from speechdp.parallel.strategy import PredictsExchange, Strategy
 
 #: Any model: whether it is known how a strategy exchanges depends on its options alone.
 _ANY_MODEL = Model(nbytes=4.0, optimizer_vectors=0, frames_per_step=1.0, step_s=1.0)
@@ -68,10 +68,13 @@ def _says_itself(made: type[Strategy]) -> bool:
 
 def _declared(choice: StrategyChoice, model: Model) -> Exchange | None:
     """Return what a strategy says of its exchanges; None: nothing, or there is no such strategy here."""
-    if choice.name in own_strategy_names():
-        return choice.parsed.predicted_exchange(model)
+    is_ours = choice.name in own_strategy_names()
     try:
         made = choice.parsed
-    except ConfigError:  # a script's, or of a package that is not installed here or has changed since
-        return None
-    return made.predicted_exchange(model) if _says_itself(type(made)) else None
+    except ConfigError:
+        if is_ours:
+            raise
+        return None  # a script's, or of a package that is not installed here or has changed since
+    if isinstance(made, PredictsExchange) and (is_ours or _says_itself(type(made))):
+        return made.predicted_exchange(model)
+    return None

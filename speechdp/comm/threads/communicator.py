@@ -200,7 +200,7 @@ class ThreadsCommunicator(Communicator):
         return self.collect(number, exchange, combine)
 
 
-def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: float = 60.0) -> list[T]:
+def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: float = 240.0) -> list[T]:
     """Run `function(communicator)` on `size` ranks, each a thread, and return their results in rank order.
 
     A rank that vanishes (thread_job.Vanished) has none.
