@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers.fork_server import BY_ITSELF
 from tests.helpers.jobs import started
-from tests.helpers.mpi import Ended, job_environment, run_job
+from tests.helpers.mpi import REPOSITORY, Ended, job_environment, run_job
 from tests.helpers.waiting import wait_until
 
 
@@ -104,6 +104,20 @@ def test_at_its_end_it_finalizes_what_is_its_own(script: Path) -> None:
     assert (ended.exit_code, ended.stdout) == (0, "[]\n"), ended.output
     kept = ended.stderr.splitlines()[-1]
     assert kept.startswith(tempfile.gettempdir()) and not Path(kept).exists(), ended.output
+
+
+def test_it_ignores_no_signal_because_the_server_was_started_so() -> None:
+    """As under `nohup pytest &`, whose ranks mpirun has heed all signals."""
+    source = """
+        import signal
+        from tests.helpers.fork_server import ignore_only
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        ignore_only([signal.SIGUSR1, signal.SIGUSR2])
+        handlers = map(signal.getsignal, (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2))
+        assert [*handlers] == [signal.default_int_handler, signal.SIG_DFL, signal.SIG_IGN, signal.SIG_IGN]
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(source)], cwd=REPOSITORY, check=True)
 
 
 def test_an_error_is_shown(script: Path) -> None:

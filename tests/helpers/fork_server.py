@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.helpers.startup.gated import put_gates_up
-from tests.helpers.startup.handing_over import namespaces
+from tests.helpers.startup.handing_over import SIGNALS, namespaces
 
 #: Names the folder of the session's server; its socket's path, in what a job is given.
 FOLDER, ADDRESS = "SPEECHDP_TEST_FORK_FOLDER", "SPEECHDP_TEST_FORK_ADDRESS"
@@ -326,8 +326,7 @@ def _become(work: _Work) -> None:
     for fd, stream in enumerate(work.streams):
         os.dup2(stream, fd)
     _close(work.streams)
-    for number in request["ignored"]:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_only(request["ignored"])
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     for name, limits in request["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), limits)
@@ -348,6 +347,20 @@ def _become(work: _Work) -> None:
     put_gates_up()
     sys.orig_argv = request["orig_argv"]
     _run(request["arguments"])
+
+
+def ignore_only(numbers: list[int]) -> None:
+    """Ignore these of the signals that are handed on, and no others, as the server itself may.
+
+    A shell has what it starts in the background ignore SIGINT, nohup has it ignore SIGHUP; mpirun has its
+    ranks heed them again.
+    """
+    for number in SIGNALS:
+        if number in numbers:
+            signal.signal(number, signal.SIG_IGN)
+        elif signal.getsignal(number) == signal.SIG_IGN:
+            is_ctrl_c = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
 
 
 def _open_streams() -> None:

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 _NAMESPACES = ("net", "uts", "mnt", "pid", "ipc")
 #: Handed on to the process that does the work.
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 _LIMITS = ("AS", "CPU", "DATA", "FSIZE", "NOFILE", "STACK", "CORE")
 
 
@@ -49,7 +49,7 @@ def _request(arguments: list[str]) -> dict[str, object]:
         "cores": sorted(os.sched_getaffinity(0)),
         "umask": _umask(),
         "limits": {name: resource.getrlimit(getattr(resource, f"RLIMIT_{name}")) for name in _LIMITS},
-        "ignored": [number for number in _SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
+        "ignored": [number for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN],
     }
 
 
@@ -85,7 +85,7 @@ class _Standing:
 
     def stand(self) -> None:
         """Ask for the work, and do not return unless the server refuses it or is not there."""
-        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        before = {number: signal.getsignal(number) for number in SIGNALS}
         for number, handler in before.items():
             if handler != signal.SIG_IGN:
                 signal.signal(number, self._forward)
