@@ -53,8 +53,6 @@ _INT16_SCALE = np.float32(32768)
 #: The options of the search, and of saying texts, which are arguments here.
 _SEARCH = tuple(field.name for field in fields(RecognitionOptions))
 _SAYING = tuple(field.name for field in fields(GenerateOptions))
-#: What may stand behind an option in a message: a number, its kind (FILE), a path, MODULE:CLASS.
-_VALUE = r"(?:-?\d|nan\b|-?inf\b|[A-Z]+\b|\S*[/.:]\w)\S*?(?=[:;,]?(?:\s|$))"
 #: What an option takes, and what is said of it; a bool is neither kind of number.
 _KINDS: dict[type, tuple[type | tuple[type, ...], str]] = {
     bool: (bool, "True or False"),
@@ -344,7 +342,7 @@ def _device(device: str | torch.device) -> torch.device:
 
 @contextmanager
 def _in_terms_of_arguments(names: Collection[str]) -> Iterator[None]:
-    """Call what a command has as options, --lm-scale 2, by their arguments in messages, lm_scale=2.
+    """Call what a command has as options, --lm-scale, by their arguments in messages, lm_scale.
 
     Raises:
         SpeechDPError: as the block.
@@ -353,14 +351,13 @@ def _in_terms_of_arguments(names: Collection[str]) -> Iterator[None]:
         yield
     except (ConfigError, RunError) as error:
         options = "|".join(name.replace("_", "-") for name in names)
-        message = re.sub(rf"--({options})(?![\w-])(?: ({_VALUE}))?", _as_argument, str(error))
+        message = re.sub(rf"--({options})(?![\w-])", _as_argument, str(error))
         kind: type[SpeechDPError] = RunError if isinstance(error, RunError) else ConfigError
         raise kind(message) from error
 
 
 def _as_argument(option: re.Match[str]) -> str:
-    name = option[1].replace("-", "_")
-    return name if option[2] is None else f"{name}={option[2]}"
+    return option[1].replace("-", "_")
 
 
 def _class_names(loaded: LoadedModel, class_list: Path) -> tuple[str, ...]:
