@@ -295,9 +295,7 @@ def test_ranks_that_are_ended_remove_what_is_not_complete(
     assert speechdp(["train", str(data), str(run), *TINY_MODEL, "--epochs", "1", "--backend", "serial"]) == 0
     program = REPOSITORY / "tests/helpers/rank_programs/writing.py"
     command = [str(BIN / "mpirun"), "--oversubscribe", "-n", "2", sys.executable, str(program), str(folder)]
-    # A second after SIGTERM it kills the ranks, in which they may get no core.
-    patient = {"OMPI_MCA_odls_base_sigkill_timeout": "5"}
-    with started([*command, "decode", str(run), str(data), "--backend", "mpi"], folder, env=patient) as job:
+    with started([*command, "decode", str(run), str(data), "--backend", "mpi"], folder) as job:
         job.wait_until(lambda: len(list(folder.iterdir())) == 2, "files of both ranks")
         job.signal(number)
         ended = job.finish()
