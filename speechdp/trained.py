@@ -31,6 +31,7 @@ from speechdp.data.signal.audio import (
     to_int16,
     with_channel,
 )
+from speechdp.data.signal.channel import Channel
 from speechdp.data.signal.features import FeatureConfig, check_samples
 from speechdp.data.transforms.preprocess import Preprocessor, inputs_of
 from speechdp.decode.kept_graph import KeptGraph
@@ -215,7 +216,7 @@ class AcousticModel:
             raise ConfigError(f"{file}: a file says its sampling rate itself; leave sampling_rate out")
         if Path(file).is_dir():
             raise ConfigError(f"{file}: is a folder; give a file in it")
-        return with_channel(Path(file), Dataset.open(self._run_dir / TRAINED_ON).channel)
+        return with_channel(Path(file), self._channel)
 
     def _rows(self, features: npt.ArrayLike | torch.Tensor) -> FloatArray:
         """Return the features of an utterance, (T, I).  Raises ConfigError."""
@@ -224,6 +225,11 @@ class AcousticModel:
         if rows.ndim != 2 or rows.shape[1] != width:
             raise ConfigError(f"features of shape {rows.shape}: the network takes (frames, {width})")
         return rows
+
+    @cached_property
+    def _channel(self) -> Channel | None:
+        """What training read of files of several channels."""
+        return Dataset.open(self._run_dir / TRAINED_ON).channel
 
     @cached_property
     def _preprocessor(self) -> Preprocessor:

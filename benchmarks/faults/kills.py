@@ -76,12 +76,10 @@ class Command:
     """What is started.
 
     Attributes:
-        name: train, compare or sweep.
         arguments: of speechdp, but for the folder to write, for which "OUT" stands.
         more: options of launch that only some starts have.
     """
 
-    name: str
     arguments: tuple[str, ...]
     more: tuple[str, ...] = ()
 
@@ -105,10 +103,10 @@ def draw_command(name: str, data: Path, rng: random.Random) -> Command:
             "1,2",
         )
         options = (*what, "--race", "0", *_TINY, "--epochs", "3", "--backend", "torch")
-        return Command(name, ("compare", str(data), "OUT", *options))
+        return Command(("compare", str(data), "OUT", *options))
     if name == "sweep":
         options = ("--periods", "1,4", "--race", "0", *_TINY, "--epochs", "3", "--backend", "torch")
-        return Command(name, ("launch", "-np", "2", "--", "sweep", str(data), "OUT", *options))
+        return Command(("launch", "-np", "2", "--", "sweep", str(data), "OUT", *options))
     how = {
         "--strategy": rng.choice(_STRATEGIES),
         "--backend": rng.choice(("mpi", "horovod", "torch")),
@@ -116,7 +114,7 @@ def draw_command(name: str, data: Path, rng: random.Random) -> Command:
     }
     options = (*[word for pair in how.items() for word in pair], *_TINY, "--epochs", "16", "--resume")
     started = ("launch", "-np", str(rng.choice((2, 2, 3))), "--", "train", str(data), "OUT")
-    return Command("train", (*started, *options), ("--max-restarts", "3"))
+    return Command((*started, *options), ("--max-restarts", "3"))
 
 
 @dataclass

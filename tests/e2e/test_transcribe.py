@@ -175,7 +175,7 @@ def test_a_model_of_ctc_hears_words_and_when_they_were_spoken(
     model = AcousticModel(run)
     assert [model.transcribe(path).line().split() for path in files] == [line.split() for line in printed]
     assert model.class_names[:2] == ("<blank>", "AH") and not model.log_priors.any()
-    with pytest.raises(ConfigError, match="--prior-scale has no effect with a model of --criterion ctc"):
+    with pytest.raises(ConfigError, match=r"^prior_scale has no effect with a model of --criterion ctc"):
         AcousticModel(run, prior_scale=0.5)
     refused = speechdp(["transcribe", str(run), *files, "--prior-scale", "0.5"])
     assert refused == 1
