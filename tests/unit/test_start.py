@@ -100,6 +100,25 @@ def test_a_rank_takes_its_steps_with_what_they_need(tmp_path: Path) -> None:
     assert found & {*_HEAVY, "kaldifst", "kaldi_decoder", "jiwer", "soundfile", *aligning, *feeding} == set()
 
 
+def test_garbage_is_seldom_looked_for_while_a_command_imports(tmp_path: Path) -> None:
+    """With Python's own thresholds it is more than 300 times."""
+    program = (
+        "import atexit, gc, sys\n"
+        "from speechdp.cli.main import main\n"
+        "def tell():\n"
+        "    print('torch' in sys.modules, sum(each['collections'] for each in gc.get_stats()))\n"
+        "atexit.register(tell)\n"
+        f"sys.argv = ['speechdp', 'train', {str(tmp_path / 'none')!r}, {str(tmp_path / 'run')!r}]\n"
+        "main()\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert "is not a complete data directory" in done.stderr
+    has_torch, times = done.stdout.split()
+    assert has_torch == "True"
+    assert int(times) < 150
+
+
 def test_a_synthesis_model_is_loaded_without_the_compiler(tmp_path: Path) -> None:
     dataset = write_tiny_speech(tmp_path / "data", TinySizes(1, 1, 1, shards=1))
     run = write_untrained_run(tmp_path / "run", dataset)
