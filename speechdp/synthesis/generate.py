@@ -22,6 +22,7 @@ from speechdp.data.signal.spectrogram import invert_linear
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_written
 from speechdp.labels.lexicon import Lexicon
+from speechdp.models.evaluating import evaluating
 from speechdp.options.seed import check_seed
 from speechdp.synthesis.record import Ending
 from speechdp.tasks.model_file import LoadedSynthesis
@@ -146,10 +147,12 @@ class Synthesiser:
             batch_first=True,
             padding_value=IGNORED_TARGET,
         )
-        torch.manual_seed(self.options.seed)
         device = next(model.parameters()).device
         dropout = self.options.dropout
-        said = model.generate(symbols.to(device), max_frames=self.max_frames, dropout=dropout)
+        # A program's own random numbers are not begun anew.
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), evaluating(model):
+            torch.manual_seed(self.options.seed)
+            said = model.generate(symbols.to(device), max_frames=self.max_frames, dropout=dropout)
         mel, linear, attention = (x.float().cpu().numpy() for x in (said.mel, said.linear, said.attention))
         if not np.isfinite(linear).all():
             raise RunError(
