@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,16 @@ def test_a_voice_leaves_random_numbers_and_what_is_trained_as_they_are(tmp_path:
     assert torch.equal(torch.rand(3), drawn)
     assert {name: part.training for name, part in voice.network.named_children()} == modes
     assert all(torch.equal(value, weights[name]) for name, value in voice.network.state_dict().items())
+
+
+def test_threads_may_share_a_voice(tmp_path: Path) -> None:
+    run = write_untrained_run(tmp_path / "run", write_tiny_speech(tmp_path / "data"))
+    voice = speechdp.SynthesisModel(run, iterations=2, max_seconds=0.3)
+    text = "one two"
+    wanted = voice.spectrograms(text).linear
+    with ThreadPoolExecutor(4) as threads:
+        for said in threads.map(voice.spectrograms, [text] * 12):
+            np.testing.assert_array_equal(said.linear, wanted)
 
 
 @pytest.mark.parametrize("text", [None, 3, ["one"], b"one"])
