@@ -38,6 +38,7 @@ from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron
 from speechdp.models.without_weights import without_weights
+from speechdp.ownership.overwrite import COMPARISON, SWEEP, TUNE
 from speechdp.parallel.run_files import MODEL_NAME
 
 _FORMAT = "speechdp-model"
@@ -390,6 +391,13 @@ def _numbers(head: dict[str, Any]) -> Iterator[int]:
         yield from (value for value in head.get(key, {}).values() if isinstance(value, int))
 
 
+def _run_in(folder: Path) -> str:
+    """Name a run of a sweep, comparison or search, as what is to be given."""
+    models = (path for runs in (folder, folder / "runs") for path in sorted(runs.glob(f"*/{MODEL_NAME}")))
+    model = next(models, None)
+    return "the folder of a run" if model is None else f"the folder of a run, such as {model.parent}"
+
+
 @contextmanager
 def _reading(run_dir: Path) -> Iterator[_ModelFile]:
     """Read a model file; what the block finds wrong with it is told in one line."""
@@ -404,6 +412,9 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
                 f"{path}: no such model, though the run is complete; the command that trained it writes it "
                 "again from the last checkpoint (train: with --resume)"
             )
+        for kind in (SWEEP, COMPARISON, TUNE):
+            if (run_dir / kind.record).is_file():
+                raise RunError(f"{run_dir}: is {kind.what}, not a run; give {_run_in(run_dir)}")
         begun = (run_dir / "run.json").is_file()
         remedy = "finish it with train --resume" if begun else "train it first"
         raise RunError(f"{path}: no such model; {run_dir} is not a finished run, {remedy}")

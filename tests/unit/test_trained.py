@@ -237,6 +237,19 @@ def test_what_is_no_text_is_refused(tmp_path: Path, text: Any) -> None:
         speechdp.SynthesisModel(run).say(text)
 
 
+@pytest.mark.parametrize(
+    ("record", "inside", "what"),
+    [("sweep.json", "", "a sweep"), ("compare.json", "", "a comparison"), ("tune.json", "runs", "a search")],
+)
+def test_what_holds_runs_is_no_run(record: str, inside: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / record).write_text("{}")
+    with pytest.raises(RunError, match=f"^{tmp_path}: is {what}, not a run; give the folder of a run$"):
+        speechdp.AcousticModel(tmp_path)
+    run = write_run(tmp_path / inside / "b")
+    with pytest.raises(RunError, match=f"; give the folder of a run, such as {run}$"):
+        speechdp.SynthesisModel(tmp_path)
+
+
 def test_a_task_is_asked_for_as_an_argument(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", facts={"task": "own:Network", "options": "width=3"})
     with pytest.raises(RunError, match="a task of your own, own:Network; give its task as in training"):
