@@ -12,7 +12,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -71,10 +71,12 @@ def _as_in_commands() -> Iterator[None]:
 
     The default device, inference mode, in which no network can be made that is to be trained, and autocast.
     """
-    without_autocast = (torch.autocast(device, enabled=False) for device in ("cpu", "cuda"))
-    with ExitStack() as stack:
-        for setting in (torch.inference_mode(False), torch.device("cpu"), *without_autocast):
-            stack.enter_context(setting)
+    with (
+        torch.inference_mode(False),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
         yield
 
 
