@@ -51,6 +51,8 @@ from speechdp.tasks.registry import networks_of
 #: A file, or samples (S,): floating point in [-1, 1], or integers of 16 bits; of numpy or torch.
 Audio: TypeAlias = "str | os.PathLike[str] | npt.ArrayLike | torch.Tensor"
 _INT16_SCALE = np.float32(32768)
+#: Rates that samples may have, Hz: less is in kHz by mistake, and is stretched to hours.
+_RATES_HZ = (1_000, 10_000_000)
 #: The options of the search, and of saying texts, which are arguments here.
 _SEARCH = tuple(field.name for field in fields(RecognitionOptions))
 _SAYING = tuple(field.name for field in fields(GenerateOptions))
@@ -61,6 +63,21 @@ _KINDS: dict[type, tuple[type | tuple[type, ...], str]] = {
     float: (numbers.Real, "a number"),
     Path: ((str, os.PathLike), "a path"),
 }
+
+
+@contextmanager
+def _as_in_commands() -> Iterator[None]:
+    """Compute in the block, or function, as the commands do, whatever a program has set for its own models.
+
+    The default device, inference mode, in which no network can be made that is to be trained, and autocast.
+    """
+    with (
+        torch.inference_mode(False),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
+        yield
 
 
 class AcousticModel:
@@ -104,7 +121,9 @@ class AcousticModel:
         **search: Any,
     ) -> None:
         self._run_dir = Path(run_dir)
-        with _in_terms_of_arguments((*_SEARCH, "task")):
+        if not isinstance(task, str | None):
+            raise ConfigError(f"task={task!r}: must be a name or MODULE:CLASS, in quotes")
+        with _as_in_commands(), _in_terms_of_arguments((*_SEARCH, "task")):
             self._search = _recognition_options(search)
             self._loaded = load_model(self._run_dir, _device(device), ctc=True, own=networks_of(task))
             if is_ctc(self._loaded.config):
@@ -126,6 +145,7 @@ class AcousticModel:
         """Name each class; see the class."""
         return _class_names(self._loaded, self._run_dir / TRAINED_ON / "classes.txt")
 
+    @_as_in_commands()
     def features(self, audio: Audio, sampling_rate: int | None = None) -> FloatArray:
         """Return what the network takes of sound, made as in training: normalised, with deltas and context.
 
@@ -158,6 +178,7 @@ class AcousticModel:
         """
         return self.log_posteriors_of_all([features])[0]
 
+    @_as_in_commands()
     def log_posteriors_of_all(self, utterances: Iterable[npt.ArrayLike | torch.Tensor]) -> list[FloatArray]:
         """Return what `log_posteriors` does of each utterance, computed many at a time, for a GPU above all.
 
@@ -179,6 +200,7 @@ class AcousticModel:
         found = dict(scorer.score(map(self._rows, utterances)))
         return [found[number] for number in range(len(found))]
 
+    @_as_in_commands()
     def transcribe(self, audio: Audio, sampling_rate: int | None = None) -> Transcription:
         """Recognise a recording of any length with the run's lexicon and language model.
 
@@ -220,7 +242,10 @@ class AcousticModel:
 
     def _rows(self, features: npt.ArrayLike | torch.Tensor) -> FloatArray:
         """Return the features of an utterance, (T, I).  Raises ConfigError."""
-        rows = _as_array(features).astype(np.float32, copy=False)
+        values = _as_array(features)
+        if values.dtype.kind not in "fiu":
+            raise ConfigError(f"features of {values.dtype}; give floating point")
+        rows = values.astype(np.float32, copy=False)
         width = int(self._loaded.config["feature_dim"])
         if rows.ndim != 2 or rows.shape[1] != width:
             raise ConfigError(f"features of shape {rows.shape}: the network takes (frames, {width})")
@@ -245,7 +270,7 @@ class AcousticModel:
         with _in_terms_of_arguments(_SEARCH):
             transcriber = Transcriber(self._loaded, kept, options, kept_graph=KeptGraph(self._run_dir))
         if transcriber.remark:
-            warnings.warn(transcriber.remark, stacklevel=4)
+            warnings.warn(transcriber.remark, stacklevel=5)  # cached_property, the method, its decorator
         return transcriber
 
 
@@ -273,9 +298,9 @@ class SynthesisModel:
     def __init__(
         self, run_dir: str | os.PathLike[str], device: str | torch.device = "cpu", **options: Any
     ) -> None:
-        with _in_terms_of_arguments(_SAYING):
+        with _as_in_commands(), _in_terms_of_arguments(_SAYING):
             how = GenerateOptions(**_options_of(GenerateOptions, options))
-        loaded = load_synthesis_model(Path(run_dir), _device(device))
+            loaded = load_synthesis_model(Path(run_dir), _device(device))
         self._synthesiser = Synthesiser(loaded, how)
         self.sampling_rate = loaded.sampling_rate
 
@@ -293,6 +318,7 @@ class SynthesisModel:
         """
         return self._synthesiser.samples(self.spectrograms(text).linear)
 
+    @_as_in_commands()
     def spectrograms(self, text: str) -> Speech:
         """Return what the network says, for a vocoder of your own.
 
@@ -304,6 +330,8 @@ class SynthesisModel:
             ConfigError: no word in the text, characters or words that the model does not know, or too long.
             RunError: the output is NaN or infinite.
         """
+        if not isinstance(text, str):
+            raise ConfigError(f"a text of type {type(text).__name__}; give a str")
         return dict(self._synthesiser.say(self._synthesiser.encode([text])))[0]
 
 
@@ -339,9 +367,10 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         found = torch.device(device)
         torch.empty(1, device=found).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        reason = one_line(error).partition(". ")[0]  # some go on with all that torch has
         raise ConfigError(
-            f'device="{device}": torch cannot compute there ({one_line(error)}); give "cpu", or another'
+            f'device="{device}": torch cannot compute there ({reason}); give "cpu", or another'
         ) from error
     return found
 
@@ -401,14 +430,20 @@ def _resampled(
         ConfigError: of an unknown rate, of several channels, not numbers, or of another scale.
     """
     values = _as_array(samples)
-    if values.dtype.kind != "f" and values.dtype != np.int16:
+    is_int16 = values.dtype.kind == "i" and values.dtype.itemsize == 2  # of either byte order
+    if values.dtype.kind != "f" and not is_int16:
         raise ConfigError(f"samples of {values.dtype}; give floating point in [-1, 1], or int16")
     if from_hz is None:
         raise ConfigError("samples without their rate; add sampling_rate=, in Hz")
     if not isinstance(from_hz, numbers.Real) or not 0 < from_hz < math.inf:
         raise ConfigError(f"sampling_rate={from_hz!r}: must be a number of more than 0, in Hz")
-    scale = _INT16_SCALE if values.dtype == np.int16 else np.float32(1)
-    found = values.astype(np.float32) / scale
+    lowest, highest = _RATES_HZ
+    if not lowest <= from_hz <= highest:
+        raise ConfigError(
+            f"sampling_rate={from_hz!r}: must be {lowest:,} to {highest:,} Hz; 16 kHz are sampling_rate=16000"
+        )
+    with np.errstate(over="ignore"):  # becomes infinity, which is refused
+        found = values.astype(np.float32) / (_INT16_SCALE if is_int16 else np.float32(1))
     if found.shape == (0,):  # as what is shorter than a frame
         return found
     check_samples(found)
@@ -418,8 +453,15 @@ def _resampled(
 
 
 def _as_array(values: npt.ArrayLike | torch.Tensor) -> npt.NDArray[Any]:
-    """Return an array or tensor of numpy's; bfloat16, which numpy does not have, as float32."""
-    if not isinstance(values, torch.Tensor):
-        return np.asarray(values)
-    found = values.detach().cpu()
-    return np.asarray((found.float() if found.is_floating_point() else found).numpy())
+    """Return an array or tensor of numpy's; bfloat16, which numpy does not have, as float32.
+
+    Raises:
+        ConfigError: numbers that are no array, such as lists of several lengths, or a sparse tensor.
+    """
+    try:
+        if not isinstance(values, torch.Tensor):
+            return np.asarray(values)
+        found = values.detach().cpu()
+        return np.asarray((found.float() if found.is_floating_point() else found).numpy())
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ConfigError(f"no array of numbers ({one_line(error)}); give one of numpy or torch") from error

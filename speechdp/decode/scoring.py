@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from speechdp.comm.base import Communicator
 from speechdp.labels.hmm import FloatArray, scaled_log_likelihoods
+from speechdp.models.evaluating import evaluating
 
 #: Of the entropy of the classes; a network of which less depends on what it hears has learnt little ...
 _LITTLE = 0.005
@@ -140,14 +141,9 @@ class AcousticScorer:
         padded = torch.nn.utils.rnn.pad_sequence(
             [torch.from_numpy(np.asarray(x, dtype=np.float32)) for x in features], batch_first=True
         )  # (B, T, F)
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with torch.inference_mode():
-                logits = self.model(padded.to(self.device), lengths)  # (B, T, C)
-                posteriors = torch.log_softmax(logits.float(), dim=-1).cpu().numpy()
-        finally:
-            self.model.train(was_training)
+        with evaluating(self.model), torch.inference_mode():
+            logits = self.model(padded.to(self.device), lengths)  # (B, T, C)
+            posteriors = torch.log_softmax(logits.float(), dim=-1).cpu().numpy()
         log_prior = np.asarray(self.log_prior, dtype=np.float32)
         for log_posteriors, length in zip(posteriors, lengths.tolist(), strict=True):
             if outputs is not None:

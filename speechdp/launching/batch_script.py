@@ -29,12 +29,14 @@ class BatchSystem:
     """How a batch system takes a job, and ends it or runs it again.
 
     Attributes:
+        name: as its users write it.
         template: the script's, in templates/; a script has its suffix.
         program: that takes scripts, with its options.
         printed_id: what it prints of the job's number.
         cancel: the program that ends a job, by its number.
         reads_stdin: the program reads the script from there.
-        id_in_output: how the job's number is written in the name of an output file; None: it cannot be.
+        id_in_output: how the job's number is written in the name of an output file; None: it cannot be,
+            and what --output does not name is NAME.oNUMBER.
         replaced_in_folder: signs that it replaces in the path of a job's working folder: it would not find
             the folder, and the job would wait for ever or fail without a word.
         requeue: the program that puts a running job back into the queue, by its number; none: a job's exit
@@ -42,6 +44,7 @@ class BatchSystem:
         requeued_code: the exit code of a job that is to run again.
     """
 
+    name: str
     template: str
     program: tuple[str, ...]
     printed_id: re.Pattern[str]
@@ -55,6 +58,7 @@ class BatchSystem:
 
 SYSTEMS: dict[Scheduler, BatchSystem] = {
     "slurm": BatchSystem(
+        name="Slurm",
         template="slurm.sbatch",
         program=("sbatch", "--parsable"),
         printed_id=re.compile(r"^([0-9]+)(?:;[A-Za-z0-9._-]+)?$", re.MULTILINE),
@@ -64,6 +68,7 @@ SYSTEMS: dict[Scheduler, BatchSystem] = {
         requeue=("scontrol", "requeue"),
     ),
     "lsf": BatchSystem(  # its script has `-Q "75"`
+        name="LSF",
         template="lsf.bsub",
         program=("bsub",),
         printed_id=re.compile(r"Job <([0-9]+)>"),
@@ -72,6 +77,7 @@ SYSTEMS: dict[Scheduler, BatchSystem] = {
         id_in_output="%J",
     ),
     "pbs": BatchSystem(
+        name="PBS",
         template="pbs.qsub",
         program=("qsub",),
         printed_id=re.compile(r"^([0-9]+(?:\[\])?(?:\.[A-Za-z0-9._-]+)?)$", re.MULTILINE),
@@ -79,6 +85,7 @@ SYSTEMS: dict[Scheduler, BatchSystem] = {
         requeue=("qrerun",),
     ),
     "sge": BatchSystem(
+        name="Grid Engine",
         template="sge.qsub",
         program=("qsub", "-terse"),
         printed_id=re.compile(r"^([0-9]+)(?:\.[0-9:-]+)?$", re.MULTILINE),
@@ -254,7 +261,7 @@ def example(scheduler: Scheduler) -> str:
 
 
 def default_output(scheduler: Scheduler, name: str) -> str | None:
-    """Return the output file in the folder of submission; None: PBS's own, NAME.oNUMBER there."""
+    """Return the output file in the folder of submission; None: the batch system's own, NAME.oNUMBER."""
     job_id = SYSTEMS[scheduler].id_in_output
     return None if job_id is None else f"speechdp-{name}.{job_id}.out"
 
@@ -285,10 +292,12 @@ def output_file(scheduler: Scheduler, placement: Placement) -> str | None:
     """
     if placement.output is None:
         return default_output(scheduler, placement.name)
-    job_id = SYSTEMS[scheduler].id_in_output
-    if job_id is None and "%j" in placement.output:
-        raise ConfigError(f"--output {placement.output}: PBS does not replace %j by the job id; leave it out")
-    return placement.output.replace("%j", job_id or "")
+    system = SYSTEMS[scheduler]
+    if system.id_in_output is None and "%j" in placement.output:
+        raise ConfigError(
+            f"--output {placement.output}: {system.name} does not replace %j by the job id; leave it out"
+        )
+    return placement.output.replace("%j", system.id_in_output or "")
 
 
 def _launch_options(job: BatchJob) -> str:

@@ -285,7 +285,9 @@ def _how_to_go_on(target: Target | None) -> str:
         return ""
     if target.subcommand == "sweep":
         return "; start the same command again, finished runs are kept"
-    return "; start again with --resume"
+    begun = (target.directory / "run.json").exists() or last_checkpoint(target) is not None
+    # Where nothing says what its options were, --resume alone would begin another run, with the defaults.
+    return "; start again with --resume" if begun else "; give the same command again, with --resume"
 
 
 def _meaning(exit_code: int) -> str:

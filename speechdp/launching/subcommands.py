@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from speechdp.errors import ConfigError, UsageError
 
-_OVER_RANKS = ("train", "sweep", "decode")
+#: Commands that divide their work among the ranks they are started on.
+OVER_RANKS = ("train", "sweep", "decode")
 #: Commands that start ranks themselves.
 STARTS_JOBS = ("compare", "tune", "profile")
 #: By it their ranks are told, in one word with its value, what they are ranks of.
@@ -28,7 +29,7 @@ def check_ranks(command: Sequence[str], num_ranks: int) -> None:
     if name in STARTS_JOBS:
         if not any(word.startswith(_JOB_OPTION) for word in command):
             raise UsageError(f"{name} starts its own jobs: give the command without launch")
-    elif name not in _OVER_RANKS and num_ranks > 1:
+    elif name not in OVER_RANKS and num_ranks > 1:
         raise ConfigError(
             f"{name} uses no ranks: {num_ranks} copies of it would disturb one another; give it without "
             "launch, or with -np 1 (in a batch job: --nodes 1 --ranks-per-node 1)"

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -29,6 +29,8 @@ TUNED_NAME = "tuned.json"
 WEIGHTS = ("acoustic_scale", "prior_scale", "insertion_log_prob", "lm_scale", "silence_probability")
 #: The trained model.
 MODEL_NAME = "model.safetensors"
+#: Files of a run that are put in place as a whole, by nobody but who trains in the folder.
+_OF_OWNER = ("run.json", "starts.jsonl", "metrics.jsonl", "timing.json", "completed.json", MODEL_NAME)
 #: Key of the line of metrics.jsonl that is of the mean of so many models, not of the model of its step.
 AVERAGED_EPOCHS = "averaged_epochs"
 #: Written where a script's job has ended well, also after its training.
@@ -281,13 +283,27 @@ class RunDirectory:
             )
 
     def add_start(self, facts: dict[str, Any]) -> None:
-        """Append a line to starts.jsonl: ranks begin, or go on.  Raises RunError on a full disk."""
+        """Append a line to starts.jsonl: ranks begin, or go on.  Raises RunError on a full disk.
+
+        What an earlier start has left half written, as it was killed, goes.
+        """
+        self._remove_half_written()
         path = self.path / "starts.jsonl"
         with _disk_errors(path):
             text = path.read_text(encoding="utf-8") if path.is_file() else ""
             # A line that a full disk has cut off is left as it is, the next one begins anew.
             whole = text if text.endswith("\n") or not text else f"{text}\n"
             write_text_atomically(path, whole + json.dumps({"started": _now(), **facts}) + "\n")
+
+    def _remove_half_written(self) -> None:
+        """Remove what `atomic_path` has left of files that only the owner of the folder writes.
+
+        Of others, such as owner.json and wer-test.json, a command may be writing one right now.
+        """
+        for name in _OF_OWNER:
+            with suppress(OSError):  # it takes room, and no more
+                for path in self.path.glob(f".{name}.*.tmp"):
+                    path.unlink()
 
     def truncate_metrics(self, step: int, epochs_done: int | None = None) -> None:
         """Drop evaluations after a checkpoint: the resumed run makes them again.  Raises RunError (disk).

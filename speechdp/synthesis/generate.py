@@ -6,6 +6,7 @@ Legend: T frames, M mel bins, L linear bins, N decoder steps, S symbols.
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from speechdp.data.signal.spectrogram import invert_linear
 from speechdp.errors import ConfigError, RunError
 from speechdp.files import atomic_path, cannot_be_written
 from speechdp.labels.lexicon import Lexicon
+from speechdp.models.evaluating import evaluating
 from speechdp.options.seed import check_seed
 from speechdp.synthesis.record import Ending
 from speechdp.tasks.model_file import LoadedSynthesis
@@ -36,6 +38,8 @@ _BATCH_SIZE = 32
 _REST_S = 0.25
 #: Largest sample of a WAV: what Griffin-Lim makes may go beyond 1.
 _PEAK = 0.99
+#: Held while torch's random numbers are those of a seed.
+_SEEDED = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -146,10 +150,12 @@ class Synthesiser:
             batch_first=True,
             padding_value=IGNORED_TARGET,
         )
-        torch.manual_seed(self.options.seed)
         device = next(model.parameters()).device
         dropout = self.options.dropout
-        said = model.generate(symbols.to(device), max_frames=self.max_frames, dropout=dropout)
+        # A program's own random numbers are not begun anew; those of all its threads are the same.
+        with _SEEDED, torch.random.fork_rng([device] if device.type == "cuda" else []), evaluating(model):
+            torch.manual_seed(self.options.seed)
+            said = model.generate(symbols.to(device), max_frames=self.max_frames, dropout=dropout)
         mel, linear, attention = (x.float().cpu().numpy() for x in (said.mel, said.linear, said.attention))
         if not np.isfinite(linear).all():
             raise RunError(

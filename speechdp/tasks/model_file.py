@@ -38,6 +38,7 @@ from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron
 from speechdp.models.without_weights import without_weights
+from speechdp.ownership.overwrite import COMPARISON, SWEEP, TUNE
 from speechdp.parallel.run_files import MODEL_NAME
 
 _FORMAT = "speechdp-model"
@@ -199,7 +200,6 @@ def load_model(
             model: nn.Module = file.built(
                 lambda: LstmAcousticModel(head["feature_dim"], head["num_classes"], config)
             )
-            model.load_state_dict(file.weights)
         else:
             file.check_own()
         if is_ctc(head):
@@ -238,7 +238,6 @@ def load_synthesis_model(run_dir: Path, device: torch.device) -> LoadedSynthesis
         config = TacotronConfig(**head["tacotron"])
         sizes = (head["num_symbols"], head["mel_dim"], head["linear_dim"])
         model = file.built(lambda: Tacotron(*sizes, config))
-        model.load_state_dict(file.weights)
         symbols = SymbolInventory.from_dict(head["symbols"])
         if symbols.num_symbols != model.num_symbols:
             raise ValueError(f"{symbols.num_symbols} symbols for a model of {model.num_symbols}")
@@ -259,17 +258,22 @@ class _ModelFile:
         return {k.removeprefix("model."): v for k, v in self.tensors.items() if k.startswith("model.")}
 
     def built(self, make: Callable[[], ModelT]) -> ModelT:
-        """Make a model of the sizes in the head, once it is sure that these are the weights' sizes.
+        """Make a model of the sizes in the head with the weights, once it is sure that they have those.
+
+        They are its parameters, so that it draws no random numbers and has their number format, whatever the
+        program's default is.
 
         Raises:
             ValueError: they are not; nothing of those sizes has been allocated.
         """
         self._check_sizes()
         with without_weights():
-            expected = shapes_of(make().state_dict())
-        if expected != shapes_of(self.weights):
+            model = make()
+        if shapes_of(model.state_dict()) != shapes_of(self.weights):
             raise ValueError("its weights do not have the sizes of its head")
-        return make()
+        # In memory of their own, which is aligned as that of any model.
+        model.load_state_dict({name: value.clone() for name, value in self.weights.items()}, assign=True)
+        return model
 
     def check_own(self) -> None:
         """Check what makes a network of a task from outside.  Raises KeyError, ValueError: it is damaged."""
@@ -355,10 +359,15 @@ def _network_of(file: _ModelFile, own: Networks | None) -> nn.Module:
         outline = None
     if outline is not None:
         _refuse_unlike(file, outline)
-    model = make(*sizes)
+    model = _as_trained(make(*sizes))
     _refuse_unlike(file, model)
     model.load_state_dict(weights)
     return model
+
+
+def _as_trained(model: ModelT) -> ModelT:
+    """Return a new network in the number format of training, where a program has set another default."""
+    return model if torch.get_default_dtype() == torch.float32 else model.float()
 
 
 def _refuse_unlike(file: _ModelFile, model: nn.Module) -> None:
@@ -382,6 +391,13 @@ def _numbers(head: dict[str, Any]) -> Iterator[int]:
         yield from (value for value in head.get(key, {}).values() if isinstance(value, int))
 
 
+def _run_in(folder: Path) -> str:
+    """Name a run of a sweep, comparison or search, as what is to be given."""
+    models = (path for runs in (folder, folder / "runs") for path in sorted(runs.glob(f"*/{MODEL_NAME}")))
+    model = next(models, None)
+    return "the folder of a run" if model is None else f"the folder of a run, such as {model.parent}"
+
+
 @contextmanager
 def _reading(run_dir: Path) -> Iterator[_ModelFile]:
     """Read a model file; what the block finds wrong with it is told in one line."""
@@ -396,6 +412,9 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
                 f"{path}: no such model, though the run is complete; the command that trained it writes it "
                 "again from the last checkpoint (train: with --resume)"
             )
+        for kind in (SWEEP, COMPARISON, TUNE):
+            if (run_dir / kind.record).is_file():
+                raise RunError(f"{run_dir}: is {kind.what}, not a run; give {_run_in(run_dir)}")
         begun = (run_dir / "run.json").is_file()
         remedy = "finish it with train --resume" if begun else "train it first"
         raise RunError(f"{path}: no such model; {run_dir} is not a finished run, {remedy}")

@@ -16,6 +16,7 @@ from speechdp.comm.loss_tolerance import in_shares
 from speechdp.data.loading.source import Pending, SplitSource
 from speechdp.data.plan.epoch_plan import PlanOptions, RankPlan, plan_epoch
 from speechdp.errors import ConfigError, RunError
+from speechdp.models.evaluating import evaluating
 from speechdp.models.precision import Precision
 from speechdp.parallel.replica import Replica
 from speechdp.tasks.base import FrameScores, Task, score_mistake
@@ -89,18 +90,15 @@ class Evaluator:
     def _evaluate(self, model: nn.Module, task: Task, share: tuple[int, int]) -> HeldOutScores:
         if share != self._share:
             self._share, self._plan = share, self._plan_of(*share)
-        was_training = model.training
-        model.eval()
         keys = [metric.key for metric in task.metrics]
         sums = np.zeros(1 + 2 * len(keys))
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             for pending in self._batches():
                 batch = pending.result().to(self._device)
                 with self._precision.computing():
                     scores = task.score(model, batch)
                 sums += _sums(task, scores)
                 self._pulse.beat()
-        model.train(was_training)
         # One float64 vector: exact for any number of frames, and one message.
         total = self._comm.allreduce(torch.from_numpy(sums), name="held_out")
         frames, *values = total.tolist()

@@ -55,6 +55,17 @@ def test_what_is_written_counts_as_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.path.iterdir()) == ["completed.json", "run.json", "starts.jsonl"]
 
 
+def test_a_start_removes_what_a_killed_one_has_left_and_nothing_of_others(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.begin({"fingerprint": "abc"})
+    others = [".owner.json.5f.tmp", ".wer-test.json.0a1b2c.tmp", "model.safetensors.tmp", ".run.json.swp"]
+    left = [".model.safetensors.0a1b2c.tmp", ".model.safetensors.ffffff.tmp", ".run.json.0a1b2c.tmp"]
+    for name in (*others, *left):
+        (tmp_path / name).touch()
+    run.add_start({"step": 3})
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "starts.jsonl", *others}
+
+
 def test_two_that_write_one_file_at_once_leave_it_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,22 @@ def test_other_rates_are_resampled(model: speechdp.AcousticModel) -> None:
     assert len(model.features(tone(0.5, 16000), 16000)) == len(model.features(tone(0.5), RATE))
 
 
+def test_samples_of_either_byte_order_are_the_same(model: speechdp.AcousticModel) -> None:
+    samples = np.asarray(tone(0.5) * 32767, dtype=np.int16)
+    for kind in (">i2", "<i2", ">f4", "<f8"):
+        scale = 1 if kind.endswith("i2") else 32768
+        features = model.features((samples / scale).astype(kind), RATE)
+        np.testing.assert_array_equal(features, model.features(samples, RATE), err_msg=kind)
+
+
+def test_what_overflows_is_refused_without_a_warning(
+    model: speechdp.AcousticModel, recwarn: pytest.WarningsRecorder
+) -> None:
+    with np.errstate(all="raise"), pytest.raises(ConfigError, match="NaN or infinity"):
+        model.features(np.full(99, 1e300), RATE)
+    assert not recwarn.list
+
+
 def test_sound_shorter_than_a_frame_has_none(model: speechdp.AcousticModel) -> None:
     features = model.features(np.zeros(20), RATE)
     assert features.shape == (0, 2 * BINS)
@@ -86,9 +104,18 @@ def test_sound_shorter_than_a_frame_has_none(model: speechdp.AcousticModel) -> N
         (lambda m: m.features(np.zeros(99, dtype=np.int32), RATE), "samples of int32; give floating point"),
         (lambda m: m.features([np.nan] * 99, RATE), "NaN or infinity"),
         (lambda m: m.features(tone(0.1), "8000"), "sampling_rate='8000': must be a number of more than 0"),
+        (lambda m: m.features(tone(0.1), 8), r"sampling_rate=8: must be 1,000 to 10,000,000 Hz"),
+        (lambda m: m.features(tone(0.1), 10**30), "sampling_rate=10{30}: must be 1,000 to"),
         (lambda m: m.features(b"RIFF"), r"samples of \|S4; give floating point"),
         (lambda m: m.features("/"), "^/: is a folder; give a file in it"),
         (lambda m: m.features("talk.wav", RATE), "talk.wav: a file says its sampling rate itself"),
+        (
+            lambda m: m.features([[0.0, 1.0], [0.0]], RATE),
+            "^no array of numbers .*; give one of numpy or torch",
+        ),
+        (lambda m: m.features(torch.zeros(99).to_sparse(), RATE), "^no array of numbers .*Sparse"),
+        (lambda m: m.log_posteriors([["a"] * 46]), "^features of <U1; give floating point"),
+        (lambda m: m.log_posteriors(np.zeros((3, 46), np.complex64)), "^features of complex64; give"),
         (lambda m: m.log_posteriors(np.zeros((3, 5))), r"shape \(3, 5\): the network takes \(frames, 46\)"),
     ],
 )
@@ -110,6 +137,9 @@ def test_what_it_cannot_take(
         ({"rescore_lm": 3}, "^rescore_lm=3: must be a path$"),
         ({"lattice_beam": 3.0}, "^lattice_beam goes with nbest N or rescore_lm FILE; give one"),
         ({"device": "gpu"}, '^device="gpu": torch cannot compute there'),
+        ({"device": None}, '^device="None": torch cannot compute there'),
+        ({"device": "mps"}, r"^device=\"mps\": torch cannot compute there \(.{,99}'MPS' backend\); give"),
+        ({"task": LstmAcousticModel}, "^task=<class .*: must be a name or MODULE:CLASS, in quotes$"),
         ({"device": "meta"}, '^device="meta": torch cannot compute there'),
     ],
 )
@@ -123,6 +153,101 @@ def test_options_of_the_search_that_there_are_not(
 def test_options_may_be_paths_as_strings_and_numbers_of_numpy(tmp_path: Path) -> None:
     options = {"rescore_lm": "words.arpa", "nbest": np.int64(3), "beam": np.float32(12), "lm_scale": None}
     speechdp.AcousticModel(write_run(tmp_path / "run"), **options)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        torch.inference_mode,
+        lambda: torch.device("meta"),
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: default_dtype(torch.float64),
+        lambda: default_dtype(torch.bfloat16),
+    ],
+    ids=["inference_mode", "device", "autocast", "float64", "bfloat16"],
+)
+def test_what_a_program_has_set_for_its_own_networks_changes_nothing(
+    setting: Callable[[], AbstractContextManager[Any]], tmp_path: Path
+) -> None:
+    run, spoken = (
+        write_run(tmp_path / "run"),
+        write_untrained_run(tmp_path / "spoken", write_tiny_speech(tmp_path / "data")),
+    )
+
+    def results(model: speechdp.AcousticModel, voice: speechdp.SynthesisModel) -> list[Any]:
+        features = model.features(tone(0.5), RATE)
+        return [features, model.log_posteriors(features), voice.say("one two")]
+
+    options = {"iterations": 2, "max_seconds": 0.1}
+    before = speechdp.AcousticModel(run), speechdp.SynthesisModel(spoken, **options)
+    wanted = results(*before)
+    with setting():
+        within = speechdp.AcousticModel(run), speechdp.SynthesisModel(spoken, **options)
+        found = [results(*before), results(*within)]
+    for number, those in enumerate((*found, results(*within))):
+        for one, other in zip(those, wanted, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=str(number))
+    network = within[0].network.train()  # made for training, too
+    frames = torch.from_numpy(wanted[0])[None]
+    network(frames, torch.tensor([frames.shape[1]])).sum().backward()
+
+
+def test_a_voice_leaves_random_numbers_and_what_is_trained_as_they_are(tmp_path: Path) -> None:
+    run = write_untrained_run(tmp_path / "run", write_tiny_speech(tmp_path / "data"))
+    voice = speechdp.SynthesisModel(run, iterations=2, max_seconds=0.1)
+    said = voice.say("one two")
+    modes = {name: name != "encoder" for name, _ in voice.network.named_children()}
+    for name, part in voice.network.named_children():
+        part.train(modes[name])
+    weights = {name: value.clone() for name, value in voice.network.state_dict().items()}
+    torch.manual_seed(7)
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    speechdp.SynthesisModel(run)
+    assert np.array_equal(voice.say("one two"), said)
+    assert torch.equal(torch.rand(3), drawn)
+    assert {name: part.training for name, part in voice.network.named_children()} == modes
+    assert all(torch.equal(value, weights[name]) for name, value in voice.network.state_dict().items())
+
+
+def test_threads_may_share_a_voice(tmp_path: Path) -> None:
+    run = write_untrained_run(tmp_path / "run", write_tiny_speech(tmp_path / "data"))
+    voice = speechdp.SynthesisModel(run, iterations=2, max_seconds=0.3)
+    text = "one two"
+    wanted = voice.spectrograms(text).linear
+    with ThreadPoolExecutor(4) as threads:
+        for said in threads.map(voice.spectrograms, [text] * 12):
+            np.testing.assert_array_equal(said.linear, wanted)
+
+
+@pytest.mark.parametrize("text", [None, 3, ["one"], b"one"])
+def test_what_is_no_text_is_refused(tmp_path: Path, text: Any) -> None:
+    run = write_untrained_run(tmp_path / "run", write_tiny_speech(tmp_path / "data"))
+    with pytest.raises(ConfigError, match=rf"^a text of type {type(text).__name__}; give a str$"):
+        speechdp.SynthesisModel(run).say(text)
+
+
+@pytest.mark.parametrize(
+    ("record", "inside", "what"),
+    [("sweep.json", "", "a sweep"), ("compare.json", "", "a comparison"), ("tune.json", "runs", "a search")],
+)
+def test_what_holds_runs_is_no_run(record: str, inside: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / record).write_text("{}")
+    with pytest.raises(RunError, match=f"^{tmp_path}: is {what}, not a run; give the folder of a run$"):
+        speechdp.AcousticModel(tmp_path)
+    run = write_run(tmp_path / inside / "b")
+    with pytest.raises(RunError, match=f"; give the folder of a run, such as {run}$"):
+        speechdp.SynthesisModel(tmp_path)
 
 
 def test_a_task_is_asked_for_as_an_argument(tmp_path: Path) -> None:

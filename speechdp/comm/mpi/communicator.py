@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speechdp import remedies
 from speechdp.comm.base import Communicator, CompletedWork, PeerCommunicator, ReduceOp, Work
 from speechdp.comm.environment import end_process
 from speechdp.comm.loss_tolerance import Star
@@ -128,7 +129,7 @@ class MpiCommunicator(Communicator):
         self._star.barrier()
         if lost := [rank for rank in range(self.size) if rank not in self.alive]:
             raise CommunicationError(
-                f"rank {lost[0]} is gone, and training has not begun; start again with --resume"
+                f"rank {lost[0]} is gone, and training has not begun; {remedies.going_on()}"
             )
         return TolerantMpiPeers(checked("opening a channel", self._sync.Dup), reads_cuda=self._reads_cuda)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from speechdp.cli.main import _HEADINGS, SUBCOMMANDS, parse, run
+from speechdp.cli.main import SUBCOMMANDS, parse, run
 from speechdp.cli.support.help_text import reflowed
 from speechdp.errors import ConfigError, UsageError
 
@@ -178,10 +178,6 @@ def test_arguments_of_a_script_that_is_not_there_are_refused_with_what_to_do(wor
     ):
         parse(words[0], [*words[1:], "--", "--layers", "1"])
     assert parse(words[0], [*words[1:], "--layers", "1"]).options.model.layers == 1
-
-
-def test_the_overview_has_every_command_under_one_heading() -> None:
-    assert sorted(name for names in _HEADINGS.values() for name in names) == sorted(SUBCOMMANDS)
 
 
 def test_none_and_its_default_are_still_taken() -> None:

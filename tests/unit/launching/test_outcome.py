@@ -128,7 +128,9 @@ def test_without_a_checkpoint_it_says_so(tmp_path: Path) -> None:
     result = verdict(JobEnd(137, None), Target("train", tmp_path, None))
     assert result.exit_code == 137
     assert str(result.reason).endswith(f"no checkpoint in {tmp_path} yet")
-    assert result.advice == "; start again with --resume"
+    assert result.advice == "; give the same command again, with --resume"  # alone it would take defaults
+    (tmp_path / "run.json").write_text("{}")
+    assert verdict(JobEnd(137, None), Target("train", tmp_path, None)).advice == "; start again with --resume"
 
 
 @pytest.mark.parametrize("exit_code", [1, 2])

@@ -6,16 +6,12 @@ import pytest
 
 from speechdp.cli.main import SUBCOMMANDS, run
 from speechdp.errors import ConfigError
-from speechdp.launching.subcommands import check_ranks
-
-#: Those that divide their work over ranks.
-OVER_RANKS = ("train", "sweep", "decode")
-#: Those that start ranks by themselves.
-STARTS_JOBS = ("compare", "tune", "profile")
+from speechdp.launching.subcommands import OVER_RANKS, STARTS_JOBS, check_ranks
 
 
 def test_only_what_divides_its_work_is_started_on_several_ranks() -> None:
     """The copies of another would write the same files, and end one another's."""
+    assert {*OVER_RANKS, *STARTS_JOBS} <= set(SUBCOMMANDS) and not {*OVER_RANKS} & {*STARTS_JOBS}
     for name in OVER_RANKS:
         check_ranks([name], 4)
     for name in set(SUBCOMMANDS) - {*OVER_RANKS, *STARTS_JOBS}:

@@ -8,7 +8,7 @@ import shlex
 import stat
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -28,8 +28,35 @@ from speechdp.launching.batch_script import (
 )
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-SCHEDULERS: tuple[Scheduler, ...] = tuple(SYSTEMS)
-PREFIX = {"slurm": "#SBATCH", "lsf": "#BSUB", "pbs": "#PBS", "sge": "#$"}
+
+
+@dataclass(frozen=True)
+class Documented:
+    """What a batch system says of its scripts.
+
+    Attributes:
+        prefix: with which the lines for it begin.
+        options: its own; `name!` takes no value, `name+` may be repeated, `name2` has two values.
+        folder: the variable with the folder of submission; "": jobs begin there.
+    """
+
+    prefix: str
+    options: str
+    folder: str
+
+
+DOCUMENTED: dict[Scheduler, Documented] = {
+    "slurm": Documented(
+        "#SBATCH",
+        "job-name nodes ntasks-per-node cpus-per-task gres time partition account output open-mode signal "
+        "requeue! no-requeue! no-kill!",
+        "SLURM_SUBMIT_DIR",
+    ),
+    "lsf": Documented("#BSUB", "J n R+ gpu W q P o wa wt Q r! rn!", "LS_SUBCWD"),
+    "pbs": Documented("#PBS", "N S l+ q A j o r", "PBS_O_WORKDIR"),
+    "sge": Documented("#$", "N S cwd! pe2 l+ notify! q P j o r", ""),
+}
+SCHEDULERS = tuple(DOCUMENTED)
 JOB = BatchJob(
     resources=Resources(nodes=3, ranks_per_node=4, time="8:30:30", gpus_per_rank=2, cpus_per_rank=6),
     placement=Placement("night-run", queue="gpu", account="speech", output="logs/%j.txt"),
@@ -66,7 +93,7 @@ HOSTILE = (
 
 def directives(scheduler: Scheduler, script: str) -> list[str]:
     """Return the words of all directive lines, wherever they stand, as Grid Engine and LSF look for them."""
-    prefix = PREFIX[scheduler]
+    prefix = DOCUMENTED[scheduler].prefix
     words: list[str] = []
     for line in script.splitlines():
         if line.startswith(prefix + " "):
@@ -77,15 +104,8 @@ def directives(scheduler: Scheduler, script: str) -> list[str]:
 def parser(scheduler: Scheduler) -> argparse.ArgumentParser:
     """Return a parser of the options the batch system documents; unknown ones are errors."""
     result = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
-    options = {
-        "slurm": "job-name nodes ntasks-per-node cpus-per-task gres time partition account output open-mode "
-        "signal requeue! no-requeue! no-kill!",
-        "lsf": "J n R+ gpu W q P o wa wt Q r! rn!",
-        "pbs": "N S l+ q A j o r",
-        "sge": "N S cwd! pe2 l+ notify! q P j o r",
-    }[scheduler]
     dashes = "--" if scheduler == "slurm" else "-"
-    for option in options.split():
+    for option in DOCUMENTED[scheduler].options.split():
         name = dashes + option.rstrip("!+2")
         if option.endswith("!"):
             result.add_argument(name, action="store_true")
@@ -106,6 +126,10 @@ def parse(scheduler: Scheduler, script: str) -> dict[str, object]:
 def check_with_bash(script: str) -> None:
     answer = subprocess.run(["bash", "-n"], input=os.fsencode(script), capture_output=True, check=False)
     assert answer.returncode == 0 and answer.stderr == b""
+
+
+def test_what_every_batch_system_documents_is_known_here() -> None:
+    assert set(DOCUMENTED) == set(SYSTEMS), "give each system of SYSTEMS a row in DOCUMENTED"
 
 
 def test_slurm_directives() -> None:
@@ -267,20 +291,15 @@ def test_the_files_in_launch_are_these_templates(scheduler: Scheduler) -> None:
     parse(scheduler, example(scheduler))
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "variable"),
-    [("slurm", "SLURM_SUBMIT_DIR"), ("lsf", "LS_SUBCWD"), ("pbs", "PBS_O_WORKDIR"), ("sge", "SGE_O_WORKDIR")],
-)
-def test_the_files_in_launch_take_a_command_or_their_own(
-    scheduler: Scheduler, variable: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_files_in_launch_take_a_command_or_their_own(scheduler: Scheduler, tmp_path: Path) -> None:
     folder = tmp_path / "here"
     folder.mkdir()
     environ = {"SPEECHDP_PYTHON": str(fake_python(tmp_path))}
-    if scheduler == "sge":
-        folder = tmp_path  # -cwd
-    else:
+    if variable := DOCUMENTED[scheduler].folder:
         environ[variable] = str(folder)
+    else:
+        folder = tmp_path
     begin = [str(folder), "-m", "speechdp", "launch", "--requeue", "--grace-s", "45", "--"]
     script = example(scheduler)
     given = run_script(script, tmp_path, "train", "D", "R x", "--note", "$(id)", **environ)
