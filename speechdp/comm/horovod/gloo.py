@@ -74,7 +74,7 @@ def check_own_name(reached_at: str | None = None) -> None:
 
 def _keeps_to_interface() -> bool:
     """Return whether all of Horovod's connections take HOROVOD_GLOO_IFACE, by launch/horovod_recipe."""
-    return version("horovod").partition("+")[2] == "iface"
+    return "iface" in version("horovod").partition("+")[2].split(".")
 
 
 @dataclass(frozen=True)

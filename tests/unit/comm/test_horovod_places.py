@@ -76,8 +76,8 @@ def test_gloo_is_left_for_an_infiniband_that_mpi_uses(
     assert run_threads(2, choose) == [over_gloo] * 2
 
 
-#: Horovod as it is released, and as launch/horovod_recipe builds it.
-RELEASED, OURS = "0.28.1", "0.28.1+iface"
+#: Horovod as it is released, as others build it, and as launch/horovod_recipe built it and builds it.
+RELEASED, OTHERS, FORMER, OURS = "0.28.1", "0.28.1+ifaces.2", "0.28.1+iface", "0.28.1+iface.2"
 AWAY = re.escape(
     "its name vm stands for 127.0.1.1, where this build of Horovod over Gloo would let other hosts look for "
     "its ranks; build it again with launch/build_horovod --install, or"
@@ -91,6 +91,8 @@ AWAY = re.escape(
         (RELEASED, "127.0.1.1", AWAY),  # as Debian has it
         (RELEASED, "10.9.9.9", "stands for 10.9.9.9"),  # another interface's
         (RELEASED, None, "stands for no address of its own"),
+        (OTHERS, "127.0.1.1", AWAY),
+        (FORMER, "127.0.1.1", None),
         (OURS, "127.0.1.1", None),
         (OURS, "10.9.9.9", None),
         (OURS, None, None),

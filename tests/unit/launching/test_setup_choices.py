@@ -328,7 +328,7 @@ def test_a_folder_filled_again_for_an_older_glibc_fits_it(checkout: Path, tmp_pa
         "a-1-py3-none-manylinux_2_5_x86_64.whl",
         "b-1-py3-none-any.whl",
     )
-    built = checkout / "cache" / "wheels" / "horovod-0.28.1+iface-torch"
+    built = checkout / "cache" / "wheels" / "horovod-0.28.1+iface.2-torch"
     built.mkdir(parents=True)
 
     def download(names: str, *words: str) -> str:
