@@ -68,6 +68,23 @@ url_of() { # PATH: what would end a URL's path, or part it, is encoded
 error_of_pip() { # LOG
     grep -i '^ *error:' "$1" | tail -n 1
 }
+# What helps then. No network brings a package that is not made for a Python or a glibc.
+remedy_of_pip() { # LOG PYTHON HOW AGAIN [GLIBC]: how another Python is taken, and how pip is called again
+    case $(error_of_pip "$1") in
+        *'No matching distribution found'* | *[Ff]ailed*build* | *'ould not build wheels'* | *metadata-generation-failed* | \
+            *subprocess-exited-with-error*)
+            # Without the network pip has found nothing, too.
+            if ! grep -q 'Retrying (Retry(' "$1"; then
+                say "there is none for $(version_of "$2")${5:+ and glibc $5}: $3 another Python from 3.10 on, or set TORCH_SPEC if it is torch; then $4"
+                return
+            fi
+            ;;
+    esac
+    say "check the network, then $4"
+}
+version_of() { # PYTHON: e.g. Python 3.12
+    "$1" -c 'import sys; print(f"Python {sys.version_info[0]}.{sys.version_info[1]}")' 2>/dev/null || true
+}
 
 # Whether it is for GPUs: there is one here, or launch/setup was told so.
 for_gpus() { [ "$(chosen gpu)" = yes ] || nvidia-smi >/dev/null 2>&1; }
