@@ -76,9 +76,11 @@ choose_wheels() { # the folder's path, which has to serve that Python
     wheels=$(cd "$wheels" && pwd -P)
 }
 
-check_python() { # one line where .venv stays with another Python than the one that is asked for
+check_python() { # one line where PYTHON cannot serve, or .venv stays with another
     local here wanted
-    if [ -z "${PYTHON-}" ] || [ -n "$base" ] || [ ! -x "$VENV/bin/python" ]; then return; fi
+    if [ -z "${PYTHON-}" ] || [ -n "$base" ]; then return; fi
+    find_python >/dev/null
+    if [ ! -x "$VENV/bin/python" ]; then return; fi
     here=$(version_of "$VENV/bin/python") wanted=$(version_of "$PYTHON")
     if [ -n "$here" ] && [ -n "$wanted" ] && [ "$here" != "$wanted" ]; then
         fail "$VENV is made with $here, and PYTHON is $wanted; remove it, so that it can be made anew, or unset PYTHON"

@@ -308,8 +308,8 @@ def test_an_end_amid_pip_is_told_by_what_it_was(
 @pytest.mark.parametrize(
     ("pip_says", "remedy"),
     [
-        ("ERROR: No matching distribution found for torch==9", "there is none for {python}: remove {venv}"),
-        ("ERROR: Failed to build kaldi-decoder", "for {python}: remove {venv} and set PYTHON to another"),
+        ("ERROR: No matching distribution found for torch==9", "none fits {python}: remove {venv}"),
+        ("ERROR: Failed to build kaldi-decoder", "fits {python}: remove {venv} and set PYTHON to another"),
         (
             "WARNING: Retrying (Retry(total=0)); ERROR: No matching distribution found for torch==9\n"
             "ERROR: No matching distribution found for torch==9",
@@ -336,6 +336,19 @@ def test_a_glibc_that_is_too_old_for_torch_is_no_matter_of_the_network(
     (checkout / "pip-download").write_text("echo 'ERROR: No matching distribution found for torch'; exit 1")
     failed = setup(checkout, "--download", str(tmp_path / "packages"), "--for", "2.17")
     assert failed.returncode == 1 and " and glibc 2.17: set PYTHON to another" in failed.stderr, failed.stderr
+
+
+@pytest.mark.parametrize("too_old", ["exit 1", None])
+@pytest.mark.parametrize("words", [(), ("--download", "packages")])
+def test_a_python_that_cannot_serve_is_not_exchanged_for_another(
+    checkout: Path, too_old: str | None, words: tuple[str, ...]
+) -> None:
+    if too_old is not None:
+        write_program(checkout / "old", too_old)
+    refused = setup(checkout, *words, PYTHON=str(checkout / "old"))
+    assert refused.returncode == 1
+    assert refused.stderr.endswith("/old is no Python from 3.10 on; set it to another, or unset it\n")
+    assert not (checkout / ".venv").exists()
 
 
 def test_an_environment_is_not_kept_when_another_python_is_asked_for(checkout: Path) -> None:
