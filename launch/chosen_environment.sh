@@ -76,6 +76,17 @@ choose_wheels() { # the folder's path, which has to serve that Python
     wheels=$(cd "$wheels" && pwd -P)
 }
 
+check_python() { # one line where PYTHON cannot serve, or .venv stays with another
+    local here wanted
+    if [ -z "${PYTHON-}" ] || [ -n "$base" ]; then return; fi
+    find_python >/dev/null
+    if [ ! -x "$VENV/bin/python" ]; then return; fi
+    here=$(version_of "$VENV/bin/python") wanted=$(version_of "$PYTHON")
+    if [ -n "$here" ] && [ -n "$wanted" ] && [ "$here" != "$wanted" ]; then
+        fail "$VENV is made with $here, and PYTHON is $wanted; remove it, so that it can be made anew, or unset PYTHON"
+    fi
+}
+
 choose_environment() { # what was asked for is checked, all of it before .venv is touched
     if [ -n "$given" ]; then
         [ "$given" != into ] || [ -z "$target" ] || fail "--venv makes an environment, --into uses one; give one of them"
@@ -86,6 +97,7 @@ choose_environment() { # what was asked for is checked, all of it before .venv i
     if [ -n "$base" ] && [ ! -x "$base" ]; then fail "$base, which .venv was made with, is gone; remove $VENV and give another Python"; fi
     if [ "$replace" = yes ] && [ "$base_is" != into ]; then fail "--replace says what --into may do; give --into PYTHON, too"; fi
     if [ -n "$target" ]; then check_target; fi
+    check_python
     choose_mpi
     choose_wheels
     if [ "$given" = into ]; then link_venv "$(of_base 'print(sys.prefix)')"; fi

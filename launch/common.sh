@@ -38,11 +38,17 @@ fail() {
     exit 1
 }
 
-# The Python that makes .venv: $PYTHON, else the first of these that is 3.10 or newer.
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; } # PYTHON
+# The Python that makes .venv: $PYTHON, where it is not set the first of these that is 3.10 or newer.
 find_python() {
     local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python3.10 python; do
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    if [ -n "${PYTHON-}" ]; then
+        is_new_enough "$PYTHON" || fail "PYTHON=$PYTHON is no Python from 3.10 on; set it to another, or unset it"
+        command -v "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10 python; do
+        if is_new_enough "$candidate"; then
             command -v "$candidate"
             return
         fi
@@ -67,6 +73,23 @@ url_of() { # PATH: what would end a URL's path, or part it, is encoded
 # pip's own last line on why it has failed, for a message.
 error_of_pip() { # LOG
     grep -i '^ *error:' "$1" | tail -n 1
+}
+# What helps then. No network brings a package that is not made for a Python or a glibc.
+remedy_of_pip() { # LOG PYTHON HOW AGAIN [GLIBC]: how another Python is taken, and how pip is called again
+    case $(error_of_pip "$1") in
+        *'No matching distribution found'* | *[Ff]ailed*build* | *'ould not build wheels'* | *metadata-generation-failed* | \
+            *ResolutionImpossible* | *subprocess-exited-with-error*)
+            # Without the network pip has found nothing, too.
+            if ! grep -q 'Retrying (Retry(' "$1"; then
+                say "none fits $(version_of "$2")${5:+ and glibc $5}: $3 another Python from 3.10 on, or set TORCH_SPEC if it is torch; then $4"
+                return
+            fi
+            ;;
+    esac
+    say "check the network, then $4"
+}
+version_of() { # PYTHON: e.g. Python 3.12
+    "$1" -c 'import sys; print(f"Python {sys.version_info[0]}.{sys.version_info[1]}")' 2>/dev/null || true
 }
 
 # Whether it is for GPUs: there is one here, or launch/setup was told so.

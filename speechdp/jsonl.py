@@ -107,14 +107,15 @@ def each_line(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, A
             file.readline()  # the rest of a line, or the end of the one before
         else:
             file.seek(0)
-        for line in io.TextIOWrapper(file, encoding="utf-8", errors="replace"):
-            try:
-                record = parse_json(line)
-            except ValueError:
-                if line.strip():
-                    yield None
-                continue
-            yield record if isinstance(record, dict) else None
+        with io.TextIOWrapper(file, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    record = parse_json(line)
+                except ValueError:
+                    if line.strip():
+                        yield None
+                    continue
+                yield record if isinstance(record, dict) else None
 
 
 def _ends_torn(path: Path) -> bool:

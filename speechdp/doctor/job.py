@@ -147,8 +147,9 @@ def _keep(job: JobRecord, shown: bytes) -> None:
 
 
 def _read(name: str, stream: IO[bytes], lines: queue.SimpleQueue[tuple[str, bytes | None]]) -> None:
-    for line in stream:
-        lines.put((name, line))
+    with stream:
+        for line in stream:
+            lines.put((name, line))
     lines.put((name, None))
 
 

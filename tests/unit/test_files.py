@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from speechdp.files import (
     hand_over,
     write_text_atomically,
 )
+from speechdp.jsonl import each_line, read_lines
 from speechdp.parallel.run_files import RunDirectory
 
 ERRORS = (errno.EIO, errno.ENOENT, errno.ESTALE, errno.ENOSPC, errno.EINVAL)
@@ -301,3 +303,15 @@ def test_an_error_of_writing_names_the_file(
     with pytest.raises(OSError, match="No space left") as raised:
         write_text_atomically(tmp_path / "wer-test.json", "{}")
     assert raised.value.filename == str(tmp_path / "wer-test.json")
+
+
+@pytest.mark.filterwarnings("always::ResourceWarning")
+def test_a_file_of_lines_is_closed_also_where_not_all_are_read(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"a": 1}\n{"a": \n{"a": 2}\n')
+    assert read_lines(path).records == [{"a": 1}, {"a": 2}]
+    assert next(each_line(path)) == {"a": 1}
+    gc.collect()
+    assert [str(warning.message) for warning in recwarn] == []

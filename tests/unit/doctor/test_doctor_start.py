@@ -224,11 +224,13 @@ sys.exit(3)
 """
 
 
-def test_a_job_is_heard_to_its_end() -> None:
+@pytest.mark.filterwarnings("always::ResourceWarning")
+def test_a_job_is_heard_to_its_end(recwarn: pytest.WarningsRecorder) -> None:
     argv = [sys.executable, "-c", FAKE_LAUNCHER.format(hangs=False)]
     record = run_probe(argv, os.environ, 1, DEADLINE_S)
     assert (record.exit_code, record.ranks[0].facts) == (3, {"node": {"host": "n1"}})
     assert record.said == ["a word"]
+    assert [str(warning.message) for warning in recwarn] == []  # such as a pipe that was left open
 
 
 def test_a_job_nothing_more_comes_from_is_ended_with_all_below_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from speechdp.cli import launch
 from speechdp.cli.main import run
 from speechdp.errors import ConfigError
 from speechdp.launching import allocation
@@ -336,6 +337,7 @@ def test_hosts_that_slurm_has_not_given_the_job_are_refused(
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "1(x2)"}
     for name, value in {**job, "SLURM_JOB_CPUS_PER_NODE": "2(x2)"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch, "find_horovodrun", lambda *_: Path("/v/bin/horovodrun"))  # Horovod or not
     file = write(tmp_path, lines)
     words = ["launch", "--dry-run", "--hostfile", file, *options, "--", "train", "D", "R"]
     code, told = run(words), capsys.readouterr().err

@@ -305,6 +305,61 @@ def test_an_end_amid_pip_is_told_by_what_it_was(
     assert (tmp_path / "mine" / "pip.log").exists() and not (checkout / ".venv").is_symlink()
 
 
+@pytest.mark.parametrize(
+    ("pip_says", "remedy"),
+    [
+        ("ERROR: No matching distribution found for torch==9", "none fits {python}: remove {venv}"),
+        ("ERROR: Failed to build kaldi-decoder", "fits {python}: remove {venv} and set PYTHON to another"),
+        (
+            "WARNING: Retrying (Retry(total=0)); ERROR: No matching distribution found for torch==9\n"
+            "ERROR: No matching distribution found for torch==9",
+            "check the network, then run launch/setup again",
+        ),
+    ],
+)
+def test_a_package_that_is_not_made_for_this_python_is_no_matter_of_the_network(
+    checkout: Path, pip_says: str, remedy: str
+) -> None:
+    python = checkout / "base" / "bin" / "python"
+    python.write_text(python.read_text().replace("-m pip download ", "-m pip install "))
+    (checkout / "pip-download").write_text(f"echo '{pip_says}'; exit 1")
+    done = setup(checkout)
+    version = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+    assert done.returncode == 1
+    assert remedy.format(python=version, venv=checkout / ".venv") in done.stderr, done.stderr
+    assert ("check the network" in done.stderr) == ("Retrying" in pip_says)
+
+
+def test_a_glibc_that_is_too_old_for_torch_is_no_matter_of_the_network(
+    checkout: Path, tmp_path: Path
+) -> None:
+    (checkout / "pip-download").write_text("echo 'ERROR: No matching distribution found for torch'; exit 1")
+    failed = setup(checkout, "--download", str(tmp_path / "packages"), "--for", "2.17")
+    assert failed.returncode == 1 and " and glibc 2.17: set PYTHON to another" in failed.stderr, failed.stderr
+
+
+@pytest.mark.parametrize("too_old", ["exit 1", None])
+@pytest.mark.parametrize("words", [(), ("--download", "packages")])
+def test_a_python_that_cannot_serve_is_not_exchanged_for_another(
+    checkout: Path, too_old: str | None, words: tuple[str, ...]
+) -> None:
+    if too_old is not None:
+        write_program(checkout / "old", too_old)
+    refused = setup(checkout, *words, PYTHON=str(checkout / "old"))
+    assert refused.returncode == 1
+    assert refused.stderr.endswith("/old is no Python from 3.10 on; set it to another, or unset it\n")
+    assert not (checkout / ".venv").exists()
+
+
+def test_an_environment_is_not_kept_when_another_python_is_asked_for(checkout: Path) -> None:
+    assert setup(checkout).returncode == 0
+    other = write_program(checkout / "other", "echo Python 3.99")
+    refused = setup(checkout, PYTHON=str(other))
+    assert refused.returncode == 1
+    here = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+    assert f"/.venv is made with {here}, and PYTHON is Python 3.99; remove it" in refused.stderr
+
+
 def test_what_horovod_requires_is_read_from_its_source(checkout: Path, tmp_path: Path) -> None:
     (checkout / "pip-download").write_text(DOWNLOADS.replace("NAMES", "a-1-py3-none-any.whl"))
     done = setup(checkout, "--download", str(tmp_path / "packages"), "--for", "2.28")
