@@ -173,7 +173,7 @@ def test_own_corpus_of_one_speaker(tmp_path: Path, capsys: pytest.CaptureFixture
     page = (RECIPES / "own-corpus.md").read_text(encoding="utf-8")
     lines = page.splitlines()
     (command,) = (line.split() for line in lines if line.startswith("    speechdp prepare CORPUS"))
-    (split,) = re.findall(r"replace the last option by\n`--split (\S+)`", page)
+    (split,) = re.findall(r"Replace the last option by\n`--split (\S+)`", page)
     paths = [str(tmp_path / name) for name in command[2:4]]
     assert main.run(["prepare", *paths, *command[4:]]) == 1
     assert "needs 3 speakers, it has 1" in capsys.readouterr().err
