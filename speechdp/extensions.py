@@ -82,7 +82,7 @@ class ExtensionPoint(Generic[_T]):
         _check_options(where, cls)
 
     def register(self, name: str, cls: type[_T]) -> None:
-        """Register another package's class.  Raises ConfigError if the class or the name cannot be used."""
+        """Register a user's class.  Raises ConfigError if the class or the name cannot be used."""
         where = f"{self.kind} {name!r}"
         self.check(where, cls)
         if cls.__module__.startswith("speechdp."):
@@ -203,7 +203,7 @@ def imported(where: str, load: Callable[[], Any], remedy: str) -> Any:
 
 @contextlib.contextmanager
 def code_of(cls: type[Any], where: str, remedy: str) -> Iterator[None]:
-    """Turn exceptions that another package's class raises in the block into one line.
+    """Turn exceptions that a user's class raises in the block into one line.
 
     Our own errors, and operating-system errors that name a file, are clear enough and pass unchanged.
 

@@ -104,7 +104,7 @@ class AcousticTask(Task):
         return LstmAcousticModel(feature_dim, num_classes, self.sizes)
 
     def make_model(self, data: TaskData) -> Any:
-        """Return the network for this data.  Raises ConfigError if another package's `make_network` fails."""
+        """Return the network for this data.  Raises ConfigError if a user's `make_network` fails."""
         from speechdp.tasks.registry import made_network  # noqa: PLC0415
 
         return made_network(self, data.feature_dim, self.num_outputs(data))
@@ -168,7 +168,7 @@ class AcousticTask(Task):
         save_model(run_dir, model, counts, {**self._made_by(model), **facts})
 
     def _made_by(self, model: Any) -> dict[str, Any]:
-        """Return what the model file needs to make a network of another package again: task and options."""
+        """Return what the model file needs to make a user's network again: task and options."""
         from speechdp.models.lstm_am import LstmAcousticModel  # noqa: PLC0415
 
         is_ours = isinstance(model, LstmAcousticModel)

@@ -141,7 +141,7 @@ def made_network(task: Any, feature_dim: int, num_classes: int) -> nn.Module:
     """Return the network that `make_network` of an AcousticTask makes.
 
     Raises:
-        ConfigError: the method of another package fails, or returns something else.
+        ConfigError: a user's method fails, or returns something else.
     """
     from torch import nn  # noqa: PLC0415 - --help and the launcher do without
 
