@@ -69,7 +69,7 @@ class LstmAcousticModel(Capturable):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Initialise matrices by Xavier (as recalled of arXiv 1904.04956), biases by 0, forget gates' by 1."""
+        """Initialise matrices by Xavier (as recalled of arXiv 1904.04956), biases by 0 (forget gates 1)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
