@@ -32,8 +32,8 @@ class LstmAcousticModel(Capturable):
     padding, closes the input gates there: the state stays zero, as if a segment began at its own end.  With
     packed input, cuDNN launches kernels step by step, which took 7 times as long with `tiny` on an H100.
 
-    Training on a GPU goes layer by layer, because cuDNN would draw dropout between layers from a generator
-    that no checkpoint holds.  Without such dropout, all layers of a unidirectional LSTM run at once.  CUDA
+    Training on a GPU goes layer by layer; only a unidirectional LSTM without dropout between its layers runs
+    all of them at once.  cuDNN would draw that dropout from a generator that no checkpoint holds.  CUDA
     graphs replay these parts on request (`by_graphs`).
 
     Without lengths nothing in `forward` depends on values, so `torch.jit.trace` and ONNX record it for any

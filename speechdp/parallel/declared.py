@@ -65,13 +65,13 @@ class Exchange:
 
     Attributes:
         period: steps between exchanges.
-        nbytes: bytes sent of the vector that is exchanged.
+        nbytes: bytes of the exchanged vector, as it is sent.
         buckets: bytes of the pieces that are exchanged while backward still runs, in the order of backward;
             empty: everything is exchanged after the step's computation.
         delay: number of steps after which ranks wait for a sum (DELAYED).
         topology: who exchanges with whom (NEIGHBOURS, GOSSIP).
         overlaps: the exchange runs beside the next step's forward and backward pass (NEIGHBOURS).
-        groups: number of groups of ranks that sum their gradients at every step (GOSSIP).
+        groups: number of ranks in a group that sums its gradients at every step (GOSSIP).
         dedicated: rank 0 only serves.
         at_server: rank 0 gathers and hands back (TOGETHER); its update replaces the ranks' own (SERVER).
         rounds: one in so many exchanges is between nodes, the others are inside nodes (TOGETHER); 0: every
@@ -103,7 +103,7 @@ class Model:
         nbytes: bytes of the parameters.
         optimizer_vectors: number of vectors of that size that the optimizer keeps.
         frames_per_step: frames of one rank in a step.
-        step_s: time of a step of a rank that runs alone, s.
+        step_s: time of a step of one rank without exchanges, s.
     """
 
     nbytes: float

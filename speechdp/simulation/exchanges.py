@@ -46,7 +46,7 @@ def exchange_of(choice: StrategyChoice, model: Model) -> Exchange:
 
 
 def _why_unknown(choice: StrategyChoice) -> str:
-    """Return why a strategy is not predicted, and what to do.  Raises ConfigError if there is none."""
+    """Return why a strategy is not predicted, and what to do.  Raises ConfigError if it does not exist."""
     made = type(choice.parsed)
     if choice.name in own_strategy_names():
         return (

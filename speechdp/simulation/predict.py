@@ -33,7 +33,8 @@ from speechdp.simulation.waiting import (
 LOW, HIGH = 0.05, 0.95
 #: Error of predictions beyond the spread between runs, if ranks exchange: standard deviation of the
 #: logarithm.  In 50 cells of benchmarks/strategies/simulate.py half of all errors were below 2.8 % and 9 in
-#: 10 below 7.7 %, as with a total of 4.2 % and 4.7 %, of which 3 % are between runs (docs/results.md).
+#: 10 below 7.7 %, as for total standard deviations of 4.2 % and 4.7 %, of which 3 % is between runs
+#: (docs/results.md).
 MODEL_ERROR = 0.032
 #: Equally likely values of a normal distribution.
 _NORMAL = np.array([NormalDist().inv_cdf((place + 0.5) / 41) for place in range(41)])

@@ -87,7 +87,7 @@ class GpuReader:
         self._handles: list[Any] = []
         self._problems: list[str] = []
         self._nvml: Any = None
-        self._untold: set[int] = set()  # GPUs whose other users were queried and, so far, unknown
+        self._untold: set[int] = set()  # GPUs for which a query of other users had no answer
         self._told: set[int] = set()
         if not uuids:
             return

@@ -7,7 +7,7 @@ A step: h_n = GRU([prenet_n | context_{n-1}], h_{n-1}); score_s = v . tanh(keys_
 softmax of the scores over the symbols; context_n = attention_n memory (Bahdanau et al. 2015, arXiv 1409.0473,
 A.1.2; h and context start at zero).
 
-`attention_rnn_loop` computes exactly this.  `attention_rnn` is the same function with few operations per step
+`attention_rnn_loop` computes exactly this. `attention_rnn` is the same function with few operations per step
 and a hand-written backward pass (its steps: `attention_steps.py`).
 """
 
@@ -47,7 +47,7 @@ def attention_rnn_loop(
 ) -> AttentionOutput:
     """Return all steps' outputs by plain torch operations, one step after another: the reference.
 
-    `prenet` (N, B, P), `memory` (B, S, C), `keys` (B, S, A), `mask` (B, S) bool, true at a symbol.  N is at
+    `prenet` (N, B, P), `memory` (B, S, C), `keys` (B, S, A), `mask` (B, S) bool, true at a symbol. N is at
     least 1, and every row has a symbol.
     """
     assert len(prenet) >= 1, "a decoder needs at least one step"

@@ -3,18 +3,17 @@
 Legend: N decoder steps, B batch, S symbols, P pre-net outputs, H hidden units, C memory dimensions, A
 attention dimensions; `d_x` is the gradient of the loss with respect to x.
 
-The scores need no tanh: with u = 1 / (1 + e^{2 key} e^{2 query}), tanh(key + query) = 1 - 2u.  The constant v
-. 1 does not change the softmax, and e^{2 key} is the same at every step.  So a step on (B, S, A) costs a
-product, a sum and a reciprocal, a tenth of the time of a tanh.  The backward pass computes u again instead of
+The scores need no tanh: with u = 1 / (1 + e^{2 key} e^{2 query}), tanh(key + query) = 1 - 2u. The constant
+v . 1 does not change the softmax, and e^{2 key} is the same at every step. So a step on (B, S, A) costs a
+product, a sum and a reciprocal, a tenth of the time of a tanh. The backward pass computes u again instead of
 storing it: memory grows with N B (4H + H + S + A), not with N B S A.
 
 The context contributes attention (memory W_c) to the gates, and memory W_c (B, S, 3H) is the same at every
-step: if it is small enough for a processor's cache, no step computes its context.  In any case all contexts
+step: if it is small enough for a processor's cache, no step computes its context. In any case all contexts
 are computed together from the attention.
 
-One product takes h_n to the gates of step n + 1 and to the query of step n.  So these are stored side by side
-in a
-block: (N + 1, B, 4H + A), gates of step n and query of step n - 1; so are their gradients.
+One product takes h_n to the gates of step n + 1 and to the query of step n. So these are stored side by side
+in one block, (N + 1, B, 4H + A): gates of step n and query of step n - 1; so are their gradients.
 """
 
 from __future__ import annotations

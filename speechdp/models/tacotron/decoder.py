@@ -78,9 +78,9 @@ class _Steps:
 class Decoder(Capturable):
     """Pre-net, attention GRU, two residual GRUs, mel and stop layers (Wang et al. 2017, section 3.3).
 
-    A step reads the last frame of the previous step (zeros at first).  With teacher forcing, all those frames
+    A step reads the last frame of the previous step (zeros at first). With teacher forcing, all those frames
     are known beforehand, and only the attention GRU with its context must run step by step. config.decoder
-    selects whether this is used ("fast"), or every layer runs step by step as in public code ("loop").  Both
+    selects whether this is used ("fast"), or every layer runs step by step as in public code ("loop"). Both
     draw the same dropout and give the same numbers with the same parameters.
     """
 

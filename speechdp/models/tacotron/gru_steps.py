@@ -2,10 +2,10 @@
 
 Legend: T steps, B batch, I inputs, H hidden units; `...` any leading dimensions.
 
-r = sigmoid(W_r x + b_r + U_r h + c_r); z likewise; n = tanh(W_n x + b_n + r (U_n h + c_n)); h' = n + z (h -
-n): Cho et al. 2014 (arXiv 1406.1078) as cuDNN and `nn.GRU` compute it.  The gates are stored side by side in
-(..., 4H) as [n | r | z | U_n h + c_n]: inputs contribute to the first three blocks, the hidden state to the
-last three.
+r = sigmoid(W_r x + b_r + U_r h + c_r); z likewise; n = tanh(W_n x + b_n + r (U_n h + c_n));
+h' = n + z (h - n): Cho et al. 2014 (arXiv 1406.1078) as cuDNN and `nn.GRU` compute it. The gates are stored
+side by side in (..., 4H) as [n | r | z | U_n h + c_n]: inputs contribute to the first three blocks, the
+hidden state to the last three.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def run_forward(sums: Tensor, weight_hh: Tensor, states: Tensor) -> None:
 def run_backward(slopes: Tensor, update: Tensor, weight_hh: Tensor, d_hidden: Tensor) -> None:
     """Turn `slopes` (..., T, B, 4H), from `derivatives`, into gradients of the sums, in place.
 
-    `update` (..., T, B, H) is the update gate.  `d_hidden`, of the same shape, holds the gradient of the
+    `update` (..., T, B, H) is the update gate. `d_hidden`, of the same shape, holds the gradient of the
     outputs and becomes that of the states.
     """
     add_product = _add_product(slopes)

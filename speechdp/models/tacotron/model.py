@@ -111,7 +111,7 @@ class Tacotron(nn.Module):
     def generate(self, symbols: Tensor, *, max_frames: int, dropout: bool = False) -> Generated:
         """Speak symbols (B, S) int64, -1 past each end; each text stops when the stop prediction exceeds 0.5.
 
-        In eval mode the same symbols give the same speech, whatever else is in the batch.  `dropout` keeps
+        In eval mode the same symbols give the same speech, whatever else is in the batch. `dropout` keeps
         the dropout of the decoder's pre-net on (as in Shen et al. 2018, section 2.2), for variation: off by
         default.
         """

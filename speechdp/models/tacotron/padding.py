@@ -19,8 +19,8 @@ def frame_mask(lengths: Tensor, num_frames: int, device: torch.device) -> Tensor
 class MaskedBatchNorm(nn.Module):
     """Batch normalisation over the frames of (B, C, T), then optionally ReLU, then zeros at padding.
 
-    Parameters and buffers are named as in `nn.BatchNorm1d`.  Statistics are of frames alone, so the amount of
-    padding in a batch changes nothing.  Source: Ioffe & Szegedy 2015 (arXiv 1502.03167).
+    Parameters and buffers are named as in `nn.BatchNorm1d`. Statistics are of frames alone, so the amount of
+    padding in a batch changes nothing. Source: Ioffe & Szegedy 2015 (arXiv 1502.03167).
     """
 
     running_mean: Tensor

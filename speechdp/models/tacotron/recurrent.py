@@ -1,8 +1,8 @@
 """GRUs over whole sequences. Legend: T steps, B batch, I inputs, H hidden units, D directions.
 
-On a CPU `nn.GRU` runs many small operations per step, and as many again backward.  `gru_directions` computes
+On a CPU `nn.GRU` runs many small operations per step, and as many again backward. `gru_directions` computes
 the inputs' part of all steps in one matrix product, has few in-place operations per step, and computes the
-derivatives of all gates before its backward loop starts.  On a GPU cuDNN does all this.
+derivatives of all gates before its backward loop starts. On a GPU cuDNN does all this.
 """
 
 from __future__ import annotations

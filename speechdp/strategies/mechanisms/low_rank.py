@@ -132,7 +132,7 @@ class LowRankSum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state; on another number of ranks, E_i starts at 0."""
+        """Restore a state; for another number of ranks, or another rank's state, E_i starts at 0."""
         self._right.copy_(state["basis"])
         if (state["size"], state["rank"]) == (self._group.size, self._group.rank):
             self._error.copy_(state["error"])

@@ -12,7 +12,7 @@ from speechdp.parallel.period import Period, PeriodUnit, frames_reach, plain_num
 from speechdp.parallel.strategy import Progress
 
 _PATTERN = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>%|ep|epochs?)", re.IGNORECASE)
-#: Tolerance, so that rounding a third of training to steps does not miss the point.
+#: Tolerance, so that rounding a fraction such as a third does not delay a point by a step.
 _ROUNDING = 1e-9
 
 
