@@ -75,8 +75,7 @@ class Interval:
         values = np.asarray(samples, float)
         mean, runs = float(values.mean()), np.multiply.outer(values, np.exp(spread * _NORMAL))
         low, high = map(float, np.quantile(runs, (LOW, HIGH)))
-        # By rounding, the mean of equal samples may differ from them; of skewed ones it may be outside the 90
-        # %.
+        # The mean of equal samples may differ from them by rounding; of skewed ones it may be outside.
         return cls(mean, min(low, mean), max(high, mean))
 
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-#: Reasons for a GPU's reduced clock, by the bits of NVML's clock event reasons.  Bit 0, an idle GPU, is not
-#: one.
+#: Reasons for a GPU's reduced clock, by the bits of NVML's clock event reasons.  Bit 0, idle, is none.
 CLOCK_LIMITS = {
     "power": 0x04 | 0x80,  # software power cap, hardware power brake
     "heat": 0x20 | 0x40,

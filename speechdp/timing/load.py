@@ -48,9 +48,8 @@ class LoadMeter:
         """Return mean numbers of cores since the creation.
 
         Returns:
-            `own`: busy with this process; `host`: busy with any process, including this one; `stolen`: taken
-                from a
-            virtual machine by its host.  Empty if no time has passed.
+            Cores busy with this process (`own`), with any process, including this one (`host`), and taken
+            from a virtual machine by its host (`stolen`).  Empty if no time has passed.
         """
         begun, now = self._begun, CpuTimes.now()
         seconds = now.at_s - begun.at_s
