@@ -126,7 +126,7 @@ class BatchJoiner:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Block the signals that ask ranks to stop in processes that start in the block: loaders' workers.
+    """Block stop signals in the processes that start inside the block: loaders' workers.
 
     Launchers and batch systems send these signals to all processes of a rank.  They would end a worker, and
     with it the rank that is about to save.  SIGTERM is not blocked: a loader itself ends its workers with it.

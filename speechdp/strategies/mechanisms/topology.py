@@ -97,11 +97,11 @@ def is_active(rank: int) -> bool:
 def passive_partners(rank: int, size: int, kind: BipartiteKind) -> tuple[int, ...]:
     """Return the passive ranks with which the active `rank` exchanges, sorted.
 
-    all: every passive rank.  ring: the neighbours; in a ring of odd size the first and the last rank, both
-        active, are
-    not connected.  exponential: 1, 3, 5, 9, 17, ... ranks away on both sides; each distance is odd because an
-    even one connects ranks of the same kind.  With an odd number of ranks a distance may wrap around to an
-    active rank, which is left out.
+    all: every passive rank.
+    ring: the neighbours; in a ring of odd size the first and the last rank, both active, are not connected.
+    exponential: 1, 3, 5, 9, 17, ... ranks away on both sides; each distance is odd because an even one
+        connects ranks of the same kind.  With an odd number of ranks a distance may wrap around to an active
+        rank, which is left out.
     """
     assert is_active(rank), f"rank {rank} is passive"
     return _partners(rank, size, kind)
