@@ -302,7 +302,7 @@ def assert_resumes(comm: Communicator, strategy: str, saved_after: int) -> None:
 
 
 def assert_begins_with_gradient_averaging(comm: Communicator, strategy: str) -> None:
-    """Check that a strategy whose start is never reached is gradient averaging, bit by bit."""
+    """Check that a strategy whose `begin` is never reached is gradient averaging, bit by bit."""
     run = StrategyRun(comm, strategy, make_replica(Sgd(momentum=0.9)))
     run.train(comm.rank)
     together = StrategyRun(comm, "gradient_averaging", make_replica(Sgd(momentum=0.9)))
