@@ -1,8 +1,8 @@
 """Classes that others add by name, such as strategies: registered by a decorator, or offered by a package.
 
-Options of such a class are the fields of its dataclass, written `NAME:option=value,...`: numbers, texts,
-paths, true or false, one of several words (`Literal`), what a class with a class method `parse` reads and its
-`str` writes; each of them also `| None`, written `none`.
+The options of such a class are the fields of its dataclass, written `NAME:option=value,...`.  Their values
+are numbers, strings, paths, true or false, one of several words (`Literal`), or whatever a class's `parse`
+class method reads and its `str` writes.  Each type may also be `| None`, written `none`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from speechdp.errors import ConfigError, SpeechDPError, one_line
 
 _T = TypeVar("_T")
 _Class = TypeVar("_Class", bound=type[Any])
-#: Types that are made of a text as they stand.
+#: Types whose constructor takes the text unchanged.
 _PLAIN = (int, float, str, Path)
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 class ExtensionPoint(Generic[_T]):
-    """The names of one kind of classes: ours, those registered, those that installed packages offer.
+    """The names of one kind of class: ours, registered ones, and those that installed packages offer.
 
     Args:
-        kind: what messages call one, e.g. "strategy".
-        group: of entry points, by which packages offer theirs.
-        base: what they derive from; has `name`, a class variable.
-        own_names: gives the names of ours.
-        check: refuses a class that does not declare what it has to, beside the abstract methods; told
+        kind: name of one such class in messages, e.g. "strategy".
+        group: entry-point group through which packages offer theirs.
+        base: their base class, with a class variable `name`.
+        own_names: returns the names of our own classes.
+        check: refuses a class that lacks a required declaration, apart from abstract methods; called with
             "KIND 'NAME'" and the class.
     """
 
@@ -55,7 +55,7 @@ class ExtensionPoint(Generic[_T]):
         self.registered: dict[str, type[_T]] = {}
 
     def decorator(self, name: str) -> Callable[[_Class], _Class]:
-        """Return a decorator that registers a class under a name of its own; it raises as `register`."""
+        """Return a decorator that registers a class under the given name; it raises as `register`."""
 
         def register(cls: _Class) -> _Class:
             self.register(name, cls)
@@ -64,13 +64,13 @@ class ExtensionPoint(Generic[_T]):
         return register
 
     def check(self, where: str, cls: Any) -> None:
-        """Refuse what is no class of this kind, lacks methods, or has fields that cannot be options.
+        """Refuse an object that is no class of this kind, lacks methods or has fields that cannot be options.
 
         Args:
-            where: stands before the message.
+            where: start of the message.
 
         Raises:
-            ConfigError: it cannot be used.
+            ConfigError: the class cannot be used.
         """
         if not (isinstance(cls, type) and issubclass(cls, self._base) and dataclasses.is_dataclass(cls)):
             base = f"{self._base.__module__}.{self._base.__name__}"
@@ -82,7 +82,7 @@ class ExtensionPoint(Generic[_T]):
         _check_options(where, cls)
 
     def register(self, name: str, cls: type[_T]) -> None:
-        """Register a class from outside.  Raises ConfigError: the class or the name cannot be used."""
+        """Register a user's class.  Raises ConfigError if the class or the name cannot be used."""
         where = f"{self.kind} {name!r}"
         self.check(where, cls)
         if cls.__module__.startswith("speechdp."):
@@ -100,10 +100,10 @@ class ExtensionPoint(Generic[_T]):
         return sorted({*self._own_names(), *self.registered, *self._entry_points()})
 
     def find(self, name: str) -> type[_T]:
-        """Return a class that is none of ours.
+        """Return a class that is not one of ours.
 
         Raises:
-            ConfigError: there is none of that name, or its package cannot be used.
+            ConfigError: there is no class of that name, or its package cannot be used.
         """
         if name not in self.registered and name in self._entry_points():
             self._load(self._entry_points()[name])
@@ -112,13 +112,13 @@ class ExtensionPoint(Generic[_T]):
         return self.registered[name]
 
     def named(self, text: str) -> tuple[type[_T], str]:
-        """Return the class of `NAME` or `MODULE:CLASS`, none of ours, and the text of the options behind it.
+        """Return the class of `NAME` or `MODULE:CLASS`, not one of ours, and its options' text.
 
-        A name comes first, unless the module of that name has such a class.  Modules of the folder worked in
-        are found, too.
+        A registered name wins, unless a module of that name has such a class.  Modules in the working
+        directory are found, too.
 
         Raises:
-            ConfigError: there is none, or its module cannot be used.
+            ConfigError: there is no such class, or its module cannot be used.
         """
         name, _, rest = text.partition(":")
         class_name, _, behind = rest.partition(":")
@@ -168,7 +168,7 @@ class ExtensionPoint(Generic[_T]):
         return {point.name: point for point in metadata.entry_points(group=self.group)}
 
     def _load(self, point: metadata.EntryPoint) -> None:
-        """Import a package's class, and register it unless it does so itself."""
+        """Import a package's class, and register it unless the import has."""
         cls = imported(
             f"{self.kind} {point.name!r}: {point.value}",
             point.load,
@@ -182,11 +182,11 @@ def imported(where: str, load: Callable[[], Any], remedy: str) -> Any:
     """Return what `load` imports.
 
     Args:
-        where: stands before the message.
-        remedy: ends it, where a module is not found.
+        where: start of the message.
+        remedy: end of the message if a module is not found.
 
     Raises:
-        ConfigError: it cannot be imported; the line names the place in a module whose own code fails.
+        ConfigError: the import fails; if a module's own code fails, the line names the place.
     """
     try:
         return load()
@@ -203,16 +203,16 @@ def imported(where: str, load: Callable[[], Any], remedy: str) -> Any:
 
 @contextlib.contextmanager
 def code_of(cls: type[Any], where: str, remedy: str) -> Iterator[None]:
-    """Turn what the code of a class from outside raises inside the block into one line.
+    """Turn exceptions that a user's class raises in the block into one line.
 
-    Our own errors, and those of the system that name a file, say enough and pass.
+    Our own errors, and operating-system errors that name a file, are clear enough and pass unchanged.
 
     Args:
-        where: stands before the message.
-        remedy: ends it.
+        where: start of the message.
+        remedy: end of the message.
 
     Raises:
-        ConfigError: anything else was raised; names the file and the line of the class's module.
+        ConfigError: anything else was raised; names the file and line in the class's module.
     """
     try:
         yield
@@ -226,12 +226,12 @@ def code_of(cls: type[Any], where: str, remedy: str) -> Iterator[None]:
 
 
 def _description(error: Exception) -> str:
-    """Return an error's class and its text, on one line."""
+    """Return an error's class and text on one line."""
     return ": ".join(filter(None, (type(error).__name__, one_line(error))))
 
 
 def _place_in_module(error: Exception) -> str:
-    """Return file and line where a module's own code has failed; "" where the module was not found."""
+    """Return file and line where a module's own code failed; "" if the module was not found."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     machinery = (__file__, importlib.__file__, metadata.__file__)
@@ -242,9 +242,9 @@ def _place_in_module(error: Exception) -> str:
 
 
 def _place_in_class(error: Exception, cls: type[Any]) -> str:
-    """Return the file and the innermost line where the code of a class, or of its bases, has failed.
+    """Return the file and the innermost line where the code of a class, or of its bases, failed.
 
-    The file alone where no line of it was running: its method cannot be called as it has to be.
+    Returns the file alone if none of its lines was running: the method cannot be called with these arguments.
     """
     modules = [base.__module__ for base in cls.__mro__ if not base.__module__.startswith("speechdp.")]
     files: list[str] = [getattr(sys.modules.get(module), "__file__", None) or module for module in modules]
@@ -255,13 +255,13 @@ def _place_in_class(error: Exception, cls: type[Any]) -> str:
 
 
 def _is_again(old: type[Any], new: type[Any]) -> bool:
-    """Tell whether a class is another one's, loaded anew: also by a module that is run as the program."""
+    """Return whether a class is another one loaded again, including by a module that runs as the program."""
     modules = {old.__module__, new.__module__}
     return old.__qualname__ == new.__qualname__ and (len(modules) == 1 or "__main__" in modules)
 
 
 def _check_options(where: str, cls: type[Any]) -> None:
-    """Refuse a class with fields that cannot be options; those that it has of ours may be anything."""
+    """Refuse a class with fields that cannot be options; fields of our base classes may be anything."""
     try:
         kinds = field_kinds(cls)
     except (NameError, AttributeError, TypeError) as error:
@@ -288,7 +288,7 @@ def _check_options(where: str, cls: type[Any]) -> None:
 
 
 def _without_none(kind: Any) -> Any:
-    """Return T of `T | None`, any other type as it is."""
+    """Return T for `T | None`, and any other type unchanged."""
     if typing.get_origin(kind) not in (typing.Union, types.UnionType):
         return kind
     others = [part for part in typing.get_args(kind) if part is not type(None)]
@@ -296,7 +296,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def _is_readable(kind: Any) -> bool:
-    """Tell whether _convert makes such a value of a text."""
+    """Return whether `_convert` can turn a text into such a value."""
     kind = _without_none(kind)
     if typing.get_origin(kind) is typing.Literal:
         return all(isinstance(choice, str) for choice in typing.get_args(kind))
@@ -306,7 +306,7 @@ def _is_readable(kind: Any) -> bool:
 def field_kinds(cls: type[Any]) -> dict[str, Any]:
     """Return the types of a dataclass's fields, by their names.
 
-    Its other annotations may name classes of modules that are not loaded, such as torch.
+    Other annotations of the class may name classes of modules that are not loaded, such as torch.
 
     Raises:
         NameError, AttributeError, TypeError: a field's type does not exist at run time.
@@ -316,8 +316,8 @@ def field_kinds(cls: type[Any]) -> dict[str, Any]:
     for base in reversed(cls.__mro__):
         own = {name: kind for name, kind in inspect.get_annotations(base).items() if name in names}
         fields_alone = type(base.__name__, (), {"__annotations__": own, "__module__": base.__module__})
-        # The module's names before the class's own, as typing has it for a class: in `Period: Period =
-        # Period(3)` the class has the field's default under that name.
+        # The module's names before the class's own, as typing does for a class: in
+        # `Period: Period = Period(3)` the class has the field's default under that name.
         module = getattr(sys.modules.get(base.__module__), "__dict__", {})
         kinds |= typing.get_type_hints(fields_alone, globalns=dict(vars(base)), localns=module)
     return kinds
@@ -331,7 +331,7 @@ def option_kinds(cls: type[Any]) -> dict[str, Any]:
 
 
 def split_options(text: str) -> dict[str, str | None]:
-    """Return the texts of `option=value,...` by option; None where there is no `=`."""
+    """Return the value of each option in `option=value,...`; None if there is no `=`."""
     parts = [part.partition("=") for part in text.split(",") if part]
     return {option: value if equals else None for option, equals, value in parts}
 
@@ -340,11 +340,11 @@ def read_options(name: str, cls: type, text: str, *, kind: str) -> dict[str, Any
     """Read `option=value,...` as the fields of a dataclass.
 
     Args:
-        name: stands before options in messages.
-        kind: what the class is, for messages.
+        name: name before options in messages.
+        kind: what the class is, in messages.
 
     Raises:
-        ConfigError: an option it does not have or that is given twice, or a value that does not fit.
+        ConfigError: an unknown or repeated option, or a value that does not fit.
     """
     given = [part.partition("=")[0] for part in text.split(",") if part]
     for option in given:
@@ -363,7 +363,7 @@ def read_options(name: str, cls: type, text: str, *, kind: str) -> dict[str, Any
 
 
 def write_options(made: Any) -> str:
-    """Return all options of an instance as `read_options` reads them: `period=16,nesterov=false`."""
+    """Return all options of an instance in the form that `read_options` reads: `period=16,nesterov=false`."""
     return ",".join(f"{option}={_text(getattr(made, option))}" for option in option_kinds(type(made)))
 
 

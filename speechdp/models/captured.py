@@ -1,9 +1,9 @@
-"""Passes over many small kernels, captured on a GPU as CUDA graphs and replayed with one call each.
+"""Capture passes over many small kernels as CUDA graphs, and replay each with one call.
 
-A recurrent layer starts several kernels a step, forward and backward, and a GPU of today has done each before
-the host has started the next: the host decides how long a step of training takes.  A graph holds all the
-kernels of a pass over inputs of one shape, with the addresses that they read and write.  Replaying it does
-exactly what calling the function does, kernel for kernel, in memory of its own.
+A recurrent layer launches several kernels per step, forward and backward, and a current GPU finishes each
+before the host has launched the next: the host limits the speed of training.  A graph holds all the kernels
+of a pass over inputs of one shape, with the addresses that they read and write.  Replaying it does exactly
+what calling the function does, kernel for kernel, in the graph's own memory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from speechdp.process.notices import warn
 #: A function of inputs (B, ...) and of parameters, in this order; several outputs are a tuple.
 Function = Callable[..., tuple[Tensor, ...]]
 
-#: Kinds of inputs of which one function keeps graphs; more are computed as without: each kind costs memory
-#: and, when it is captured, the time of some passes.
+#: Kinds of inputs for which one function keeps graphs; other kinds are computed without graphs.  Each kind
+#: costs memory and, when it is captured, the time of some passes.
 MOST_KINDS = 32
 
 
@@ -35,14 +35,14 @@ _REMEDY = "train with --cuda-graphs off"
 
 
 class Recorder(Protocol):
-    """What turns work on a device into a replay of it.  Tests put one that has no GPU here."""
+    """Turn work on a device into a replay of it.  Tests replace it by one that needs no GPU."""
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Do work once where work will be recorded, for what libraries allocate at first use."""
+        """Do the work once where it will be recorded, because libraries allocate memory at first use."""
         ...
 
     def record(self, work: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-        """Record work without doing it; return what does it, and the tensors that then hold its results."""
+        """Record work without doing it; return a function that does it, and the tensors for its results."""
         ...
 
 
@@ -50,24 +50,24 @@ class Recorder(Protocol):
 def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the one stream that records on a device.
 
-    Of high priority: torch hands out the same 32 streams of a device again and again, and what another thread
-    did on this one would be recorded.  Nobody else here asks for one of the 32 of high priority.
+    It has high priority because torch reuses the same 32 streams of a device, and would also record what
+    another thread does on this one.  No other code here asks for one of the 32 high-priority streams.
     """
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share a pool of memory for what they compute in between.
+    """Record into CUDA graphs that share a memory pool for intermediate results.
 
-    So each function has a recorder of its own: while one waits to go backward, others go forward.
+    Each function therefore has its own recorder: while one waits for its backward pass, others run forward.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, _recording_stream(device)
 
     def warm_up(self, work: Callable[[], object]) -> None:
-        """Do work on the stream that records."""
-        self._pool = torch.cuda.graph_pool_handle()  # one whose graphs are all gone cannot be used again
+        """Do the work on the recording stream."""
+        self._pool = torch.cuda.graph_pool_handle()  # a pool whose graphs are all freed cannot be reused
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -76,13 +76,13 @@ class CudaRecorder:
         finally:
             current.wait_stream(self._stream)
             torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()  # what that took would stay with the stream
+            torch.cuda.empty_cache()  # cached blocks of this work would stay with the stream
 
     def record(self, work: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-        """Record work; other threads may use the GPU meanwhile, as the loader's does.
+        """Record work; other threads, such as the loader's, may use the GPU meanwhile.
 
         Raises:
-            RunError: the work cannot be recorded, and torch's memory is in no state to go on with.
+            RunError: recording failed, and torch's memory is in a state from which training cannot continue.
         """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -97,7 +97,7 @@ class CudaRecorder:
 
 
 def _end(graph: torch.cuda.CUDAGraph, error: BaseException | None = None) -> None:
-    """End a recording.  Raises RunError: it has failed such that torch keeps what training needs back."""
+    """End a recording.  Raises RunError if it fails so that torch keeps memory that training needs."""
     try:
         graph.capture_end()
     except RuntimeError as failure:
@@ -106,25 +106,26 @@ def _end(graph: torch.cuda.CUDAGraph, error: BaseException | None = None) -> Non
 
 
 class Capturable(nn.Module):
-    """A model, or part of one, that can train by graphs."""
+    """A model, or part of one, that can train with CUDA graphs."""
 
     def by_graphs(self, make_recorder: Callable[[], Recorder]) -> Sequence[CapturedFunction]:
-        """Train by graphs as soon as they are captured; return the functions that they are captured of.
+        """Train with graphs as soon as they are captured; return the functions to capture.
 
-        `make_recorder` is called for each function.
+        Calls `make_recorder` once per function.
         """
         raise NotImplementedError
 
 
 class Graphs:
-    """The functions of a model that train by graphs, and when these are captured.
+    """The functions of a model that train with CUDA graphs, and when to capture them.
 
-    Capturing takes as long as some steps, and other ranks would wait for it.  So ranks that train together do
-    it at the same time, between steps: after the 4th, 16th, 64th, ... step of the process, and at each pause.
+    Capturing takes as long as several steps, and other ranks would wait for it.  So ranks that train together
+    capture at the same time, between steps: after the 4th, 16th, 64th, ... step of the process, and at each
+    pause.
 
     Args:
-        functions: of the model.
-        device: that they compute on.
+        functions: functions of the model.
+        device: the device that they compute on.
     """
 
     def __init__(self, functions: Sequence[CapturedFunction], device: torch.device) -> None:
@@ -134,12 +135,12 @@ class Graphs:
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device, make_recorder: Callable[[], Recorder]) -> Graphs:
-        """Let all parts of a model that can be captured train by graphs."""
+        """Make all capturable parts of a model train with graphs."""
         parts = [module for module in model.modules() if isinstance(module, Capturable)]
         return cls([function for part in parts for function in part.by_graphs(make_recorder)], device)
 
     def is_due(self) -> bool:
-        """Count a step; return whether it is one after which to capture what is new."""
+        """Count a step; return whether to capture new graphs after it."""
         self._num_steps += 1
         if self._num_steps < self._due:
             return False
@@ -147,22 +148,21 @@ class Graphs:
         return True
 
     def wait_for_pauses(self) -> None:
-        """From now on capture at pauses alone: no step is one after which to do it."""
+        """From now on capture only at pauses: `is_due` stays False."""
         self._due = sys.maxsize
 
     @property
     def has_new(self) -> bool:
-        """Whether inputs of a kind have come again whose graphs are not there yet."""
+        """Whether inputs of a kind without graphs have come more than once."""
         return any(function.has_new for function in self._functions)
 
     def capture(self) -> None:
-        """Capture what has come again since the last time, as long as memory is left for training beside it.
+        """Capture kinds of inputs that have come again, while memory remains for training beside the graphs.
 
-        Where it is not, a line says so once.  Where capturing fails, another does, and training goes on
-        without graphs.
+        Warns once if memory runs out.  If capturing fails, warns and training continues without graphs.
 
         Raises:
-            RunError: nor can it go on.
+            RunError: training cannot continue.
         """
         if not self.has_new:
             return
@@ -184,11 +184,11 @@ class Graphs:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether there are none any more, as capturing has failed."""
+        """Whether all graphs were dropped because capturing failed."""
         return any(function.has_given_up for function in self._functions)
 
     def close(self) -> None:
-        """Let go of all graphs and their memory; from now on there are none."""
+        """Free all graphs and their memory, and capture no more."""
         for function in self._functions:
             function.give_up()
 
@@ -197,27 +197,27 @@ _FIRST_CAPTURE = 4
 
 
 def _memory_left(device: torch.device) -> Callable[[], bool]:
-    """Return what tells whether a device has memory left for all that was ever in use beside what is now."""
+    """Return a function that tells whether the device has free memory for the peak use of training so far."""
     if device.type != "cuda":
         return lambda: True
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # while graphs are captured, torch cannot make room by itself
+    torch.cuda.empty_cache()  # during capture, torch cannot free memory by itself
     beside = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     total = torch.cuda.mem_get_info(device)[1]
     return lambda: torch.cuda.mem_get_info(device)[0] > 1.1 * beside + _SPARE * total
 
 
-#: Share of a device's memory that graphs leave alone.
+#: Share of a device's memory that graphs must leave free.
 _SPARE = 0.05
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """What inputs must have in common to be computed by the same graphs.
+    """The properties that inputs of the same graphs must share.
 
     Attributes:
-        autocast: what autocast computes in; None: it is off.
-        inputs: shape, type, and whether a gradient is asked for, of each.
+        autocast: dtype of autocast; None: it is off.
+        inputs: shape, dtype and `requires_grad` of each input.
     """
 
     autocast: torch.dtype | None
@@ -228,16 +228,17 @@ class _Kind:
         return cls(_autocast(inputs[0]), tuple((x.shape, x.dtype, x.requires_grad) for x in inputs))
 
     def make(self, device: torch.device) -> list[Tensor]:
-        """Return inputs of this kind, zeros."""
+        """Return zero inputs of this kind."""
         return [torch.zeros(x, dtype=t, device=device, requires_grad=asks) for x, t, asks in self.inputs]
 
 
 class CapturedFunction:
-    """A differentiable function, replayed as graphs for inputs of the kinds that they have been captured for.
+    """A differentiable function, replayed as CUDA graphs for the kinds of inputs that were captured.
 
-    A kind is shapes, types, and whether gradients are asked for.  Inputs of others are computed by calling
-    the function, and so are inputs that come while a pass forward is still to be gone through backward:
-    graphs keep what backward needs in one place.  Results and gradients are the same to the bit either way.
+    A kind consists of shapes, dtypes and whether gradients are required.  For other kinds the function itself
+    is called.  So it is for inputs that come while an earlier forward pass still awaits its backward pass,
+    because graphs have only one place for what backward needs.  Results and gradients are bitwise the same
+    either way.
 
     Example::
 
@@ -245,18 +246,18 @@ class CapturedFunction:
         for x in batches:
             (y,) = captured([x], [weight])
             ...
-            captured.capture()  # what has come twice
+            captured.capture()  # kinds that have come twice
 
     Args:
-        function: returns the same for the same inputs (no dropout) and, of its inputs, writes none.  What
-            `torch.autograd.grad` returns is in places that the next pass backward writes over.
-        recorder: of the device that its inputs are on.
+        function: returns the same outputs for the same inputs (no dropout), and does not write its inputs.
+            The tensors that `torch.autograd.grad` returns are overwritten by the next backward pass.
+        recorder: recorder for the device of the inputs.
     """
 
     def __init__(self, function: Function, recorder: Recorder) -> None:
         self._function, self._recorder = function, recorder
         self._passes: dict[_Kind, _Passes] = {}
-        self._seen: Counter[_Kind] = Counter()  # of kinds without graphs
+        self._seen: Counter[_Kind] = Counter()  # uses of kinds without graphs
         self._parameters: list[Tensor] = []
         self._places: tuple[tuple[int, bool], ...] = ()
         self._gradients: list[Tensor] = []
@@ -264,7 +265,7 @@ class CapturedFunction:
         self.has_given_up = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Be None in a copy of the model, or where it is saved: graphs belong to one model on one device."""
+        """Become None when the model is copied or saved: graphs belong to one model on one device."""
         return type(None), ()
 
     def __call__(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -278,7 +279,7 @@ class CapturedFunction:
         return outputs
 
     def _find(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> _Passes | None:
-        """Return the graphs for such inputs; None where the function is to be called."""
+        """Return the graphs for such inputs; None if the function is to be called."""
         if self.has_given_up or not torch.is_grad_enabled() or self._is_under_way:
             return None
         if not any(x.requires_grad for x in (*inputs, *parameters)):
@@ -296,10 +297,10 @@ class CapturedFunction:
         return turn is not None and not turn.is_over
 
     def _forget_others(self, parameters: Sequence[Tensor]) -> None:
-        """Forget graphs that read parameters from elsewhere, or have gradients of others."""
+        """Drop graphs that read parameters at other addresses, or compute gradients of other parameters."""
         found = tuple((p.data_ptr(), p.requires_grad) for p in parameters)
         if found != self._places:
-            # Other leaves on the same memory: the model's own belong to the stream that training is on.
+            # New leaves on the same memory: the model's own belong to the stream that training uses.
             self._parameters = [p.detach().requires_grad_(p.requires_grad) for p in parameters]
             self._places = found
             self._seen.update(dict.fromkeys(self._passes, 2))
@@ -308,22 +309,22 @@ class CapturedFunction:
 
     @property
     def has_new(self) -> bool:
-        """Whether `capture` has something to do."""
+        """Whether `capture` has anything to capture."""
         return bool(self._new())
 
     def _new(self) -> list[_Kind]:
-        """Return the kinds that have come twice, the most frequent first, as many as there is room for."""
+        """Return the kinds that have come at least twice, the most frequent first, up to the limit."""
         room = 0 if self.has_given_up else MOST_KINDS - len(self._passes)
         return [kind for kind, times in self._seen.most_common(room) if times > 1]
 
     def capture(self, has_room: Callable[[], bool] = lambda: True) -> bool:
-        """Capture graphs for the kinds that have come twice, as long as there is room for them.
+        """Capture graphs for the kinds that have come at least twice, while there is room.
 
         Returns:
-            Whether there was for all.
+            Whether there was room for all.
 
         Raises:
-            RuntimeError: that cannot be done.
+            RuntimeError: capturing failed.
         """
         for kind in self._new():
             if not has_room():
@@ -336,7 +337,7 @@ class CapturedFunction:
         return True
 
     def give_up(self) -> None:
-        """Call the function from now on."""
+        """Drop all graphs, and call the function from now on."""
         self.has_given_up = True
         self._passes.clear()
         self._seen.clear()
@@ -345,16 +346,16 @@ class CapturedFunction:
 
 @dataclass(eq=False)
 class _Turn:
-    """One pass forward through graphs, and the one backward that it waits for."""
+    """One forward pass through graphs, and its pending backward pass."""
 
     passes: _Passes
     is_over: bool = False
 
 
 class _Work:
-    """Both passes of a function over inputs of one kind: what is recorded.
+    """Both passes of a function over inputs of one kind, as they are recorded.
 
-    Parameters are read where they are.  Inputs and outputs' gradients have places of their own.
+    Parameters are read in place.  Inputs and output gradients have their own buffers.
     """
 
     def __init__(
@@ -376,7 +377,7 @@ class _Work:
     def forward(self) -> list[Tensor]:
         """Return the outputs."""
         dtype = self._autocast
-        # Casts that were made before, outside of the graph, would not be there when it is replayed.
+        # Cached casts from before the capture would be missing when the graph is replayed.
         casting = torch.autocast(
             self._device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False
         )
@@ -388,7 +389,7 @@ class _Work:
         self.output_gradients = [torch.zeros_like(y) for y in self._made]
 
     def backward(self) -> list[Tensor]:
-        """Put the parameters' gradients in their place, which all kinds share; return the inputs'."""
+        """Write the parameters' gradients to buffers that all kinds share; return the inputs' gradients."""
         leaves = [x for x in (*self.inputs, *self._parameters) if x.requires_grad]
         pairs = [(y, g) for y, g in zip(self._made, self.output_gradients, strict=True) if y.requires_grad]
         driven = driving(*zip(*pairs, strict=True))
@@ -400,12 +401,12 @@ class _Work:
         return found[:num_inputs]
 
     def forget(self) -> None:
-        """Let go of what backward needed, which graphs may now write over."""
+        """Release what backward needed; graphs may now overwrite it."""
         self._made = ()
 
 
 class _Passes:
-    """Graphs of both passes over inputs of one kind."""
+    """The graphs of both passes over inputs of one kind."""
 
     def __init__(self, work: _Work, recorder: Recorder) -> None:
         self._work = work
@@ -415,17 +416,17 @@ class _Passes:
         work.forget()
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return the outputs, copies."""
+        """Return copies of the outputs."""
         for place, x in zip(self._work.inputs, inputs, strict=False):  # parameters follow
             place.detach().copy_(x.detach())
         self._replay_forward()
         return tuple(y.clone() for y in self._outputs)
 
     def backward(self, gradients: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of inputs and parameters, in places that the next pass writes over.
+        """Return the gradients of inputs and parameters, in buffers that the next pass overwrites.
 
-        They are these very tensors: of a tensor that nobody else holds autograd would make a parameter's
-        gradient, where it has none yet, without a copy.
+        Returns the buffers themselves.  If nothing else held a returned tensor, autograd would take it,
+        without a copy, as the gradient of a parameter that has none.
         """
         for place, gradient in zip(self._work.output_gradients, gradients, strict=True):
             place.copy_(gradient)
@@ -435,7 +436,7 @@ class _Passes:
 
 
 class _Replayed(torch.autograd.Function):
-    """Both passes of a turn."""
+    """The forward and backward pass of one turn."""
 
     @staticmethod
     def forward(ctx: Any, turn: _Turn, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -453,9 +454,10 @@ class _Replayed(torch.autograd.Function):
 
 
 def driving(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    """Return a scalar whose pass backward drives the outputs with these gradients.
+    """Return a scalar whose backward pass gives the outputs these gradients.
 
-    `torch.autograd.backward(outputs, gradients)` does the same, but imports torch's compiler first: seconds.
+    `torch.autograd.backward(outputs, gradients)` does the same, but first imports torch's compiler, which
+    takes seconds.
 
     Example::
 
@@ -479,13 +481,13 @@ class _Driving(torch.autograd.Function):
 
 
 def _autocast(x: Tensor) -> torch.dtype | None:
-    """Return what autocast computes in on the device of `x`; None: it is off."""
+    """Return the dtype of autocast on the device of `x`; None: it is off."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def rounded_up(length: int) -> int:
-    """Return a length to pad to, so that few are left: 8 in each doubling, at most an eighth more.
+    """Return a length to pad to, so that few lengths remain: 8 per doubling, at most an eighth longer.
 
     Example::
 

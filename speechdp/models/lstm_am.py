@@ -18,32 +18,31 @@ from speechdp.models.lstm_config import LstmConfig
 
 __all__ = ["LstmAcousticModel", "LstmConfig"]
 
-#: Input of a gate whose sigmoid is exactly 0, in float16, too.
+#: Gate input at which the sigmoid is exactly 0, in float16, too.
 _CLOSED = -1e4
 
 
 class LstmAcousticModel(Capturable):
-    """(B, T, F) features to (B, T, C) logits of HMM-state posteriors.
+    """Map (B, T, F) features to (B, T, C) logits of HMM-state posteriors.
 
-    One set of weights (a plain `nn.LSTM`), three ways through it, all the same function: segments of one
-    length need no care; unequal ones stay padded.  On a CPU the backward direction runs over each segment
-    turned round, which is about twice as fast as packing there (oneDNN's fused kernel takes no packed
-    input).  On a GPU both directions run at once, and a further input that is 1 in the padding closes the
-    input gates there: the state stays zero, as if a segment began at its own end.  Packed, cuDNN starts
-    kernels step by step, which has taken 7 times as long with `tiny` on an H100.
+    There is one set of weights (a plain `nn.LSTM`) and three ways to compute it, all the same function.
+    Segments of equal length need no special treatment; unequal ones stay padded.  On a CPU the backward
+    direction runs over each reversed segment, which is about twice as fast as packing (oneDNN's fused kernel
+    takes no packed input).  On a GPU both directions run at once, and an extra input, which is 1 in the
+    padding, closes the input gates there: the state stays zero, as if a segment began at its own end.  With
+    packed input, cuDNN launches kernels step by step, which took 7 times as long with `tiny` on an H100.
 
-    Training on a GPU goes layer by layer, or over all layers of one direction at once where there is no
-    dropout between them, which cuDNN would draw from a generator that no checkpoint has.  CUDA graphs replay
-    these parts, if asked to (`by_graphs`).
+    Training on a GPU goes layer by layer; only a unidirectional LSTM without dropout between its layers runs
+    all of them at once.  cuDNN would draw that dropout from a generator that no checkpoint holds.  CUDA
+    graphs replay these parts on request (`by_graphs`).
 
-    Without lengths nothing in `forward` depends on values, so that `torch.jit.trace` and ONNX record it for
-    any number of frames.
+    Without lengths nothing in `forward` depends on values, so `torch.jit.trace` and ONNX record it for any
+    number of frames.
 
-    With subsampling, K frames side by side are one input of the LSTM, and from each of its outputs a
-    linear layer (the bottleneck, if there is one) makes K vectors, one a frame: classes, alignments and
-    decoding stay at the rate of the features, and the recurrence has a K-th of the steps.  Source: the
-    multi-frame prediction of Vanhoucke, Devin & Heigold 2013, "Multiframe deep neural networks for acoustic
-    modeling".
+    With subsampling, K frames side by side are one input of the LSTM, and a linear layer (the bottleneck, if
+    there is one) makes K vectors, one per frame, from each of its outputs: classes, alignments and decoding
+    stay at the rate of the features, and the recurrence has a K-th of the steps.  Source: the multi-frame
+    prediction of Vanhoucke, Devin & Heigold 2013, "Multiframe deep neural networks for acoustic modeling".
     """
 
     def __init__(self, feature_dim: int, num_classes: int, config: LstmConfig) -> None:
@@ -70,13 +69,13 @@ class LstmAcousticModel(Capturable):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Xavier for matrices (as recalled of arXiv 1904.04956), zero biases but 1 for the forget gates."""
+        """Initialise matrices by Xavier (as recalled of arXiv 1904.04956), biases by 0 (forget gates 1)."""
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.xavier_uniform_(parameter)
             else:
                 nn.init.zeros_(parameter)
-                if ".bias_ih" in name:  # gates stand in the order input, forget, cell, output
+                if ".bias_ih" in name:  # the order of gates is input, forget, cell, output
                     nn.init.ones_(parameter[self.config.cells : 2 * self.config.cells])
 
     def forward(self, features: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -85,7 +84,7 @@ class LstmAcousticModel(Capturable):
         return logits
 
     def encode(self, features: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return what the output layer sees, (B, T, bottleneck or H)."""
+        """Return the input of the output layer, (B, T, bottleneck or H)."""
         num_frames, k = features.shape[1], self.config.subsampling
         if k > 1:
             features = _stacked(features, lengths, k)
@@ -95,7 +94,7 @@ class LstmAcousticModel(Capturable):
         return encoded
 
     def by_graphs(self, make_recorder: Callable[[], Recorder]) -> list[CapturedFunction]:
-        """Train by graphs from now on."""
+        """Train with CUDA graphs from now on."""
         return [part.by_graphs(make_recorder()) for part in self._parts]
 
     def _recur(self, features: Tensor, lengths: Tensor | None) -> Tensor:
@@ -112,7 +111,7 @@ class LstmAcousticModel(Capturable):
 
     def _train_on_gpu(self, features: Tensor, lengths: Tensor | None) -> Tensor:
         num_frames = features.shape[1]
-        if lengths is not None:  # to one of few lengths, which come again: graphs are captured for each
+        if lengths is not None:  # pad to one of a few lengths: graphs are captured for each
             features = nn.functional.pad(features, (0, 0, 0, rounded_up(num_frames) - num_frames))
         if lengths is None or not self.config.bidirectional:
             return self._encode_plain(features)[:, :num_frames]
@@ -157,11 +156,11 @@ class LstmAcousticModel(Capturable):
 
 
 class _Part:
-    """Layers that are run at once.
+    """Layers that run in one call.
 
     Args:
-        lstm: whose layers they are.
-        layers: their numbers, one after the other.
+        lstm: the LSTM that they belong to.
+        layers: their consecutive indices.
     """
 
     def __init__(self, lstm: nn.LSTM, layers: Sequence[int]) -> None:
@@ -174,14 +173,14 @@ class _Part:
         self._captured: CapturedFunction | None = None
 
     def by_graphs(self, recorder: Recorder) -> CapturedFunction:
-        """Run them by graphs where these are there; return what captures them."""
+        """Run them with graphs where captured; return the function to capture."""
         self._captured = CapturedFunction(self._function, recorder)
         return self._captured
 
     def __call__(self, inputs: Tensor, flag: Tensor) -> Tensor:
         """Return the outputs (B, T, H) over `inputs` (B, T, I).
 
-        `flag` is 1 in the padding, (B, T, 1); where there is none it is empty, (B, T, 0).
+        `flag` is 1 in the padding, (B, T, 1), or empty without padding, (B, T, 0).
         """
         tensors = [inputs, flag.to(inputs.dtype)]
         weights = [getattr(self._lstm, name) for name in self._names]
@@ -191,7 +190,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of layers that are run at once: how many, of how many all in all, and `proj_size` of the LSTM."""
+    """Layers that run in one call: their number, that of the whole LSTM, and the LSTM's `proj_size`."""
 
     num_layers: int
     of_layers: int
@@ -200,11 +199,11 @@ class _Shape:
 
 
 def _run_layers(shape: _Shape, inputs: Tensor, flag: Tensor, *weights: Tensor) -> tuple[Tensor]:
-    """Run layers over inputs (B, T, I) from states of zero; a single one where `flag` is (B, T, 1)."""
+    """Run layers over inputs (B, T, I) from zero states; only one layer if `flag` is (B, T, 1)."""
     layers, cells = list(weights), weights[1].shape[0] // 4
     num_rows = shape.num_layers * (2 if shape.bidirectional else 1)
     if flag.shape[2]:
-        # Matrices whose width is a multiple of 8 are what a GPU is fastest with.
+        # A GPU is fastest with matrices whose width is a multiple of 8.
         num_flags = 8 - inputs.shape[2] % 8
         inputs = torch.cat([inputs, nn.functional.pad(flag, (0, num_flags - 1))], dim=2)
         for number in range(0, len(layers), len(layers) // num_rows):
@@ -221,7 +220,7 @@ def _run_layers(shape: _Shape, inputs: Tensor, flag: Tensor, *weights: Tensor) -
 
 
 def _in_one_piece(weights: list[Tensor]) -> list[Tensor]:
-    """Return copies that lie where cuDNN wants them, which else copies one by one: matrices, then biases."""
+    """Return copies in cuDNN's layout, matrices, then biases; otherwise cuDNN copies them one by one."""
     order = sorted(range(len(weights)), key=lambda number: weights[number].dim() == 1)
     flat = torch.cat([weights[number].flatten() for number in order])
     parts = torch.split(flat, [weights[number].numel() for number in order])
@@ -230,12 +229,12 @@ def _in_one_piece(weights: list[Tensor]) -> list[Tensor]:
 
 
 def unless_even(lengths: Tensor | None, num_frames: int) -> Tensor | None:
-    """Return the lengths (B,) of segments in `num_frames` frames each, None where none is padded."""
+    """Return the lengths (B,) of segments in `num_frames` frames each; None if none is padded."""
     return None if lengths is None or bool((lengths == num_frames).all()) else lengths
 
 
 def _stacked(features: Tensor, lengths: Tensor | None, k: int) -> Tensor:
-    """Return (B, S, K x F): K frames side by side, a segment's last one again where there are too few."""
+    """Return (B, S, K x F): K frames side by side, padded with copies of a segment's last frame."""
     num_segments, num_frames, dim = features.shape
     last = torch.full((num_segments,), num_frames - 1) if lengths is None else lengths - 1
     frame = torch.arange((num_frames + k - 1) // k * k)  # (S x K,); ONNX rounds quotients towards 0
@@ -245,6 +244,6 @@ def _stacked(features: Tensor, lengths: Tensor | None, k: int) -> Tensor:
 
 
 def _turned_indices(lengths: Tensor, num_frames: int) -> Tensor:
-    """Return (T, B) indices that turn each segment round and leave its padding where it is."""
+    """Return (T, B) indices that reverse each segment and leave its padding in place."""
     frame = torch.arange(num_frames).unsqueeze(1)  # (T, 1)
     return torch.where(frame < lengths, lengths - 1 - frame, frame)

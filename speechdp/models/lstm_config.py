@@ -1,4 +1,4 @@
-"""Sizes of the acoustic model, which options and `--help` know without torch."""
+"""Sizes of the acoustic model, for options and `--help`, which do without torch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class LstmConfig:
     """Sizes of an acoustic model.
 
     Attributes:
-        layers: LSTM layers.
-        cells: cells a layer and direction.
+        layers: number of LSTM layers.
+        cells: cells per layer and direction.
         bidirectional: BLSTM instead of LSTM.
         projection: size of the recurrent projection (LSTMP), 0 for none.
         bottleneck: size of a linear layer before the softmax, 0 for none.
-        dropout: between LSTM layers and before the output, 0 to 1.
-        subsampling: frames that the LSTM takes in one step; 1: each is a step of its own.
+        dropout: dropout between LSTM layers and before the output, 0 to 1.
+        subsampling: number of frames that the LSTM takes in one step; 1: each frame is a step.
     """
 
     layers: int

@@ -1,6 +1,6 @@
-"""The number formats that a model is computed in: float32, or half precision under torch.autocast.
+"""The number formats of a model's computation: float32, or half precision under torch.autocast.
 
-Parameters, gradients and optimizer state are float32 whatever the format.
+Parameters, gradients and optimizer state are float32 in every format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from speechdp.errors import ConfigError
 
-if TYPE_CHECKING:  # options know the formats, and --help and the launcher do without torch
+if TYPE_CHECKING:  # options import the formats, and --help and the launcher do without torch
     import torch
     from torch import Tensor, nn
 
@@ -22,12 +22,12 @@ class Precision:
     """The number format of forward and backward passes on one device.
 
     Args:
-        name: fp32 leaves torch as it is; bf16 and fp16 cast matrix products, convolutions and recurrent
+        name: fp32 leaves torch unchanged; bf16 and fp16 cast matrix products, convolutions and recurrent
             layers.
-        device: that computes.
+        device: device that computes.
 
     Attributes:
-        scales_losses: gradients would underflow unless losses are scaled (`parallel/loss_scale.py`).
+        scales_losses: whether losses must be scaled, or gradients would underflow (`parallel/loss_scale.py`).
     """
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class Precision:
         self.scales_losses = name == "fp16"
 
     def computing(self) -> AbstractContextManager[object]:
-        """Compute what is in the block in this format."""
+        """Return a context in which torch computes in this format."""
         if self.name == "fp32":
             return nullcontext()
         import torch  # noqa: PLC0415
@@ -44,10 +44,10 @@ class Precision:
         return torch.autocast(self._device.type, dtype=dtype)
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a format that this device, or torch on it, cannot compute `model` in.
+        """Refuse a format that this device, or torch on it, cannot use for `model`.
 
         Raises:
-            ConfigError: it names the formats to choose from.
+            ConfigError: it cannot; the message names the formats to choose from.
         """
         if self.name == "fp32":
             return
@@ -59,7 +59,7 @@ class Precision:
         raise ConfigError(f"--precision {self.name}: {obstacle}; use {remedy}")
 
     def _obstacle(self, kinds: list[nn.RNNBase]) -> str | None:
-        """Return why a model with such recurrent layers cannot be computed in this format; None: it can."""
+        """Return why a model with these recurrent layers cannot be computed in this format; None: it can."""
         import torch  # noqa: PLC0415
 
         is_cuda = self._device.type == "cuda"
@@ -69,7 +69,7 @@ class Precision:
         for kind in kinds:
             try:
                 self._try(kind)
-            except RuntimeError:  # as oneDNN says that it has no such kernel
+            except RuntimeError:  # e.g. oneDNN has no such kernel
                 name = type(kind).__name__
                 return f"torch {torch.__version__} cannot compute this model's {name} in it on this {where}"
         return None
@@ -85,9 +85,9 @@ class Precision:
 
 
 def _recurrent_kinds(model: nn.Module) -> list[nn.RNNBase]:
-    """Return a small layer of each kind of recurrent layer in a model: sizes do not decide what torch has.
+    """Return a small layer of each kind of recurrent layer in a model: support does not depend on sizes.
 
-    They are torch's own: what a class derived from one takes to be made, nobody here knows.
+    They are torch's own classes, because the constructor of a derived class is unknown.
     """
     from torch import nn  # noqa: PLC0415
 
@@ -102,10 +102,10 @@ def _recurrent_kinds(model: nn.Module) -> list[nn.RNNBase]:
 
 
 def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Say whether this CPU multiplies matrices of bfloat16 in units of their own (Intel's AMX).
+    """Return whether this CPU has matrix units for bfloat16 (Intel's AMX).
 
     Args:
-        cpuinfo: what Linux says of the CPU; other systems do not run on one that has them.
+        cpuinfo: Linux's description of the CPU; other systems do not run on a CPU that has them.
     """
     try:
         return "amx_bf16" in cpuinfo.read_text(encoding="utf-8", errors="replace").split()
@@ -114,12 +114,12 @@ def has_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Return `x`, as float32 if it is in half precision: what a loss is computed from."""
+    """Return `x`, converted to float32 if it is in half precision, for computing a loss."""
     return x.float() if x.is_floating_point() and x.element_size() < 4 else x
 
 
 def tf32_in_force() -> str:
-    """Say where float32 is rounded to TF32 on a GPU."""
+    """Say for which operations a GPU rounds float32 to TF32."""
     import torch  # noqa: PLC0415
 
     matmul = torch.backends.cuda.matmul.allow_tf32

@@ -1,4 +1,4 @@
-"""Named models, each with how it is usually fed."""
+"""Named models, each with its usual batches."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Preset:
     """A model and the batches it is trained on.
 
     Attributes:
-        model: sizes of the model; None of a task from outside, which has its own.
+        model: sizes of the model; None for a user's task, which has its own.
         batch_size: segments per rank and step.
-        chunk_frames: frames a segment, 0 for whole utterances.
-        left_context: frames before a chunk that are input only.
+        chunk_frames: frames per segment, 0 for whole utterances.
+        left_context: number of frames before a chunk that are only input.
         guided_attention: weight of attention far from the diagonal in the loss of a synthesis model.
     """
 

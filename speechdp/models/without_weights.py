@@ -1,4 +1,4 @@
-"""Make models without weights: to count what they have, or to give them those of a file."""
+"""Make models without weights: to count their parameters, or to load weights from a file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Leaves out initial values: drawing them for no memory would import torch's compiler, for a second."""
+    """Skip initialisation: on the meta device it would import torch's compiler, which takes a second."""
 
     def __torch_function__(
         self,
@@ -28,6 +28,6 @@ class _Uninitialised(TorchFunctionMode):
 
 @contextmanager
 def without_weights() -> Iterator[None]:
-    """Give the models that are made in the block sizes and no memory."""
+    """Give models that are made in the block sizes, but no memory."""
     with torch.device("meta"), _Uninitialised():
         yield

@@ -1,9 +1,9 @@
-"""Running statistics, as of batch normalisation: no parameters, so no strategy exchanges them; averaged here.
+"""Average running statistics, as of batch normalisation: not parameters, so no strategy exchanges them.
 
-Each rank normalises by the statistics of its own batches while it trains, as torch's DistributedDataParallel
-has it, and keeps their running means.  A model in evaluation mode uses those, so it is judged, and in the end
-saved, with their average over the ranks.  Meanwhile every rank goes on with its own: what a run comes to does
-not depend on how often it is evaluated or saved.
+While it trains, each rank normalises by the statistics of its own batches, as torch's
+DistributedDataParallel does, and keeps their running means.  A model in evaluation mode uses those means, so
+it is evaluated, and finally saved, with their average over the ranks.  Every rank keeps its own meanwhile:
+the result of a run does not depend on how often it is evaluated or saved.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from speechdp.remedies import backend
 
 
 def running_statistics(model: nn.Module) -> dict[str, Tensor]:
-    """Return a model's floating-point buffers by name: what this rank's batches may have changed."""
+    """Return a model's floating-point buffers by name: those that this rank's batches may have changed."""
     return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
 def refuse_unsynchronised(model: nn.Module, comm: Communicator, *, together: bool) -> None:
-    """Refuse torch's SyncBatchNorm where it would not exchange, which torch does not say, or could not.
+    """Refuse torch's SyncBatchNorm where it would silently not exchange, or could not.
 
     Args:
         model: on the device that it is trained on.
-        together: whether ranks take their steps together: others would wait in its exchange for ever.
+        together: whether ranks take their steps together; otherwise they would wait in its exchange for ever.
 
     Raises:
-        ConfigError: it is refused.
+        ConfigError: the model has one that is refused.
     """
     if comm.size == 1:
         return
@@ -55,12 +55,12 @@ def refuse_unsynchronised(model: nn.Module, comm: Communicator, *, together: boo
 def average_statistics(model: nn.Module, comm: Communicator, *, has_trained: bool) -> None:
     """Replace the running statistics by their mean over the ranks that have trained.  Collective.
 
-    A rank that has gone astray, and whose parameters some strategies leave out of their averages, has
-    statistics that are no numbers: it does not count, and takes the others' average.
+    A rank whose statistics are NaN or infinite has diverged, and some strategies leave its parameters out of
+    their averages.  It does not count here either, and takes the others' average.
 
     Args:
         model: the same on every rank.
-        has_trained: whether this rank's model has seen batches; ranks that only serve have not.
+        has_trained: whether this rank's model has seen batches; False for ranks that only serve.
     """
     buffers = _differing(model, comm)
     if not buffers:
@@ -80,8 +80,8 @@ def average_statistics(model: nn.Module, comm: Communicator, *, has_trained: boo
 def _differing(model: nn.Module, comm: Communicator) -> list[Tensor]:
     """Return the buffers in which ranks differ: statistics of their batches.  Collective.
 
-    What is the same everywhere is a constant, what is finite nowhere a mask, and what has another shape on
-    another rank a table that grows with what the rank has seen: a mean of these has no meaning.
+    Leaves out buffers whose mean has no meaning: constants (the same on all ranks), masks (finite on no
+    rank), and tables that grow with what a rank has seen (of another shape on another rank).
     """
     buffers = running_statistics(model)
     if not buffers or comm.size == 1:
@@ -108,9 +108,9 @@ def _mark(buffer: Tensor) -> dict[str, Any]:
 
 @contextmanager
 def averaged_statistics(model: nn.Module, comm: Communicator, *, has_trained: bool) -> Iterator[None]:
-    """Give the model the ranks' average for the block, then this rank's own again.  Collective.
+    """Give the model the ranks' average inside the block, then its own statistics again.  Collective.
 
-    Statistics that are no numbers do not come back: they would stay so for ever.
+    Statistics that are not finite are not restored: they would stay so for ever.
     """
     own = {name: buffer.clone() for name, buffer in running_statistics(model).items()}
     try:
@@ -121,9 +121,9 @@ def averaged_statistics(model: nn.Module, comm: Communicator, *, has_trained: bo
 
 
 def load_buffers(model: nn.Module, kept: Mapping[str, Tensor]) -> None:
-    """Restore a model's buffers from copies of some of them; a table that has become longer stays so."""
+    """Restore a model's buffers from copies of some of them; a table that has grown stays as it is."""
     for name, buffer in model.named_buffers():
         copy = kept.get(name)
-        # One that is expanded from fewer numbers cannot be written to, and nothing has changed it.
+        # An expanded buffer cannot be written to, and nothing has changed it.
         if copy is not None and copy.shape == buffer.shape and not torch.equal(copy, buffer):
             buffer.copy_(copy)

@@ -49,25 +49,25 @@ from speechdp.timing.gather import gather_timing
 from speechdp.timing.memory import peak_memory
 from speechdp.timing.timeline import Span, Timeline
 
-#: Wins over the script's strategy, as FOLDER over its folder: one script is compared unedited.
+#: Overrides the script's strategy, as FOLDER overrides its folder: a script is compared without edits.
 STRATEGY = "SPEECHDP_STRATEGY"
 
-#: Calls as messages have them.
+#: Names of calls in messages.
 _BEGINNING, _END = "the beginning of `with run`", "the end of `with run`"
 _MAKING, _EVALUATING = "DataParallel(...)", "run.evaluating()"
 
-#: What `log` writes into a line itself.
+#: Keys that `log` itself writes into a line.
 _LOGGED = ("step", "time_s", "learning_rate", "frames", "period")
 
 Batch = TypeVar("Batch")
 
 
 class DataParallel:
-    """Train a model on all ranks of a communicator, with a strategy that says what they exchange and when.
+    """Train a model on all ranks of a communicator; a strategy decides what they exchange and when.
 
-    The model's parameters become views into one vector, which is exchanged whole; `model` and `optimizer`
-    stay the script's own objects.  `with run:` begins and ends training; in it each `with run.step():` is one
-    step of every rank.  After the block all ranks hold the same parameters.
+    The model's parameters become views into one vector, which is exchanged as a whole; `model` and
+    `optimizer` remain the script's own objects.  `with run:` starts and ends training; inside it, each
+    `with run.step():` is one step of every rank.  After the block all ranks hold the same parameters.
 
     Example::
 
@@ -79,20 +79,21 @@ class DataParallel:
         run.save("model.pt")
 
     Args:
-        model: the same on every rank, trainable parameters on one device and of one type, float32 or float64;
-            what is ever to be trained is trainable by now.  All begin with rank 0's parameters and buffers.
-        optimizer: of the model's parameters, in any number of groups.  The script never calls its `step` or
-            `zero_grad`; learning rates are the script's, by a scheduler or by hand.
-        comm: the ranks, as `run_ranks` gives it.
-        strategy: `NAME` or `NAME:option=value,...` as in docs/strategies.md; SPEECHDP_STRATEGY wins over it.
-        folder: where run.json, metrics.jsonl, timeline/, timing.json and checkpoints/ are written; None:
-            nowhere.  SPEECHDP_FOLDER wins over it.
-        max_gradient_norm: norm to which the mean gradient of an update is clipped; 0: any.
-        num_steps: steps that the whole training takes, for strategies that follow its course; 0: not known.
-        scaler: of losses, for training in float16.
+        model: the same on every rank, with trainable parameters on one device and of one type, float32 or
+            float64.  Parameters that are to be trained later must be trainable now.  All ranks start with
+            rank 0's parameters and buffers.
+        optimizer: optimizer of the model's parameters, in any number of groups.  The script never calls its
+            `step` or `zero_grad`; it sets learning rates, with a scheduler or by hand.
+        comm: the ranks, as `run_ranks` gives them.
+        strategy: `NAME` or `NAME:option=value,...` as in docs/strategies.md; SPEECHDP_STRATEGY overrides it.
+        folder: folder for run.json, metrics.jsonl, timeline/, timing.json and checkpoints/; None: nothing is
+            written.  SPEECHDP_FOLDER overrides it.
+        max_gradient_norm: norm to which the mean gradient of an update is clipped; 0: no limit.
+        num_steps: steps of the whole training, for strategies that depend on its progress; 0: unknown.
+        scaler: gradient scaler, for training in float16.
 
     Raises:
-        ConfigError: the ranks' models differ, or options that cannot be used.
+        ConfigError: the ranks' models differ, or an option cannot be used.
     """
 
     def __init__(
@@ -122,47 +123,47 @@ class DataParallel:
             if comm.rank == 0:
                 note_left_out(model, optimizer)
         traits = self.strategy.traits
-        #: Periods in frames must end on all ranks at the same step.
+        #: Whether periods are in frames: they must end at the same step on all ranks.
         self._counts_frames = traits.synchronous and traits.counts_frames
         self._replica = Replica(model, optimizer, max_gradient_norm=max_gradient_norm, scaler=scaler)
-        # Only between the beginning and the end of a step do gradients count: scripts that clear them before
-        # each, as in plain torch, leave there what the losses of other models have added, say.
+        # Gradients count only between the beginning and the end of a step.  Scripts that clear them before
+        # each step, as in plain torch, may leave gradients of other models' losses there.
         self._replica.unbind_gradients()
         self._stays_untrained = StaysUntrained(self._replica)
         self._num_steps, self._scaler = num_steps, scaler
         self._device = next(iter(self._replica.model_parameters)).device
         self._folder = ScriptFolder(None if settings["folder"] is None else Path(settings["folder"]), comm)
-        #: Steps of this rank so far, also those that it only joined.
+        #: Steps of this rank so far, including those that it only joined.
         self.steps = 0
         self._weight_here = 0  # of this rank so far
         self._weight_per_rank = 0.0
-        self._weight_of_all: int | None = None  # known while all ranks evaluate, and at the end
+        self._weight_of_all: int | None = None  # known while all ranks evaluate, and at the end of training
         self._phase = _Phase.NEW
         self._is_in_step = False
-        #: The step or evaluation that an error has left before its end, and the error; None: all are whole.
+        #: The step or evaluation that an error ended early, and the error; None: there is none.
         self._left_by: tuple[str, str] | None = None
-        self._total_weight = torch.zeros(1, dtype=torch.float64)  # of all ranks, in the step under way
+        self._total_weight = torch.zeros(1, dtype=torch.float64)  # of all ranks, in the current step
         self._weighing: Work | None = None
-        self._losses: Tensor | None = None  # sum of those that have not been looked at
-        #: What the communicator had sent when the step under way began, and what it has sent in steps.
+        self._losses: Tensor | None = None  # sum of those not yet checked
+        #: Bytes the communicator had sent when the current step began, and bytes it has sent in steps.
         self._sent_before = self._sent_bytes = 0.0
         self._begun_s = 0.0  # training time of earlier processes
         self._loaded: dict[str, Any] | None = None
         self._stop: StopWatch | None = None
-        #: Step with which training is cut off; 0: with none.
+        #: Step after which training is cut off; 0: never.
         self._cut_at = 0
         #: Whether the script has asked for its state since training began.
         self._has_saved = False
 
     @property
     def folder(self) -> Path | None:
-        """Where the run is recorded; None: nowhere."""
+        """Folder in which the run is recorded; None: none."""
         return self._folder.path
 
-    # -- beginning and end ------------------------------------------------------------------------------
+    # -- start and end ----------------------------------------------------------------------------------
 
     def __enter__(self) -> DataParallel:
-        """Begin training.  Collective."""
+        """Start training.  Collective."""
         if self._phase is not _Phase.NEW:
             raise RunError("`with run` is entered a second time; make a new DataParallel to train again")
         pause = Pause.of_environment()
@@ -172,7 +173,8 @@ class DataParallel:
             together = self.strategy.traits.replicas_equal and self.comm.spans_job
             self._calls.begin(self, together=together)
             check_same_call(_BEGINNING, self.comm)
-            # All that may refuse first: then the model is still the script's own, and no folder is touched.
+            # First everything that may refuse: then the model is still the script's own, and no folder is
+            # touched.
             self._stays_untrained.check_model()
             self._replica.check_parameters()
             check_saved_together(self._loaded, self.strategy, self.comm)
@@ -202,17 +204,17 @@ class DataParallel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End training: all ranks have the same parameters, the folder is whole.  Collective.
+        """End training: give all ranks the same parameters and complete the folder.  Collective.
 
-        Where `should_stop` has told the script to stop, the run is not complete: replicas stay as they are.
-        After an error the others are left to whoever ends the job; only this rank's timeline is closed.
+        After `should_stop` was true, the run is not complete: replicas stay as they are.  After an error this
+        rank closes only its own timeline; whatever ends the job deals with the other ranks.
 
         Raises:
-            Stopped: it has been told; `run_ranks` ends the job with exit code 75.
-            StoppedUnsaved: likewise, but it has saved no state since training began; with 76.
+            Stopped: `should_stop` was true; `run_ranks` ends the job with exit code 75.
+            StoppedUnsaved: likewise, but the script has saved no state since training began; exit code 76.
             DivergedError: the final parameters, or a loss, are not finite; the run is not complete.
         """
-        if self._is_cut and self._phase is _Phase.ENDED:  # all of this was done with that step
+        if self._is_cut and self._phase is _Phase.ENDED:  # done at the step that cut training off
             return
         is_stopped = error is None and self._stop is not None and self._stop.is_told
         with ExitStack() as ending:
@@ -237,7 +239,7 @@ class DataParallel:
             raise Stopped
 
     def _end(self) -> None:
-        """Leave optimizer, signals and folder to others."""
+        """Release optimizer, signals and folder."""
         self._phase = _Phase.ENDED
         self._calls.end(self)
         self._replica.update_rule.release()
@@ -246,12 +248,12 @@ class DataParallel:
             self._stop.close()
 
     def _take_model(self) -> None:
-        """Take the parameters as the script has left them.  Raises RunError: one has come later."""
+        """Take the parameters as the script left them.  Raises RunError if one was added later."""
         self._stays_untrained.check_model()
         self._replica.bind_parameters()
 
     def _finish(self, *, is_stopped: bool) -> None:
-        """Give all ranks the same parameters; record that the run has ended well.  Collective."""
+        """Give all ranks the same parameters; record that the run ended well.  Collective."""
         self._check_whole()
         self._take_model()
         self._look_at_losses()
@@ -265,7 +267,7 @@ class DataParallel:
                 self._folder.record_timing(self._gather_timing())
             self.strategy.close()
             return
-        self._replica.bind_gradients()  # those of an incomplete round are still to be applied
+        self._replica.bind_gradients()  # gradients of an incomplete round are still to be applied
         self.strategy.finish()
         self._replica.unbind_gradients()
         average_statistics(self.model, self.comm, has_trained=self._weight_here > 0)
@@ -282,12 +284,12 @@ class DataParallel:
         return 0 < self._cut_at <= self.steps
 
     def _end_where_cut(self) -> None:
-        """End training after the step with which it is cut off, whatever loop the script has.
+        """End training after the step at which it is cut off, whatever the script's loop does.
 
         Collective at that step.
 
         Raises:
-            Paused: it is, and what was timed is recorded; `run_ranks` ends the job with exit code 75.
+            Paused: training is cut off and the timing recorded; `run_ranks` ends the job with exit code 75.
         """
         if not self._is_cut:
             return
@@ -299,7 +301,7 @@ class DataParallel:
         raise Paused
 
     def _has_paused(self) -> bool:
-        """Return whether all ranks have come to their pause: no signal has cut them short.  Collective."""
+        """Return whether all ranks have reached their pause, with no signal before it.  Collective."""
         if self._is_cut:
             return True
         stop = self._stop
@@ -308,7 +310,7 @@ class DataParallel:
         return all(self.comm.allgather_object(stop.has_paused(self.steps)))
 
     def _gather_timing(self) -> dict[str, Any] | None:
-        """Return on rank 0 what stands in timing.json.  Collective."""
+        """Return on rank 0 the contents of timing.json.  Collective."""
         others = {
             "sent_bytes": round(self._sent_bytes + self.strategy.peer_bytes),
             "trained_s": self.timeline.training_time_s - self._begun_s,
@@ -329,17 +331,17 @@ class DataParallel:
     # -- steps ------------------------------------------------------------------------------------------
 
     def step(self, weight: int = 1) -> ScriptStep:
-        """Return one step as a context manager: its end exchanges and updates.  Collective.
+        """Return one step as a context manager, whose end exchanges and updates.  Collective.
 
-        Every rank takes its steps together with the others, or with an asynchronous strategy at its own
-        pace.  The update is by the sum of the gradients of all ranks over the sum of their weights.
+        All ranks take their steps together or, with an asynchronous strategy, each at its own pace.  The
+        update uses the sum of all ranks' gradients divided by the sum of their weights.
 
         Args:
-            weight: what the loss is summed over: frames, tokens, examples; 0: this rank only joins.  A loss
-                that is a mean has weight 1: then all ranks count alike.
+            weight: number of items the loss is summed over: frames, tokens, examples; 0: this rank only
+                joins.  If the loss is a mean, give 1; then all ranks count equally.
 
         Raises:
-            ConfigError: a weight that is negative or no whole number.
+            ConfigError: the weight is negative or not a whole number.
             RunError: training has not begun, or has ended.
         """
         self._check_training("step()")
@@ -354,15 +356,15 @@ class DataParallel:
         return ScriptStep(self, 0 if joins_only else number, joins_only=joins_only)
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield a loader's batches, as often as the rank with most of them has one.  Collective.
+        """Yield a loader's batches, as often as the rank with the most batches has one.  Collective.
 
-        A rank that has run out gets its last batch again: steps in which it only joins, with weight 0, no
-        gradients, and its buffers (running statistics) as they were.  So all ranks pass through the loop
-        equally often, and may evaluate or save in it.  Take one batch a step: of several in one step the last
-        decides whether this rank only joins.
+        A rank that has run out gets its last batch again.  It only joins in those steps: their weight is 0,
+        they add no gradients, and leave its buffers (running statistics) as they were.  So all ranks pass
+        through the loop equally often, and may evaluate or save in it.  Take one batch per step: if a step
+        takes several, the last one decides whether this rank only joins.
 
-        Without lengths (`len(loader)`) the ranks tell each other at each batch who has one, with a message
-        that travels during the step before; asynchronous strategies need lengths.
+        If a loader has no length (`len(loader)`), the ranks tell each other at each batch whether they have
+        one, in a message that travels during the step before.  Asynchronous strategies need lengths.
 
         Raises:
             ConfigError: a rank has no batch at all, or no length where it needs one.
@@ -372,15 +374,15 @@ class DataParallel:
 
     @property
     def should_stop(self) -> bool:
-        """Whether a signal asks for the end: SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2, to any rank.  Collective.
+        """Whether any rank got a signal to stop: SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2.  Collective.
 
-        Look after each step.  All ranks are told at the same step, about a second later: save, and leave
-        `with run`, which then ends the job with exit code 75 ("stopped, and saved") instead of completing
-        the run; with 76 where nothing has been saved since it began.  From the first look on these signals do
-        not end the process by themselves.
+        Read it after each step.  It becomes true on all ranks at the same step, about a second after the
+        signal: save, and leave `with run`, which then ends the job with exit code 75 ("stopped, and saved")
+        instead of completing the run, or with 76 if nothing has been saved since training began.  From the
+        first read on, these signals no longer end the process by themselves.
 
-        Asynchronous strategies, whose ranks are not at the same step, tell where all meet: at the next
-        `evaluating`, `state_dict` or `save_checkpoint`.
+        With an asynchronous strategy, whose ranks are not at the same step, it becomes true where all ranks
+        meet: at the next `evaluating`, `state_dict` or `save_checkpoint`.
 
         Example::
 
@@ -401,8 +403,8 @@ class DataParallel:
         self._replica.bind_gradients()
         self._stays_untrained.check()
         if self._counts_frames:
-            # Before backward passes, which a rank that only joins does not have: their hooks exchange, too,
-            # and all ranks must do so in the same order.
+            # Before the backward passes, which a rank that only joins does not have: their hooks exchange
+            # too, and all ranks must exchange in the same order.
             self._total_weight[0] = step.weight
             self._weighing = self.comm.allreduce_async(self._total_weight, name="weights")
         step.begin()
@@ -427,10 +429,10 @@ class DataParallel:
                 "compute in bfloat16 or float32, ",
             )
 
-    # -- what is not finite -----------------------------------------------------------------------------
+    # -- values that are not finite ---------------------------------------------------------------------
 
     def _note_loss(self, loss: Tensor, weight: int) -> None:
-        """Refuse a loss that is not finite before its gradients are exchanged; on a GPU some steps later."""
+        """Refuse a loss that is not finite before its gradients are exchanged; on a GPU, some steps later."""
         total, _ = self._watch.counted(loss.detach(), weight)
         self._losses = total if self._losses is None else self._losses + total.double()
         if self._watch.is_due(self.steps):
@@ -445,7 +447,7 @@ class DataParallel:
             self._refuse(f"the loss is {value} at step {self.steps + self._is_in_step}")
 
     def _check_parameters(self) -> None:
-        """Refuse, where they are to be saved, parameters that nobody can go on from."""
+        """Before parameters are saved, refuse them if no run could continue from them."""
         if not (self._replica.is_finite or self._watch.others_mend):
             self._refuse(f"a parameter is not finite after step {self.steps}")
 
@@ -459,19 +461,19 @@ class DataParallel:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Show the model that training has come to, for the block: the average of the ranks.  Collective.
+        """Put the average of the ranks into the model inside the block, for evaluation.  Collective.
 
-        Parameters are what the strategy evaluates, running statistics the ranks' mean, the model is in
-        evaluation mode.  After the block every rank goes on with its own, as if nothing had been evaluated.
-        The time counts as evaluation, not as training; so does waiting, at the end of the block, for a rank
-        that does more in it.  Waiting at its beginning for ranks that still train is training.
+        Parameters are those the strategy evaluates, running statistics are the ranks' mean, and the model is
+        in evaluation mode.  After the block every rank continues with its own values, as if there had been no
+        evaluation.  The block's time counts as evaluation, not as training; so does the wait at its end for a
+        rank that does more in it.  The wait at its start for ranks that still train counts as training.
         """
         self._check_training("evaluating()")
         with self._calls.of(_EVALUATING):
             yield from self._evaluated()
 
     def _evaluated(self) -> Iterator[None]:
-        """Do what `evaluating` does, around the one time that it yields."""
+        """Implement `evaluating`, around its single yield."""
         modes = {module: module.training for module in self.model.modules()}
         self._take_model()
         self._look_at_losses()
@@ -494,10 +496,11 @@ class DataParallel:
                         self._replica.bind_parameters()
                         for module, mode in modes.items():
                             module.training = mode
-                # One rank may evaluate or write alone: that the others wait for it is no exchange of a step.
+                # One rank may evaluate or write alone; the others' wait for it must not count as a step's
+                # exchange.
                 self.comm.barrier()
         except BaseException as error:
-            # The other ranks may still evaluate: this one cannot go on with them.
+            # The other ranks may still be evaluating: this one can no longer follow them.
             self._note_left("`with run.evaluating()`", error)
             raise
         finally:
@@ -505,15 +508,15 @@ class DataParallel:
         self.strategy.resume()
 
     def _note_left(self, block: str, error: BaseException) -> None:
-        """Note by which error a block was left, after which this rank is not where the others are."""
+        """Note which error left a block: from there on this rank is not where the others are."""
         said = one_line(error, 200)
         self._left_by = (block, f"{type(error).__name__}{said and ': '}{said}")
 
     def _sum_of_weights(self, *, evaluates: bool = False) -> int:
-        """Return what all ranks have trained on so far; agree on whether to stop.  Collective."""
+        """Return the sum of all ranks' weights so far; agree on whether to stop.  Collective."""
         asks = False
         if self._stop is not None:
-            # Where ranks take their steps together, signals are agreed on beside the steps.
+            # Ranks that step together agree on signals elsewhere, beside the steps.
             asks = self._stop.is_asked and not self.strategy.traits.synchronous
             asks |= evaluates and self._stop.is_due(self.steps)
         total = torch.tensor([self._weight_here, asks], dtype=torch.float64)
@@ -523,21 +526,21 @@ class DataParallel:
         return int(weight)
 
     def log(self, **values: SupportsFloat | str | None) -> None:
-        """Append a line to the folder's metrics.jsonl on rank 0; the other ranks' values are not used.
+        """Append a line to the folder's metrics.jsonl on rank 0; other ranks' values are ignored.
 
-        Not collective.  Beside `values` it holds `step`, `time_s`, `learning_rate`, the `period` in force if
-        the strategy changes it, and inside `evaluating` and after `with run` also `frames`, the weights of
-        all ranks so far.
+        Not collective.  Beside `values` the line holds `step`, `time_s`, `learning_rate`, the current
+        `period` if the strategy changes it, and, inside `evaluating` and after `with run`, `frames`: the sum
+        of all ranks' weights so far.
 
         Example::
 
             run.log(valid_loss=loss, epoch=epoch)
 
         Args:
-            values: whatever `float()` takes, such as numbers of numpy and tensors of one; texts; None.
+            values: whatever `float()` takes, such as numpy numbers and one-element tensors; strings; None.
 
         Raises:
-            ConfigError: another value, or the name of what the line holds beside `values`.
+            ConfigError: a value of another type, or a name that the line already uses.
             RunError: training has not begun, or the line cannot be written.
         """
         if self._phase is _Phase.NEW:
@@ -551,14 +554,14 @@ class DataParallel:
         self._folder.add_values({**facts, **{name: _plain(name, value) for name, value in values.items()}})
 
     def save(self, path: str | Path) -> None:
-        """Write the model's state dict on rank 0, whole or not at all.
+        """Write the model's state dict on rank 0, completely or not at all.
 
-        Not collective.  After `with run`, and inside `evaluating`, that is the average of the ranks.
-        `.safetensors` is written as such, anything else by `torch.save`.
+        Not collective.  After `with run`, and inside `evaluating`, the model is the average of the ranks.
+        `.safetensors` files are written in that format, all others with `torch.save`.
 
         Raises:
-            ConfigError: `.safetensors` cannot hold it: some of it is no tensor.
-            RunError: it cannot be written.
+            ConfigError: the state has values that are not tensors, which `.safetensors` cannot hold.
+            RunError: the file cannot be written.
             DivergedError: a parameter is not finite.
         """
         if self.comm.rank != 0:
@@ -567,7 +570,7 @@ class DataParallel:
             if not parameter.isfinite().all():
                 name = name_of(parameter, self.model)
                 self._refuse(f"{path} is not written: {name} is not finite after step {self.steps}")
-        # Copies: a view would take the whole vector with it.  What modules add may be no tensor.
+        # Copies, because a view would save the whole vector.  Modules may add values that are not tensors.
         state = {
             name: value.detach().cpu().clone() if isinstance(value, Tensor) else _copied(value)
             for name, value in self.model.state_dict().items()
@@ -577,13 +580,14 @@ class DataParallel:
     # -- state ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that this rank needs to go on: copies, to be saved for each rank.  Collective.
+        """Return all that this rank needs to continue, as copies; every rank saves its own.  Collective.
 
-        Model, optimizer, strategy, scaler and counters of this rank; not the script's scheduler, its place in
-        the data, nor random states.  Numbers and tensors only: `torch.load(..., weights_only=True)` reads it.
+        The state of model, optimizer, strategy, scaler and counters on this rank; not the script's scheduler,
+        its position in the data or random states.  Numbers and tensors only:
+        `torch.load(..., weights_only=True)` reads it.
 
         Raises:
-            DivergedError: a loss or parameter is not finite, and the strategy does not mend that.
+            DivergedError: a loss or parameter is not finite, and the strategy does not repair it.
         """
         self._check_training("state_dict()")
         with self._calls.of("run.state_dict()"):
@@ -592,7 +596,7 @@ class DataParallel:
         return state
 
     def _state(self, call: str) -> dict[str, Any]:
-        """Return what `state_dict` does, for a call of that name.  Collective."""
+        """Return what `state_dict` returns; `call` is the public call, for messages.  Collective."""
         self._take_model()
         self._look_at_losses()
         self.strategy.pause()
@@ -617,18 +621,18 @@ class DataParallel:
         with self.timeline.event(Span.CHECKPOINT):
             copied: dict[str, Any] = _copied(state)
         if not self.strategy.traits.synchronous:
-            self._sum_of_weights()  # whether to stop is agreed on where ranks meet
+            self._sum_of_weights()  # asynchronous ranks agree on whether to stop where they meet
         self.strategy.resume()
         return copied
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned on the same rank.  Collective, before `with run`.
+        """Continue from what `state_dict` returned on the same rank.  Collective, before `with run`.
 
-        At once, as in plain torch, model, optimizer, scaler and `steps` are what they were; the model is this
-        rank's own, not the average of all.  What is changed between this and `with run` stays changed.
+        Model, optimizer, scaler and `steps` are restored at once, as in plain torch; the model is this rank's
+        own, not the average of all.  Changes that the script makes between this call and `with run` are kept.
 
         Raises:
-            ConfigError: the state of another rank, number of ranks, strategy, model or optimizer.
+            ConfigError: the state is of another rank, number of ranks, strategy, model or optimizer.
             RunError: training has begun.
         """
         self._check_new("load_state_dict")
@@ -636,17 +640,17 @@ class DataParallel:
         self._load(state, "load_state_dict: the state", otherwise)
 
     def _load(self, state: dict[str, Any], what: str, otherwise: str) -> None:
-        """Take over the state of model and optimizer; keep the strategy's until it is attached.
+        """Restore model and optimizer; keep the strategy's state until the strategy is attached.
 
         Args:
-            what: names the state in messages.
-            otherwise: what may be done instead of going on from it.
+            what: name of the state in messages.
+            otherwise: what the user may do instead of continuing from it, for messages.
         """
         check_loadable(state, self.strategy, self.comm, what=what, otherwise=otherwise)
         with of_same_model():
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(_copied(state["optimizer"]))
-        if self._scaler is not None and state["scaler"]:  # of one that was not enabled it is empty
+        if self._scaler is not None and state["scaler"]:  # the state of a disabled scaler is empty
             self._scaler.load_state_dict(state["scaler"])
         self.steps, self._weight_here = state["steps"], state["weight_here"]
         self._weight_per_rank = state["weight_per_rank"]
@@ -655,18 +659,18 @@ class DataParallel:
     def save_checkpoint(self, **more: Any) -> None:
         """Save the state of all ranks in the run's folder, for `load_checkpoint`.  Collective.
 
-        The last two are kept, each only when every rank has written its part.
+        Keeps the last two checkpoints.  A checkpoint counts only once every rank has written its part.
 
         Example::
 
             run.save_checkpoint(epoch=epoch, scheduler=scheduler.state_dict())
 
         Args:
-            more: of this rank: numbers, texts, tensors, and lists and dicts of them.
+            more: values of this rank: numbers, strings, tensors, and lists and dicts of them.
 
         Raises:
             ConfigError: the run has no folder.
-            RunError: it cannot be written.
+            RunError: the checkpoint cannot be written.
             DivergedError: as `state_dict`.
         """
         self._check_training("save_checkpoint()")
@@ -678,16 +682,17 @@ class DataParallel:
         self._has_saved = True
 
     def load_checkpoint(self) -> dict[str, Any] | None:
-        """Go on from the folder's last checkpoint, if there is one.  Collective, before `with run`.
+        """Continue from the folder's last checkpoint, if there is one.  Collective, before `with run`.
 
-        Takes effect at once, as `load_state_dict` does.  Make schedulers before it: they set learning rates.
+        Takes effect at once, as `load_state_dict` does.  Create schedulers before it, because they set
+        learning rates.
 
         Returns:
-            What `save_checkpoint` was given on this rank; None: there is no checkpoint.
+            The arguments of `save_checkpoint` on this rank; None: there is no checkpoint.
 
         Raises:
             ConfigError: the run has no folder, or the checkpoint is of other ranks or another strategy.
-            RunError: it cannot be read, or training has begun.
+            RunError: the checkpoint cannot be read, or training has begun.
         """
         self._check_new("load_checkpoint")
         try:
@@ -704,10 +709,10 @@ class DataParallel:
         return more
 
     def _laid_aside(self) -> dict[str, Any]:
-        """Return the state of model and optimizer, which strategies find as in a run that begins.
+        """Return a copy of model and optimizer state, and reset the optimizer as for a new run.
 
-        They give all ranks what rank 0 has, by exchanges that need the same state on all: a server's
-        optimizer has some, that of its workers none.
+        Strategies give all ranks rank 0's state, in exchanges that need the same state on all ranks: but a
+        server's optimizer has state, and its workers' have none.
         """
         own: dict[str, Any] = _copied(
             {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -716,11 +721,11 @@ class DataParallel:
         return own
 
     def _take_up(self, state: dict[str, Any], own: dict[str, Any]) -> None:
-        """Give the attached strategy its state, and this rank its own model and optimizer again."""
+        """Restore the attached strategy's state, and this rank's own model and optimizer."""
         with of_same_model():
             self.model.load_state_dict(own["model"])
             self.optimizer.load_state_dict(own["optimizer"])
-            # After the parameters: a strategy may keep what depends on them.
+            # After the parameters: a strategy may keep values that depend on them.
             self.strategy.load_state_dict(_copied(state["strategy"]))
         self._begun_s = state["time_s"]
         self.timeline.resume_at(self._begun_s)
@@ -732,7 +737,7 @@ class DataParallel:
 
     def _check_training(self, what: str) -> None:
         if self._is_cut and self._phase is _Phase.ENDED:
-            raise Paused  # again: a loop that catches all errors of a step has caught the first
+            raise Paused  # again: a loop that catches every error of a step has caught the first one
         if self._phase is not _Phase.TRAINING:
             when = "before" if self._phase is _Phase.NEW else "after"
             raise RunError(f"run.{what} is called {when} `with run`; call it inside that block")
@@ -743,7 +748,7 @@ class DataParallel:
         self._check_whole()
 
     def _check_whole(self) -> None:
-        """Refuse to go on after a step or an evaluation that was done, and exchanged, in part."""
+        """Refuse to continue after a step or an evaluation that was done, and exchanged, only in part."""
         if self._left_by is not None:
             block, error = self._left_by
             others = ", and the other ranks wait for its exchange" if self.comm.size > 1 else ""
@@ -754,18 +759,18 @@ class DataParallel:
 
 
 class ScriptStep(AbstractContextManager["ScriptStep"]):
-    """One step of a `DataParallel`, between its `with` and its end.  Made by `DataParallel.step`."""
+    """One step of a `DataParallel`, as a context manager.  Made by `DataParallel.step`."""
 
     def __init__(self, run: DataParallel, weight: int, *, joins_only: bool) -> None:
         self._run, self._joins_only = run, joins_only
         self._step = TrainingStep(run.strategy, run.timeline, weight)
         self._forward: AbstractContextManager[None] | None = None
         self._is_open = self._is_complete = False
-        self._writes: list[int] = []  # of gradients up to the end of the last pass
+        self._writes: list[int] = []  # to each gradient, up to the end of the last pass
 
     @property
     def weight(self) -> int:
-        """What this rank counts in the update; 0 where it only joins."""
+        """Weight of this rank in the update; 0 if it only joins."""
         return self._step.weight
 
     def __enter__(self) -> ScriptStep:
@@ -780,16 +785,16 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
         """Compute the gradients of `loss` and add them to this step's.
 
         Args:
-            loss: a scalar, summed over (part of) what the step's weight counts; with weight 0 it has no
-                gradients, whatever it is.
-            last: no other backward pass follows in this step.  Say False in all but the last of several:
-                gradients are exchanged while the last one runs.
+            loss: a scalar, summed over (part of) the items that the step's weight counts.  With weight 0 it
+                adds no gradients, whatever its value.
+            last: whether this is the last backward pass of the step.  Give False for all but the last of
+                several: gradients are exchanged while the last one runs.
 
         Raises:
-            ConfigError: the loss cannot be differentiated: it is no tensor of one number that requires grad.
-            RunError: a pass after the last, or outside of the `with` of the step.
-            DivergedError: the loss is not finite, which on a GPU is seen within 20 steps.  One that a
-                scaler, or a strategy that mends it, may leave out is none.
+            ConfigError: the loss is not a tensor of one number that requires grad.
+            RunError: a pass after the last one, or outside the step's `with` block.
+            DivergedError: the loss is not finite; on a GPU this is noticed within 20 steps.  Not raised where
+                a scaler skips the update or the strategy repairs the loss.
         """
         if not self._is_open:
             raise RunError(
@@ -811,10 +816,10 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
                 )
             if self.weight > 0:
                 self._run._note_loss(loss, self.weight)
-                self._run._replica.bind_gradients()  # optimizer.zero_grad() may have let go of them
+                self._run._replica.bind_gradients()  # optimizer.zero_grad() may have unbound them
                 self._step.backward(loss, last=last)
                 self._writes = self._run._replica.gradient_writes()
-            # Else there is nothing to sum over: some strategies would count the gradients, others not.
+            # With weight 0, some strategies would count the gradients and others not: none are computed.
         if not last:
             self._begin_forward()
 
@@ -837,7 +842,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
             self._run._end_where_cut()
 
     def _calls(self) -> AbstractContextManager[None]:
-        """Return the block in which this rank may wait for others."""
+        """Return a context in which this rank may wait for others."""
         return self._run._calls.of(f"step {self._run.steps + 1}")
 
     def _end(self) -> None:
@@ -873,7 +878,7 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
 
 
 class _Phase(Enum):
-    """How far a run has come."""
+    """The phases of a run."""
 
     NEW = "before training"
     TRAINING = "in training"
@@ -881,7 +886,7 @@ class _Phase(Enum):
 
 
 def _settings(comm: Communicator, strategy: str, folder: str | Path | None) -> dict[str, Any]:
-    """Return strategy and folder, as rank 0 has them: a launcher may not hand its environment to all."""
+    """Return rank 0's strategy and folder: a launcher may not pass its environment to all ranks."""
     settings = {
         "strategy": os.environ.get(STRATEGY) or strategy,
         "folder": os.environ.get(FOLDER) or (None if folder is None else str(folder)),
@@ -891,7 +896,7 @@ def _settings(comm: Communicator, strategy: str, folder: str | Path | None) -> d
 
 
 def _plain(name: str, value: SupportsFloat | str | None) -> float | int | str | None:
-    """Return a value that a script logs as JSON has it.  Raises ConfigError."""
+    """Return a value that a script logs in the form that JSON takes.  Raises ConfigError."""
     if name in _LOGGED:
         raise ConfigError(f"run.log({name}=...): a line has a {name} of its own; choose another name")
     if isinstance(value, Tensor) and value.numel() == 1:
@@ -908,7 +913,7 @@ def _plain(name: str, value: SupportsFloat | str | None) -> float | int | str | 
 
 
 def _copied(value: Any) -> Any:
-    """Return a copy of nested dicts, lists and tensors, each tensor with a memory of its own."""
+    """Return a copy of nested dicts, lists and tensors; each tensor gets its own memory."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

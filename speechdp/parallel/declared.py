@@ -1,7 +1,7 @@
-"""What a strategy declares of its ranks, from its options alone.
+"""What a strategy declares about its ranks, from its options alone.
 
-`Roster`: who trains on which part of the data, and with whom.  `Exchange`: what is sent when, and who waits
-for whom, from which `simulate` and `tune` predict its speed.
+`Roster`: who trains on which part of the data, and who steps together.  `Exchange`: what is sent when, and
+who waits for whom; `simulate` and `tune` predict the strategy's speed from it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from speechdp.parallel.period import Period, PeriodUnit
 
 @dataclass(frozen=True)
 class Roster:
-    """Who trains on what.
+    """Which rank trains on which data, and with whom.
 
     Attributes:
-        part_of_rank: part of the data of each rank, numbered from 0; None for a rank that trains on nothing
-            (a server), whose steps have no frames.
-        team_of_rank: team of each rank, numbered from 0, all of the same size.  With an asynchronous strategy
-            ranks of a team take their steps together, teams at their own pace.
+        part_of_rank: part of the data of each rank, numbered from 0; None for a rank that trains on none (a
+            server), whose steps have no frames.
+        team_of_rank: team of each rank, numbered from 0; all teams have the same size.  With an asynchronous
+            strategy, ranks of a team take their steps together, and each team goes at its own pace.
     """
 
     part_of_rank: list[int | None]
@@ -28,12 +28,12 @@ class Roster:
 
     @property
     def num_parts(self) -> int:
-        """Parts the data are cut into: the ranks that train."""
+        """Number of parts the data are cut into: that of the ranks that train."""
         return sum(part is not None for part in self.part_of_rank)
 
     @property
     def parts_of_team(self) -> list[list[int]]:
-        """Parts of each team, in the order of its ranks; teams without any are left out."""
+        """Parts of each team, in the order of its ranks; teams without parts are left out."""
         teams: dict[int, list[int]] = {}
         for part, team in zip(self.part_of_rank, self.team_of_rank, strict=True):
             if part is not None:
@@ -41,7 +41,7 @@ class Roster:
         return [teams[team] for team in sorted(teams)]
 
     def seat(self, rank: int) -> tuple[int, int] | None:
-        """Return the place of a rank's team in `parts_of_team` and its own in the team; None for a server."""
+        """Return the index of a rank's team in `parts_of_team` and its own in the team; None for a server."""
         part = self.part_of_rank[rank]
         for team, parts in enumerate(self.parts_of_team):
             if part in parts:
@@ -65,19 +65,19 @@ class Exchange:
 
     Attributes:
         period: steps between exchanges.
-        nbytes: of the vector that is exchanged, as it travels.
+        nbytes: bytes of the exchanged vector, as it is sent.
         buckets: bytes of the pieces that are exchanged while backward still runs, in the order of backward;
-            empty: all of it after the step's work.
-        delay: steps after which a sum is waited for (DELAYED).
+            empty: everything is exchanged after the step's computation.
+        delay: number of steps after which ranks wait for a sum (DELAYED).
         topology: who exchanges with whom (NEIGHBOURS, GOSSIP).
         overlaps: the exchange runs beside the next step's forward and backward pass (NEIGHBOURS).
-        groups: ranks that sum their gradients at every step (GOSSIP).
+        groups: number of ranks in a group that sums its gradients at every step (GOSSIP).
         dedicated: rank 0 only serves.
         at_server: rank 0 gathers and hands back (TOGETHER); its update replaces the ranks' own (SERVER).
-        rounds: every so many exchanges there is one between nodes, the others are inside nodes (TOGETHER); 0:
-            all are over all ranks at once.
-        node_size: consecutive ranks of a node in this sense; 0: as the cluster's nodes have them.
-        nbytes_between: of the vector that goes between nodes.
+        rounds: one in so many exchanges is between nodes, the others are inside nodes (TOGETHER); 0: every
+            exchange is over all ranks.
+        node_size: consecutive ranks that count as a node; 0: the cluster's nodes.
+        nbytes_between: bytes of the vector sent between nodes.
     """
 
     pattern: Pattern
@@ -97,13 +97,13 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Model:
-    """What is exchanged, and how long a rank computes in between.
+    """The size of what is exchanged, and how long a rank computes in between.
 
     Attributes:
-        nbytes: of the parameters.
-        optimizer_vectors: vectors of that size that its optimizer keeps.
-        frames_per_step: of a rank.
-        step_s: of a rank alone.
+        nbytes: bytes of the parameters.
+        optimizer_vectors: number of vectors of that size that the optimizer keeps.
+        frames_per_step: frames of one rank in a step.
+        step_s: time of a step of one rank without exchanges, s.
     """
 
     nbytes: float
@@ -112,7 +112,7 @@ class Model:
     step_s: float
 
     def steps_in(self, period: Period) -> int:
-        """Return a period in steps, 1 at least."""
+        """Return the number of steps in a period, at least 1."""
         if period.unit is PeriodUnit.FRAMES:
             return max(1, round(period.value / self.frames_per_step))
         if period.unit is PeriodUnit.SECONDS:
@@ -121,7 +121,7 @@ class Model:
 
 
 def buckets_of(nbytes: float, bucket_mib: float) -> tuple[float, ...]:
-    """Return the pieces in which gradients are exchanged during backward, bytes."""
+    """Return the sizes of the pieces in which gradients are exchanged during backward, bytes."""
     size = bucket_mib * 2**20
     whole = int(nbytes // size)
     rest = nbytes - whole * size

@@ -1,8 +1,8 @@
-"""Many tensors as one vector, so that averaging over ranks is one exchange without a copy.
+"""Keep many tensors in one vector, so that averaging over ranks is one exchange without a copy.
 
-The tensors become views into one allocation; tensors that already shared a storage (cuDNN's packed LSTM
-weights after `flatten_parameters`) keep their relative places and start a storage of their own, which is
-what cuDNN checks before it uses the weights without repacking them at every step.
+The tensors become views into one allocation.  Tensors that already shared a storage (cuDNN's packed LSTM
+weights after `flatten_parameters`) keep their relative places and start a storage of their own.  cuDNN checks
+for that before it uses the weights without repacking them at every step.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class FlatBuffer:
         values: the same without the extra scalars.  (n,)
         extra: the scalars.  (num_extra,)
         views: one tensor per input tensor, in order and with its shape, sharing memory with `whole`.
-        places: where each view stands.
+        places: where each view is.
 
     Raises:
-        ConfigError: tensors overlap in memory, so that each cannot have a place of its own.
+        ConfigError: tensors overlap in memory, so they cannot each have a place.
     """
 
     def __init__(self, tensors: Sequence[Tensor], *, num_extra: int = 0) -> None:
@@ -67,7 +67,7 @@ class FlatBuffer:
 
     def _place_chunk(self, tensors: Sequence[Tensor], start: int, chunk: _Chunk) -> None:
         piece = self.whole[start : start + chunk.num_elements]
-        # A tensor from DLPack is the same memory under a storage that begins at the piece itself.
+        # A tensor from DLPack is the same memory under a storage that starts at the piece itself.
         alias = from_dlpack(piece) if chunk.num_elements else piece
         for index, offset in chunk.members:
             tensor = tensors[index]
@@ -87,19 +87,19 @@ class FlatBuffer:
         return other
 
     def views_of(self, vector: Tensor) -> list[Tensor]:
-        """Return the tensors that stand in another vector of this layout, in order."""
+        """Return the tensors in another vector of this layout, in order."""
         return [vector[p.offset : p.offset + p.num_elements].view(p.shape) for p in self.places]
 
     def buckets(self, bucket_bytes: int) -> list[Bucket]:
         """Split `whole` into consecutive pieces of about `bucket_bytes`, in order of decreasing offset.
 
-        Every element of `whole` is in exactly one bucket and no tensor is split, so that a bucket is
-        complete when the last of its tensors is: a tensor larger than a bucket gets one to itself.
-        Backward fills gradients from the last layer to the first, hence the order; the extra scalars are
-        in the bucket at the end of the vector.
+        Every element of `whole` is in exactly one bucket.  No tensor is split, so a bucket is complete when
+        the last of its tensors is; a tensor larger than a bucket gets one to itself.  Backward fills
+        gradients from the last layer to the first, hence the order; the extra scalars are in the bucket at
+        the end of the vector.
         """
         limit = max(1, bucket_bytes // self.whole.element_size())
-        # An empty tensor stands where the one after it begins: it must not close that one's bucket.
+        # An empty tensor has the offset of the one after it: it must not close that one's bucket.
         places = [(place.offset, place.num_elements, i) for i, place in enumerate(self.places)]
         order = [i for _, _, i in sorted(places, reverse=True)]
         result: list[Bucket] = []
@@ -132,14 +132,14 @@ class _Chunk:
 
 
 def _chunks_by_storage(tensors: Sequence[Tensor]) -> list[_Chunk]:
-    """Group tensors that are contiguous views of one storage; order of first appearance is kept.
+    """Group tensors that are contiguous views of one storage, in the order of first appearance.
 
     Raises:
         ConfigError: tensors overlap.
     """
     groups: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        # Empty tensors have no address of their own; each is a chunk by itself.
+        # Empty tensors have no address of their own; each forms its own chunk.
         key = tensor.untyped_storage().data_ptr() if tensor.numel() and tensor.is_contiguous() else -1 - index
         groups.setdefault(key, []).append(index)
     chunks: list[_Chunk] = []

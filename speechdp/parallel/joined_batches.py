@@ -1,4 +1,4 @@
-"""Batches of ranks that have unequal numbers of them: all pass through their loops equally often."""
+"""Let ranks with unequal numbers of batches pass through their loops equally often."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from speechdp.timing.timeline import Span, Timeline
 
 Batch = TypeVar("Batch")
 _END: Any = object()
-#: As messages have it.
+#: Name of the call in messages.
 _CALL = "run.batches()"
 
 
 class BatchJoiner:
-    """Shows a rank that has run out its last batch again, as one that does not count.
+    """Show a rank that has run out its last batch again, as one that does not count.
 
     Args:
-        model: what such a batch leaves in its running statistics is taken back.
+        model: the model; what such a batch changes in its running statistics is undone.
         comm: the ranks.
-        timeline: of this rank, which notes the waiting for batches.
-        calls: of this rank, where its watchdog looks.
+        timeline: timeline of this rank, which records the wait for batches.
+        calls: calls of this rank, which its watchdog watches.
 
     Attributes:
-        joins_only: the batch shown now does not count.
+        joins_only: whether the current batch does not count.
     """
 
     def __init__(self, model: nn.Module, comm: Communicator, timeline: Timeline, calls: Calls) -> None:
@@ -46,7 +46,7 @@ class BatchJoiner:
         self._under_way: Work | None = None
 
     def join(self, loader: Iterable[Batch], strategy: Strategy) -> Iterator[Batch]:
-        """Yield the batches of a loader, see `DataParallel.batches`.  Collective."""
+        """Yield the batches of a loader; see `DataParallel.batches`.  Collective."""
         with self._calls.of(_CALL):
             check_same_call(_CALL, self._comm)
             lengths = self._comm.allgather_object(_length(loader))
@@ -62,7 +62,7 @@ class BatchJoiner:
                 f"rank {lengths.index(0)} has no batch, rank {lengths.index(max(known))} has {max(known)}; "
                 "share out the data so that every rank has one"
             )
-        self.complete()  # of a loop that all ranks have left before its end
+        self.complete()  # the message of a loop that all ranks left before its end
         with _without_warnings():
             source = iter(loader)
         yield from self._counted(source, max(known)) if len(known) == len(lengths) else self._agreed(source)
@@ -75,7 +75,7 @@ class BatchJoiner:
             yield from self._shown(last, joins_only=self._has_run_out)
 
     def _agreed(self, source: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield batches as long as a rank has one."""
+        """Yield batches as long as any rank has one."""
         last: list[Batch] = []
         joins = False
         found = self._next(source)
@@ -93,22 +93,22 @@ class BatchJoiner:
             found = self._next(source)
 
     def complete(self) -> None:
-        """Wait for the message under way: a loop may be left before its end.  Collective."""
+        """Wait for the message under way, as a loop may be left before its end.  Collective."""
         if self._under_way is not None:
             with self._calls.of(_CALL):
                 self._under_way.wait()
         self._under_way = None
 
     def _next(self, source: Iterator[Batch]) -> list[Batch]:
-        """Return the next batch in a list; an empty one where there is none."""
-        # Generators, and what passes several loaders' batches on, start workers here.
+        """Return the next batch in a list; an empty list if there is none."""
+        # Generators, and objects that chain several loaders, start workers here.
         with self._timeline.span(Span.DATA_WAIT), _without_warnings():
             found = [batch for batch in [next(source, _END)] if batch is not _END]
         self._has_run_out = not found
         return found
 
     def _shown(self, batch: list[Batch], *, joins_only: bool) -> Iterator[Batch]:
-        """Yield a batch; note before one that does not count what it must leave in the model as it is."""
+        """Yield a batch; for one that does not count, first save the buffers it must not change."""
         if not batch:
             raise ConfigError(f"rank {self._comm.rank} has fewer batches than its loader's length says: none")
         self._kept = {k: v.clone() for k, v in self._model.named_buffers()} if joins_only else {}
@@ -120,16 +120,16 @@ class BatchJoiner:
             self.take_back()
 
     def take_back(self) -> None:
-        """Take back what a batch that does not count has left in the model, before it is seen or saved."""
+        """Undo what a batch that does not count changed in the model, before the model is used or saved."""
         load_buffers(self._model, self._kept)
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Keep the signals that ask ranks to stop from processes that are started in the block: loaders' workers.
+    """Block stop signals in the processes that start inside the block: loaders' workers.
 
-    Launchers and batch systems send them to all processes of a rank.  They would end a worker, and thereby
-    the rank that is about to save.  Not SIGTERM, by which a loader ends its workers itself.
+    Launchers and batch systems send these signals to all processes of a rank.  They would end a worker, and
+    with it the rank that is about to save.  SIGTERM is not blocked: a loader itself ends its workers with it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, *WARNINGS})
     try:
@@ -139,9 +139,9 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _length(loader: Iterable[Any]) -> int | None:
-    """Return how many batches a loader has; None where it does not know."""
+    """Return how many batches a loader has; None if it does not know."""
     try:
         return len(loader)  # type: ignore[arg-type]
-    # It has none, as torch's DataLoader of a dataset without one; the second some datasets raise themselves.
+    # TypeError: torch's DataLoader of a dataset without a length; some datasets raise NotImplementedError.
     except (TypeError, NotImplementedError):
         return None

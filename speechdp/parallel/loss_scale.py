@@ -1,11 +1,11 @@
 """Loss scaling for float16: torch's GradScaler, where gradients are summed over ranks or applied elsewhere.
 
-Gradients of half precision underflow, so losses are multiplied by a scale, and gradients divided by it before
-they are used.  A gradient that has overflowed skips its update and halves the scale.
+Half-precision gradients underflow, so losses are multiplied by a scale, and gradients are divided by it
+before use.  A gradient that has overflowed skips its update and halves the scale.
 
-What has been summed over ranks is not a number on all of them if it was none on one, and otherwise the same
-to the bit: so ranks that average gradients skip the same updates and keep the same scale without a message.
-Ranks that train apart have a scale each.
+A sum over ranks is not finite on any rank if it was not finite on one, and otherwise bitwise equal on all.
+So ranks that average gradients skip the same updates and keep the same scale without a message.  Ranks that
+train apart each have their own scale.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch import Tensor, nn
 
 from speechdp.parallel.uncompiled import made_without_compiler
 
-#: Losses here are sums over some hundred or thousand frames: as far from an overflow as 2^16, torch's first
-#: scale, is with means.
+#: Losses here are sums over some hundreds or thousands of frames: with this scale they are as far from an
+#: overflow as means are with 2^16, torch's first scale.
 FIRST_SCALE = 2.0**8
-#: A training whose scale falls below it ends, 17 skipped updates from the first scale on: gradients are most
-#: likely no numbers at any scale.
+#: Training ends when the scale falls below this, after 17 skipped updates from the first scale on: gradients
+#: are then most likely not finite at any scale.
 LEAST_SCALE = 2.0**-8
 
 
 def make_scaler(device: torch.device) -> torch.amp.GradScaler:
-    """Return a scaler of losses that are sums over frames."""
+    """Return a scaler for losses that are sums over frames."""
     return torch.amp.GradScaler(device.type, init_scale=FIRST_SCALE)
 
 
 def begin(scaler: torch.amp.GradScaler, device: torch.device) -> None:
-    """Make a scaler's state, which torch makes at the first loss: a rank may update before it has had one."""
+    """Create a scaler's state, which torch creates at the first loss: a rank may update before its first."""
     scaler.scale(torch.zeros((), device=device))
 
 
 def finite_loss(total: Tensor, frames: int) -> tuple[Tensor, Tensor]:
-    """Return a loss summed over frames and their number, both 0 where it is not finite: that does not count.
+    """Return a loss summed over frames and their number; both are 0 if the loss is not finite.
 
     The host does not wait for the loss.
     """
@@ -45,12 +45,12 @@ def finite_loss(total: Tensor, frames: int) -> tuple[Tensor, Tensor]:
 
 
 def hand_over(scaler: torch.amp.GradScaler | None, gradients: Tensor, take: Callable[[], object]) -> None:
-    """Let `take` use this rank's gradients, unless they have overflowed; then the scale is halved.
+    """Let `take` use this rank's gradients, or halve the scale if they have overflowed.
 
     Args:
-        scaler: of the losses they come from; None: they are not scaled.
-        gradients: flat; divided by the scale.
-        take: gives them to whoever applies them.
+        scaler: scaler of the losses they come from; None: those are not scaled.
+        gradients: flat; divided by the scale in place.
+        take: passes them to whatever applies them.
     """
     if scaler is None:
         take()
@@ -62,10 +62,10 @@ def hand_over(scaler: torch.amp.GradScaler | None, gradients: Tensor, take: Call
 
 
 class _Taker(torch.optim.Optimizer):
-    """To a scaler an optimizer, which does with gradients what it is given to do."""
+    """An optimizer to a scaler, but its step only calls the given function."""
 
     def __init__(self, gradients: Tensor, take: Callable[[], object]) -> None:
-        holder = nn.Parameter(gradients)  # a scaler looks at gradients alone
+        holder = nn.Parameter(gradients)  # a scaler reads only gradients
         holder.grad = gradients
         super().__init__([holder], {})
         self._take = take

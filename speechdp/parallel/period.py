@@ -14,13 +14,13 @@ from speechdp.errors import ConfigError
 SomePeriod = TypeVar("SomePeriod", bound="Period")
 
 _PATTERN = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>steps?|s|f|kf|mf|frames?)?", re.IGNORECASE)
-#: Frames of a rank are sums of means over ranks, whose rounding must not cost a step.
+#: Frames of a rank are sums of means over ranks; their rounding error must not cost a step.
 _FRAMES_ROUNDING = 1e-3
 _FRAMES = {"f": 1, "frame": 1, "frames": 1, "kf": 1_000, "mf": 1_000_000}
 
 
 class PeriodUnit(Enum):
-    """What a period counts."""
+    """The unit of a period."""
 
     STEPS = "steps"
     FRAMES = "frames"
@@ -82,12 +82,12 @@ class Beginning(Period):
 
 
 def frames_reach(frames: float, wanted: float) -> bool:
-    """Return whether frames of a rank, a sum of means over ranks, have come to so many."""
+    """Return whether frames of a rank, a sum of means over ranks, have reached `wanted`."""
     return frames >= wanted - _FRAMES_ROUNDING
 
 
 def rounds_between(between_nodes: Period, period: Period) -> int:
-    """Return how many periods there are from one average between nodes to the next; 0: no whole number."""
+    """Return the number of periods between two averages between nodes; 0: it is not a whole number."""
     rounds = round(between_nodes.value / period.value)
     is_whole = math.isclose(between_nodes.value, rounds * period.value)
     return rounds if is_whole and between_nodes.unit is period.unit else 0

@@ -1,4 +1,4 @@
-"""From a script to the ranks of a job: `run_ranks` (docs/api.md)."""
+"""Turn the processes of a script into the ranks of a job: `run_ranks` (docs/api.md)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from speechdp.process.notices import tell, warn
 from speechdp.watchdog.host_board import HostBoard
 from speechdp.watchdog.script_watchdog import HANG_TIMEOUT, ScriptWatchdog
 
-#: Wins over the script's back-end.
+#: Overrides the script's back-end.
 BACKEND = "SPEECHDP_BACKEND"
 #: How long ranks may take to start, s.
 _START_S = 600.0
-#: For which ranks that are threads may wait for each other, s.
+#: How long ranks that are threads may wait for each other, s.
 _THREADS_S = 7 * 86400.0
-#: How long a rank may wait for others, s; as `--hang-timeout` of `speechdp train`.
+#: How long a rank may wait for others, s; the default of `--hang-timeout` of `speechdp train`, too.
 _HANG_S = 600.0
-#: What torch says where DistributedDataParallel wraps a model without init_process_group.
+#: torch's error when DistributedDataParallel wraps a model without init_process_group.
 _NO_GROUP = "Default process group has not been initialized"
 
 T = TypeVar("T")
@@ -49,11 +49,12 @@ def run_ranks(
     device: str = "auto",
     hang_timeout: float = _HANG_S,
 ) -> T:
-    """Run `main(comm)` on this process as a rank of the job that a launcher has started.
+    """Run `main(comm)` in this process, as one rank of the job that a launcher started.
 
-    Under mpirun, horovodrun, srun, torchrun or `speechdp launch` every process is a rank; started by itself
-    it is the only one.  An exception on one rank ends all of them, with its message first and a return code
-    that is not 0.  So does a rank that waits in a call of `DataParallel` for others that do not come.
+    Under mpirun, horovodrun, srun, torchrun or `speechdp launch` every process is a rank; a process started
+    directly is the only rank.  If one rank raises an exception, all ranks end, with its message first and a
+    non-zero return code.  The same happens if a rank waits in a call of `DataParallel` for others that do not
+    come.
 
     Example::
 
@@ -64,22 +65,23 @@ def run_ranks(
             speechdp.run_ranks(main)
 
     Args:
-        main: gets the communicator: `comm.rank`, `comm.size`, `comm.device`.
+        main: called with the communicator: `comm.rank`, `comm.size`, `comm.device`.
         backend: `auto`, `horovod`, `mpi`, `torch` or `serial` as in docs/communicators.md; `threads:N` runs N
-            ranks as threads of this process, for tests and notebooks.  SPEECHDP_BACKEND wins over it.
-        device: `auto` (a GPU for each rank where there are any; the CPU with `threads:N`), `cpu` or `cuda`.
-        hang_timeout: longest wait for other ranks in one call while none of them gets on, s; 0: any.
-            SPEECHDP_HANG_TIMEOUT wins over it.  Ranks that are threads need none: they compare their calls.
+            ranks as threads of this process, for tests and notebooks.  SPEECHDP_BACKEND overrides it.
+        device: `auto` (a GPU for each rank if there are any; the CPU with `threads:N`), `cpu` or `cuda`.
+        hang_timeout: longest wait for other ranks in one call while none of them makes progress, s; 0: no
+            limit.  SPEECHDP_HANG_TIMEOUT overrides it.  Ranks that are threads need none: they compare their
+            calls.
 
     Returns:
         What `main` returned on this rank; with `threads:N`, on rank 0.
 
     Raises:
-        ConfigError: no such back-end, a negative timeout, or `main` relies on torch's process group.
-        SystemExit: this rank alone has failed; with several ranks a failure does not return.  With exit code
-            75: the ranks were asked to stop, and have saved (`DataParallel.should_stop`); 76: nothing.
-            With 1: a worker of multiprocessing imports the script, whose call is not under
-            `if __name__ == "__main__":`.
+        ConfigError: unknown back-end, negative timeout, or `main` relies on torch's process group.
+        SystemExit: this rank runs alone and has failed; with several ranks a failure does not return.  With
+            exit code 75: the ranks were asked to stop and have saved (`DataParallel.should_stop`); with 76:
+            they have saved nothing.  With 1: a worker of multiprocessing imports the script, whose call is
+            not under `if __name__ == "__main__":`.
     """
     _refuse_in_worker()
     name = os.environ.get(BACKEND) or backend
@@ -104,17 +106,17 @@ def run_ranks(
         exit_code = run_threads(_num_threads(name), run, _THREADS_S)[0]
     else:
         exit_code = _run_launched(name, device, hang_timeout, run)
-    if exit_code != 0 or not results:  # nothing is returned where `main` was left by sys.exit
+    if exit_code != 0 or not results:  # sys.exit in `main` leaves no result
         sys.exit(exit_code)
     return results[min(results)]
 
 
 def _refuse_in_worker() -> None:
-    """Refuse a process that imports the script to work for a rank: it would become a rank itself.
+    """Refuse to run in a worker process that imports the script: it would become a rank itself.
 
-    So do workers of a DataLoader that are not forked.  Raises SystemExit.
+    DataLoader workers that are not forked import it.  Raises SystemExit.
     """
-    # As multiprocessing itself tells, which refuses to start processes meanwhile.
+    # multiprocessing itself uses this flag to refuse to start processes meanwhile.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         tell(
             "a worker process (of a DataLoader, say) imports the script and comes to run_ranks(main), which "
@@ -125,7 +127,7 @@ def _refuse_in_worker() -> None:
 
 @contextmanager
 def _group_told() -> Iterator[None]:
-    """Say what to do where the block relies on torch's process group.  Raises ConfigError."""
+    """Say what to do if the block relies on torch's process group.  Raises ConfigError."""
     try:
         yield
     except ValueError as error:
@@ -138,7 +140,7 @@ def _group_told() -> Iterator[None]:
 
 
 def _run_launched(backend: str, device: str, hang_timeout: float, run: Callable[[Communicator], int]) -> int:
-    """Run `run(comm)` on this process as the rank that its launcher has started; return its exit code."""
+    """Run `run(comm)` in this process as the rank that its launcher started; return its exit code."""
     start = StartGuard(_START_S)
     watching, hang_s = ExitStack(), 0.0
 
@@ -159,7 +161,7 @@ def _run_launched(backend: str, device: str, hang_timeout: float, run: Callable[
         start.over()
         exit_code = run(comm)
         calls.has_ended = True
-        check_same_call(END_OF_MAIN, comm)  # a call of another rank would be taken for the farewell
+        check_same_call(END_OF_MAIN, comm)  # another rank's call would be taken for the end of the job
         return exit_code
 
     with watching:

@@ -1,7 +1,7 @@
 """Find strategies by name and parse `NAME:option=value,...`.
 
-Ours are the files of speechdp/strategies.  Others register a class of their own with `strategy`, in a script
-or in a package that names it as an entry point of the group `speechdp.strategies`.
+Ours are the files of speechdp/strategies.  Others register a class with `strategy`, in a script or in a
+package that names it in the entry-point group `speechdp.strategies`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _Class = TypeVar("_Class", bound=type[Strategy])
 
 
 def strategy(name: str) -> Callable[[_Class], _Class]:
-    """Return a decorator that registers a strategy class under a name of its own.
+    """Return a decorator that registers a strategy class under the given name.
 
     Args:
-        name: letters, digits and underscores, as `--strategy` and `DataParallel` take it.
+        name: letters, digits and underscores, for `--strategy` and `DataParallel`.
 
     Raises:
-        ConfigError: the class is no strategy, overrides what is final, has traits as attributes, a field
-            cannot be an option, or the name is none or another's.
+        ConfigError: the class is not a strategy, overrides a final method, has traits as attributes or a
+            field that cannot be an option; or the name is invalid or taken.
 
     Example::
 
@@ -44,12 +44,12 @@ def strategy(name: str) -> Callable[[_Class], _Class]:
 
 
 def own_strategy_names() -> list[str]:
-    """Return the names of the strategies of this package: the files of speechdp/strategies."""
+    """Return the names of this package's strategies: the files of speechdp/strategies."""
     package = importlib.import_module("speechdp.strategies")
     return [m.name for m in pkgutil.iter_modules(package.__path__) if not m.ispkg]
 
 
-#: What a strategy may not override, and what it does instead.
+#: What a strategy may not override, and what to do instead.
 _FINAL = {
     "abandon": "append what set_up opens to self.channels, which abandon gives up",
     "attach": "override set_up instead, which attach calls",
@@ -59,13 +59,16 @@ _FINAL = {
 
 
 def _check_declared(where: str, cls: type[Strategy]) -> None:
-    """Refuse a class that overrides what is final, or whose traits nobody would read.  Raises ConfigError."""
+    """Refuse a class that overrides a final method, or declares traits where nobody reads them.
+
+    Raises ConfigError.
+    """
     for name, remedy in _FINAL.items():
         if getattr(cls, name) is not getattr(Strategy, name):
             raise ConfigError(f"{where}: {cls.__name__} overrides {name}; {remedy}")
     options = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for trait in dataclasses.fields(Traits):
-        # As a class attribute only: an option may have a trait's name, and decide it.
+        # A class attribute only: an option may have the name of the trait that it decides.
         if isinstance(getattr(cls, trait.name, None), bool) and trait.name not in options:
             raise ConfigError(
                 f"{where}: {cls.__name__} has {trait.name} as an attribute; declare it in the property "
@@ -73,14 +76,14 @@ def _check_declared(where: str, cls: type[Strategy]) -> None:
             )
 
 
-#: All strategies; packages offer theirs by the entry points of this group.
+#: All strategies; other packages add theirs through this entry-point group.
 STRATEGIES = ExtensionPoint[Strategy](
     "strategy", "speechdp.strategies", Strategy, own_strategy_names, _check_declared
 )
 
 
 def strategy_names() -> list[str]:
-    """Return the names of all strategies, sorted: ours, registered ones, those of installed packages."""
+    """Return the names of all strategies, sorted: ours, registered ones, and those of installed packages."""
     return STRATEGIES.names()
 
 
@@ -88,7 +91,7 @@ def strategy_class(name: str) -> type[Strategy]:
     """Return a strategy's class.
 
     Raises:
-        ConfigError: there is none of that name, or its package cannot be used.
+        ConfigError: there is no strategy of that name, or its package cannot be used.
     """
     return _own_class(name) if name in own_strategy_names() else STRATEGIES.find(name)
 
@@ -119,10 +122,10 @@ def parse_strategy(text: str) -> Strategy:
 
 
 class StrategyChoice:
-    """A strategy as it was chosen: a text, which records keep as it was given, and what it means.
+    """A strategy as the user chose it: the text, which records keep unchanged, and its meaning.
 
-    The text is read once, when its meaning is first asked for; whoever trains attaches `parsed` to a replica
-    of their own.  Choices of the same text are equal.
+    The text is parsed once, when `parsed` is first read; each training attaches `parsed` to its own replica.
+    Choices with the same text are equal.
 
     Args:
         text: `NAME` or `NAME:option=value,...`.
@@ -133,21 +136,21 @@ class StrategyChoice:
 
     @property
     def name(self) -> str:
-        """The strategy's name, which may be unknown here."""
+        """The strategy's name, which may be unknown in this installation."""
         return self.text.partition(":")[0]
 
     @cached_property
     def parsed(self) -> Strategy:
-        """The strategy, not attached; raises as `parse_strategy`."""
+        """The strategy, not attached; raises the errors of `parse_strategy`."""
         return parse_strategy(self.text)
 
     @property
     def file_name(self) -> str:
-        """The text as part of a folder's name."""
+        """The text in a form that fits a folder's name."""
         return re.sub(r"[^A-Za-z0-9_.=+]+", "-", self.text)
 
     def with_default(self, option: str, value: str) -> StrategyChoice:
-        """Return the choice with an option added, unless it is given or the strategy has no such option."""
+        """Return the choice with an option added, unless it is already given or the strategy lacks it."""
         _, colon, rest = self.text.partition(":")
         if option not in option_kinds(type(self.parsed)) or option in split_options(rest):
             return self

@@ -13,7 +13,7 @@ from speechdp.parallel import loss_scale
 from speechdp.parallel.flat_buffer import FlatBuffer
 from speechdp.parallel.updates import FlatUpdate, ParameterwiseUpdate, Update
 
-#: Extra scalars behind the parameters and the gradients: the frame count that weights the exchange.
+#: Extra scalars after the parameters and the gradients: the frame count that weights the exchange.
 _NUM_EXTRA = 1
 
 
@@ -25,20 +25,20 @@ class Replica:
     combine exactly.
 
     Args:
-        model: its parameters are of one type, on one device.
-        optimizer: a function that makes one of a list of parameters: it gets the flat vector alone, which is
-            fast and right for element-wise optimizers.  Or one made of the model's parameters, which keeps
-            them: its groups, learning rates and state stay its owner's.
-        max_gradient_norm: norm to which the mean gradient of an update is clipped; 0: any.
-        scaler: of the losses that the gradients come from; updates whose gradients overflow are left out.
+        model: model whose parameters are of one type, on one device.
+        optimizer: a function that makes an optimizer of a list of parameters; it gets the flat vector alone,
+            which is fast, and correct for element-wise optimizers.  Or an optimizer of the model's
+            parameters, which keeps them: its groups, learning rates and state remain its owner's.
+        max_gradient_norm: norm to which the mean gradient of an update is clipped; 0: no limit.
+        scaler: scaler of the losses; updates whose gradients overflow are skipped.
 
     Attributes:
         parameters: flat parameters; `parameters.extra[0]` is scratch space for a weight.
         gradients: flat gradients; `gradients.extra[0]` is scratch space for a frame count.
         update_rule: the optimizer and its state.
-        learning_rate_factor: the rates that the optimizer's owner sets are multiplied by it.
+        learning_rate_factor: factor by which the rates that the optimizer's owner sets are multiplied.
         frames: frames whose gradients have been accumulated since the last update.
-        more_to_come: the backward pass under way is not the last of its step, so no gradient is complete.
+        more_to_come: the current backward pass is not the last of its step, so no gradient is complete.
     """
 
     def __init__(
@@ -67,28 +67,28 @@ class Replica:
         self.max_gradient_norm, self.scaler = max_gradient_norm, scaler
         if scaler is not None:
             loss_scale.begin(scaler, self.parameters.values.device)
-        # Asked for now: a scaler that has loaded a state takes that for its first.
+        # Read now: a scaler that has loaded a state reports that state's scale as its first.
         self._first_scale = self.loss_scale
         self.learning_rate_factor = 1.0
         self.frames = 0
         self.more_to_come = False
 
     def bind_parameters(self) -> None:
-        """Let the model compute with the flat vector, also where a parameter has got a memory of its own.
+        """Make the model use the flat vector again, even where a parameter has got its own memory.
 
-        The vector takes over what that holds: `flatten_parameters` of an LSTM, on a GPU, has copied the
-        parameter there, and `parameter.data = ...` has set it.  To be called after forward passes, before
-        anything else writes the vector: the model would not see it.
+        The vector takes over the values in that memory: `flatten_parameters` of an LSTM on a GPU has copied
+        the parameter there, or `parameter.data = ...` has set it.  Call this after forward passes, before
+        anything else writes the vector: the model would not see the change.
 
         Raises:
-            RunError: it has another type or shape, or is on another device.
+            RunError: a parameter has another type or shape, or is on another device.
         """
-        # Twice a step: the cheapest that notices it.
+        # Called twice a step: this is the cheapest check that notices the change.
         if [parameter.data_ptr() for parameter in self.model_parameters] != self._addresses:
             self._take_back()
 
     def check_parameters(self) -> None:
-        """Look whether the model's parameters fit the flat vector; changes nothing.
+        """Check that the model's parameters fit the flat vector; change nothing.
 
         Raises:
             RunError: one has another type or shape, or is on another device.
@@ -108,28 +108,29 @@ class Replica:
             if parameter.data_ptr() != address:
                 view.copy_(parameter.detach())
                 parameter.data = view
-        # What moves a module's parameters, such as `to`, moves the memory of these very tensors, too.
+        # Whatever moves a module's parameters, such as `to`, also moves the memory of these same tensors.
         self._make_gradient_views()
         if self._gradients_are_bound:
             self.bind_gradients()
 
     def _make_gradient_views(self) -> None:
-        # `data` gives each a count of its own, of writes through it alone: exchanges write the whole vector.
+        # `data` gives each view its own version counter, which counts writes through that view alone:
+        # exchanges write the whole vector.
         self.gradients.views = [view.data for view in self.gradients.views_of(self.gradients.values)]
 
     def gradient_writes(self) -> list[int]:
-        """Return for each parameter how often its gradient was written, by backward passes or a script."""
+        """Return how often backward passes or a script have written each parameter's gradient."""
         return [gradient._version for gradient in self.gradients.views]
 
     def bind_gradients(self) -> None:
-        """Let backward fill the flat vector, also after somebody has set gradients to None."""
+        """Make backward fill the flat vector, even after a script has set gradients to None."""
         self._gradients_are_bound = True
         for parameter, gradient in zip(self.model_parameters, self.gradients.views, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient
 
     def unbind_gradients(self) -> None:
-        """Let backward fill other memory until they are bound again: what comes meanwhile does not count.
+        """Make backward fill other memory until gradients are bound again; what it adds there does not count.
 
         The vector keeps what has been accumulated.
         """
@@ -138,13 +139,13 @@ class Replica:
             parameter.grad = None
 
     def holds_gradients(self) -> bool:
-        """Return whether gradients are where they are exchanged from, or nowhere yet."""
+        """Return whether every gradient is a view of the flat vector."""
         pairs = zip(self.model_parameters, self.gradients.views, strict=True)
         return all(parameter.grad is gradient for parameter, gradient in pairs)
 
     @property
     def is_finite(self) -> bool:
-        """Whether all parameters are; the host waits for a device."""
+        """Whether all parameters are finite; the host waits for the device."""
         return bool(self.parameters.values.isfinite().all())
 
     @property
@@ -154,7 +155,7 @@ class Replica:
 
     @property
     def learning_rate(self) -> float:
-        """What the next `apply_gradients` uses; of the first parameter group."""
+        """Learning rate of the next `apply_gradients`; that of the first parameter group."""
         return self.update_rule.learning_rate * self.learning_rate_factor
 
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -169,12 +170,12 @@ class Replica:
         """Update the parameters with the mean gradient over `frames` and clear the gradients.
 
         Args:
-            frames: frames the summed gradients stand for (of all ranks, if they were summed over ranks).
-                A tensor, which must be positive, stays on its device: the host need not wait for it.  0
-                changes nothing but clears the gradients.
+            frames: number of frames in the summed gradients (of all ranks, if the sum is over ranks).  A
+                tensor, which must be positive, stays on its device, so the host need not wait for it.  With 0
+                the gradients are cleared and nothing else changes.
         """
         if isinstance(frames, Tensor) or frames > 0:
-            if self.scaler is not None:  # before they are clipped
+            if self.scaler is not None:  # before the gradients are clipped
                 self.scaler.unscale_(self.optimizer)
             own = self.parameters.values, self.gradients.values
             self._update(*own, frames, self.learning_rate, self.scaler)
@@ -187,38 +188,38 @@ class Replica:
 
     @property
     def loss_scale(self) -> float:
-        """What the losses that the gradients come from are multiplied by; the host waits for a device."""
+        """Scale of the losses that the gradients come from; the host waits for the device."""
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
     def reset_loss_scale(self) -> None:
-        """Scale losses as at the start, and forget what has been said for raising the scale."""
+        """Reset the loss scale to its first value, and the count of steps towards raising it."""
         if self.scaler is not None:
             begun = {"scale": self._first_scale, "_growth_tracker": 0}
             self.scaler.load_state_dict({**self.scaler.state_dict(), **begun})
 
     def give_loss_scale(self) -> None:
-        """Put this rank's loss scale behind its parameters, for ranks that take both."""
+        """Put this rank's loss scale behind its parameters, for ranks that take over both."""
         if self.scaler is not None:
             self.parameters.extra[0] = self.loss_scale
 
     def take_loss_scale(self) -> None:
-        """Scale losses from now on as the rank does whose parameters this one has taken whole."""
+        """Scale losses from now on as the rank does whose parameters this rank has copied."""
         if self.scaler is not None:
             self.scaler.update(self.parameters.extra[0].float())
 
     def update(
         self, parameters: Tensor, gradients: Tensor, frames: float | Tensor, learning_rate: float
     ) -> None:
-        """Let the optimizer move `parameters` that a server keeps beside this replica's own.
+        """Let the optimizer update `parameters` that a server keeps beside this replica's own.
 
-        The optimizer's state is one, whatever it moves.  Not for two threads at a time.
+        The optimizer has one state, whatever it updates.  Not for two threads at a time.
 
         Args:
             parameters: flat vector in this replica's layout.
-            gradients: summed over `frames`, in the same layout, of losses that are not scaled or no longer;
-                overwritten with what was applied.
-            frames: frames behind the gradients, positive.
-            learning_rate: of this update alone; other parameter groups keep their proportion to the first.
+            gradients: summed over `frames`, in the same layout, with any loss scale removed; overwritten with
+                the values applied.
+            frames: number of frames in the gradients, positive.
+            learning_rate: rate of this update alone; other parameter groups keep their ratio to the first.
         """
         self._update(parameters, gradients, frames, learning_rate, None)
 
@@ -230,19 +231,19 @@ class Replica:
         learning_rate: float,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        self.clear_left_out(gradients)  # they must not count where the norm is clipped
+        self.clear_left_out(gradients)  # they must not count in the norm for clipping
         gradients.mul_(self._gradient_scale(gradients, frames))
         self.update_rule.move(parameters, gradients, learning_rate, scaler)
 
     def clear_left_out(self, gradients: Tensor) -> None:
-        """Zero, in a vector of gradients, those of parameters that the optimizer does not move."""
+        """Zero the gradients, in a flat vector, of parameters that the optimizer does not update."""
         if left_out := self.update_rule.left_out():
             views = self.gradients.views_of(gradients)
             for index in left_out:
                 views[index].zero_()
 
     def _gradient_scale(self, gradients: Tensor, frames: float | Tensor) -> float | Tensor:
-        """Return the factor that turns sums into means and clips them: one pass over the vector, not two."""
+        """Return the factor that turns sums into means and clips them, in one pass over the vector."""
         if self.max_gradient_norm <= 0:
             return 1.0 / frames
         norm = torch.linalg.vector_norm(gradients) / frames
@@ -251,7 +252,7 @@ class Replica:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Put the parameters back, after the block, to what they were before it."""
+        """Restore the parameters after the block to their values before it."""
         own = self.parameters.values.clone()
         try:
             yield
@@ -264,15 +265,15 @@ class Replica:
         self.frames = 0
 
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer's state tensors by name (e.g. `momentum_buffer`), living ones, not copies."""
+        """Return the optimizer's state tensors by name (e.g. `momentum_buffer`), not copies."""
         return self.update_rule.tensors()
 
     def optimizer_vectors(self) -> dict[str, Tensor]:
-        """Return those with an element for each parameter, on every rank: what ranks can average."""
+        """Return the state tensors with one element per parameter, on every rank: those ranks can average."""
         return self.update_rule.vectors()
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Overwrite the optimizer's state with `tensors` (as `optimizer_tensors` gave them)."""
+        """Overwrite the optimizer's state with `tensors`, as `optimizer_tensors` returned them."""
         living = self.optimizer_tensors()
         assert living.keys() == tensors.keys(), "a checkpoint of another optimizer"
         for name, tensor in living.items():
@@ -280,11 +281,11 @@ class Replica:
 
 
 def name_of(parameter: Tensor, model: nn.Module) -> str:
-    """Return what messages call a parameter of a model, or of an optimizer that has others, too."""
+    """Return a parameter's name in messages; it may belong to the model or only to the optimizer."""
     names = [name for name, p in model.named_parameters() if p is parameter]
     return f"the model's {names[0]}" if names else f"a parameter of shape {list(parameter.shape)}"
 
 
 def _kind(tensor: Tensor) -> str:
-    """Return what an exchange between ranks must know of a tensor."""
+    """Return the properties of a tensor that an exchange between ranks depends on."""
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)} on {tensor.device}"

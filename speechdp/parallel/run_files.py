@@ -20,20 +20,20 @@ from speechdp.json_input import other_version, parse_json
 
 RUN_FORMAT = "speechdp-run"
 RUN_VERSION = 1
-#: Folder of a run with copies of what stands beside the shards of its data: settings, classes, lexicon,
+#: Folder of a run with copies of the files beside the shards of its data: settings, classes, lexicon,
 #: language model.
 TRAINED_ON = "trained_on"
-#: What the latest decoding with --tune-on chose for a run, and which of its options scores are weighted with:
-#: values of them belong together, and say nothing with others.
+#: What the latest decoding with --tune-on chose for a run, and the options that weight scores: their values
+#: belong together, and mean nothing in other combinations.
 TUNED_NAME = "tuned.json"
 WEIGHTS = ("acoustic_scale", "prior_scale", "insertion_log_prob", "lm_scale", "silence_probability")
 #: The trained model.
 MODEL_NAME = "model.safetensors"
-#: Files of a run that are put in place as a whole, by nobody but who trains in the folder.
+#: Files of a run that only its owner writes, each replaced as a whole.
 _OF_OWNER = ("run.json", "starts.jsonl", "metrics.jsonl", "timing.json", "completed.json", MODEL_NAME)
-#: Key of the line of metrics.jsonl that is of the mean of so many models, not of the model of its step.
+#: Key in lines of metrics.jsonl that evaluate the mean of so many epochs' models, not the step's own model.
 AVERAGED_EPOCHS = "averaged_epochs"
-#: Written where a script's job has ended well, also after its training.
+#: Written when a script's job has ended well, including what follows its training.
 SCRIPT_ENDED = "script-ended.json"
 
 
@@ -48,12 +48,13 @@ class Metrics:
         time_s: training time without evaluations and checkpoints, s.
         train_loss: mean over the epoch's frames.
         learning_rate: at the end of the epoch.
-        held_out: the task's metrics by their keys, `heldout_KEY` in the file; none that no frame counts for.
+        held_out: the task's metrics by key, `heldout_KEY` in the file; a metric that no frame counts for is
+            absent.
         heldout_frames: frames scored.
         replica_distance: largest over ranks of |w_i - w| / |w|, w the parameters evaluated.
-        period: averaging period in force, where the strategy changes it.
-        frames_per_s: of all ranks since the evaluation before, or this start; not in the file, as it is
-            another one in each run.
+        period: current averaging period, if the strategy changes it.
+        frames_per_s: rate of all ranks since the previous evaluation, or since this start; not in the file,
+            because it differs between repeated runs.
     """
 
     epoch: float
@@ -80,7 +81,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class DataOfRun:
-    """Which data a run was trained on, as run.json says."""
+    """The data a run was trained on, as recorded in run.json."""
 
     path: Path
     checksum: str
@@ -101,7 +102,7 @@ class RunDirectory:
         return self._completed.is_file()
 
     def steps_done(self) -> float:
-        """Return with which step a complete run has ended; inf: its completed.json does not say."""
+        """Return the last step of a complete run; inf: its completed.json does not record it."""
         return _of(self._completed.read_text(encoding="utf-8"), "step")
 
     @property
@@ -111,14 +112,14 @@ class RunDirectory:
 
     @property
     def script_has_ended_well(self) -> bool:
-        """Whether the script that made the run has done all of its work, also what follows the training."""
+        """Whether the script that made the run has done all of its work, including what follows training."""
         return self.is_complete and self._script_ended.is_file()
 
     def mark_script_ended(self, wall_s: float) -> None:
-        """Write script-ended.json: the script's job had exit code 0.  Raises RunError (disk).
+        """Write script-ended.json: the script's job ended with exit code 0.  Raises RunError (disk).
 
         Args:
-            wall_s: what the job took.
+            wall_s: wall-clock time of the job, s.
         """
         content = {"exit_code": 0, "ended": _now(), "wall_s": round(wall_s, 3)}
         with _disk_errors(self._script_ended):
@@ -126,33 +127,33 @@ class RunDirectory:
 
     @property
     def script_s(self) -> float | None:
-        """What the script's job took, s; None: not known (earlier versions did not write it)."""
+        """Wall-clock time of the script's job, s; None: unknown (earlier versions did not write it)."""
         try:
             return float(parse_json(self._script_ended.read_text(encoding="utf-8"))["wall_s"])
         except (OSError, ValueError, LookupError, TypeError):
             return None
 
     def forget_end(self) -> None:
-        """Take back that the run and its script have ended, and what was timed.  Raises RunError (disk)."""
+        """Delete the records that run and script have ended, and the timing.  Raises RunError (disk)."""
         with _disk_errors(self.path):
             for path in (self._script_ended, self._completed, self.path / "timing.json"):
                 path.unlink(missing_ok=True)
 
     def launch(self) -> str:
-        """Return what names the `speechdp launch` that began the run; "": none, or not known."""
+        """Return the name of the `speechdp launch` that began the run; "": none, or unknown."""
         return str(self._head().get("launch") or "")
 
     def id(self) -> str:
-        """Return what tells a script's run from others; "": earlier versions wrote none."""
+        """Return the id of a script's run; "": an earlier version wrote none."""
         return str(self._head().get("id") or "")
 
     def script_versions(self) -> list[str]:
-        """Return checksums of the script at each start that changed it; none: earlier versions wrote none."""
+        """Return the script's checksum at each start that changed it; empty if an earlier version ran it."""
         found = self._head().get("script_versions")
         return [str(one) for one in found] if isinstance(found, list) else []
 
     def records_option(self, name: str) -> bool:
-        """Return whether run.json says what an option of training was; that of an earlier version may not.
+        """Return whether run.json records an option of training; an earlier version may not have had it.
 
         Raises:
             RunError: run.json cannot be read.
@@ -161,7 +162,7 @@ class RunDirectory:
             return name in record["options"]
 
     def recorded_option(self, name: str) -> Any:
-        """Return what run.json says an option of training was; None where it says nothing of it.
+        """Return the value that run.json records for an option of training; None if it records none.
 
         Raises:
             RunError: run.json cannot be read.
@@ -171,7 +172,7 @@ class RunDirectory:
 
     @contextmanager
     def _reading_record(self) -> Iterator[dict[str, Any]]:
-        """Read run.json; what the block finds wrong with it is told in one line, as RunError."""
+        """Read run.json; report what the block finds wrong with it in one line, as RunError."""
         path = self.path / "run.json"
         try:
             record = dict(parse_json(path.read_text(encoding="utf-8")))
@@ -186,7 +187,7 @@ class RunDirectory:
             raise RunError(cannot_be_read(path, error, remedies.going_on())) from error
 
     def _head(self) -> dict[str, Any]:
-        """Return run.json; empty where there is none that can be read."""
+        """Return run.json; empty if it is missing or cannot be read."""
         try:
             head = parse_json((self.path / "run.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -194,7 +195,7 @@ class RunDirectory:
         return head if isinstance(head, dict) else {}
 
     def renew(self, facts: dict[str, Any]) -> None:
-        """Renew what run.json says where a script's run goes on.  Raises RunError (disk)."""
+        """Update run.json when a script's run continues.  Raises RunError (disk)."""
         path = self.path / "run.json"
         with _disk_errors(path):
             write_text_atomically(path, json.dumps({**self._head(), **facts}, indent=2) + "\n")
@@ -205,7 +206,7 @@ class RunDirectory:
         return (self.path / "run.json").is_file()
 
     def data(self) -> DataOfRun:
-        """Return which data it was trained on.  Raises RunError where run.json does not say so."""
+        """Return the data it was trained on.  Raises RunError if run.json does not record it."""
         try:
             data = self._head()["data"]
             return DataOfRun(Path(data["path"]), str(data["checksum"]))
@@ -223,7 +224,7 @@ class RunDirectory:
             write_text_atomically(self.path / "run.json", json.dumps(head, indent=2) + "\n")
 
     def clear(self) -> None:
-        """Delete what a run has recorded, run.json last; other files stay.  Raises RunError (disk)."""
+        """Delete all records of a run, run.json last; other files stay.  Raises RunError (disk)."""
         with _disk_errors(self.path):
             if (self.path / "timeline").is_dir():
                 shutil.rmtree(self.path / "timeline")
@@ -238,13 +239,13 @@ class RunDirectory:
         options: dict[str, Any] | None = None,
         defaults: dict[str, Any] | None = None,
     ) -> None:
-        """Refuse to go on with a run that was begun otherwise.
+        """Refuse to continue a run that began with other options or data.
 
         Args:
-            fingerprint: of the options given, which must be the run's.
-            data_checksum: of the data given.
-            options: those given, as they stand in run.json, to name one that differs.
-            defaults: of options that run.json lacks: an earlier version did not have them.
+            fingerprint: fingerprint of the options given, which must be the run's.
+            data_checksum: checksum of the data given.
+            options: the options given, as in run.json, to name those that differ.
+            defaults: defaults of options that run.json lacks because an earlier version did not have them.
 
         Raises:
             ConfigError: other options or data.
@@ -267,10 +268,10 @@ class RunDirectory:
             )
 
     def resize(self, facts: dict[str, Any]) -> None:
-        """Renew what run.json says about the ranks where another number goes on.  Raises RunError (disk).
+        """Update what run.json says about the ranks when another number continues.  Raises RunError (disk).
 
         Args:
-            facts: `size`, `hosts` and what else depends on them.
+            facts: `size`, `hosts` and whatever else depends on them.
         """
         path = self.path / "run.json"
         with _disk_errors(path):
@@ -283,22 +284,22 @@ class RunDirectory:
             )
 
     def add_start(self, facts: dict[str, Any]) -> None:
-        """Append a line to starts.jsonl: ranks begin, or go on.  Raises RunError on a full disk.
+        """Append a line to starts.jsonl: ranks start or resume.  Raises RunError on a full disk.
 
-        What an earlier start has left half written, as it was killed, goes.
+        Also removes the temporary files of an earlier start that was killed while it wrote.
         """
         self._remove_half_written()
         path = self.path / "starts.jsonl"
         with _disk_errors(path):
             text = path.read_text(encoding="utf-8") if path.is_file() else ""
-            # A line that a full disk has cut off is left as it is, the next one begins anew.
+            # Leave a line that a full disk cut off as it is; start the next one on a new line.
             whole = text if text.endswith("\n") or not text else f"{text}\n"
             write_text_atomically(path, whole + json.dumps({"started": _now(), **facts}) + "\n")
 
     def _remove_half_written(self) -> None:
-        """Remove what `atomic_path` has left of files that only the owner of the folder writes.
+        """Remove temporary files that `atomic_path` left of files that only the folder's owner writes.
 
-        Of others, such as owner.json and wer-test.json, a command may be writing one right now.
+        Other files, such as owner.json and wer-test.json, may be being written by a command right now.
         """
         for name in _OF_OWNER:
             with suppress(OSError):  # it takes room, and no more
@@ -309,60 +310,60 @@ class RunDirectory:
         """Drop evaluations after a checkpoint: the resumed run makes them again.  Raises RunError (disk).
 
         Args:
-            step: of the checkpoint.
-            epochs_done: by then; asynchronous ranks may save at the last step before they evaluate there.
-                None: lines have no epoch.
+            step: step of the checkpoint.
+            epochs_done: epochs done by then; asynchronous ranks may save at the last step before they
+                evaluate there.  None: lines have no epoch.
         """
         if not self._metrics.is_file():
             return
         with _disk_errors(self._metrics):
             text = self._metrics.read_text(encoding="utf-8", errors="replace")
             lines = [line for line in text.splitlines() if _of(line, "step") <= step]
-            if epochs_done is not None:  # a paused run was evaluated within the epoch that follows
+            if epochs_done is not None:  # a paused run was evaluated within the next epoch
                 lines = [line for line in lines if _of(line, "epoch") < epochs_done + 1]
-                # A run that goes on comes to its end again, and to the mean that is scored there.
+                # A resumed run reaches its end again, and evaluates the mean there.
                 lines = [line for line in lines if not _is_of_mean(line)]
             write_text_atomically(self._metrics, "".join(f"{line}\n" for line in lines))
 
     @property
     def evaluated_step(self) -> int:
-        """The last step of which an evaluation stands in metrics.jsonl; 0: there is none."""
+        """Last step that metrics.jsonl has an evaluation of; 0: there is none."""
         steps = [_of(line, "step") for line in self._evaluations()]
         return int(max((step for step in steps if step < math.inf), default=0))
 
     def has_evaluation(self, step: int, frames: int) -> bool:
-        """Whether an evaluation after these steps and frames stands in metrics.jsonl.  Raises RunError."""
+        """Whether metrics.jsonl has an evaluation after these steps and frames.  Raises RunError."""
         at = (step, frames)
         return any((_of(line, "step"), _of(line, "frames")) == at for line in self._evaluations())
 
     def values(self, key: str) -> list[tuple[float, float]]:
-        """Return (epochs done, value) of the evaluations in training with a finite number by this key.
+        """Return (epochs done, value) of the evaluations during training with a finite value of `key`.
 
         Raises:
-            RunError: disk.
+            RunError: metrics.jsonl cannot be read.
         """
         lines = [line for line in self._evaluations() if not _is_of_mean(line)]
         pairs = [(_of(line, "epoch"), _of(line, key)) for line in lines]
         return [pair for pair in pairs if all(map(math.isfinite, pair))]
 
     def _evaluations(self) -> list[str]:
-        """Return the lines of metrics.jsonl; none where there is no such file.  Raises RunError (disk)."""
+        """Return the lines of metrics.jsonl; empty if there is no such file.  Raises RunError (disk)."""
         if not self._metrics.is_file():
             return []
         with _disk_errors(self._metrics):
             return self._metrics.read_text(encoding="utf-8", errors="replace").splitlines()
 
     def add_metrics(self, metrics: Metrics) -> None:
-        """Append a line to metrics.jsonl; the disk keeps it, as it will the checkpoint that follows.
+        """Append a line to metrics.jsonl and sync it to disk, like the checkpoint that follows.
 
         Raises:
-            RunError: the disk refuses.
+            RunError: the line cannot be written.
         """
         self.add_values(metrics.to_json())
         self.sync_metrics()
 
     def sync_metrics(self) -> None:
-        """Have the disk keep the lines of metrics.jsonl, if there are any.  Raises RunError (disk)."""
+        """Sync metrics.jsonl to disk, if it exists.  Raises RunError (disk)."""
         if self._metrics.is_file():
             with _disk_errors(self._metrics):
                 sync(self._metrics)
@@ -374,13 +375,13 @@ class RunDirectory:
             file.write(json.dumps(values) + "\n")
 
     def complete(self, facts: dict[str, Any]) -> None:
-        """Write completed.json: the run has ended well, whatever exit code a launcher reports."""
+        """Write completed.json: the run ended well, whatever exit code a launcher reports."""
         with _disk_errors(self._completed):
             content = {"finished": _now(), **facts}
             write_text_atomically(self._completed, json.dumps(content, indent=2) + "\n")
 
     def complete_again(self) -> None:
-        """Renew completed.json as it stands: a launcher takes no marker that was there before."""
+        """Write completed.json again unchanged: a launcher ignores a marker from before its start."""
         with _disk_errors(self._completed):
             write_text_atomically(self._completed, self._completed.read_text(encoding="utf-8"))
 
@@ -402,7 +403,7 @@ def _of(line: str, name: str) -> float:
 
 
 def _is_of_mean(line: str) -> bool:
-    """Return whether a line of metrics.jsonl is of the mean of several epochs' models."""
+    """Return whether a line of metrics.jsonl evaluates the mean of several epochs' models."""
     return _of(line, AVERAGED_EPOCHS) < math.inf
 
 
@@ -413,10 +414,10 @@ def _now() -> str:
 def difference(
     begun: Any, given: dict[str, Any] | None, defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> str:
-    """Name the options that differ between what was recorded and what was given, in brackets.
+    """Name, in parentheses, the options that differ between the recorded and the given ones.
 
     Returns:
-        "" where none is known to differ.
+        "" if none is known to differ.
 
     Example:
         >>> difference({"seed": 1, "epochs": 8}, {"seed": 5, "epochs": 2})
@@ -431,10 +432,10 @@ def difference(
 def differing(
     begun: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the options, those of groups too, whose value was another: name, then and now.
+    """Yield name, old and new value of each option that changed, including those in groups.
 
     Args:
-        defaults: of options that the former lack.
+        defaults: defaults of options that `begun` lacks.
     """
     for name, value in given.items():
         default = defaults.get(name)
@@ -446,7 +447,7 @@ def differing(
 
 
 def was_and_is(before: Any, now: Any) -> str:
-    """Put both values of a setting into words: `was 1, is 5`."""
+    """Describe the change of a setting: `was 1, is 5`."""
 
     def text(value: Any) -> str:
         if value in (None, "", []):

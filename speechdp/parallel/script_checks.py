@@ -1,6 +1,6 @@
-"""Whether what a script gives `DataParallel` can be used: strategy, model, optimizer, a state to go on from.
+"""Check what a script gives `DataParallel`: strategy, model, optimizer, a state to continue from.
 
-All of it is refused before it does harm: ranks that differ would wait for each other without end.
+Refuse it before it does harm: ranks that differ would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from speechdp.parallel.untrained import untrained
 from speechdp.process.notices import warn
 
 _LOWER_PRECISION = "for lower precision keep float32 parameters and compute under torch.autocast"
-#: What of an optimizer may differ although it was made alike.
+#: The one fact about an optimizer that may differ between ranks that made it in the same way.
 _STATE = "state of the optimizer"
-#: Options of a strategy that were saved beside another one, had no effect there, and are refused today.
+#: (strategy, option present, option without effect beside it), as saved earlier; refused today.
 _WITHOUT_EFFECT = (("gradient_averaging", "compression=powersgd", "overlap=true"),)
 
 
 def check_strategy(strategy: Strategy, comm: Communicator, num_steps: int) -> None:
-    """Refuse a strategy that these ranks, or the loop of a script, cannot train with.
+    """Refuse a strategy with which these ranks, or a script's loop, cannot train.
 
     Args:
         strategy: not attached.
         comm: the ranks.
-        num_steps: of the whole training; 0: not known.
+        num_steps: steps of the whole training; 0: unknown.
 
     Raises:
-        ConfigError: it is refused.
+        ConfigError: the strategy is refused.
     """
     strategy.check_ranks(comm)
     if None in strategy.roster(comm.size).part_of_rank:
@@ -63,10 +63,10 @@ def check_strategy(strategy: Strategy, comm: Communicator, num_steps: int) -> No
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what exchanges by itself, and trainable parameters that one flat vector cannot hold.
+    """Refuse modules that exchange by themselves, and trainable parameters that one flat vector cannot hold.
 
     Raises:
-        ConfigError: it is refused.
+        ConfigError: the model is refused.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
@@ -115,10 +115,10 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Refuse what is no optimizer of torch.
+    """Refuse an object that is not a torch optimizer.
 
     Raises:
-        ConfigError: it is refused.
+        ConfigError: it is not one.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
@@ -132,7 +132,7 @@ def check_norm(max_gradient_norm: object) -> None:
     """Refuse a norm to which no gradient can be clipped.
 
     Raises:
-        ConfigError: it is refused.
+        ConfigError: the norm is negative or not a number.
     """
     if not (isinstance(max_gradient_norm, numbers.Real) and float(max_gradient_norm) >= 0):
         raise ConfigError(
@@ -141,7 +141,7 @@ def check_norm(max_gradient_norm: object) -> None:
 
 
 def note_left_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Warn of trainable parameters that the optimizer does not have: a second one finds no gradients."""
+    """Warn of trainable parameters that the optimizer lacks: a second optimizer would find no gradients."""
     listed = {id(p) for group in optimizer.param_groups for p in group["params"]}
     names = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in listed]
     if names:
@@ -157,7 +157,7 @@ def check_same(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communi
     """Refuse ranks whose models or optimizers differ: their exchanges would hang.  Collective.
 
     Raises:
-        ConfigError: they do.
+        ConfigError: they differ.
     """
     shapes = [(name, list(p.shape), str(p.dtype)) for name, p in model.named_parameters() if p.requires_grad]
     others = [(name, list(x.shape), str(x.dtype)) for name, x in untrained(model)]
@@ -197,13 +197,13 @@ def check_loadable(
 
     Args:
         state: what `DataParallel.state_dict` returned.
-        strategy: of this run.
-        comm: its ranks.
-        what: names the state in messages.
-        otherwise: what may be done instead of going on from it.
+        strategy: strategy of this run.
+        comm: ranks of this run.
+        what: name of the state in messages.
+        otherwise: what the user may do instead of continuing from it, for messages.
 
     Raises:
-        ConfigError: it is refused.
+        ConfigError: the state is refused.
     """
     if (state["rank"], state["size"]) != (comm.rank, comm.size):
         raise ConfigError(
@@ -220,9 +220,9 @@ def check_loadable(
 
 
 def _in_full(strategy: str) -> str:
-    """Return a strategy that was saved as it is described today.
+    """Return a saved strategy as `describe` would write it today.
 
-    Options that it has got since are at their defaults; those that had no effect are left out.
+    Options added since then have their defaults; options that had no effect are left out.
     """
     name, _, rest = strategy.partition(":")
     for of, beside, option in _WITHOUT_EFFECT:
@@ -233,12 +233,12 @@ def _in_full(strategy: str) -> str:
             strategy = f"{name}:{rest}"
     try:
         return describe(parse_strategy(strategy))
-    except ConfigError:  # of a package that is not there, or with options that are gone
+    except ConfigError:  # from a package that is not installed, or with options that no longer exist
         return strategy
 
 
 def _told_apart(saved: str, here: str) -> tuple[str, str]:
-    """Return two strategies as `describe` gives them, with what differs alone; equal ones as they are."""
+    """Return two strategies in `describe` form, reduced to their differences; equal ones to the name."""
     (saved_name, _, saved_rest), (name, _, rest) = saved.partition(":"), here.partition(":")
     if saved_name != name:
         return saved_name, name
@@ -249,10 +249,10 @@ def _told_apart(saved: str, here: str) -> tuple[str, str]:
 
 
 def check_same_call(call: str, comm: Communicator) -> None:
-    """Refuse a call that other ranks have not come to, but to another one.  Collective.
+    """Refuse a call while other ranks are at a different one.  Collective.
 
     Args:
-        call: as messages have it, e.g. `run.save_checkpoint()`.
+        call: name of the call in messages, e.g. `run.save_checkpoint()`.
         comm: the ranks.
 
     Raises:
@@ -268,15 +268,15 @@ def check_same_call(call: str, comm: Communicator) -> None:
 
 
 def check_saved_together(state: dict[str, Any] | None, strategy: Strategy, comm: Communicator) -> None:
-    """Refuse states of different steps: ranks that were killed while they saved.  Collective.
+    """Refuse states of different steps, as ranks leave them that are killed while saving.  Collective.
 
     Args:
-        state: what this rank has loaded; None: nothing.
-        strategy: of this run.
-        comm: its ranks.
+        state: state that this rank has loaded; None: none.
+        strategy: strategy of this run.
+        comm: ranks of this run.
 
     Raises:
-        ConfigError: they are refused.
+        ConfigError: the states are refused.
     """
     steps = comm.allgather_object(None if state is None else state["steps"])
     for rank, step in enumerate(steps):
@@ -290,7 +290,7 @@ def check_saved_together(state: dict[str, Any] | None, strategy: Strategy, comm:
 
 @contextmanager
 def of_same_model() -> Iterator[None]:
-    """Turn what torch says of a state that does not fit into a line.  Raises ConfigError."""
+    """Turn torch's errors about a state that does not fit into one line.  Raises ConfigError."""
     try:
         yield
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:

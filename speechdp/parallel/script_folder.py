@@ -1,4 +1,4 @@
-"""The run folder of a script: whether a run may begin there, its record, its checkpoints (docs/api.md)."""
+"""The run folder of a script: whether a run may start there, its record, its checkpoints (docs/api.md)."""
 
 from __future__ import annotations
 
@@ -43,54 +43,55 @@ from speechdp.timing.gather import write_timing
 from speechdp.timing.gpu import gpu_facts
 from speechdp.watchdog.shared_disk import why_not_shared
 
-#: What to do with a state in a file of the script's, where an experiment runs the script several times.
+#: Advice for a script that keeps a state in a file of its own, when an experiment runs it several times.
 OWN_STATE = (
     "keep states in run.folder: each run of compare, sweep and tune has one of its own, any other file is "
     "shared by all"
 )
-#: Checkpoints kept: one may be found damaged, or be of a step after which all went wrong.
+#: Checkpoints kept: one may turn out damaged, or be of a step after which training went wrong.
 _KEPT = 2
 
-#: Folders of this process's runs that have not failed: a restarted script clears those of earlier ones only.
+#: Folders of this process's runs that have not failed: a restarted script clears only those of earlier
+#: processes.
 _begun_here: set[Path] = set()
 _CHECKPOINT = re.compile(r"step-(\d{8,})(?:-(\d+))?")
 
 
 class ScriptFolder:
-    """A run's folder on one rank, or none: then nothing is written.
+    """A run's folder on one rank, or no folder: then nothing is written.
 
-    It belongs to this job from the first look at its checkpoints, or from `begin`, until `release`.
+    The job owns it from its first look for checkpoints, or from `begin`, until `release`.
 
     Args:
         path: the same on all ranks; None: no folder.
         comm: the ranks of the run.
 
     Attributes:
-        run_id: of the run in the folder, the same on all ranks, once it has begun; "": none.
+        run_id: id of the run in the folder, the same on all ranks, once the run has begun; "": none.
     """
 
     def __init__(self, path: Path | None, comm: Communicator) -> None:
         self.path, self._comm = path, comm
         self.run_id = ""
         self._owner: FolderOwner | None = None
-        #: Whether all ranks see it; None: that is not known yet.
+        #: Whether all ranks see the folder; None: unknown yet.
         self._is_shared: bool | None = None
-        #: Whether checkpoints were looked for, and whether the run goes on from a state.
+        #: Whether checkpoints were looked for, and whether the run continues from a state.
         self._has_looked, self._goes_on = False, False
-        #: Where this rank writes the record: rank 0, if there is a folder.
+        #: The record, on the rank that writes it: rank 0, if there is a folder.
         self._record = RunDirectory(path) if path is not None and comm.rank == 0 else None
 
     def begin(self, facts: dict[str, Any], device: torch.device, *, state_of: str | None) -> Path | None:
         """Write run.json on rank 0; return the path of this rank's timeline.  Collective.
 
         Args:
-            facts: on the run, beside those on the machine and the job.
+            facts: facts about the run, added to those about the machine and the job.
             device: of this rank.
             state_of: id of the run whose state the script has loaded; None: it has loaded none.
 
         Raises:
-            ConfigError: the folder holds a run that is not to be touched, or belongs to another job.
-            RunError: it cannot be written.
+            ConfigError: the folder holds a run that must not be touched, or belongs to another job.
+            RunError: the folder cannot be written.
         """
         if self.path is None:
             return None
@@ -119,11 +120,11 @@ class ScriptFolder:
         return self.path / "timeline" / f"rank-{self._comm.rank:04d}.jsonl"
 
     def _acquire(self) -> None:
-        """Own the folder, on rank 0 for all.  Collective.
+        """Take ownership of the folder, on rank 0 for all ranks.  Collective.
 
         Raises:
-            ConfigError: on rank 0, another job owns it, or an earlier run of this script has been there.
-            RunError: on rank 0, it cannot be written.
+            ConfigError: on rank 0: another job owns it, or an earlier run of this script used it.
+            RunError: on rank 0: it cannot be written.
         """
         if self._record is not None and self._owner is None:
             folder = self._record.path
@@ -140,7 +141,7 @@ class ScriptFolder:
         self._tell_whether_shared()
 
     def _tell_whether_shared(self) -> None:
-        """Warn, once, where a rank does not see the folder: checkpoints need it, training does not."""
+        """Warn, once, if a rank does not see the folder: checkpoints need that, training does not."""
         if self._is_shared is not None or self.path is None:
             return
         problem = why_not_shared(self.path, self.path / OWNER_FILE, self._comm, what="it")
@@ -155,11 +156,11 @@ class ScriptFolder:
         self._owner = None
 
     def _why_not_go_on(self, state_of: str) -> str | None:
-        """Return on rank 0 why a run cannot go on here from another's state, or None."""
+        """Return on rank 0 why a run cannot continue here from another run's state, or None."""
         if self._record is None:
             return None
         if not self._record.is_begun:
-            # Runs of an experiment that share a file of the script's would go on from one another, unseen.
+            # Runs of an experiment that share a script's own file would silently continue from each other.
             if self.is_told and state_of:
                 return f"{self._record.path}: the state that was loaded is that of another run; {OWN_STATE}"
             return None
@@ -173,11 +174,11 @@ class ScriptFolder:
 
     @property
     def is_told(self) -> bool:
-        """Whether the environment names the folder, as it does in runs of an experiment."""
+        """Whether the environment sets the folder, as it does in runs of an experiment."""
         return bool(os.environ.get(FOLDER))
 
     def _why_not_begin(self) -> str | None:
-        """Return on rank 0 why a run cannot begin here, or None."""
+        """Return on rank 0 why a run cannot start here, or None."""
         if self._record is None:
             return None
         folder = self._record.path
@@ -189,7 +190,7 @@ class ScriptFolder:
                 f"{folder}: holds checkpoints of a run (the last is {whole[-1].name}), and the script has "
                 f"loaded none; call load_checkpoint to continue it, {other}, or remove it"
             )
-        # An earlier start of the same job may have failed in what follows the training.
+        # An earlier start of the same job may have failed after its training.
         is_of_job = self._record.launch() == _launch() != ""
         may_clear = not is_own and (is_of_job or not self._record.is_complete)
         is_meant = self._has_looked or os.environ.get(RESUME) == "1"
@@ -198,26 +199,26 @@ class ScriptFolder:
         return f"{folder}: already holds a run, without checkpoints; {other}, or remove it"
 
     def once_removed(self) -> str:
-        """Return what must be done before a script that has saved nothing can take its steps again, or ""."""
+        """Return what to do before a script that has saved nothing can repeat its steps, or ""."""
         may_begin = self._goes_on or self._has_looked or os.environ.get(RESUME) == "1"
         if self.path is None or may_begin:
             return ""
         return f", once {self.path} is removed"
 
     def fail(self) -> None:
-        """Note that the run has failed, and may begin anew in this process."""
+        """Note that the run failed; it may start again in this process."""
         if self.path is not None:
             _begun_here.discard(self.path.resolve())
         self.release()
 
     def complete(self, timing: dict[str, Any] | None, step: int) -> None:
-        """Write on rank 0 what was timed, and that the run has ended well."""
+        """Write on rank 0 the timing, and that the run ended well."""
         self.record_timing(timing)
         if self._record is not None:
             self._record.complete({"step": step, "host": socket.gethostname()})
 
     def record_timing(self, timing: dict[str, Any] | None) -> None:
-        """Write on rank 0 what was timed."""
+        """Write on rank 0 the timing."""
         if self._record is None or timing is None:
             return
         if all(entry["steps"] > 0 for entry in timing["ranks"]):
@@ -229,18 +230,19 @@ class ScriptFolder:
             self._record.add_values(values)
 
     def go_on_after(self, step: int) -> None:
-        """Drop what was recorded after a step, which is taken again."""
+        """Drop records after `step`, because the steps after it are repeated."""
         if self._record is not None:
             self._record.truncate_metrics(step)
 
     # -- checkpoints ------------------------------------------------------------------------------------
 
     def write_checkpoint(self, state: dict[str, Any], step: int) -> None:
-        """Write every rank's state; the folder gets its name when all are on disk.  Collective.
+        """Write every rank's state; rename the folder when all are on disk.  Collective.
 
         Args:
-            state: of this rank.
-            step: rank 0's names the checkpoint: asynchronous ranks have taken other numbers of steps.
+            state: state of this rank.
+            step: rank 0's step names the checkpoint: asynchronous ranks have taken different numbers of
+                steps.
 
         Raises:
             ConfigError: the run has no folder, or the state could not be read back.
@@ -268,17 +270,17 @@ class ScriptFolder:
         self._comm.barrier()
 
     def _new_temporary(self, folder: Path, step: int) -> Path:
-        """Make the folder that the ranks write to; what jobs that were killed have left goes."""
+        """Create the folder that the ranks write to; delete what killed jobs left."""
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob("step-*.tmp"):
             shutil.rmtree(left, ignore_errors=True)
-        # A name that nobody has looked for: network disks remember what is not there.
+        # A new name each time: network file systems cache that a name does not exist.
         temporary = folder / f"step-{step:08d}.{uuid.uuid4().hex[:8]}.tmp"
         temporary.mkdir()
         return temporary
 
     def _write_state(self, temporary: Path, state: dict[str, Any]) -> str | None:
-        """Write this rank's part; return what keeps it from doing so."""
+        """Write this rank's part; return the problem that prevents it, or None."""
         if not temporary.is_dir():
             host = environment.host_name()
             return (
@@ -292,7 +294,7 @@ class ScriptFolder:
         return None
 
     def _keep(self, temporary: Path, step: int) -> None:
-        """Give a checkpoint its name; only then remove older ones, and later ones of a run that was left."""
+        """Give a checkpoint its name; only then remove older ones, and later ones of an abandoned run."""
         whole = self._whole_checkpoints()
         version = 1 + max((_key(path)[1] for path in whole if _key(path)[0] == step), default=0)
         final = temporary.with_name(f"step-{step:08d}" + (f"-{version}" if version > 1 else ""))
@@ -306,11 +308,11 @@ class ScriptFolder:
                 shutil.rmtree(path, ignore_errors=True)
 
     def read_checkpoint(self) -> dict[str, Any] | None:
-        """Return this rank's state of the last whole checkpoint; None: there is none.  Collective.
+        """Return this rank's state in the last complete checkpoint; None: there is none.  Collective.
 
         Raises:
             ConfigError: the run has no folder, or the checkpoint is of another number of ranks.
-            RunError: it cannot be read.
+            RunError: the checkpoint cannot be read.
         """
         folder = self._checkpoints()
         self._acquire()
@@ -332,7 +334,7 @@ class ScriptFolder:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except OSError as error:
             raise RunError(cannot_be_read(path, error)) from error
-        except Exception as error:  # whatever zipfile and torch.load find wrong in a file
+        except Exception as error:  # whatever zipfile and torch.load find wrong with a file
             if line := no_memory_to_read(path, error):
                 raise RunError(line) from error
             said = one_line(error, 80)
@@ -345,31 +347,31 @@ class ScriptFolder:
         return self.path / "checkpoints"
 
     def last_checkpoint_note(self) -> str:
-        """Return `; last checkpoint: PATH`, to end a message; "": there is none, or no folder."""
+        """Return `; last checkpoint: PATH`, as the end of a message; "": no checkpoint or no folder."""
         whole = [] if self.path is None else self._whole_checkpoints()
         return f"; last checkpoint: {whole[-1]}" if whole else ""
 
     def _whole_checkpoints(self) -> list[Path]:
-        """Return the folders of whole checkpoints, the last one last."""
+        """Return the folders of complete checkpoints, oldest first."""
         found = self._checkpoints().glob("step-*")
         return sorted((path for path in found if _CHECKPOINT.fullmatch(path.name)), key=_key)
 
 
 def _key(checkpoint: Path) -> tuple[int, int]:
-    """Return step and version of a checkpoint's folder: one step may be saved several times."""
+    """Return step and version of a checkpoint's folder: a step may be saved several times."""
     match = _CHECKPOINT.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)
 
 
 def _check_sums(path: Path) -> None:
-    """Hold what torch.save has written against its own checksums, which torch.load reads past.
+    """Check a file of torch.save against its own checksums, which torch.load does not verify.
 
-    A script may have told torch to write none: then all are 0.
+    A script may have told torch to write none; then all are 0.
 
     Raises:
-        BadZipFile: a part is not what was written, or the file is cut short.
-        OSError: it cannot be read.
+        BadZipFile: a part differs from what was written, or the file is truncated.
+        OSError: the file cannot be read.
     """
     with zipfile.ZipFile(path) as archive:
         has_sums = any(part.CRC for part in archive.infolist())
@@ -386,7 +388,7 @@ def _check_readable(state: dict[str, Any]) -> None:
                 torch.save(_without_tensors(value), file)
                 file.seek(0)
                 torch.load(file, weights_only=True)
-            except Exception as error:  # whatever torch finds wrong in it
+            except Exception as error:  # whatever torch finds wrong with it
                 said = one_line(error)
                 kind = next(iter(re.findall(r"GLOBAL ([\w.]+)", said)), type(error).__name__)
                 raise ConfigError(
@@ -396,7 +398,7 @@ def _check_readable(state: dict[str, Any]) -> None:
 
 
 def _without_tensors(value: Any) -> Any:
-    """Return nested values with small numbers in place of tensors, which are readable anyway."""
+    """Return nested values with tensors, which are always readable, replaced by small numbers."""
     if isinstance(value, Tensor):
         return 0
     if type(value) in (dict, OrderedDict):
@@ -407,11 +409,11 @@ def _without_tensors(value: Any) -> Any:
 
 
 def write_tensors(path: Path, values: dict[str, Any]) -> None:
-    """Write tensors by name, whole or not at all: `.safetensors` as such, anything else by `torch.save`.
+    """Write tensors by name, completely or not at all: `.safetensors` as such, others with `torch.save`.
 
     Raises:
-        ConfigError: `.safetensors` cannot hold them, as not all are tensors.
-        RunError: it cannot be written.
+        ConfigError: some values are not tensors, which `.safetensors` cannot hold.
+        RunError: the file cannot be written.
     """
     if path.suffix == ".safetensors":
         values = _plain_tensors(path, values)
@@ -421,7 +423,7 @@ def write_tensors(path: Path, values: dict[str, Any]) -> None:
             if path.suffix == ".safetensors":
                 importlib.import_module("safetensors.torch").save_file(values, temporary)
             else:
-                # Given a path, torch.save does not say what the disk said.
+                # Given a path, torch.save hides the operating system's error.
                 with temporary.open("wb") as file:
                     torch.save(values, file)
     except Exception as error:
@@ -431,10 +433,10 @@ def write_tensors(path: Path, values: dict[str, Any]) -> None:
 
 
 def _plain_tensors(path: Path, values: dict[str, Any]) -> dict[str, Tensor]:
-    """Return tensors by name as safetensors takes them, each contiguous.
+    """Return tensors by name in the form safetensors takes, each contiguous.
 
     Raises:
-        ConfigError: one is no tensor.
+        ConfigError: a value is not a tensor.
     """
     for name, value in values.items():
         if not isinstance(value, Tensor):
@@ -464,10 +466,10 @@ def _job_facts(comm: Communicator, device: torch.device, hosts: list[str], gpus:
 
 
 def _script_version() -> str:
-    """Return a checksum of the script that runs and of the modules that it has imported from its folder.
+    """Return a checksum of the running script and of the modules it has imported from its folder.
 
     Returns:
-        "": it is no file, as where Python reads standard input.
+        "": the script is not a file, as when Python reads standard input.
     """
     script = Path(sys.argv[0])
     try:
@@ -481,9 +483,9 @@ def _script_version() -> str:
 
 
 def _own_modules(script: Path) -> list[Path]:
-    """Return the files of modules that have been imported from a script's folder, in order, without itself.
+    """Return the files of modules imported from a script's folder, sorted, without the script itself.
 
-    What is installed there, in a virtual environment or with Python itself, is not the script's own, and
+    Packages installed there, in a virtual environment or with Python itself, are not the script's own;
     neither is speechdp.
     """
     paths = sysconfig.get_paths()
@@ -504,5 +506,5 @@ def _own_modules(script: Path) -> list[Path]:
 
 
 def _launch() -> str:
-    """Return what names the `speechdp launch` of this process, the same in all its starts; "": none."""
+    """Return the id of this process's `speechdp launch`, the same in all its starts; "": none."""
     return os.environ.get(START_VARIABLE, "").partition(":")[0]

@@ -1,6 +1,6 @@
-"""Stop on request: SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 on any rank: all save and end at the same step.
+"""Stop on request: after SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2 to any rank, all save and end at the same step.
 
-So does SIGINT in a `train` or `sweep` of one rank that was started alone.
+SIGINT does the same in a `train` or `sweep` of one rank that was started without a launcher.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ _ON_INTERRUPT = b"\nspeechdp: interrupted: ends as soon as it can be gone on wit
 
 
 class StopRequest:
-    """Remembers the signal; installed around a run, in the main thread.
+    """Remember the signal; installed around a run, in the main thread.
 
     Schedulers send SIGTERM, SIGUSR1 or SIGUSR2 before they end a job, Grid Engine on each host; mpirun
-    forwards SIGUSR1 and SIGUSR2 to every rank.  SIGHUP comes of a terminal that is closed; where it is
-    ignored (nohup) it stays so.  Ctrl-C (SIGINT) reaches no rank of a launcher, which hands it on otherwise,
-    but it reaches a process that was started alone: its first one may ask to stop, too.
+    forwards SIGUSR1 and SIGUSR2 to every rank.  SIGHUP comes when a terminal closes; if it is ignored
+    (nohup), it remains ignored.  Ctrl-C (SIGINT) reaches no rank under a launcher, which forwards it in
+    another way.  It does reach a process that was started alone, where the first one may also be a request to
+    stop.
 
     Args:
-        by_interrupt: SIGINT asks to stop, and the next one ends at once, as any does otherwise.
+        by_interrupt: the first SIGINT asks to stop; the next ends the process at once, as any does otherwise.
     """
 
     def __init__(self, *, by_interrupt: bool = False) -> None:
@@ -71,24 +72,24 @@ class StopRequest:
     def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._note(number, frame)
         signal.signal(signal.SIGINT, self._previous[signal.SIGINT])  # type: ignore[arg-type]
-        with suppress(OSError):  # not print: what is interrupted may be printing
+        with suppress(OSError):  # not print: the signal may have interrupted a print
             os.write(STDERR, _ON_INTERRUPT)
 
 
 class StopSource(Protocol):
-    """Whatever knows of a request to stop: a StopRequest, or a LoneStop."""
+    """An object that knows of a request to stop: a StopRequest or a LoneStop."""
 
     @property
     def received(self) -> str | None:
-        """Name of the signal; None: there was none."""
+        """Name of the signal; None: no signal so far."""
         ...
 
 
 class LoneStop:
-    """Tells rank 0, which works while the others wait for it, of a signal that any of them has got.
+    """Tell rank 0, which works while the others wait for it, of a signal that any rank has received.
 
     Args:
-        request: of this rank; None: it has none.
+        request: request of this rank; None: it has none.
         comm: all ranks.
 
     Example::
@@ -102,13 +103,13 @@ class LoneStop:
     def __init__(self, request: StopSource | None, comm: Communicator) -> None:
         self._request, self._comm = request, comm
         self._elsewhere: str | None = None
-        #: The thread whose `received` may exchange; None: the others do not wait.
+        #: The thread whose reads of `received` may exchange; None: the others are not waiting.
         self._thread: int | None = None
         self._last_s = time.monotonic()
 
     @property
     def received(self) -> str | None:
-        """Name of the signal that a rank got, as known about a second ago; None: there was none."""
+        """Name of the signal that a rank received, known after about a second; None: no signal so far."""
         is_due = time.monotonic() - self._last_s >= _INTERVAL_S and self._own is None
         if is_due and self._elsewhere is None and self._thread == threading.get_ident():
             self._exchange(is_over=False)
@@ -116,7 +117,7 @@ class LoneStop:
 
     @contextmanager
     def while_others_wait(self) -> Iterator[None]:
-        """Run the block on all ranks, and let the others wait then until rank 0 has left it.  Collective."""
+        """Run the block on all ranks; the others then wait until rank 0 has left it.  Collective."""
         if self._comm.rank > 0:
             yield
             while not self._exchange(is_over=False):
@@ -134,7 +135,7 @@ class LoneStop:
         return None if self._request is None else self._request.received
 
     def _exchange(self, *, is_over: bool) -> bool:
-        """Tell each other of signals, and whether rank 0 is over with its work; return the latter."""
+        """Share signals and whether rank 0 has finished its work; return the latter."""
         number = 0 if self._own is None else int(signal.Signals[self._own])
         values = torch.tensor([number, is_over], dtype=torch.float64)
         self._comm.allreduce(values, name="lone.stop", op=ReduceOp.MAX)
@@ -145,16 +146,16 @@ class LoneStop:
 
 
 class StopAgreement:
-    """Makes all ranks learn at the same step that one of them was asked to stop.
+    """Let all ranks learn at the same step that one of them was asked to stop.
 
-    About once a second of training an allreduce of two numbers is started, and its result is read at the
-    next such step, so that only a rank waits for it that is further ahead of another.  The steps between are
-    the same on every rank because they follow from what was exchanged.
+    About once a second of training, an allreduce of two numbers starts; its result is read at the next such
+    step, so a rank waits only if it is further ahead of another than that.  Every rank computes the same
+    interval between these steps, because it follows from the exchanged values.
 
     Args:
-        request: of this rank; None: it has none.
+        request: request of this rank; None: it has none.
         comm: the ranks.
-        timeline: has what this rank waits as communication of the step that follows; None: nothing is timed.
+        timeline: records this rank's wait as communication of the following step; None: nothing is timed.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class StopAgreement:
         self._last_s = time.monotonic()
 
     def reached(self) -> bool:
-        """Return whether to stop after this step.  Collective: call once a step."""
+        """Return whether to stop after this step.  Collective: call once per step."""
         self._countdown -= 1
         if self._countdown > 0:
             return False
@@ -199,12 +200,12 @@ class StopAgreement:
 
 @dataclass(frozen=True)
 class Pause:
-    """Where a loop of one's own is told to stop without a signal.
+    """Where a script's own loop must stop without a signal.
 
     Attributes:
-        step: not before each rank has taken so many.
-        evaluated: nor before the model has been evaluated, there or later.
-        cut: training ends with that step, whether the loop asks or not, and nothing is saved.
+        step: stop only after each rank has taken this many steps.
+        evaluated: and only after the model has been evaluated, at that step or later.
+        cut: training ends with that step, whether or not the loop asks, and nothing is saved.
     """
 
     step: int
@@ -213,7 +214,7 @@ class Pause:
 
     @classmethod
     def of_environment(cls) -> Pause | None:
-        """Return what SPEECHDP_PAUSE_AT says.  Raises ConfigError."""
+        """Return the pause in SPEECHDP_PAUSE_AT; None: not set.  Raises ConfigError."""
         text = os.environ.get(PAUSE, "")
         number = text.removeprefix(_EVALUATION).removeprefix(_CUT)
         if not text:
@@ -229,16 +230,17 @@ class Pause:
 
 
 class StopWatch:
-    """Tells a loop of one's own whether to stop: the same on all ranks where they have taken as many steps.
+    """Tell a script's own loop whether to stop: the same on all ranks after the same number of steps.
 
-    Signals are noted from now until `close`, but not where ranks are threads: signals reach the main thread.
+    Signals are noted from now until `close`, but not if ranks are threads: signals reach only the main
+    thread.
 
     Args:
         comm: the ranks.
-        together: they take their steps together.  Otherwise they agree where they meet: whoever lets them
-            meet adds up `is_asked` over them, and sets `is_agreed`.
-        timeline: has what a rank waits for others.
-        pause: where to stop in any case: as all ranks have it, they need not agree on a step.
+        together: whether ranks take their steps together.  Otherwise they agree where they meet: the code
+            that makes them meet sums `is_asked` over the ranks, and sets `is_agreed`.
+        timeline: records a rank's wait for others.
+        pause: where to stop in any case; all ranks have the same, so they need not agree on a step.
     """
 
     def __init__(
@@ -250,25 +252,25 @@ class StopWatch:
             self._request.__enter__()
         self._agreement = StopAgreement(self._request, comm, timeline) if together else None
         self._step = -1
-        #: Whether all ranks know that they are to stop, and whether the loop has been told.
+        #: Whether all ranks know that they must stop, and whether the loop has been told.
         self.is_agreed = self.is_told = False
         self._has_said = False
 
     @property
     def is_asked(self) -> bool:
-        """Whether this rank has been sent a signal."""
+        """Whether this rank has received a signal."""
         return self._request.received is not None
 
     def has_paused(self, step: int) -> bool:
-        """Return whether the loop, stopped at a step, has come to its pause: no signal came before."""
+        """Return whether the loop, stopped at `step`, has reached its pause rather than got a signal."""
         return self.pause is not None and step >= self.pause.step
 
     def is_due(self, step: int) -> bool:
-        """Return whether to stop as soon as the model, at this step, has been evaluated."""
+        """Return whether to stop as soon as the model has been evaluated at `step`."""
         return self.pause is not None and self.pause.evaluated and step >= self.pause.step
 
     def look(self, step: int) -> bool:
-        """Return whether to stop after a step.  Collective, the first time it is asked of a step."""
+        """Return whether to stop after `step`.  Collective, the first time it is called for a step."""
         if self.pause is not None and not self.pause.evaluated and step >= self.pause.step:
             self.is_told = True
             return True
@@ -290,5 +292,5 @@ class StopWatch:
             self._agreement.drain()
 
     def close(self) -> None:
-        """Leave signals to whoever had them before."""
+        """Restore the previous signal handlers."""
         self._request.__exit__(None, None, None)

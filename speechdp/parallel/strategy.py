@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast, final,
 
 from speechdp.parallel.declared import Exchange, Model, Roster
 
-if TYPE_CHECKING:  # who only reads options does without torch
+if TYPE_CHECKING:  # code that only reads options need not import torch
     from torch import Tensor
 
     from speechdp.comm.base import Communicator, PeerCommunicator
@@ -29,14 +29,14 @@ _Strategy = TypeVar("_Strategy", bound="Strategy")
 class Progress:
     """Where training stands after a backward pass.
 
-    With a synchronous strategy the same on every rank, `time_s` apart, and known without an exchange: it
-    follows from the epoch plan.  With an asynchronous one it is what this rank knows.
+    With a synchronous strategy, everything but `time_s` is the same on every rank and known without an
+    exchange, because it follows from the epoch plan.  With an asynchronous one it is what this rank knows.
 
     Attributes:
         step: backward passes so far, this one included.
         frames_per_rank: frames so far, averaged over ranks.
         time_s: training time on this rank.
-        epoch: epochs so far, with fraction.
+        epoch: epochs so far, including the fraction of the current one.
         num_epochs: epochs of the whole run.
     """
 
@@ -49,29 +49,34 @@ class Progress:
 
 @dataclass(frozen=True)
 class Traits:
-    """What others have to know of a strategy before and while it trains; follows from its options alone.
+    """What other code must know about a strategy before and while it trains; follows from its options alone.
 
     Attributes:
         synchronous: every rank makes the same exchanges at the same steps; such runs resume bitwise.
         replicas_equal: all replicas hold the same parameters and optimizer state after every step.
-        period: how often it exchanges, as its option is written: `16`, `600kf`, `2.5s`; None: it has none.
-        between_nodes: the longer period of averages between nodes, likewise; None: there are none apart.
-        has_outer_step: an optimizer of its own steps once a period, so that with another period it is another
-            optimizer, and may learn better with fewer exchanges.
-        exchanges_every_step: there is an exchange at every step or nearly so; back-ends may trade latency
-            for idle cost.
-        needs_peers: messages between two ranks are needed: `attach` opens a channel, `peers`, or refuses
-            the back-end.
+        period: how often the strategy exchanges, as its option is written: `16`, `600kf`, `2.5s`; None: it
+            has no period.
+        between_nodes: the longer period of averages between nodes, written likewise; None: there is no
+            separate average between nodes.
+        has_outer_step: an outer optimizer takes one step per period.  Another period is then another
+            optimizer, which may learn better with fewer exchanges.
+        exchanges_every_step: there is an exchange at every step or nearly so; otherwise back-ends may accept
+            a higher latency to cost less while idle.
+        needs_peers: the strategy sends messages between pairs of ranks: `attach` opens a channel, `peers`, or
+            refuses the back-end.
         partners_follow_size: who exchanges with whom follows from the number of ranks alone.
         counts_frames: `Progress.frames_per_rank` must be the same on every rank.
-        counts_epochs: what it does depends on the epochs done, which a user's own loop does not tell.
-        changes_over_time: what it exchanges, or how often, is not the same in all of training: some steps of
-            it do not tell how fast the whole is.
-        follows_whole_run: what it does depends on the share of the whole training that is done.
-        survives_divergence: a rank's loss or parameters may stop being numbers, if there are others: the
-            strategy mends that at its next exchange.
-        survives_loss: training goes on where ranks other than 0 are gone, if the communicator tolerates that.
-        offers_models: the final model is chosen on held-out data among those it has kept (`OffersModels`).
+        counts_epochs: the strategy depends on the number of epochs done, which a user's own loop does not
+            report.
+        changes_over_time: what the strategy exchanges, or how often, changes during training, so the speed of
+            some steps does not give the speed of the whole training.
+        follows_whole_run: the strategy depends on the fraction of the whole training that is done.
+        survives_divergence: a rank's loss or parameters may become NaN or infinite if there are other ranks:
+            the next exchange repairs them.
+        survives_loss: training continues when ranks other than 0 are lost, if the communicator tolerates
+            that.
+        offers_models: the final model is the best on held-out data of those the strategy kept
+            (`OffersModels`).
     """
 
     synchronous: bool = True
@@ -97,44 +102,45 @@ class Traits:
 
     @property
     def resumes_with_other_size(self) -> bool:
-        """Whether a run may go on with another number of ranks: rank r of them takes the state of r modulo R.
+        """Whether a run may resume with another number of ranks: rank r takes the state of r modulo R.
 
-        Not where ranks have parts of their own to play: servers, or partners who know of one another.
+        R is the number of ranks that saved.  False where ranks have roles: servers, or partners that know
+        each other.
         """
         return self.synchronous and (self.partners_follow_size or not self.needs_peers)
 
 
 class Strategy(ABC):
-    """Turns the gradients of this rank into the next parameters of this rank.
+    """Turn the gradients of this rank into the next parameters of this rank.
 
-    A strategy as it is made holds its options only, and may serve many runs; `attach` returns one at work on
-    a replica, with its state.  Life of that one: `resume`, any number of steps, `pause`, again and again;
-    `finish` and `close` at the end.  A step is `before_backward`, the forward pass, the backward pass,
-    `step`.
+    A new strategy object holds only its options, and may serve many runs; `attach` returns a second object
+    that works on a replica and holds state.  The life of the attached one: `resume`, any number of steps,
+    `pause`, again and again; `finish` and `close` at the end.  A step is `before_backward`, the forward pass,
+    the backward pass, `step`.
 
-    Synchronous strategies have a step on every rank at the same time (also one without frames: a rank whose
-    part of the epoch is shorter keeps joining) and need nothing for pause and resume.  Asynchronous ones
-    exchange between `resume` and `pause` in a thread of their own while every rank steps at its own pace;
-    evaluation, checkpoints and `finish` happen while paused.
+    With a synchronous strategy, all ranks take each step at the same time, and pause and resume do nothing.
+    A rank whose part of the epoch is shorter keeps joining, with steps without frames.  An asynchronous
+    strategy exchanges in a thread of its own between `resume` and `pause`, while every rank steps at its own
+    pace; evaluation, checkpoints and `finish` happen while paused.
 
-    What subclasses write, all but the abstract ones where they differ from the rest:
+    What subclasses write; methods that are not abstract only where the default does not fit:
 
-    - what it is, from its options alone: `traits`, `roster`, `check_options`, `check_ranks`;
-    - its beginning: `set_up`, which makes its state;
+    - the strategy's properties, from its options alone: `traits`, `roster`, `check_options`, `check_ranks`;
+    - its start: `set_up`, which creates its state;
     - training: `before_backward`, `step` (abstract); asynchronous ones `resume` and `pause`;
-    - what is shown: `evaluation_parameters`, `finish` (abstract), `statistics`;
+    - what others see of it: `evaluation_parameters`, `finish` (abstract), `statistics`;
     - its state: `state_dict`, `load_state_dict` (both abstract), `begin_as_copy`.
 
-    Some also have a method that not all need: `PredictsExchange`, `ObservesLoss`, `OffersModels`,
-    `BeginsTogether`.
+    Some also have a method that only some strategies need: `PredictsExchange`, `ObservesLoss`,
+    `OffersModels`, `BeginsTogether`.
 
     Attributes:
-        name: on the command line: its file's, or that under which it is registered.
-        replica: what it moves.
+        name: name on the command line: that of its file, or the one it is registered under.
+        replica: the replica it updates.
         comm: the ranks.
         timeline: where exchanges and updates are recorded.
-        peers: the channel between two ranks, with `traits.needs_peers`.
-        channels: that one, and what `set_up` opens besides: `close` closes them, `peer_bytes` counts.
+        peers: the channel for messages between two ranks, with `traits.needs_peers`.
+        channels: `peers` and all that `set_up` opens: `close` closes them, `peer_bytes` counts their bytes.
     """
 
     name: ClassVar[str] = ""
@@ -146,53 +152,53 @@ class Strategy(ABC):
     channels: list[PeerCommunicator | Communicator]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Give a class the name of its file, not that of the class it is derived from."""
+        """Name a class after its own file, not after that of its base class."""
         super().__init_subclass__(**kwargs)
         cls.name = cls.__module__.rpartition(".")[2]
 
-    # -- what it is -------------------------------------------------------------------------------------
+    # -- properties -------------------------------------------------------------------------------------
 
     @final
     @property
     def observer(self) -> ObservesLoss | None:
-        """Itself where it goes by the training loss, else None."""
-        # Asked at every step: isinstance of a protocol takes 20 us on Python 3.11.
+        """The strategy itself if it uses the training loss, else None."""
+        # Read at every step: isinstance with a protocol takes 20 us on Python 3.11.
         return cast("ObservesLoss", self) if hasattr(self, "observe_loss") else None
 
     @property
     def traits(self) -> Traits:
-        """What others have to know of it."""
+        """What other code must know about the strategy."""
         return Traits()
 
     def roster(self, size: int) -> Roster:
-        """Return who of `size` ranks trains on which part of the data, and who takes steps with whom."""
+        """Return which part of the data each of `size` ranks trains on, and which ranks step together."""
         return Roster(list(range(size)), list(range(size)))
 
     def check_options(self) -> None:
-        """Raise ConfigError for option values that cannot be used; called when options are parsed."""
+        """Raise ConfigError for unusable option values; called when options are parsed."""
         return None
 
     def check_ranks(self, comm: Communicator) -> None:
-        """Refuse ranks, or a back-end, that this strategy cannot train on.  Collective.
+        """Refuse ranks, or a back-end, with which this strategy cannot train.  Collective.
 
-        Called before a run is begun, and by `attach`.
+        Called before a run starts, and by `attach`.
 
         Raises:
-            ConfigError: options that these ranks, or their back-end, cannot carry.
+            ConfigError: the options are not possible with these ranks or their back-end.
         """
         if self.traits.needs_peers and not comm.has_peers:
-            comm.peers()  # says what to do instead
+            comm.peers()  # raises, and says what to do instead
 
-    # -- its beginning and end --------------------------------------------------------------------------
+    # -- start and end ----------------------------------------------------------------------------------
 
     @final
     def attach(self: _Strategy, replica: Replica, comm: Communicator, timeline: Timeline) -> _Strategy:
-        """Return this strategy at work on `replica`, whose parameters become rank 0's.  Collective.
+        """Return a copy of this strategy at work on `replica`, which gets rank 0's parameters.  Collective.
 
-        Where it raises, also on this rank alone, nothing stays open here.
+        If it raises, even on this rank alone, it leaves nothing open on this rank.
 
         Raises:
-            ConfigError: options that these ranks, or their back-end, cannot carry.
+            ConfigError: the options are not possible with these ranks or their back-end.
         """
         made: _Strategy = dataclasses.replace(self)  # type: ignore[type-var]
         made.replica, made.comm, made.timeline = replica, comm, timeline
@@ -212,21 +218,21 @@ class Strategy(ABC):
         return made
 
     def set_up(self) -> None:
-        """Make the state of a run that begins; replica, ranks and channels are there.  Collective.
+        """Create the state of a new run; replica, ranks and channels are ready.  Collective.
 
-        What it opens it appends to `channels` at once: if it raises, those are given up.
+        Append each channel to `channels` as soon as it is open: if `set_up` raises, those are abandoned.
         """
         return None
 
     def resume(self) -> None:
-        """Start exchanging; no message from before is in flight."""
+        """Start exchanging; no earlier message is in flight."""
         return None
 
     def pause(self) -> None:
         """End all exchanges: on return no thread of the strategy runs.  Collective, not at the same time.
 
-        Ranks that are still training are served until they pause as well; it never waits for a rank that
-        has ended by an error without raising.
+        Keeps serving ranks that still train until they pause as well.  Raises instead of waiting for a rank
+        that ended with an error.
         """
         return None
 
@@ -238,21 +244,21 @@ class Strategy(ABC):
 
     @final
     def abandon(self) -> None:
-        """Release what `attach` acquired after an error, while paused.  Waits for nobody."""
+        """Release what `attach` acquired after an error, while paused.  Waits for no other rank."""
         for channel in self.channels:
             channel.abandon()
 
     # -- training ---------------------------------------------------------------------------------------
 
     def before_backward(self, frames: int) -> None:
-        """Note that a backward pass over `frames` frames of this rank begins (0: there is none)."""
+        """Note that a backward pass over `frames` frames of this rank starts (0: this rank has none)."""
         self.replica.frames += frames
 
     @abstractmethod
     def step(self, progress: Progress) -> None:
         """Exchange and update after a backward pass.  Collective."""
 
-    # -- what is shown ----------------------------------------------------------------------------------
+    # -- what others see --------------------------------------------------------------------------------
 
     @abstractmethod
     def finish(self) -> None:
@@ -262,15 +268,15 @@ class Strategy(ABC):
     def evaluation_parameters(self) -> Iterator[None]:
         """Put the parameters to be evaluated into the replica inside the block.  Collective.
 
-        Strategies whose replicas differ show their average; training goes on afterwards as if nothing
-        had been evaluated.
+        Strategies whose replicas differ put in their average.  Training continues afterwards as if there had
+        been no evaluation.
         """
         yield
 
     def statistics(self) -> dict[str, Any]:
         """Return figures of this rank for the report, e.g. `staleness`: counts by age.
 
-        A strategy whose period changes gives that in force as `period`, which evaluations record.
+        A strategy whose period changes returns the current one as `period`, which evaluations record.
         """
         return {}
 
@@ -280,7 +286,7 @@ class Strategy(ABC):
         """Bytes this rank has sent over the strategy's own channels."""
         return round(sum(channel.sent_bytes for channel in self.channels))
 
-    # -- its state --------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -294,7 +300,7 @@ class Strategy(ABC):
         """
 
     def begin_as_copy(self) -> None:
-        """Reset what has accumulated since the last exchange: another rank keeps the same state."""
+        """Reset what has accumulated since the last exchange, as another rank keeps the same state."""
         self.replica.clear_gradients()
 
 
@@ -303,10 +309,10 @@ class PredictsExchange(Protocol):
     """A strategy whose speed `simulate` and `tune` predict."""
 
     def predicted_exchange(self, model: Model) -> Exchange | None:
-        """Return what ranks send and whom they wait for; None: it is not predicted with these options.
+        """Return what ranks send and whom they wait for; None: not predictable with these options.
 
-        A strategy from outside says it itself: what it inherits is not taken, unless it says so by a method
-        of its own that calls `super`.
+        A strategy of another package must define this itself.  An inherited prediction is ignored; to use it,
+        override the method and call `super`.
 
         Example::
 
@@ -316,12 +322,12 @@ class PredictsExchange(Protocol):
 
 
 class ObservesLoss(Protocol):
-    """A strategy that goes by the training loss."""
+    """A strategy that uses the training loss."""
 
     def observe_loss(self, total: Tensor, frames: int) -> None:
-        """Record this rank's loss, a sum over `frames` frames; it may be on a GPU: do not wait for it.
+        """Record this rank's loss, a sum over `frames` frames.  It may be on a GPU: do not wait for it.
 
-        With the replica's `scaler` set, one that is not finite may be an overflow whose update is skipped.
+        With the replica's `scaler` set, a loss that is not finite may be an overflow whose update is skipped.
         """
 
 
@@ -330,29 +336,30 @@ class OffersModels(Protocol):
     """A strategy with more than one final model to choose from."""
 
     def final_models(self) -> list[Tensor]:
-        """Return flat parameter vectors from which the best on held-out data becomes the final model.
+        """Return flat parameter vectors, from which the best on held-out data becomes the final model.
 
-        Called on every rank after `finish`; the same vectors everywhere, the replica's own not among them.
+        Called on every rank after `finish`.  The vectors are the same on all ranks; the replica's own is not
+        among them.
         """
 
 
 @runtime_checkable
 class BeginsTogether(Protocol):
-    """A strategy whose ranks may average gradients at first."""
+    """A strategy whose ranks may average gradients at the start of training."""
 
     @property
     def trains_together(self) -> bool:
-        """Whether they do so now."""
+        """Whether the ranks average gradients now."""
 
 
 def trains_together(strategy: Strategy) -> bool:
-    """Return whether ranks average gradients now that will train apart later.
+    """Return whether ranks that will train apart later still average gradients now.
 
-    What is no number on one rank is then none in the sum, and on all: nobody mends it.
+    A NaN on one rank then makes the sum NaN on all ranks, and no rank can repair it.
     """
     return isinstance(strategy, BeginsTogether) and strategy.trains_together
 
 
 def final_models(strategy: Strategy) -> list[Tensor]:
-    """Return the models a strategy offers beside the replica's own; mostly none."""
+    """Return the models a strategy offers beside the replica's own; usually none."""
     return strategy.final_models() if isinstance(strategy, OffersModels) else []

@@ -1,4 +1,4 @@
-"""One training step of one rank: what is done with a strategy, how it is timed, what ends it."""
+"""One training step of one rank: how it calls the strategy, how it is timed, and what ends training."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from speechdp.parallel.loss_scale import LEAST_SCALE, finite_loss
 from speechdp.parallel.strategy import Progress, Strategy, trains_together
 from speechdp.timing.timeline import Span, Timeline
 
-#: On a GPU losses are looked at once in so many steps: each look makes the host wait for the device.
+#: On a GPU losses are checked only every so many steps, because each check makes the host wait for the
+#: device.
 _GPU_LOSS_STEPS = 20
 
 
 class TrainingStep:
     """One step: `begin`, forward, `backward` once or more often, `end`.
 
-    Whoever trains goes through here: the trainer, the profile, and scripts with a loop of their own.
+    The trainer, the profile and scripts with their own loop all use it.
 
     Args:
-        strategy: attached; its replica holds the model.
-        timeline: of this rank.
-        weight: what the loss of this rank is a sum over (frames, examples); 0: the rank only joins.
+        strategy: attached strategy; its replica holds the model.
+        timeline: timeline of this rank.
+        weight: number of items (frames, examples) that this rank's loss is a sum over; 0: the rank only
+            joins.
     """
 
     def __init__(self, strategy: Strategy, timeline: Timeline, weight: int) -> None:
@@ -33,7 +35,7 @@ class TrainingStep:
         self._loss: Tensor | None = None  # of the passes so far
 
     def begin(self) -> None:
-        """Note that the step begins; some strategies start an exchange here."""
+        """Tell the strategy that the step begins; some strategies start an exchange here."""
         self._strategy.before_backward(self.weight)
 
     def backward(
@@ -42,9 +44,11 @@ class TrainingStep:
         """Add the gradients of `loss`, scaled by the replica's scaler if it has one.
 
         Args:
-            loss: summed over (part of) what `weight` counts.  ()
-            compute: computes the gradients where `loss.backward` does not, from that of the loss (None: 1).
-            last: no other backward pass follows in this step, so gradients may be exchanged as they come.
+            loss: summed over (part of) the items that `weight` counts.  ()
+            compute: computes the gradients instead of `loss.backward`, from the gradient of the loss (None:
+                1).
+            last: no other backward pass follows in this step, so gradients may be exchanged as they are
+                computed.
         """
         strategy, scaler = self._strategy, self._strategy.replica.scaler
         if strategy.observer is not None:
@@ -54,17 +58,18 @@ class TrainingStep:
                 strategy.observer.observe_loss(self._loss, self.weight)
         strategy.replica.more_to_come = not last
         with self._timeline.span(Span.BACKWARD):
-            # Given a gradient, even of one, torch imports its symbolic shapes: half a second of a start.
+            # With an explicit gradient, even of 1, torch imports its symbolic shapes: half a second of
+            # start-up.
             gradient = None if scaler is None else scaler.scale(torch.ones_like(loss))
             (compute or loss.backward)(gradient)
 
     def end(self, progress: Progress, *, number: int, epoch: int = 0) -> None:
-        """Exchange and update as the strategy does; close the step's record.  Collective where it exchanges.
+        """Let the strategy exchange and update; close the step's record.  Collective if it exchanges.
 
         Args:
-            progress: where training stands with this step.
-            number: of the record in this rank's timeline.
-            epoch: that the record belongs to.
+            progress: training progress including this step.
+            number: number of the record in this rank's timeline.
+            epoch: epoch of the record.
         """
         self._strategy.replica.bind_parameters()
         self._strategy.step(progress)
@@ -72,7 +77,7 @@ class TrainingStep:
 
 
 def given_for_loss(value: object) -> str:
-    """Return what messages call something that cannot be a loss, no scalar that requires grad; what to do."""
+    """Describe, for messages, a value that is not a scalar that requires grad, and say what to do."""
     if isinstance(value, Tensor) and value.dim() > 0 and value.requires_grad:
         return f"a tensor of shape {list(value.shape)}: sum it"
     if isinstance(value, Tensor):
@@ -85,10 +90,10 @@ def given_for_loss(value: object) -> str:
 
 
 class DivergenceWatch:
-    """What is not finite and ends a training: which losses and loss scales, and when they are looked at.
+    """Decide which losses and loss scales end a training, and when they are checked.
 
     Args:
-        strategy: attached; its replica holds the model.
+        strategy: attached strategy; its replica holds the model.
         comm: the ranks that it exchanges with.
     """
 
@@ -97,32 +102,33 @@ class DivergenceWatch:
         self._mends = comm.size > 1 and strategy.traits.survives_divergence
         replica = strategy.replica
         self._replica = replica
-        # One that is not enabled leaves no update out.
+        # A disabled scaler skips no update.
         self._scaler = replica.scaler if replica.scaler is not None and replica.scaler.is_enabled() else None
         self._waits = replica.parameters.values.device.type == "cuda"
 
     @property
     def others_mend(self) -> bool:
-        """Whether other ranks mend a loss or parameters of this one that are no longer numbers."""
+        """Whether other ranks repair this one's loss or parameters when they are not finite."""
         return self._mends and not trains_together(self._strategy)
 
     def counted(self, total: Tensor, frames: int) -> tuple[Tensor, Tensor | int]:
-        """Return of a loss and its frames what must be finite: both 0 where it may be none.
+        """Return the part of a loss and its frames that must be finite; 0 and 0 where it need not be.
 
-        With a scaler its update will be skipped; what is no number at any scale, the scale will tell.
+        A scaler skips the update of a loss that is not finite.  If losses are not finite at any scale, the
+        scale itself shows it.
         """
         if self.others_mend or self._scaler is not None:
             return finite_loss(total, frames)
         return total, frames
 
     def is_due(self, steps: int) -> bool:
-        """Return whether losses, or the scale, are looked at after so many steps of this rank."""
+        """Return whether losses, or the scale, are checked after this number of steps of this rank."""
         return not self._waits or steps % _GPU_LOSS_STEPS == 0
 
     def fallen_scale(self) -> float | None:
-        """Return the loss scale if it is so low that hardly any will do; None: it is not.
+        """Return the loss scale if it is too low for training to recover; None: it is not.
 
-        Where other ranks mend this one it stands at the least scale until they do.  Waits for the device.
+        If other ranks repair this one, the scale stays at its minimum until they do.  Waits for the device.
         """
         if self._scaler is None or (scale := self._scaler.get_scale()) >= LEAST_SCALE:
             return None

@@ -1,7 +1,7 @@
-"""Use torch's optimizers without importing its compiler, which is never asked for anything here.
+"""Use torch's optimizers without importing torch's compiler, which is never used here.
 
-An optimizer imports `torch._dynamo` to tell it what not to compile: 1.1 s of every rank's start, many files
-that all ranks read from one disk at once.
+An optimizer imports `torch._dynamo` to exclude functions from compilation.  That takes 1.1 s of every rank's
+start, and reads many files, which all ranks read from one disk at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 def made_without_compiler(make: Callable[[], T]) -> T:
     """Return what `make` returns, an optimizer."""
-    # The decorator of this method imports the compiler where this attribute is missing, and else calls it.
+    # This method's decorator imports the compiler if the attribute is missing, and otherwise calls it.
     add_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     vars(add_group).setdefault("__dynamo_disable", add_group)
     return make()
@@ -26,10 +26,10 @@ def made_without_compiler(make: Callable[[], T]) -> T:
 def step_without_compiler(
     optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
 ) -> None:
-    """Let an optimizer move its parameters by their gradients.
+    """Let an optimizer update its parameters with their gradients.
 
     Args:
-        scaler: that has unscaled them; nothing moves where it has found an overflow.
+        scaler: scaler that has unscaled the gradients; after an overflow nothing is updated.
     """
     plain_step = inspect.unwrap(type(optimizer).step)
 
@@ -40,7 +40,7 @@ def step_without_compiler(
     if scaler is None:
         step()
         return
-    # A scaler calls the optimizer's own method, which imports the compiler.
+    # A scaler calls the optimizer's own method, which would import the compiler.
     vars(optimizer)["step"] = step
     try:
         scaler.step(optimizer)

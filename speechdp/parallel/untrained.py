@@ -1,4 +1,4 @@
-"""What a model has beside its trainable parameters, and no strategy exchanges: frozen ones, and buffers."""
+"""The tensors of a model that no strategy exchanges: frozen parameters and buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def untrained(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def untrained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return `untrained` by name, living ones, as a checkpoint holds them: complex numbers as pairs."""
+    """Return the tensors of `untrained` by name, not copies; complex ones as pairs, as in checkpoints."""
     return {
         name: torch.view_as_real(tensor) if tensor.is_complex() else tensor
         for name, tensor in untrained(model)
@@ -29,14 +29,14 @@ def untrained_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_untrained(model: nn.Module, saved: Mapping[str, Tensor], where: str) -> None:
-    """Overwrite what `untrained_tensors` gave, where it was saved.
+    """Overwrite the tensors of `untrained_tensors` with those that were saved.
 
     Args:
-        saved: by name; earlier versions saved fewer.
-        where: stands before the message.
+        saved: tensors by name; earlier versions saved fewer.
+        where: start of the message.
 
     Raises:
-        RunError: the model has another shape for one.
+        RunError: a tensor of the model has another shape.
     """
     for name, tensor in untrained_tensors(model).items():
         found = saved.get(name, tensor).to(tensor)
@@ -51,13 +51,13 @@ def load_untrained(model: nn.Module, saved: Mapping[str, Tensor], where: str) ->
 
 
 def share_untrained(model: nn.Module, comm: Communicator, *, known: Container[str]) -> None:
-    """Give all ranks what rank 0's model has beside its trainable parameters.  Collective.
+    """Give all ranks rank 0's frozen parameters and buffers.  Collective.
 
-    Ranks that have drawn other random numbers would each train another model.
+    Ranks that drew other random numbers would otherwise each train a different model.
 
     Args:
-        model: has tensors of the same names, shapes and types on every rank.
-        known: names of those that stay as they are: a rank that goes on has loaded its own.
+        model: model with tensors of the same names, shapes and types on every rank.
+        known: names of tensors that stay as they are: a resuming rank has loaded its own.
     """
     for name, tensor in untrained(model):
         if name in known:
@@ -70,27 +70,27 @@ def share_untrained(model: nn.Module, comm: Communicator, *, known: Container[st
 
 
 class StaysUntrained:
-    """Refuses that an optimizer begins to train what has no place in the flat vector.
+    """Refuse to let an optimizer start training a parameter that has no place in the flat vector.
 
-    Nobody would exchange it, so it would become another on each rank.
+    No rank would exchange it, so it would differ between ranks.
 
     Args:
-        replica: with the optimizer of a script.
+        replica: replica with a script's optimizer.
     """
 
     def __init__(self, replica: Replica) -> None:
         self._replica = replica
         self._there = set(replica.model.parameters())
-        #: What the optimizer listed when it was last looked at: by identity, which is cheap to compare.
+        #: The optimizer's parameters when last checked, as ids, which are cheap to compare.
         self._listed: list[int] = []
-        #: What the optimizer lists and the vector does not hold.
+        #: The optimizer's parameters that the flat vector does not hold.
         self._outside: list[nn.Parameter] = []
 
     def check_model(self) -> None:
-        """Look at the model's parameters, which takes a pass over its modules.
+        """Check the model's parameters, in a pass over its modules.
 
         Raises:
-            RunError: one has come after the run was made, and is trainable.
+            RunError: a trainable parameter was added after the run was made.
         """
         for name, parameter in self._replica.model.named_parameters():
             if parameter.requires_grad and parameter not in self._there:
@@ -102,10 +102,10 @@ class StaysUntrained:
                 )
 
     def check(self) -> None:
-        """Look at the optimizer's groups, before a step.
+        """Check the optimizer's groups, before a step.
 
         Raises:
-            RunError: one has a parameter to train that was frozen, or not there, when the run was made.
+            RunError: a group has a trainable parameter that was frozen, or missing, when the run was made.
         """
         groups = self._replica.optimizer.param_groups
         listed = [id(p) for group in groups for p in group["params"]]

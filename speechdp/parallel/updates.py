@@ -1,4 +1,4 @@
-"""What moves a replica's parameters by its gradients: an optimizer, and its state in the replica's layout."""
+"""Update a replica's parameters with its gradients: an optimizer, and its state in the replica's layout."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from speechdp.errors import ConfigError, RunError
 from speechdp.parallel.flat_buffer import FlatBuffer
 from speechdp.parallel.uncompiled import made_without_compiler, step_without_compiler
 
-#: Where torch keeps what is called before and after an optimizer's step.
+#: torch's attributes with the functions called before and after an optimizer's step.
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Update(ABC):
-    """An optimizer over a replica's parameters, wherever they stand.
+    """An optimizer over a replica's parameters, whatever their memory.
 
-    Its state is one, whatever it moves; not for two threads at a time.
+    It has one state, whatever it updates.  Not for two threads at a time.
 
     Attributes:
-        optimizer: torch's.
+        optimizer: torch's optimizer.
     """
 
     optimizer: torch.optim.Optimizer
@@ -33,7 +33,7 @@ class Update(ABC):
     @property
     @abstractmethod
     def learning_rate(self) -> float:
-        """Learning rate of the next update; of the first parameter group."""
+        """Learning rate of the next update; that of the first parameter group."""
 
     @abstractmethod
     def set_learning_rate(self, learning_rate: float) -> None:
@@ -47,24 +47,24 @@ class Update(ABC):
         learning_rate: float,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        """Move `parameters` by the mean `gradients`: flat vectors in the replica's layout.
+        """Update `parameters` with the mean `gradients`: flat vectors in the replica's layout.
 
         Args:
-            parameters: to be moved.
-            gradients: not scaled any more.
-            learning_rate: of this update.
-            scaler: that has unscaled them; nothing moves where it has found an overflow.
+            parameters: vector to update.
+            gradients: with any loss scale removed.
+            learning_rate: rate of this update.
+            scaler: scaler that has unscaled the gradients; after an overflow nothing is updated.
         """
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Return the state there is by name (e.g. `momentum_buffer`): living tensors, not copies."""
+        """Return the existing state by name (e.g. `momentum_buffer`): the tensors themselves, not copies."""
 
     @abstractmethod
     def vectors(self) -> dict[str, Tensor]:
-        """Return the state that has an element for each parameter: living flat vectors.
+        """Return the state with one element per parameter: the flat vectors themselves, not copies.
 
-        The same names on every rank, also where there has been no update yet.
+        The names are the same on every rank, even before the first update.
         """
 
     @abstractmethod
@@ -72,25 +72,26 @@ class Update(ABC):
         """Forget all state: momentum, moments, step counts."""
 
     def left_out(self) -> Sequence[int]:
-        """Return the places in the layout of parameters that no update moves."""
+        """Return the indices, in the layout, of parameters that no update changes."""
         return ()
 
     def check_hooks(self, strategy: str) -> None:
-        """Refuse hooks on the optimizer's step, where what it moves is not what they may have in mind.
+        """Refuse hooks on the optimizer's step if it updates other parameters than the hooks expect.
 
         Args:
-            strategy: names in the message who lets it move other parameters than the model's.
+            strategy: name, for the message, of the strategy that has it update other parameters than the
+                model's.
 
         Raises:
-            ConfigError: the optimizer has some.
+            ConfigError: the optimizer has such hooks.
         """
         return None
 
     def check_rates(self, strategy: str) -> None:
-        """Refuse learning rates that `move` cannot tell from the first group's: it is 0, others are not.
+        """Refuse learning rates that `move` cannot derive from the first group's: it is 0, others are not.
 
         Args:
-            strategy: names in the message who goes by the first group's rate.
+            strategy: name, for the message, of the strategy that uses the first group's rate.
 
         Raises:
             ConfigError: the optimizer has such groups.
@@ -98,19 +99,19 @@ class Update(ABC):
         return None
 
     def release(self) -> None:
-        """Give the optimizer back to whoever made it."""
+        """Return the optimizer to its owner."""
         return None
 
 
 class FlatUpdate(Update):
-    """One parameter, the flat vector: a handful of kernels whatever the number of layers.
+    """An optimizer with one parameter, the flat vector: a few kernels, whatever the number of layers.
 
     This equals the update tensor by tensor for every element-wise optimizer (SGD with momentum, Adam, AdamW).
 
     Args:
         parameters: flat.  (n,)
         gradients: flat.  (n,)
-        make: returns the optimizer of a list of parameters.
+        make: returns an optimizer of a list of parameters.
     """
 
     def __init__(
@@ -123,9 +124,9 @@ class FlatUpdate(Update):
         self._flat.grad = gradients
         self.optimizer = made_without_compiler(lambda: make([self._flat]))
         self._learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        # Create the state now, all zero, instead of at the first step: a rank that has had no frames yet must
-        # be able to take part in an average of the momentum, and a checkpoint holds the same tensors from the
-        # first step to the last.  Zero is where the first step of SGD with momentum and of Adam starts.
+        # Create the state now, all zero, instead of at the first step: a rank without frames so far must be
+        # able to take part in an average of the momentum, and every checkpoint must hold the same tensors.
+        # SGD with momentum and Adam also start from zero in their first step.
         self._step(0.0)
         self._set_rate(self._learning_rate)
         self.reset()
@@ -135,7 +136,7 @@ class FlatUpdate(Update):
         return self._learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        # The optimizer learns of it only in `move`: a server may be using another worker's meanwhile.
+        # The optimizer gets it only in `move`: a server may be using another worker's rate meanwhile.
         self._learning_rate = learning_rate
 
     def move(
@@ -162,7 +163,7 @@ class FlatUpdate(Update):
         return {name: value for name, value in sorted(state.items()) if isinstance(value, Tensor)}
 
     def vectors(self) -> dict[str, Tensor]:
-        # Adam's step count is no vector, and each rank's own.
+        # Adam's step count is not a vector, and each rank has its own.
         return {name: tensor for name, tensor in self.tensors().items() if tensor.dim() == 1}
 
     def reset(self) -> None:
@@ -171,14 +172,14 @@ class FlatUpdate(Update):
 
 
 class ParameterwiseUpdate(Update):
-    """A user's optimizer over the model's own parameters: groups, schedules, hooks and state stay theirs.
+    """A user's optimizer over the model's own parameters; groups, schedules, hooks and state stay the user's.
 
     State with the shape of its parameter is kept as views into a vector in the replica's layout, so that an
-    average over ranks is one exchange; state without dimensions (step counts) in a vector with an element for
-    each parameter.  It moves there when it is first asked for.
+    average over ranks is one exchange.  State without dimensions (step counts) is kept in a vector with one
+    element per parameter.  State moves there when it is first requested.
 
-    What others give to be moved, as a server's parameters beside those of its own rank's worker, is moved by
-    a copy of the optimizer that shares its state.
+    A copy of the optimizer that shares its state updates other vectors, such as a server's parameters beside
+    those of the worker on its rank.
 
     Args:
         optimizer: over parameters of `model_parameters` alone.
@@ -198,14 +199,14 @@ class ParameterwiseUpdate(Update):
         self._check(optimizer)
         self._vectors: dict[str, Tensor] = {}
         self._views: dict[str, list[Tensor]] = {}
-        #: Of optimizers that have state before their first step (Adagrad).
+        #: State that some optimizers (Adagrad) have before their first step.
         self._initial = {
             i: copy.deepcopy(optimizer.state[p]) for p, i in self._moved() if _is_fresh(optimizer.state[p])
         }
         self._ratios = self._proportions([1.0] * len(optimizer.param_groups))
         self._is_moving = False
         self._hook = optimizer.register_step_pre_hook(self._refuse_a_step_of_the_script)
-        # Schedulers warn where nobody has called `step` before them; a server's workers never do.
+        # Schedulers warn if `step` was not called before them; a server's workers never call it.
         vars(optimizer)["_opt_called"] = True
 
     def _check(self, optimizer: torch.optim.Optimizer) -> None:
@@ -228,7 +229,7 @@ class ParameterwiseUpdate(Update):
             )
 
     def _moved(self) -> list[tuple[nn.Parameter, int]]:
-        """Return the parameters that the optimizer moves, with their places in the layout."""
+        """Return the parameters that the optimizer updates, with their indices in the layout."""
         listed = [p for group in self.optimizer.param_groups for p in group["params"]]
         return [(p, self._index[p]) for p in listed if p in self._index]
 
@@ -306,21 +307,21 @@ class ParameterwiseUpdate(Update):
         rates = self._own_rates()
         if rates[0]:
             return [rate / rates[0] for rate in rates]
-        # Groups that a script has added meanwhile have had none yet.
+        # Groups that a script has added since then have no ratio yet.
         return (otherwise + [1.0] * len(rates))[: len(rates)]
 
     def _rates(self, learning_rate: float) -> list[float]:
-        """Return every group's learning rate where the first has `learning_rate`."""
-        # A schedule that warms up from 0 has no proportions there.
+        """Return every group's learning rate when the first has `learning_rate`."""
+        # While a warm-up schedule is at 0, there are no ratios: keep the last ones.
         self._ratios = self._proportions(self._ratios)
         return [ratio * learning_rate for ratio in self._ratios]
 
     def _move_others(
         self, parameters: Tensor, gradients: Tensor, rates: Sequence[float], **options: object
     ) -> None:
-        """Move other parameters than the model's, by a copy of the optimizer that shares its state.
+        """Update parameters other than the model's, with a copy of the optimizer that shares its state.
 
-        The model's own are left alone: a worker of this rank may be computing with them.
+        The model's own are not touched, because a worker of this rank may be computing with them.
         """
         values, grads = self._layout.views_of(parameters), self._layout.views_of(gradients)
         copies: dict[int, nn.Parameter] = {}
@@ -328,8 +329,8 @@ class ParameterwiseUpdate(Update):
             copies[i] = nn.Parameter(values[i])
             copies[i].grad = grads[i]
         other = copy.copy(self.optimizer)
-        # Torch copies but state and groups; a class of the user's may need attributes of its own.  Without
-        # hooks, and without a `step` that a scheduler has bound to the user's optimizer.
+        # torch copies only state and groups; a user's class may need its own attributes.  Do not copy hooks,
+        # or a `step` that a scheduler has bound to the user's optimizer.
         others = vars(self.optimizer).items()
         vars(other).update({k: v for k, v in others if k not in vars(other) and k != "step"})
         state: defaultdict[Any, Any] = defaultdict(dict)
@@ -340,7 +341,7 @@ class ParameterwiseUpdate(Update):
             | {"params": [copies[self._index[p]] for p in group["params"] if p in self._index]}
             for group, rate in zip(self.optimizer.param_groups, rates, strict=True)
         ]
-        # The class's own: a scheduler has put one bound to the user's optimizer in its place.
+        # Call the class's own method: a scheduler may have replaced the instance's `step`.
         type(other).step(other)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -378,7 +379,7 @@ class ParameterwiseUpdate(Update):
         return state
 
     def _names(self) -> list[str]:
-        """Return what the optimizer keeps tensors of."""
+        """Return the names of the optimizer's state tensors."""
         return sorted(
             {
                 name
@@ -389,7 +390,7 @@ class ParameterwiseUpdate(Update):
         )
 
     def _gathered(self, name: str, members: list[tuple[nn.Parameter, int]], size: int) -> Tensor:
-        """Return the vector that holds a state of all parameters, after moving what does not stand in it."""
+        """Return the vector that holds one kind of state for all parameters; first move state into it."""
         first = self._state(members[0][0])[name]
         vector = self._vectors.get(name)
         if vector is None or vector.numel() != size or vector.dtype != first.dtype:
@@ -405,7 +406,7 @@ class ParameterwiseUpdate(Update):
         return vector
 
     def _make_state(self) -> None:
-        """Create the state that the first update would, as it is before that: nothing has moved yet."""
+        """Create the state as it is before the first update, without changing the parameters."""
         parameters = self._layout.values.clone()
         self._is_moving = True
         try:
@@ -420,5 +421,5 @@ class ParameterwiseUpdate(Update):
 
 
 def _is_fresh(state: dict[str, Any]) -> bool:
-    """Say whether an optimizer has made this state before its first step, not loaded it."""
+    """Return whether an optimizer created this state before its first step, rather than loaded it."""
     return "step" in state and float(state["step"]) == 0

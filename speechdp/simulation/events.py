@@ -1,4 +1,4 @@
-"""Asynchronous ranks, event by event: a server that serves one worker after another, and pairs that mix."""
+"""Simulate asynchronous ranks event by event: a server that serves one worker at a time, and mixing pairs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from speechdp.strategies.mechanisms.topology import (
     passive_partners,
 )
 
-#: Share that passes before anything is counted: at the start nobody waits.
+#: Share of the time that passes before counting starts: at first no worker waits.
 _WARM_UP = 0.3
 
 
 @dataclass(frozen=True)
 class Served:
-    """What came of workers and their server.
+    """The result for workers and their server.
 
     Attributes:
-        windows_per_s: windows done by all workers together in a second.
+        windows_per_s: windows that all workers together complete per second.
         waited_s: mean wait of a worker for its turn, s.
         service_s: mean time from its turn until it has the answer, s.
     """
@@ -37,27 +37,28 @@ class Served:
 def serve(
     windows: npt.NDArray[np.float64], service_s: Sequence[float], under_way_s: Sequence[float]
 ) -> Served:
-    """Follow workers that work on a window, ask the server, and wait until they have its answer.
+    """Simulate workers that work on a window, ask the server, and wait for its answer.
 
-    The server takes one at a time, in the order of arrival.
+    The server serves one at a time, in order of arrival.
 
-    They begin anywhere in their windows, and are followed for a time: where all began a window at once, or
-    ended after so many of them, the long ones would count too little.
+    Workers start at random positions in their windows and are followed for a fixed time.  If all started a
+    window at once, or stopped after a fixed number of windows, long windows would count too little.
 
     Args:
-        windows: work of each window, s, used over and over.  (windows, workers)
-        service_s: time that the server has for nobody else while it serves each worker, s.  (workers,)
-        under_way_s: time that passes for the worker besides, while the server serves others, s.  (workers,)
+        windows: work of each window, s, reused cyclically.  (windows, workers)
+        service_s: time in which the server serves a worker and no other, s.  (workers,)
+        under_way_s: further time until a worker has its answer, while the server serves others, s.
+            (workers,)
     """
     count, workers = windows.shape
     work = windows.T.tolist()
     service, under_way = list(map(float, service_s)), list(map(float, under_way_s))
-    ends = np.cumsum(windows, axis=0)  # of windows without waits
+    ends = np.cumsum(windows, axis=0)  # ends of windows without waits
     begun = np.random.default_rng(workers).random(workers) * ends[-1]
     done = [min(int(np.searchsorted(ends[:, i], begun[i], "right")), count - 1) for i in range(workers)]
     arrivals = [(float(ends[done[i], i] - begun[i]), i) for i in range(workers)]
     heapq.heapify(arrivals)
-    # In this time workers are through their windows once, about, whether they wait for the server or not.
+    # Time for workers to complete their windows about once, whether or not they wait for the server.
     end = count * max(float(windows.mean()) + sum(service + under_way) / workers, sum(service))
     begin = _WARM_UP * end
     free = waited = served = 0.0
@@ -85,17 +86,17 @@ def mixed_share(
     kind: BipartiteKind,
     ranks_per_node: int,
 ) -> float:
-    """Return which share of the exchanges that learners ask for are made; the others are skipped.
+    """Return the share of the exchanges requested by learners that are made; the others are skipped.
 
-    An active learner asks once a window and never waits.  A request that comes while another one of the same
-    learner still waits is skipped.  An exchange needs both partners and, between nodes, the links of both,
-    each for one exchange at a time; who comes first has them.
+    An active learner requests one per window and never waits.  A request is skipped if an earlier one of the
+    same learner still waits.  An exchange needs both partners and, between nodes, the links of both, each for
+    one exchange at a time, first come, first served.
 
     Args:
         windows: work between two requests, s.  (windows, learners)
-        message_s: of an exchange within a node, and between two, s.
+        message_s: time of an exchange within a node, and of one between two, s.
         kind: who exchanges with whom.
-        ranks_per_node: learners on a node.
+        ranks_per_node: number of learners on a node.
     """
     learners = windows.shape[1]
     partners = {rank: passive_partners(rank, learners, kind) for rank in range(learners) if is_active(rank)}
@@ -108,7 +109,7 @@ def mixed_share(
     draws = iter(generator.random(len(requests)).tolist())
     free = [0.0] * learners
     link_free = [0.0] * (-(-learners // ranks_per_node))
-    # Of each active learner: when the exchange under way, and the one that waits for it, begin.
+    # For each active learner, when its waiting exchange starts; 0: none waits.
     waiting_until = [0.0] * learners
     made = 0
     for time, rank in requests:
@@ -120,7 +121,7 @@ def mixed_share(
         if here != there:
             begins = max(begins, link_free[here], link_free[there])
         ends = begins + message_s[here != there]
-        # Until its thread is free to begin the next one, one request waits and others are skipped.
+        # Until its thread is free for the next one, one request waits and others are skipped.
         waiting_until[rank] = free[rank] if free[rank] > time else 0.0
         free[rank] = free[partner] = ends
         if here != there:

@@ -1,4 +1,4 @@
-"""What strategies send, when, and for what they wait: each says it itself, by `predicted_exchange`."""
+"""What strategies send, when, and for whom they wait: each declares it with `predicted_exchange`."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from speechdp.parallel.declared import Exchange, Model, Pattern
 from speechdp.parallel.registry import StrategyChoice, own_strategy_names
 from speechdp.parallel.strategy import PredictsExchange, Strategy
 
-#: Any model: whether it is known how a strategy exchanges depends on its options alone.
+#: An arbitrary model: whether a strategy's exchange is known depends on its options alone.
 _ANY_MODEL = Model(nbytes=4.0, optimizer_vectors=0, frames_per_step=1.0, step_s=1.0)
 
 
 def is_known(choice: StrategyChoice) -> bool:
-    """Return whether it is known what a strategy sends and waits for."""
+    """Return whether it is known what a strategy sends and for whom it waits."""
     return _declared(choice, _ANY_MODEL) is not None
 
 
 def has_period(choice: StrategyChoice) -> bool:
-    """Return whether a strategy has an averaging period as its option."""
+    """Return whether a strategy has an averaging period among its options."""
     return "period" in option_kinds(type(choice.parsed))
 
 
 def known_strategies() -> list[str]:
-    """Return the names of ours whose exchanges are predicted, in the order in which they are shown.
+    """Return the names of our strategies whose exchanges are predicted, in the order in which they are shown.
 
-    Those that wait alike stand together, before others what exchanges most often by default.
+    Grouped by who waits for whom, and within a group by how often they exchange by default, most often first.
     """
     order = list(Pattern)
     found = {name: _declared(StrategyChoice(name), _ANY_MODEL) for name in own_strategy_names()}
@@ -37,7 +37,7 @@ def exchange_of(choice: StrategyChoice, model: Model) -> Exchange:
     """Return how a strategy exchanges a model.
 
     Raises:
-        ConfigError: the strategy is not known here, or its options cannot be used.
+        ConfigError: the strategy is unknown here, or its options cannot be used.
     """
     exchange = _declared(choice, model)
     if exchange is None:
@@ -46,7 +46,7 @@ def exchange_of(choice: StrategyChoice, model: Model) -> Exchange:
 
 
 def _why_unknown(choice: StrategyChoice) -> str:
-    """Return why a strategy is not predicted, and what to do.  Raises ConfigError: there is none such."""
+    """Return why a strategy is not predicted, and what to do.  Raises ConfigError if it does not exist."""
     made = type(choice.parsed)
     if choice.name in own_strategy_names():
         return (
@@ -62,19 +62,19 @@ def _why_unknown(choice: StrategyChoice) -> str:
 
 
 def _says_itself(made: type[Strategy]) -> bool:
-    """Return whether a class from outside tells of its exchanges: what it inherits may be untrue of it."""
+    """Return whether a user's class itself declares its exchanges: an inherited declaration may be wrong."""
     return "predicted_exchange" in vars(made)
 
 
 def _declared(choice: StrategyChoice, model: Model) -> Exchange | None:
-    """Return what a strategy says of its exchanges; None: nothing, or there is no such strategy here."""
+    """Return the declared exchange of a strategy; None: it declares none, or the strategy is unknown here."""
     is_ours = choice.name in own_strategy_names()
     try:
         made = choice.parsed
     except ConfigError:
         if is_ours:
             raise
-        return None  # a script's, or of a package that is not installed here or has changed since
+        return None  # a script's strategy, or one whose package is not installed here or has changed
     if isinstance(made, PredictsExchange) and (is_ours or _says_itself(type(made))):
         return made.predicted_exchange(model)
     return None

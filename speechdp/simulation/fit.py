@@ -1,4 +1,4 @@
-"""Fit links, and the overlap of exchanges with backward, to the exchanges that runs have measured."""
+"""Fit links, and the overlap of exchanges with backward, to measured exchanges of runs."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from speechdp.simulation.measured import MeasuredRun
 from speechdp.simulation.steps import REPLICATES, MeasuredWork
 from speechdp.simulation.waiting import exposed_s
 
-#: Latencies where only one size of message was measured, s: a message between processes of a host, and one
-#: over Ethernet with TCP.
+#: Latencies to assume if only one message size was measured, s: between processes of a host, and over
+#: Ethernet with TCP.
 WITHIN_LATENCY_S, BETWEEN_LATENCY_S = 5e-6, 5e-5
-#: Bytes/s within a host where nothing was measured: about what copying through shared memory gives.
+#: Bandwidth within a host if nothing was measured, bytes/s: roughly that of copying through shared memory.
 WITHIN_BYTES_PER_S = 5e9
-#: The latency takes no more than this share of an exchange where it is not measured but assumed.
+#: Largest share of an exchange that an assumed latency may take.
 _MOST_LATENCY = 0.5
-#: Exchanges from which a link is fitted, at least.
+#: Fewest exchanges from which a link is fitted.
 _LEAST_EXCHANGES = 3
-#: How runs of the same settings differ on machines that nobody else uses: standard deviation of the logarithm
-#: of their speed (docs/results.md), and as how many runs that counts.
+#: Usual spread between runs of the same settings on otherwise idle machines: standard deviation of the
+#: logarithm of their speed (docs/results.md), and the number of runs that this prior counts as.
 _USUAL_SPREAD, _USUAL_RUNS = 0.03, 4
-#: Exchanges whose terms differ by less than this share say nothing of latency and bandwidth apart.
+#: Exchanges whose terms differ by less than this share do not separate latency from bandwidth.
 _SAME_SIZE = 1e-3
-#: Of the resamples.
+#: Seed of the resamples.
 _SEED = 1
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Exchanges of a run that nothing hid, each from the moment at which its last rank had come.
+    """Exchanges of a run that no computation hid, each timed from the arrival of its last rank.
 
     Attributes:
-        nbytes: of the vector that is summed.
-        seconds: of each exchange.  (exchanges,)
+        nbytes: size of the summed vector, bytes.
+        seconds: time of each exchange.  (exchanges,)
     """
 
     ranks: int
@@ -49,7 +49,7 @@ class Observed:
 
     @property
     def terms(self) -> tuple[float, float]:
-        """What alpha and beta are multiplied by in the time of the sum."""
+        """Factors of alpha and beta in the time of the sum."""
         if self.nbytes < SMALL_BYTES:
             rounds = float(math.ceil(math.log2(self.ranks)))
             return rounds, rounds * self.nbytes
@@ -58,11 +58,12 @@ class Observed:
 
 @dataclass(frozen=True)
 class FittedLink:
-    """A link as exchanges show it.
+    """A link fitted to exchanges.
 
     Attributes:
         speed: its latency and bandwidth.
-        knows_latency: exchanges of several sizes tell it, in some resamples at least; else it is assumed.
+        knows_latency: exchanges of several sizes determine the latency, at least in some resamples; otherwise
+            it is assumed.
     """
 
     speed: LinkSpeed
@@ -70,12 +71,12 @@ class FittedLink:
 
 
 def model_of(runs: Sequence[MeasuredRun], work: MeasuredWork) -> Model:
-    """Return what the runs' model exchanges."""
+    """Return the model that the runs exchange."""
     return Model(runs[0].nbytes, runs[0].optimizer_vectors, work.frames, work.step_s)
 
 
 def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> LinkSpeed | None:
-    """Return latency and bandwidth as `fitted_link` has them; None where no run shows them."""
+    """Return latency and bandwidth as `fitted_link` finds them; None if no run shows them."""
     found = fitted_link(runs, model, crosses=crosses)
     return None if found is None else found.speed
 
@@ -83,15 +84,16 @@ def fit_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> Lin
 def fitted_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> FittedLink | None:
     """Fit latency and bandwidth to the exchanges of runs, for each resample of them.
 
-    A resample's mean differs from its run's by chance, and the run from another by what differs between
-    runs: two that lie apart by a little say much of latency and bandwidth apart, and are not trusted so far.
-    With one size of exchange only, the latency is assumed and the bandwidth fitted.
+    A resample's mean differs from its run's by chance, and runs differ from each other by their usual spread.
+    Two sizes that lie close together would claim too much about latency and bandwidth separately, so the
+    spread is added to the resamples.  With exchanges of only one size, the latency is assumed and the
+    bandwidth fitted.
 
     Args:
-        crosses: of runs whose ranks are on several hosts; False: on one.
+        crosses: use runs whose ranks are on several hosts; False: on one.
 
     Returns:
-        None where no run shows what an exchange takes.
+        None if no run shows the time of an exchange.
     """
     chosen = [
         run
@@ -112,7 +114,7 @@ def fitted_link(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> 
 
 
 def _fit_behind_backward(runs: Sequence[MeasuredRun], model: Model, *, crosses: bool) -> LinkSpeed | None:
-    """Fit a bandwidth to what backward did not hide of exchanges in pieces; None where all was hidden."""
+    """Fit a bandwidth to the part of bucketed exchanges that backward did not hide; None if it hid all."""
     assumed_s = BETWEEN_LATENCY_S if crosses else WITHIN_LATENCY_S
     found = []
     for run in runs:
@@ -120,9 +122,9 @@ def _fit_behind_backward(runs: Sequence[MeasuredRun], model: Model, *, crosses: 
         seen_s = float(run.times.comm.min(axis=1).mean()) * exchange.period
         if len(exchange.buckets) < 2 or exchange.rounds > 0 or seen_s <= 0:
             continue
-        # The last piece is never hidden: its messages alone cannot take longer than what was seen.
+        # The last piece is never hidden: its messages alone cannot take longer than the observed time.
         latency_s = min(assumed_s, _MOST_LATENCY * seen_s / (2 * (run.ranks - 1)))
-        work, slow, fast = MeasuredWork.of([run]), 1e5, 1e13  # bytes/s between which it is sought
+        work, slow, fast = MeasuredWork.of([run]), 1e5, 1e13  # bytes/s, bounds of the search
         for _ in range(60):
             middle = float(np.sqrt(slow * fast))
             link = LinkSpeed.of(latency_s, middle)
@@ -136,9 +138,9 @@ def _fit_behind_backward(runs: Sequence[MeasuredRun], model: Model, *, crosses: 
 
 
 def observe(run: MeasuredRun, model: Model) -> Observed | None:
-    """Return the exchanges of a run that computing did not hide; None where it shows none.
+    """Return the exchanges of a run that computation did not hide; None if it shows none.
 
-    The rank that comes last does not wait: the shortest communication of a step is the exchange itself.
+    The rank that arrives last does not wait, so the shortest communication of a step is the exchange itself.
     """
     exchange = exchange_of(run.strategy, model)
     if exchange.pattern is not Pattern.TOGETHER or exchange.at_server or len(exchange.buckets) > 1:
@@ -146,8 +148,8 @@ def observe(run: MeasuredRun, model: Model) -> Observed | None:
     if exchange.rounds > 0:  # some of them are inside nodes
         return None
     shortest = run.times.comm.min(axis=1)
-    # Beside its exchanges a rank may note in `comm` a number that all agree on.  What an exchange takes is
-    # told by the middle one of as many as there were, not by the longest: that may be a hiccup.
+    # Besides exchanges, `comm` may contain agreements on a number.  The median of as many of the longest as
+    # there were exchanges tells the time of one; the longest alone may be an outlier.
     changes = run.strategy.parsed.traits.changes_over_time
     count = _LEAST_EXCHANGES if changes else max(len(shortest) // exchange.period, 1)
     seconds = shortest[shortest > 0.1 * np.median(np.sort(shortest)[-count:])]
@@ -157,7 +159,7 @@ def observe(run: MeasuredRun, model: Model) -> Observed | None:
 
 
 def fit_progress(runs: Sequence[MeasuredRun], work: MeasuredWork, model: Model, cluster: Cluster) -> float:
-    """Return how far exchanges went on beside backward in the runs, 0 to 1; 1 where none shows it."""
+    """Return how far exchanges progressed beside backward in the runs, 0 to 1; 1 if none shows it."""
     found = []
     for run in filter(lambda run: is_known(run.strategy), runs):
         exchange = exchange_of(run.strategy, model)
@@ -176,9 +178,9 @@ def fit_progress(runs: Sequence[MeasuredRun], work: MeasuredWork, model: Model, 
 
 
 def spread_of(runs: Sequence[MeasuredRun]) -> float:
-    """Return how runs of the same settings differ: standard deviation of the logarithm of a frame's work.
+    """Return the spread between runs of the same settings: standard deviation of the log of a frame's work.
 
-    What runs on equally many ranks show of it, together with what is usual: few runs show little.
+    Combines the spread between runs on equally many ranks with the usual spread, as few runs show little.
     """
     groups: dict[int, list[float]] = {}
     for run in runs:
@@ -193,7 +195,7 @@ def spread_of(runs: Sequence[MeasuredRun]) -> float:
 def _resampled_means(
     seconds: npt.NDArray[np.float64], spread: float, generator: np.random.Generator
 ) -> Samples:
-    """Return the mean of each resample, as other runs would have it.  (replicates,)"""
+    """Return the mean of each resample, with the spread between runs added.  (replicates,)"""
     drawn = generator.integers(len(seconds), size=(REPLICATES, len(seconds)))
     means: Samples = seconds[drawn].mean(axis=1)
     half = generator.standard_normal(REPLICATES // 2)
@@ -204,9 +206,9 @@ def _resampled_means(
 def _fit(
     terms: Sequence[tuple[float, float]], seconds: Samples, assumed_s: float
 ) -> tuple[float, float, bool]:
-    """Return alpha and beta, neither negative, with the least sum of squared relative errors.
+    """Return non-negative alpha and beta with the least sum of squared relative errors.
 
-    Also whether they tell alpha; else it is assumed.
+    Also returns whether the exchanges determine alpha; otherwise it is assumed.
     """
     table = np.array(terms) / seconds[:, None]
     scale = np.linalg.norm(table, axis=0)

@@ -1,4 +1,4 @@
-"""One sentence in reports on what would make a run faster; what has too few steps needs no model for that."""
+"""One sentence in reports on what would make a run faster; a run with too few steps needs no model."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from speechdp.simulation.measured import LEAST_STEPS, measured_run
 if TYPE_CHECKING:
     from speechdp.simulation.gains import Gain
 
-#: Gains whose interval begins below this are not worth a word.
+#: Gains whose interval starts below this are not worth mentioning.
 _NOTABLE = 1.02
-#: Of all ranks' timelines together, from their ends: what a report takes the time to read, some 5 s.
+#: Bytes read from the ends of all ranks' timelines together: what a report can read in about 5 s.
 _MOST_BYTES = 64 << 20
 
 
 def gain_sentence(run: RunResult, label: str, others: Sequence[RunResult] = ()) -> str:
-    """Return one sentence on what would help a run most; "" where its steps say nothing of that.
+    """Return one sentence on what would help a run most; "" if its steps say nothing about it.
 
     Args:
-        label: the run's name for people.
-        others: runs that the reader sees beside it.  Where one that is finished averages less often, what
-            that brings was measured, and no longer period is proposed.
+        label: the run's display name.
+        others: runs that the report shows beside it.  If a finished one averages less often, the benefit has
+            been measured, and no longer period is proposed.
     """
     if not run.completed or run.timing is None:
         return ""
-    if max(rank.steps for rank in run.timing.ranks) < LEAST_STEPS:  # known without reading timelines
+    if max(rank.steps for rank in run.timing.ranks) < LEAST_STEPS:  # no need to read timelines
         return ""
     try:
         measured = measured_run(run, last_bytes=_MOST_BYTES // len(run.timing.ranks))
-    except ConfigError:  # of an older run, or of a short one: there are no steps to change anything in
+    except ConfigError:  # an older or a short run: there are no steps to predict from
         return ""
-    from speechdp.simulation.gains import gains_of  # noqa: PLC0415 (torch, for a part of all reports)
+    from speechdp.simulation.gains import gains_of  # noqa: PLC0415 (imports torch, for few reports)
 
     was_tried = any(other.completed and _averages_less(other, run) for other in others)
     notable = [
@@ -54,7 +54,7 @@ def gain_sentence(run: RunResult, label: str, others: Sequence[RunResult] = ()) 
 
 
 def _averages_less(other: RunResult, run: RunResult) -> bool:
-    """Return whether a run averages less often than another, or at times that cannot be compared."""
+    """Return whether a run averages less often than another, or with a period that cannot be compared."""
     theirs, own = other.model_period, run.model_period
     if theirs is None or own is None:
         return theirs not in (None, "1")

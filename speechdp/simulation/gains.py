@@ -1,4 +1,4 @@
-"""What would make a run faster: the same run with one thing changed, by the model of the simulation."""
+"""Predict what would make a run faster: the same run with one change, by the simulation's model."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from speechdp.simulation.predict import Interval, Scenario, is_too_long, predict
 from speechdp.simulation.simulate import Request, scenario_of
 from speechdp.simulation.steps import MeasuredWork
 
-#: How much longer a period, and how much faster a link inside a host.
+#: Factors for a longer period, and for a faster link inside a host.
 LONGER, FASTER = 4, 10
-#: Steps between averages in place of exchanges of gradients.
+#: Steps between averages that replace exchanges of gradients.
 _INSTEAD = 16
-#: Links as they are sold, bytes/s by name; the next faster one than the measured is tried.
+#: Commercial link speeds, bytes/s by name; the next one faster than the measured link is tried.
 _SOLD = {f"{rate} Gbit/s": rate * 1e9 / 8 for rate in (1, 10, 25, 100, 400)}
-#: A link that is faster by less than this is called the same.
+#: A link whose speed differs by less than this factor counts as the same.
 _NOTABLY = 1.8
 
 
 @dataclass(frozen=True)
 class Gain:
-    """How many times as fast a run would be with one change.
+    """The speed-up of a run by one change.
 
     Attributes:
         change: e.g. "at 10 Gbit/s", "with period 64".
-        times: of the same steps; with another link or period also of what predictions err by.
+        times: speed-up for the same steps; with another link or period, its interval includes the prediction
+            error.
         averages_less: the change is a longer period.
     """
 
@@ -42,22 +43,22 @@ class Gain:
 
 
 def gains_of(run: MeasuredRun) -> list[Gain]:
-    """Return what would make a run faster, the most first; none where nothing can be said of it.
+    """Return what would make a run faster, the largest gain first; empty if nothing can be said about it.
 
     Args:
-        run: finished, on two ranks or more for all but the loading of data.
+        run: a finished run; with a single rank only the loading of data is considered.
     """
     request = Request(ranks=(run.ranks,), ranks_per_node=run.ranks_per_node)
     try:
         scenario, _ = scenario_of([run], request)
         exchange = exchange_of(run.strategy, scenario.model)
-    except ConfigError:  # its links show nowhere, or its strategy is not known here: nothing can be said
+    except ConfigError:  # no run shows its links, or its strategy is unknown here
         return []
     if run.ranks > 1 and fit_link([run], scenario.model, crosses=run.crosses) is None:
-        return []  # inside a host a link would be assumed, and what it costs made up
+        return []  # the link inside the host would be assumed, and its cost invented
     if is_too_long(exchange, run.ranks):
         return []
-    # Steps of this run alone: it is the one that is to become faster.
+    # Use only this run's steps: it is the one to make faster.
     scenario = replace(scenario, work=MeasuredWork.of([run]))
     now = _rate(scenario, run, exchange)
     changes: dict[str, tuple[Scenario, Exchange]] = {}
@@ -83,7 +84,7 @@ def gains_of(run: MeasuredRun) -> list[Gain]:
             change,
             Interval.of(
                 _rate(changed, run, other) / now,
-                # Of other exchanges than the measured ones it is the model that says what they take.
+                # If the exchanges differ from the measured ones, their time comes from the model.
                 scenario.error if other is not exchange or changed.cluster is not scenario.cluster else 0.0,
             ),
             other is not exchange,
@@ -94,13 +95,13 @@ def gains_of(run: MeasuredRun) -> list[Gain]:
 
 
 def _rate(scenario: Scenario, run: MeasuredRun, exchange: Exchange) -> Samples:
-    """Return steps a second of a rank, for each replicate."""
+    """Return steps per second of a rank, for each replicate."""
     (pace,) = predict_paces(scenario, run.ranks, [exchange])
     return 1 / pace.step_s
 
 
 def _faster_link(run: MeasuredRun, cluster: Cluster) -> tuple[str, Cluster]:
-    """Return a cluster with a faster link, and what that is called."""
+    """Return the name of a faster link, and a cluster with it."""
     if not run.crosses:
         return f"with exchanges {FASTER} times as fast", replace(
             cluster, within=cluster.within.faster(FASTER), between=cluster.between.faster(FASTER)
@@ -113,9 +114,9 @@ def _faster_link(run: MeasuredRun, cluster: Cluster) -> tuple[str, Cluster]:
 
 
 def _longer(choice: StrategyChoice) -> StrategyChoice | None:
-    """Return the strategy with a longer period; None where its period is not in steps.
+    """Return the strategy with a longer period; None if its period is not in steps.
 
-    Gradients have none: instead of them parameters are averaged, once in a while.
+    Gradient averaging has no period: it is replaced by an average of the parameters every few steps.
     """
     name, _, rest = choice.text.partition(":")
     if name == "gradient_averaging":

@@ -1,4 +1,4 @@
-"""What exchanges take by a latency-bandwidth model: T(n) = alpha + n * beta for a message of n bytes.
+"""Exchange times in a latency-bandwidth model: T(n) = alpha + n * beta for a message of n bytes.
 
 Source: Hockney 1994 for the model; Patarasuk & Yuan 2009 for the ring; Thakur et al. 2005 for recursive
 doubling; Sanders, Speck & Traeff 2009 for the two trees; all recalled.  The hierarchical form is NCCL's and
@@ -15,18 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 Samples: TypeAlias = npt.NDArray[np.float64]
-#: Up to this size back-ends sum in log2(N) messages of all of the vector rather than in a ring, bytes.
+#: Up to this size back-ends sum in log2(N) messages of the whole vector rather than in a ring, bytes.
 SMALL_BYTES = 32 * 1024
-#: How all ranks sum a vector; `auto`: whichever is fastest of the three.
+#: Algorithm of an allreduce; `auto`: the fastest of the three.
 Algorithm = Literal["auto", "ring", "tree", "hierarchical"]
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """A way between two ranks: one value, or one for each replicate of the bootstrap.  (replicates,)
+    """A link between two ranks: one value, or one for each replicate of the bootstrap.  (replicates,)
 
     Attributes:
-        latency_s: alpha, of a message.
+        latency_s: alpha, time of an empty message.
         s_per_byte: beta, the inverse of the bandwidth.
     """
 
@@ -39,21 +39,21 @@ class LinkSpeed:
         return cls(np.array([latency_s]), np.array([1 / bytes_per_s]))
 
     def message_s(self, nbytes: float) -> Samples:
-        """Return what a message takes, s."""
+        """Return the time of a message, s."""
         return self.latency_s + nbytes * self.s_per_byte
 
     @property
     def bytes_per_s(self) -> float:
-        """Bandwidth, bytes/s; infinite where no byte takes time."""
+        """Bandwidth, bytes/s; infinite if a byte takes no time."""
         mean = float(self.s_per_byte.mean())
         return 1 / mean if mean > 0 else math.inf
 
     def faster(self, factor: float) -> LinkSpeed:
-        """Return the same with `factor` times the bandwidth."""
+        """Return a link with `factor` times the bandwidth."""
         return replace(self, s_per_byte=self.s_per_byte / factor)
 
     def part(self, replicates: slice) -> LinkSpeed:
-        """Return the link of some replicates; one of a single value is the same for all."""
+        """Return the link of some replicates; a link with a single value is the same for all."""
         if len(self.latency_s) == len(self.s_per_byte) == 1:
             return self
         count = max(len(self.latency_s), len(self.s_per_byte))
@@ -63,13 +63,13 @@ class LinkSpeed:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with as many ranks each; rank r is on node r // ranks_per_node.
+    """Nodes with equally many ranks; rank r is on node r // ranks_per_node.
 
     Attributes:
-        between: of a node to the others; its ranks share it, each direction by itself.
-        within: of two ranks of a node.  No exchange is faster than this: ranks copy and add there what comes
-            over the network.
-        algorithm: of allreduces.
+        between: link of a node to the others; its ranks share it, each direction separately.
+        within: link between two ranks of a node.  No exchange is faster than this, because ranks also copy
+            and add what arrives over the network.
+        algorithm: algorithm of allreduces.
     """
 
     ranks_per_node: int
@@ -82,15 +82,15 @@ class Cluster:
         return replace(self, within=self.within.part(replicates), between=self.between.part(replicates))
 
     def nodes(self, ranks: int) -> int:
-        """Return how many nodes so many ranks are on."""
+        """Return the number of nodes for `ranks` ranks."""
         return -(-ranks // self.ranks_per_node)
 
     def message_s(self, nbytes: float, *, crosses: bool, sharing: int = 1) -> Samples:
-        """Return what a message takes, s.
+        """Return the time of a message, s.
 
         Args:
-            crosses: it goes from one node to another.
-            sharing: messages that leave the node at the same time.
+            crosses: whether it goes from one node to another.
+            sharing: number of messages that leave the node at the same time.
         """
         inside = self.within.message_s(nbytes)
         if not crosses:
@@ -99,7 +99,7 @@ class Cluster:
         return slower
 
     def allreduce_s(self, nbytes: float, ranks: int) -> Samples:
-        """Return what it takes `ranks` ranks to sum a vector of `nbytes` bytes, s; 0 for one rank."""
+        """Return the time for `ranks` ranks to sum a vector of `nbytes` bytes, s; 0 for one rank."""
         if ranks == 1:
             return np.zeros(1)
         if nbytes < SMALL_BYTES and self.algorithm == "ring":
@@ -118,7 +118,7 @@ class Cluster:
     def ring_s(self, nbytes: float, ranks: int) -> Samples:
         """Return the time of a ring: 2 (N - 1) times a message of n / N bytes, node after node.
 
-        Every node has one message of the ring under way in each direction.
+        Every node has one message of the ring in flight in each direction.
         """
         return 2 * (ranks - 1) * self.message_s(nbytes / ranks, crosses=self.nodes(ranks) > 1)
 
@@ -141,8 +141,8 @@ class Cluster:
     def hierarchical_s(self, nbytes: float, ranks: int) -> Samples:
         """Return the time of rings inside the nodes, then between them, then inside again.
 
-        Between nodes each rank has a ring of its own for its part, n / ranks_per_node bytes; these share
-        the node's link.
+        Between nodes each rank has its own ring for its part, n / ranks_per_node bytes; these rings share the
+        node's link.
         """
         nodes, inside = self.nodes(ranks), min(ranks, self.ranks_per_node)
         if nodes == 1 or inside == 1:

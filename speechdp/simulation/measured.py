@@ -1,4 +1,4 @@
-"""What finished runs have measured: every step of every rank, taken apart."""
+"""Measurements of finished runs: every step of every rank, split into its parts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from speechdp.simulation.exchanges import is_known
 
 Steps: TypeAlias = npt.NDArray[np.float64]
 
-#: Fewest steps after the warm-up from which anything is predicted.
+#: Fewest steps after the warm-up that a prediction needs.
 LEAST_STEPS = 8
-#: Bytes of a parameter, which every back-end exchanges in single precision.
+#: Bytes per parameter: every back-end exchanges single precision.
 PARAMETER_BYTES = 4
-#: Vectors of the parameters' size that an optimizer keeps.
+#: Number of vectors of the parameters' size that an optimizer keeps.
 _OPTIMIZER_VECTORS = {"sgd": 1, "adam": 2, "adamw": 2}
 
 
@@ -41,15 +41,15 @@ _OPTIMIZER_VECTORS = {"sgd": 1, "adam": 2, "adamw": 2}
 class StepTimes:
     """The parts of every step of every rank, s.  (steps, ranks) each
 
-    Ranks of a run that is not `aligned` took their steps at their own pace: what stands in a row has nothing
-    in common.
+    Ranks of a run that is not `aligned` took their steps at their own pace, so the entries of a row are
+    unrelated.
 
     Attributes:
-        forward, backward, update: computing.
-        others: copies to the device, and what no span covers.
-        data_wait: no batch was ready.
-        comm: exchanges as far as they were not hidden, with the wait for other ranks.
-        frames: of the rank's batch.
+        forward, backward, update: time of computation.
+        others: time of copies to the device, and time that no span covers.
+        data_wait: time without a ready batch.
+        comm: time of exchanges that was not hidden, including the wait for other ranks.
+        frames: frames of the rank's batch.
     """
 
     forward: Steps
@@ -61,32 +61,32 @@ class StepTimes:
     frames: Steps
 
     def work(self, speedup: float = 1.0) -> Steps:
-        """Return the time of everything but exchanges, s, with computing `speedup` times as fast."""
+        """Return the time of everything but exchanges, s, with computation `speedup` times as fast."""
         computing = self.forward + self.backward + self.update
         return computing / speedup + self.others + self.data_wait
 
     @property
     def trained(self) -> npt.NDArray[np.bool_]:
-        """Return of which steps every rank had a batch.  (steps,)"""
+        """For each step, whether every rank had a batch.  (steps,)"""
         return np.asarray((self.frames > 0).all(axis=1))
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A finished run, as far as its speed goes.
+    """The speed-related facts of a finished run.
 
     Attributes:
-        hosts: of each rank.
-        strategy: with its options.
+        hosts: host of each rank.
+        strategy: the strategy with its options.
         aligned: every rank is known to have taken the same steps at the same time.
-        times: of the ranks that train, without one that only serves.
-        nbytes: of the parameters.
-        optimizer_vectors: as `Model` has them.
+        times: times of the ranks that train, without one that only serves.
+        nbytes: bytes of the parameters.
+        optimizer_vectors: as in `Model`.
         deliverable_per_s: frames/s of all ranks that the data path could deliver; None: not recorded.
-        frames_trained: of all ranks, of the whole run; None: not recorded.
-        amount: what its frames are called.
-        on_gpu: it ran on GPUs.
-        backend: that it exchanged with; "": not recorded.
+        frames_trained: frames of all ranks in the whole run; None: not recorded.
+        amount: name of its frames.
+        on_gpu: whether it ran on GPUs.
+        backend: back-end of its exchanges; "": not recorded.
     """
 
     name: str
@@ -114,7 +114,7 @@ class MeasuredRun:
 
     @property
     def ranks_per_node(self) -> int:
-        """The most ranks on a host."""
+        """Largest number of ranks on one host."""
         return max(self.hosts.count(host) for host in self.hosts)
 
     @property
@@ -125,12 +125,12 @@ class MeasuredRun:
 
 @dataclass(frozen=True)
 class MeasuredFolder:
-    """What the finished runs of a folder have measured.
+    """Measurements of the finished runs in a folder.
 
     Attributes:
-        runs: one at least, of one model.
-        notes: that the machine was not the same for those that steps are drawn from, and why others were left
-            out; a sentence or two each.
+        runs: at least one, all of the same model.
+        notes: whether the machines differed for the runs that steps are drawn from, and why other runs were
+            left out; a sentence or two each.
     """
 
     runs: tuple[MeasuredRun, ...]
@@ -138,12 +138,12 @@ class MeasuredFolder:
 
 
 def read_measured(folder: Path) -> MeasuredFolder:
-    """Read the finished runs of a folder: a run, or what sweep, compare or profile have written.
+    """Read the finished runs of a folder: a single run, or the output of sweep, compare or profile.
 
-    One of several that is damaged is left out.
+    A damaged run among several is left out.
 
     Raises:
-        ConfigError: there is none, or none with the times of its steps, or compare.json is damaged; the
+        ConfigError: there is no finished run, or none with step times, or compare.json is damaged; the
             message says what to do.
         RunError: files of a profile are damaged.
     """
@@ -177,7 +177,7 @@ def read_measured(folder: Path) -> MeasuredFolder:
 
 
 def _results(folder: Path) -> list[RunResult]:
-    """Read a run, or the runs of a folder; of a comparison those of its report, no trials of rates."""
+    """Read a run, or the runs of a folder; for a comparison only those of its report, without rate trials."""
     results = list(read_sweep(folder).runs)
     if not (folder / compare_record.FILE_NAME).is_file():
         return results
@@ -188,14 +188,14 @@ def _results(folder: Path) -> list[RunResult]:
 def measured_run(
     result: RunResult, *, may_have_paused: bool = False, last_bytes: int | None = None
 ) -> MeasuredRun:
-    """Return what a finished run has measured.
+    """Return the measurements of a finished run.
 
     Args:
-        may_have_paused: one that was told to pause, and has recorded its timing then, will do as well.
-        last_bytes: of each rank's timeline, of which no more is read; None: all steps.
+        may_have_paused: also accept a run that was told to pause and recorded its timing then.
+        last_bytes: number of bytes to read from the end of each rank's timeline; None: all steps.
 
     Raises:
-        ConfigError: it has not finished, or files of it are missing; the message names them.
+        ConfigError: the run has not finished, or files are missing; the message names them.
     """
     path, timing, settings = result.path, result.timing, result.settings
     if not result.completed and not (may_have_paused and timing is not None):
@@ -228,7 +228,7 @@ def measured_run(
 
 
 def _hosts_of(timing: RunTiming, settings: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the host of each rank; None: nobody knows it.  Sums of timelines do not name them."""
+    """Return the host of each rank; None: unknown.  Timings summed from timelines do not name hosts."""
     recorded = settings.get("hosts")
     begun_on = dict(enumerate(recorded)) if isinstance(recorded, list) else {}
     hosts = tuple(rank.host or begun_on.get(rank.rank) for rank in timing.ranks)
@@ -236,7 +236,7 @@ def _hosts_of(timing: RunTiming, settings: Mapping[str, Any]) -> tuple[str, ...]
 
 
 def _optimizer_vectors(settings: Mapping[str, Any]) -> int:
-    """Return how many vectors the optimizer of a run keeps; Adam's where it is not recorded."""
+    """Return the number of vectors that a run's optimizer keeps; that of Adam if it is not recorded."""
     value: Any = settings.get("options")
     for key in ("resolved", "optimizer", "optimizer"):
         value = value.get(key) if isinstance(value, dict) else None
@@ -248,12 +248,12 @@ def _read_steps(
 ) -> tuple[StepTimes, bool]:
     """Read the timelines of a run: the steps that its timing sums, those of its last start after the warm-up.
 
-    Also returns whether all ranks are known to have taken the same steps at the same time.
-
     Steps of earlier starts may have been made on other machines, or by another number of ranks.
+
+    Also returns whether all ranks are known to have taken the same steps at the same time.
     """
     ranks = []
-    # A rank without a frame only serves others, as rank 0 with dedicated=true.
+    # A rank without frames only serves others, as rank 0 does with dedicated=true.
     trainers = [rank for rank in timing.ranks if rank.frames > 0] or timing.ranks
     for rank in trainers:
         file = path / "timeline" / f"rank-{rank.rank:04d}.jsonl"
@@ -279,17 +279,17 @@ def _read_steps(
             {number: step for number, step in steps.items() if first <= number <= last}
             for steps, (first, last) in zip(ranks, bounds, strict=True)
         ]
-    # Of a strategy from outside, which may not even be found here, nobody knows who waits for whom.  Looked
-    # up only now: it imports torch, and reports of runs without timelines do without.
+    # For a user's strategy, which may not even be available here, it is unknown who waits for whom.  Look it
+    # up only now: that imports torch, which reports on runs without timelines do not need.
     aligned = is_known(choice) and choice.parsed.traits.synchronous
     if aligned:
         common = set.intersection(*(set(steps) for steps in ranks))
         kept = [[steps[number] for number in sorted(common)] for steps in ranks]
     else:
-        # A line without frames is of a rank that only waited for the others.
+        # A line without frames comes from a rank that only waited for the others.
         kept = [[step for step in steps.values() if finite(step.get("frames"))] for steps in ranks]
         kept = [steps[: min(map(len, kept))] for steps in kept]
-    if not is_bounded:  # earlier versions did not record which steps they had summed
+    if not is_bounded:  # earlier versions did not record which steps they summed
         kept = [steps[timing.warmup_steps :] for steps in kept]
     times = _table([[_parts(step) for step in steps] for steps in kept])
     if (count := int(times.trained.sum())) < LEAST_STEPS:
@@ -324,7 +324,7 @@ def _table(ranks: Sequence[Sequence[tuple[float, ...]]]) -> StepTimes:
 
 
 def _runs_of_profile(folder: Path) -> list[MeasuredRun]:
-    """Return the jobs of a profile that measured whole steps with a constant batch of each rank."""
+    """Return the jobs of a profile that measured whole steps with a constant batch per rank."""
     profile = read_profile(folder)
     warmup = profile.settings.warmup_steps
     options = profile.settings.options or {}
@@ -373,9 +373,9 @@ def _profile_parts(step: Any) -> tuple[float, ...]:
 
 
 def basis(runs: Iterable[MeasuredRun]) -> tuple[MeasuredRun, ...]:
-    """Return the runs from which steps are drawn: synchronous ones if any, on the most ranks.
+    """Return the runs to draw steps from: synchronous ones if there are any, on the most ranks.
 
-    Ranks that share a machine slow one another down; runs on more of them show more of that.
+    Ranks that share a machine slow each other down; runs on more ranks show more of that.
     """
     found = list(runs)
     found = [run for run in found if run.aligned] or found

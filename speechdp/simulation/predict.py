@@ -31,28 +31,29 @@ from speechdp.simulation.waiting import (
 
 #: Bounds of the intervals: 90 % of the resamples lie between them.
 LOW, HIGH = 0.05, 0.95
-#: What a prediction errs by besides what runs differ by, where ranks exchange: standard deviation of the
+#: Error of predictions beyond the spread between runs, if ranks exchange: standard deviation of the
 #: logarithm.  In 50 cells of benchmarks/strategies/simulate.py half of all errors were below 2.8 % and 9 in
-#: 10 below 7.7 %, as of 4.2 % and 4.7 % in all, of which 3 % is from run to run (docs/results.md).
+#: 10 below 7.7 %, as for total standard deviations of 4.2 % and 4.7 %, of which 3 % is between runs
+#: (docs/results.md).
 MODEL_ERROR = 0.032
 #: Equally likely values of a normal distribution.
 _NORMAL = np.array([NormalDist().inv_cdf((place + 0.5) / 41) for place in range(41)])
-#: Steps of all ranks together from which a replicate's mean is taken, at least, and of each rank.
+#: Fewest steps for a replicate's mean, of all ranks together, and of each rank.
 _LEAST_STEPS, _LEAST_OF_RANK = 4_096, 32
-#: Steps of all ranks together that fit into memory with what is computed of them.
+#: Largest number of steps of all ranks together that, with what is computed from them, fit into memory.
 _MOST_STEPS = 2**25
-#: Windows of a period that are followed, at least, where one begins before another has ended.
+#: Fewest windows of a period to follow if one starts before another has ended.
 _LEAST_WINDOWS = 4
-#: What sockets hold of a vector that is sent over a network, bytes: so much of an answer and of the next
-#: request pass each other (8 ranks, vectors of 0.1 to 4 MB, Linux, TCP; docs/results.md).
+#: Bytes of a vector sent over a network that sockets buffer: by so much an answer and the next request
+#: overlap (8 ranks, vectors of 0.1 to 4 MB, Linux, TCP; docs/results.md).
 _IN_SOCKETS = 448 * 1024
-#: Resamples of what is followed event by event, which takes longest.
+#: Number of resamples for event simulation, which takes longest.
 _EVENT_REPLICATES = 10
-#: Windows of all learners together that are followed event by event, and of each learner, at least.
+#: Fewest windows in event simulation, of all learners together and of each learner.
 _EVENTS, _EVENTS_OF_LEARNER = 600, 6
-#: Likewise of workers with a server: where steps have a heavy tail, a few windows do not hold its long ones.
+#: Likewise of each worker of a server: if steps have a heavy tail, a few windows lack its long ones.
 _EVENTS_OF_WORKER = 40
-#: Steps of a window that are drawn one by one there; longer windows have the same mean and variance.
+#: Steps of a window that event simulation draws individually; longer windows get the same mean and variance.
 _STEPS_OF_EVENT = 16
 
 
@@ -66,15 +67,15 @@ class Interval:
 
     @classmethod
     def of(cls, samples: npt.ArrayLike, spread: float = 0.0) -> Interval:
-        """Return the interval of what the resamples gave.
+        """Return the interval of the resamples' values.
 
         Args:
-            spread: of a run about what is expected of it, standard deviation of the logarithm.
+            spread: spread of a single run around its expectation, standard deviation of the logarithm.
         """
         values = np.asarray(samples, float)
         mean, runs = float(values.mean()), np.multiply.outer(values, np.exp(spread * _NORMAL))
         low, high = map(float, np.quantile(runs, (LOW, HIGH)))
-        # Of equal samples the mean may lie beside them, by rounding; of skewed ones outside the 90 %.
+        # The mean of equal samples may differ from them by rounding; of skewed ones it may be outside.
         return cls(mean, min(low, mean), max(high, mean))
 
 
@@ -83,14 +84,14 @@ class Scenario:
     """A training on a cluster.
 
     Attributes:
-        work: of the measured steps.
-        model: what is exchanged.
+        work: the measured steps.
+        model: the model that is exchanged.
         cluster: the links.
-        factors: of ranks that are slower than measured, by rank.
-        progress: of exchanges beside backward, 0 to 1, as measured.
-        spread: of runs of the same settings, standard deviation of the logarithm of their speed.
-        error: of predictions for several ranks besides, likewise.
-        seed: of the draws.
+        factors: slow-down of ranks that are slower than measured, by rank.
+        progress: progress of exchanges beside backward, 0 to 1, as measured.
+        spread: spread between runs of the same settings, standard deviation of the logarithm of their speed.
+        error: further error of predictions for several ranks, likewise.
+        seed: seed of the draws.
     """
 
     work: MeasuredWork
@@ -103,21 +104,21 @@ class Scenario:
     seed: int = 1
 
     def draws(self, ranks: int, replicates: int = REPLICATES) -> Draws:
-        """Return the steps of so many ranks."""
+        """Return the drawn steps of `ranks` ranks."""
         return Draws(self.work, ranks, replicates, self.factors, self.seed)
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted of a strategy on so many ranks.
+    """The prediction for a strategy on a number of ranks.
 
     Attributes:
         period: steps between its exchanges.
-        frames_per_s: of all ranks together.
-        efficiency: frames/s over those of as many ranks that neither exchange nor wait, 0 to 1.
-        step_s: from one step of a rank to its next, mean.
-        computing, data_wait, exchange, waiting: shares of a step, mean, 0 to 1; together 1.
-        mixed: share of the exchanges asked for that are made (`ad_psgd`); None: all.
+        frames_per_s: frames/s of all ranks together.
+        efficiency: frames/s relative to as many ranks that neither exchange nor wait, 0 to 1.
+        step_s: mean time from one step of a rank to its next, s.
+        computing, data_wait, exchange, waiting: mean shares of a step, 0 to 1; together 1.
+        mixed: share of the requested exchanges that are made (`ad_psgd`); None: all.
     """
 
     strategy: StrategyChoice
@@ -133,7 +134,7 @@ class Prediction:
     mixed: float | None = None
 
     def gpu_hours(self, frames: float) -> Interval:
-        """Return the hours of all ranks together until so many frames are trained on."""
+        """Return the hours of all ranks together to train on `frames` frames."""
         rate = self.frames_per_s
         hours = [self.ranks * frames / speed / 3600 for speed in (rate.mean, rate.high, rate.low)]
         return Interval(*hours)
@@ -144,12 +145,13 @@ def predict(
 ) -> list[Prediction]:
     """Predict the speed of several strategies on `ranks` ranks.
 
-    All are made of the same drawn steps, and so are those of other scenarios with the same seed: their ratios
-    are known better than they are.
+    All use the same drawn steps, and so do other scenarios with the same seed: their ratios are therefore
+    more precise than the speeds themselves.
 
     Returns:
-        In the order of `exchanges`, without strategies that a run on so many ranks would refuse: their groups
-        do not divide them, their server leaves no worker, or they average between nodes and have one.
+        Predictions in the order of `exchanges`, without strategies that a run on so many ranks would refuse:
+        their groups do not divide the ranks, their server leaves no worker, or they average between nodes and
+        there is one.
     """
     possible = [
         (choice, exchange)
@@ -164,14 +166,14 @@ def predict(
 
 
 class _RanksInNumber(SerialCommunicator):
-    """Ranks that do not exist: a strategy can be asked whether it would train on them."""
+    """Ranks that do not exist, to ask a strategy whether it would train on them."""
 
     def __init__(self, hosts: Sequence[Any]) -> None:
         super().__init__()
         self.size, self._hosts = len(hosts), hosts
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Return the hosts that they would be on: nothing else is asked for."""
+        """Return the hosts that the ranks would be on: `check_ranks` gathers nothing else."""
         return list(self._hosts)
 
 
@@ -184,17 +186,17 @@ def _ranks_on(hosts: Sequence[Any], backend: str) -> _RanksInNumber:
 
 
 def why_refused(choice: StrategyChoice, ranks: int, cluster: Cluster) -> str:
-    """Return why a run of a strategy on so many ranks would be refused; "": it would not."""
+    """Return why a run of a strategy on `ranks` ranks would be refused; "": it would not be."""
     return why_refused_on(choice, [rank // cluster.ranks_per_node for rank in range(ranks)])
 
 
 def why_refused_on(choice: StrategyChoice, hosts: Sequence[Any], backend: str = "") -> str:
-    """Return why a run of a strategy would be refused, before it is started; "": nothing is known of that.
+    """Return why a run of a strategy would be refused, before it starts; "": no reason is known.
 
     Args:
-        choice: known here.
-        hosts: of each rank.
-        backend: that they exchange with; "": whatever the strategy needs.
+        choice: a strategy known here.
+        hosts: host of each rank.
+        backend: back-end of the exchanges; "": whichever the strategy needs.
     """
     try:
         choice.parsed.check_ranks(_ranks_on(hosts, backend))
@@ -204,8 +206,8 @@ def why_refused_on(choice: StrategyChoice, hosts: Sequence[Any], backend: str = 
 
 
 def predict_paces(scenario: Scenario, ranks: int, exchanges: Sequence[Exchange]) -> list[Pace]:
-    """Return what a step takes with each exchange, the same draws for all."""
-    # Many strategies exchange alike: what all of these take is computed once.
+    """Return the pace with each exchange, from the same draws for all."""
+    # Many strategies exchange in the same way: compute each pace only once.
     different = list(dict.fromkeys(exchanges))
     at_once = [e for e in different if e.pattern not in (Pattern.GOSSIP, Pattern.SERVER)]
     paces = dict(zip(at_once, _synchronous(scenario, ranks, at_once), strict=True))
@@ -242,12 +244,12 @@ def _pace(scenario: Scenario, drawn: Drawn, exchange: Exchange, cluster: Cluster
 
 
 def is_too_long(exchange: Exchange, ranks: int) -> bool:
-    """Return whether the steps of a period, of so many ranks, are too many to be drawn."""
+    """Return whether the steps of a period on `ranks` ranks are too many to draw."""
     return ranks * _steps_of_windows(exchange) > _MOST_STEPS
 
 
 def _steps_of_windows(exchange: Exchange) -> int:
-    """Return how many steps of a rank are drawn for an exchange, at least; events draw fewer."""
+    """Return the fewest steps of a rank to draw for an exchange; event simulation draws fewer."""
     if exchange.pattern in (Pattern.GOSSIP, Pattern.SERVER):
         return 1
     return exchange.period * (
@@ -256,7 +258,7 @@ def _steps_of_windows(exchange: Exchange) -> int:
 
 
 def _steps_needed(ranks: int, exchanges: Sequence[Exchange]) -> int:
-    """Return how many steps of each rank are drawn."""
+    """Return the number of steps to draw for each rank."""
     return max(_LEAST_OF_RANK, -(-_LEAST_STEPS // ranks), *map(_steps_of_windows, exchanges))
 
 
@@ -268,12 +270,12 @@ def _joined(paces: Sequence[Pace]) -> Pace:
 
 
 def _gossiping(scenario: Scenario, ranks: int, exchange: Exchange) -> Pace:
-    """Return the pace of learners that never wait for one another, and how many exchanges they make."""
+    """Return the pace of learners that never wait for each other, and the share of exchanges they make."""
     draws, groups = scenario.draws(ranks), exchange.groups
     exposed = np.zeros(1)
     learner_s = draws.mean_s  # (replicates, learners)
     if groups > 1:
-        # Ranks of a group are neighbours; where a node does not hold it, it goes over the network.
+        # Ranks of a group are neighbours; if a group spans nodes, its exchange goes over the network.
         inside = replace(exchange, pattern=Pattern.TOGETHER, nbytes=exchange.nbytes)
         exposed = exposed_s(inside, scenario.work, groups, scenario.cluster, scenario.progress)
         steps = _steps_needed(ranks, [replace(inside, period=1)])
@@ -288,7 +290,7 @@ def _gossiping(scenario: Scenario, ranks: int, exchange: Exchange) -> Pace:
 
 
 def _mixed(scenario: Scenario, learner_s: npt.NDArray[np.float64], exchange: Exchange) -> float:
-    """Return the share of exchanges that are made, of means over resamples."""
+    """Return the share of exchanges that are made, from the resamples' means."""
     learners = learner_s.shape[1]
     count = max(_EVENTS_OF_LEARNER, _EVENTS // learners)
     cluster, per_node = scenario.cluster, max(1, scenario.cluster.ranks_per_node // exchange.groups)
@@ -300,7 +302,7 @@ def _mixed(scenario: Scenario, learner_s: npt.NDArray[np.float64], exchange: Exc
 
 
 def _spread_of(scenario: Scenario, ranks: int, count: int, period: int) -> npt.NDArray[np.float64]:
-    """Return windows of one resample as factors of their mean.  (windows, ranks)"""
+    """Return windows of one resample relative to their mean.  (windows, ranks)"""
     draws = Draws(scenario.work, ranks, 1, {}, scenario.seed)
     (windows,) = _apart(draws, count, period)
     factors: npt.NDArray[np.float64] = windows / (period * draws.mean_s[0])
@@ -328,7 +330,8 @@ def _with_server(scenario: Scenario, ranks: int, exchange: Exchange) -> Pace:
     count = max(_EVENTS_OF_WORKER, _EVENTS // workers)
     paces = []
     for replicate, windows in enumerate(_apart(draws, count, exchange.period)):
-        # A worker takes these over and over: with fewer long ones than usual it would be fast for good.
+        # Workers reuse these windows cyclically: with too few long ones, a worker would be too fast
+        # throughout.
         usual = exchange.period * draws.mean_s[replicate] / np.maximum(windows.mean(axis=0), 1e-12)
         own = (windows * usual)[:, ranks - workers :]
         own = own * (1 - scenario.work.update) if exchange.at_server else own
@@ -341,13 +344,14 @@ def _with_server(scenario: Scenario, ranks: int, exchange: Exchange) -> Pace:
 def _service_s(
     exchange: Exchange, ranks: int, cluster: Cluster
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return for how long a vector there and one back take the server, and what else passes, s.
+    """Return the server's time to receive a vector and send one back, and the further time until arrival, s.
 
-    Each is announced by a small message.  Links carry both directions at once: while one worker's answer
-    leaves, the next one's vector comes as far as sockets hold them; of the rest one waits for the other.
+    A small message announces each vector.  Links carry both directions at once: while one worker's answer
+    leaves, the next one's vector arrives as far as sockets buffer them; the remaining parts wait for each
+    other.
 
     Returns:
-        For each rank, of which a worker on rank 0 sends nothing.  (replicates or 1, ranks) each
+        Both for each rank; a worker on rank 0 sends nothing.  (replicates or 1, ranks) each
     """
     near, far = (
         2 * (cluster.message_s(exchange.nbytes, crosses=crosses) + cluster.message_s(0, crosses=crosses))
@@ -369,7 +373,7 @@ def _served_pace(served: Served, period: int, workers: int) -> Pace:
 
 
 def _fed(pace: Pace, work: MeasuredWork) -> Pace:
-    """Hold a pace back to what the data path delivers."""
+    """Limit a pace to what the data path delivers."""
     return replace(pace, step_s=np.maximum(pace.step_s, work.batch_s))
 
 
@@ -403,19 +407,19 @@ def _prediction(
 
 
 def _own_work(draws: Draws, exchange: Exchange, pace: Pace, work: MeasuredWork) -> float:
-    """Return a rank's own work in a step, s: the mean over ranks, of asynchronous ones over steps."""
+    """Return a rank's own work in a step, s: the mean over ranks, or over steps of asynchronous ranks."""
     means = draws.mean_s[:, int(exchange.dedicated) :]
     if exchange.pattern is Pattern.GOSSIP and exchange.groups == 1:
         return float((1 / (1 / means).mean(axis=1)).mean())
     if exchange.pattern is Pattern.SERVER:
-        # A fast rank takes more of the steps, unless all wait for their turn alike.
+        # A fast rank takes more of the steps, unless all wait equally for their turn.
         mean = float((1 / (1 / means).mean(axis=1)).mean())
         return mean * (1 - work.update) if exchange.at_server else mean
     return float(means.mean())
 
 
 def _held_back(scenario: Scenario, ranks: int, pace: Pace) -> float:
-    """Return how much of a step is only there because the data path delivers no faster, s."""
+    """Return the part of a step caused only by the limit of the data path, s."""
     held = np.isclose(pace.step_s, scenario.work.batch_s) if scenario.work.batch_s > 0 else np.zeros(1, bool)
     if not held.any():
         return 0.0

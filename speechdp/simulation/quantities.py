@@ -1,4 +1,4 @@
-"""Read what a user writes of a cluster: `100gbit`, `5us`, `8,16,...,1024`, `1:2`."""
+"""Parse a user's description of a cluster: `100gbit`, `5us`, `8,16,...,1024`, `1:2`."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import re
 
 from speechdp.errors import ConfigError
 
-#: Bytes a second by unit; bits as network cards are sold, bytes as disks and buses are.
+#: Bytes per second by unit; bits for network cards, bytes for disks and buses.
 _BYTES_PER_S = {
     **{f"{prefix}bit": factor / 8 for prefix, factor in (("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))},
     **{f"{prefix}B/s": factor for prefix, factor in (("k", 1e3), ("m", 1e6), ("g", 1e9), ("t", 1e12))},
 }
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _COUNTS = {"": 1.0, "kf": 1e3, "mf": 1e6, "f": 1.0}
-#: Digits of a number that is read at all, to say that it is too large.
+#: Most digits of a number that is parsed, if only to report it as too large.
 _MOST_DIGITS = 100
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([a-zµ/]*)", re.IGNORECASE)
-#: More ranks, or steps in a period, than this are taken for a mistake.
+#: Larger numbers of ranks, or of steps in a period, are taken for a mistake.
 MOST_RANKS, MOST_STEPS = 65_536, 4_096
-#: Likewise of a link's latency, s (`5m` is five minutes), times that a rank is slow, and frames.
+#: Likewise for a link's latency, s (`5m` is five minutes), the factor of a slow rank, and frames.
 MOST_LATENCY_S, MOST_FACTOR, MOST_FRAMES = 10.0, 1e6, 1e18
 
 
 def bandwidth(option: str, text: str) -> float:
-    """Read a bandwidth: `1gbit`, `100gbit/s`, `25GB/s`.  Returns bytes a second.
+    """Read a bandwidth: `1gbit`, `100gbit/s`, `25GB/s`.  Returns bytes per second.
 
     Raises:
         ConfigError: anything else, or 0; the message names `option`.
     """
-    # Of all letters only the b says more by its case: 25Gb/s are bits, an eighth of 25GB/s.
+    # Case matters only for the letter b: 25Gb/s are bits, an eighth of 25GB/s.
     number, unit = _split(text)
     unit = "".join(letter if letter == "B" else letter.lower() for letter in unit)
     unit = unit.removesuffix("/s") if unit.endswith("bit/s") else unit
@@ -54,7 +54,7 @@ def latency(option: str, text: str) -> float:
     """Read the latency of a link: `5us`, `0.1ms`.  Returns seconds.
 
     Raises:
-        ConfigError: no duration, or longer than any link's; the message names `option`.
+        ConfigError: not a duration, or longer than any link's latency; the message names `option`.
     """
     seconds = duration(option, text)
     if seconds > MOST_LATENCY_S:
@@ -79,10 +79,10 @@ def frame_count(option: str, text: str) -> float:
 
 
 def numbers(option: str, text: str, most: int) -> tuple[int, ...]:
-    """Read whole numbers from 1: `4,16`; `8,16,...,1024` goes on by the ratio of the two before the dots.
+    """Read positive integers: `4,16`; `8,16,...,1024` continues with the ratio of the two before the dots.
 
     Returns:
-        Them in ascending order, none twice.
+        The numbers in ascending order, each once.
 
     Raises:
         ConfigError: anything else, or one above `most`; the message names `option`.
@@ -104,7 +104,7 @@ def numbers(option: str, text: str, most: int) -> tuple[int, ...]:
 
 
 def slow_ranks(option: str, text: str) -> dict[int, float]:
-    """Read `RANK:FACTOR,...`: ranks whose own work takes so many times as long; "" for none.
+    """Read `RANK:FACTOR,...`: ranks whose own work takes that many times as long; "" for none.
 
     Raises:
         ConfigError: anything else, a rank twice, or a factor that is not positive or beyond `MOST_FACTOR`;
@@ -128,7 +128,7 @@ def slow_ranks(option: str, text: str) -> dict[int, float]:
 
 
 def _split(text: str) -> tuple[float, str]:
-    """Return number and unit; (-1, "") where it is none."""
+    """Return number and unit; (-1, "") if it is not a quantity."""
     match = _QUANTITY.fullmatch(text.strip())
     if match is None or not math.isfinite(float(match[1])):
         return -1.0, ""
@@ -140,7 +140,7 @@ def _is_number(word: str) -> bool:
 
 
 def _between(option: str, text: str, last: list[int], end: int) -> list[int]:
-    """Return what the dots stand for: the numbers after `last`, by its ratio, below `end`."""
+    """Return the numbers that the dots stand for: those after `last`, by its ratio, below `end`."""
     first, second = last
     if second <= first or second % first != 0 or end <= second:
         raise ConfigError(f"{option} {text}: unclear what the dots stand for; write 8,16,...,1024")

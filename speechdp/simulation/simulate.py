@@ -34,13 +34,13 @@ from speechdp.simulation.predict import (
 )
 from speechdp.simulation.steps import MeasuredWork
 
-#: Times as many ranks as were measured for which the model alone speaks.
+#: Beyond this multiple of the measured ranks, the prediction rests on the model alone.
 _FAR = 16
 
 
 @dataclass(frozen=True)
 class GivenLink:
-    """What the user says of a link; None: as it was measured."""
+    """The user's values for a link; None: as measured."""
 
     bytes_per_s: float | None = None
     latency_s: float | None = None
@@ -48,17 +48,18 @@ class GivenLink:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be simulated.
+    """What to simulate.
 
     Attributes:
-        ranks: numbers of them.
-        ranks_per_node: None: as many as the runs had.
-        between, within: links of a node to the others, and of two ranks of a node.
-        speedup: how much faster computing is than measured.
-        factors: ranks whose own work takes so many times as long.
-        strategies: one without a period of its own is simulated with all of `periods`; empty: all.
-        periods: in steps.
-        algorithm: of allreduces; None: as the runs' back-end has it.
+        ranks: numbers of ranks.
+        ranks_per_node: None: as in the runs.
+        between, within: links of a node to the others, and between two ranks of a node.
+        speedup: how much faster computation is than measured.
+        factors: by rank, how many times as long its own work takes.
+        strategies: those without a period of their own are simulated with all of `periods`; empty: all
+            strategies.
+        periods: periods, steps.
+        algorithm: algorithm of allreduces; None: that of the runs' back-end.
     """
 
     ranks: tuple[int, ...]
@@ -74,14 +75,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What is predicted, and from what.
+    """The predictions, and what they are based on.
 
     Attributes:
-        runs: that steps were drawn from.
-        predictions: by strategy, period, and number of ranks, in this order.
-        assumptions: what is to be said of the runs, what was neither measured nor given, how far beyond
-            what was measured the predictions go, and why rows are alike, a sentence or two each.
-        refusals: why strategies cannot train on the most ranks, in their words.
+        runs: runs that steps were drawn from.
+        predictions: ordered by strategy, period and number of ranks.
+        assumptions: notes on the runs, values that were neither measured nor given, how far the predictions
+            go beyond the measurements, and why rows are alike; a sentence or two each.
+        refusals: strategies' own reasons why they cannot train on the largest number of ranks.
     """
 
     runs: tuple[MeasuredRun, ...]
@@ -96,12 +97,12 @@ def simulate(runs: Sequence[MeasuredRun], request: Request, notes: Sequence[str]
     """Predict the speed of strategies on clusters.
 
     Args:
-        runs: finished runs of one model, one at least.
-        notes: what is to be said of them and of others.
+        runs: finished runs of one model, at least one.
+        notes: notes on these and other runs.
 
     Raises:
-        ConfigError: a strategy that is not known or cannot be used, none that can be on any of the numbers of
-            ranks, or a link that was neither measured nor given.
+        ConfigError: a strategy is unknown or cannot be used, none can be used on any of the numbers of ranks,
+            or a link was neither measured nor given.
     """
     scenario, assumptions = scenario_of(runs, request)
     exchanges = exchanges_of(request, scenario.model)
@@ -121,16 +122,16 @@ def simulate(runs: Sequence[MeasuredRun], request: Request, notes: Sequence[str]
 
 
 def scenario_of(runs: Sequence[MeasuredRun], request: Request) -> tuple[Scenario, tuple[str, ...]]:
-    """Return the training and the cluster, and what of the cluster is assumed.
+    """Return the training and the cluster, and the assumptions about the cluster.
 
     Raises:
-        ConfigError: a link between nodes is needed and neither measured nor given.
+        ConfigError: a link between nodes is needed but neither measured nor given.
     """
     chosen = basis(runs)
     work = MeasuredWork.of(chosen, request.speedup)
     model = model_of(chosen, work)
     per_node = request.ranks_per_node or max(run.ranks_per_node for run in chosen)
-    # Messages take what they take, however fast ranks compute: links are fitted to steps as measured.
+    # The time of messages does not depend on the speed of computation: fit links to the steps as measured.
     measured = model_of(chosen, MeasuredWork.of(chosen))
     assumptions: list[str] = []
     within = _within(fit_link(runs, measured, crosses=False), request.within, assumptions)
@@ -146,10 +147,10 @@ def scenario_of(runs: Sequence[MeasuredRun], request: Request) -> tuple[Scenario
 
 
 def exchanges_of(request: Request, model: Model) -> list[tuple[StrategyChoice, Exchange]]:
-    """Return every strategy with every period that is to be simulated, none twice.
+    """Return every strategy with every period to simulate, each once.
 
     Raises:
-        ConfigError: a strategy that is not known here, or options that cannot be used.
+        ConfigError: a strategy is unknown here, or its options cannot be used.
     """
     strategies = request.strategies or tuple(map(StrategyChoice, known_strategies()))
     found: dict[str, tuple[StrategyChoice, Exchange]] = {}
@@ -174,14 +175,14 @@ def exchanges_of(request: Request, model: Model) -> list[tuple[StrategyChoice, E
 
 
 def _in_one_piece(exchanges: Sequence[tuple[StrategyChoice, Exchange]]) -> tuple[str, ...]:
-    """Say why gradient averaging takes as long as averages of parameters at every step, where it does."""
+    """Explain why gradient averaging takes as long as averaging parameters at every step, if it does."""
     gradients = [one for choice, one in exchanges if choice.name == "gradient_averaging"]
     averages = [
         one
         for choice, one in exchanges
         if choice.name == "model_averaging" and one.period == 1 and one.rounds == 0
     ]
-    # Without its pieces an exchange is one of the whole vector, when all have computed.
+    # Without its pieces an exchange covers the whole vector, after all ranks have computed.
     whole = [replace(one, buckets=(), nbytes_between=0.0) for one in gradients if len(one.buckets) == 1]
     if not any(one in averages for one in whole):
         return ()
@@ -193,7 +194,7 @@ def _in_one_piece(exchanges: Sequence[tuple[StrategyChoice, Exchange]]) -> tuple
 
 
 def _beyond_measured(chosen: Sequence[MeasuredRun], ranks: int, per_node: int) -> tuple[str, ...]:
-    """Return how far a prediction for `ranks` ranks goes beyond what the runs have measured."""
+    """Return notes on how far a prediction for `ranks` ranks goes beyond the runs' measurements."""
     measured = max(run.ranks for run in chosen)
     trainers = max(run.trainers for run in chosen)
     of_node = max(run.ranks_per_node for run in chosen)
@@ -218,7 +219,7 @@ def _beyond_measured(chosen: Sequence[MeasuredRun], ranks: int, per_node: int) -
 
 
 def _within(fitted: LinkSpeed | None, given: GivenLink, assumptions: list[str]) -> LinkSpeed:
-    """Return the link inside a node: given, else fitted, else assumed."""
+    """Return the link inside a node: given, otherwise fitted, otherwise assumed."""
     unknown = {
         "--intra-bandwidth": (given.bytes_per_s, f"{WITHIN_BYTES_PER_S / 1e9:.0f} GB/s"),
         "--intra-latency": (given.latency_s, f"{WITHIN_LATENCY_S * 1e6:.0f} µs"),
@@ -235,10 +236,10 @@ def _within(fitted: LinkSpeed | None, given: GivenLink, assumptions: list[str]) 
 def _between(
     runs: Sequence[MeasuredRun], fitted: LinkSpeed | None, given: GivenLink, assumptions: list[str]
 ) -> LinkSpeed:
-    """Return the link between nodes: given, else fitted.
+    """Return the link between nodes: given, otherwise fitted.
 
     Raises:
-        ConfigError: it is not known.
+        ConfigError: it is neither.
     """
     if fitted is None and given.bytes_per_s is None:
         why = (
@@ -262,7 +263,7 @@ def _between(
 
 
 def _limit_inside(within: LinkSpeed, between: LinkSpeed, request: Request) -> list[str]:
-    """Return what to say where a bandwidth that was given cannot be used for want of one inside a node."""
+    """Return a note if the link inside a node limits a given bandwidth between nodes, else nothing."""
     if request.between.bytes_per_s is None or request.within.bytes_per_s is not None:
         return []
     if within.bytes_per_s >= between.bytes_per_s:
@@ -283,11 +284,11 @@ def _combined(fitted: LinkSpeed | None, given: GivenLink, otherwise: LinkSpeed) 
 
 
 def _progress(runs: Sequence[MeasuredRun], chosen: Sequence[MeasuredRun], model: Model) -> float:
-    """Return how far exchanges went on beside backward in the runs, over the links fitted to them."""
+    """Return how far exchanges progressed beside backward in the runs, over the links fitted to them."""
     crossing = chosen[0].crosses
     link = fit_link(runs, model, crosses=crossing)
     if link is None:
         return 1.0
-    # Of rings, as links are fitted, whatever form is to be predicted.
+    # Rings, because links are fitted to rings, whichever algorithm is to be predicted.
     as_measured = Cluster(chosen[0].ranks_per_node, link, link, "ring")
     return fit_progress(chosen, MeasuredWork.of(chosen), model, as_measured)

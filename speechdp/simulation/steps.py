@@ -1,8 +1,8 @@
 """Draw the steps of many ranks from those measured on a few: the bootstrap of the simulation.
 
-A step's work has a part that all ranks share, the size of its batch (batches of a step are about equally
-long, whatever the rank), and a rest that is each rank's own.  Who waits for the slowest of N ranks waits for
-the largest of N such rests, not for a mean.
+A step's work has a part that all ranks share, which depends on the size of its batch (batches of a step have
+about the same length on all ranks), and a rest that is each rank's own.  Waiting for the slowest of N ranks
+means waiting for the largest of N such rests, not for a mean.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ Times: TypeAlias = npt.NDArray[np.float64]
 Drawn: TypeAlias = npt.NDArray[np.float32]
 Rows: TypeAlias = npt.NDArray[np.intp]
 
-#: Resamples of the measured steps; an interval is made of what they give.
+#: Number of resamples of the measured steps; intervals are computed from their results.
 REPLICATES = 40
-#: Steps that are drawn in a row: a slow step is often followed by another.
+#: Number of consecutive steps drawn together: a slow step is often followed by another.
 _RUN = 8
-#: Parts into which what was measured is cut to be resampled: machines change over minutes, too.
+#: Number of parts of the measurements that are resampled as a whole: machines also change over minutes.
 _PARTS = 10
-#: Steps of all ranks together that are held in memory.
+#: Number of steps of all ranks together that are held in memory.
 _AT_ONCE = 4_000_000
 
 
 @dataclass(frozen=True)
 class MeasuredWork:
-    """The work of measured steps, everything but exchanges.
+    """The work of measured steps: everything but exchanges.
 
-    A step of measured rank r takes common[s] * own[s', r], with s' = s where ranks are alike at the same time
-    and another step where not.
+    A step of measured rank r takes common[s] * own[s', r], with s' = s where ranks are alike at the same
+    time, and another step otherwise.
 
     Attributes:
-        common: what the size of the batches explains, s.  (steps,)
+        common: the part explained by the size of the batches, s.  (steps,)
         own: the rest as a factor, mean 1 over steps and ranks.  (steps, ranks)
         alike: correlation of the rests of different ranks at the same step, 0 to 1.
-        frames: of a rank and step, mean.
+        frames: mean frames of a rank per step.
         backward, update, data_wait: shares of the work, 0 to 1.
-        batch_s: what the data path takes for a batch of a rank, s; 0 where that was not recorded.
+        batch_s: time of the data path for a batch of a rank, s; 0 if it was not recorded.
     """
 
     common: Times
@@ -58,12 +58,12 @@ class MeasuredWork:
 
     @classmethod
     def of(cls, runs: Sequence[MeasuredRun], speedup: float = 1.0, *, loads: bool = True) -> MeasuredWork:
-        """Take the steps of runs on equally many ranks apart.
+        """Split the steps of runs on equally many ranks into their parts.
 
         Args:
-            runs: one at least.
-            speedup: of forward, backward and update; nothing else.
-            loads: False: no rank ever waits for data.
+            runs: at least one.
+            speedup: of forward, backward and update only.
+            loads: False: assume that no rank ever waits for data.
         """
         times = [run.times for run in runs]
         kept = [t.trained for t in times]
@@ -78,7 +78,7 @@ class MeasuredWork:
 
         aligned = all(run.aligned for run in runs)
         common = _explained(frames, work)
-        if aligned:  # batches of a step may differ between ranks, too: the longest is waited for
+        if aligned:  # batches of a step may also differ between ranks: all wait for the longest
             common = np.broadcast_to(common.mean(axis=1, keepdims=True), work.shape)
         own = work / common
         own *= work.mean() / (common.mean() * own.mean())
@@ -96,19 +96,20 @@ class MeasuredWork:
 
     @property
     def step_s(self) -> float:
-        """Mean of a step's work, s."""
+        """Mean work of a step, s."""
         return float(self.common.mean() * self.own.mean())
 
     def without_stragglers(self) -> MeasuredWork:
-        """Return the same with all ranks equally fast at every step: as fast as they are on average."""
+        """Return the same work with all ranks equally fast at every step, at their average speed."""
         own = np.broadcast_to(self.own.mean(axis=1, keepdims=True), self.own.shape)
         return replace(self, own=own, alike=1.0)
 
 
 def _explained(frames: Times, work: Times) -> Times:
-    """Return what a straight line in the frames of a batch says of a step's work, s.  (steps, ranks)
+    """Return a step's work as a linear function of the frames of its batch, s.  (steps, ranks)
 
-    The mean where longer batches do not take longer, or the line would go below half the shortest step.
+    Returns the mean if longer batches do not take longer, or if the line would fall below half the shortest
+    step.
     """
     centred = frames - frames.mean()
     variance = float((centred**2).mean())
@@ -118,7 +119,7 @@ def _explained(frames: Times, work: Times) -> Times:
 
 
 def _alike(own: Times) -> float:
-    """Return the mean correlation of different ranks' rests, 0 where there is one rank or no variation."""
+    """Return the mean correlation of different ranks' rests; 0 for one rank or without variation."""
     ranks = own.shape[1]
     centred = own - own.mean(axis=0)
     total = float((centred**2).mean())
@@ -131,14 +132,14 @@ def _alike(own: Times) -> float:
 
 @dataclass(frozen=True)
 class Draws:
-    """Steps of simulated ranks.
+    """Drawn steps of simulated ranks.
 
     Attributes:
-        work: what is drawn from.
-        ranks: simulated; rank i is like measured rank i modulo their number.
-        replicates: resamples of the measured steps.
-        factors: of ranks that are slower (or faster) than measured, by rank.
-        seed: the same steps for the same seed and number of ranks, whatever else is simulated.
+        work: the measured work to draw from.
+        ranks: number of simulated ranks; rank i behaves like measured rank i modulo their number.
+        replicates: number of resamples of the measured steps.
+        factors: by rank, how much slower (or faster) it is than measured.
+        seed: the same seed and number of ranks give the same steps, whatever else is simulated.
     """
 
     work: MeasuredWork
@@ -148,10 +149,10 @@ class Draws:
     seed: int = 1
 
     def resampled(self) -> Rows:
-        """Return the rows of the measured steps that each replicate has.  (replicates, steps)
+        """Return the rows of the measured steps in each replicate.  (replicates, steps)
 
-        They are drawn in long parts, so that what changed in the course of the measurements shows as
-        uncertainty.  The same for every number of ranks.
+        They are drawn in long parts, so that changes during the measurements appear as uncertainty.  They are
+        the same for every number of ranks.
         """
         steps = len(self.work.common)
         length = -(-steps // _PARTS)
@@ -163,13 +164,13 @@ class Draws:
 
     @cached_property
     def columns(self) -> Rows:
-        """The measured rank that each simulated one is like.  (ranks,)"""
+        """The measured rank that each simulated rank behaves like.  (ranks,)"""
         columns: Rows = np.arange(self.ranks) % self.work.own.shape[1]
         return columns
 
     @cached_property
     def scale(self) -> Drawn:
-        """What each rank's work is multiplied by.  (ranks,)"""
+        """Factor of each rank's work.  (ranks,)"""
         scale = np.ones(self.ranks, np.float32)
         for rank, factor in (self.factors or {}).items():
             if rank < self.ranks:
@@ -178,7 +179,7 @@ class Draws:
 
     @cached_property
     def alone_s(self) -> Times:
-        """Work of a step on ranks that are neither slowed nor wait, each at its pace, s.  (replicates,)"""
+        """Work of a step on ranks that are not slowed and do not wait, each at its pace, s.  (replicates,)"""
         alone: Times = 1 / (1 / self._unslowed_s).mean(axis=1)
         return alone
 
@@ -192,14 +193,14 @@ class Draws:
 
     @cached_property
     def mean_s(self) -> Times:
-        """Mean work of a step of each rank, slowed where it is to be, s.  (replicates, ranks)"""
+        """Mean work of a step of each rank, including `factors`, s.  (replicates, ranks)"""
         return self._unslowed_s * self.scale
 
     def together(self, steps: int) -> Iterator[tuple[slice, Drawn]]:
         """Yield steps that all ranks take with batches of the same size.
 
         Yields:
-            Replicates, and the work of their steps, s.  (replicates, steps, ranks)
+            A slice of replicates, and the work of their steps, s.  (replicates, steps, ranks)
         """
         for part in self._parts(steps):
             common, rows = self._rows(part, steps, 0, 1), self._rows(part, steps, 1, self.ranks)
@@ -207,12 +208,12 @@ class Draws:
             if self.work.alike > 0:
                 own = np.where(self._is_shared(part, steps), self._shared(part, steps), own)
             drawn = self._common[common] * own * self.scale
-            # Of many ranks few steps are drawn: their mean is known better than from these.
+            # For many ranks only few steps are drawn: their mean is known more precisely than from these.
             level = self.mean_s[part].mean(axis=1) / drawn.mean(axis=(1, 2), dtype=float)
             yield part, drawn * level[:, None, None].astype(np.float32)
 
     def apart(self, steps: int) -> Iterator[tuple[slice, Drawn]]:
-        """Yield steps that ranks take at their own pace, each with a batch of its own; as `together`."""
+        """Yield steps that ranks take at their own pace, each with its own batch; as `together`."""
         for part in self._parts(steps):
             own = self._rows(part, steps, 1, self.ranks)
             yield part, self._common[own] * self._own[own, self.columns] * self.scale
@@ -226,13 +227,13 @@ class Draws:
         return self.work.own.astype(np.float32)
 
     def _parts(self, steps: int) -> Iterator[slice]:
-        """Yield replicates, as many together as fit into memory."""
+        """Yield slices of replicates, as many at once as fit into memory."""
         at_once = max(1, _AT_ONCE // (steps * self.ranks))
         for first in range(0, self.replicates, at_once):
             yield slice(first, min(first + at_once, self.replicates))
 
     def _rows(self, part: slice, steps: int, purpose: int, width: int) -> Rows:
-        """Draw rows of the measured steps, some in a row.  (replicates, steps, width)"""
+        """Draw rows of the measured steps, in short consecutive runs.  (replicates, steps, width)"""
         drawn = []
         for replicate, rows in zip(range(part.start, part.stop), self.resampled()[part], strict=True):
             length = min(_RUN, len(rows))
@@ -245,7 +246,7 @@ class Draws:
     def _is_shared(self, part: slice, steps: int) -> npt.NDArray[np.bool_]:
         """Draw at which steps a rank has the rest that all share.  (replicates, steps, ranks)
 
-        Two ranks are alike where both have it: by the square of a rank's probability.
+        Two ranks are alike if both have it: with the square of a rank's probability.
         """
         probability = np.sqrt(self.work.alike)
         shape = (-(-steps // _RUN), self.ranks)
@@ -257,7 +258,7 @@ class Draws:
         )[:, :steps]
 
     def _shared(self, part: slice, steps: int) -> Drawn:
-        """Draw the rests that all share, of one measured rank at a time.  (replicates, steps, ranks)"""
+        """Draw the shared rests, from one measured rank at a time.  (replicates, steps, ranks)"""
         rows, means = self._rows(part, steps, 2, 1), self._own.mean(axis=0)
         shape = (-(-steps // _RUN), 1)
         like = np.stack(

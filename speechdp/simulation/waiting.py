@@ -1,6 +1,6 @@
-"""Synchronous ranks: how long windows of steps take where some, or all, wait for one another.
+"""Compute how long windows of steps take if some or all synchronous ranks wait for each other.
 
-Everything is a sum or a maximum of what was drawn, for all ranks and replicates at once.
+Everything is a sum or a maximum of the drawn steps, for all ranks and replicates at once.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from speechdp.simulation.links import Cluster, Samples
 from speechdp.simulation.steps import Drawn, MeasuredWork
 from speechdp.strategies.mechanisms.topology import exponential_offset
 
-#: Windows that are followed one after another; more change nothing but the time it takes.
+#: Most windows that are followed in sequence; more change nothing but the computing time.
 _MOST_WINDOWS = 48
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What a step takes, mean over steps and ranks, s.  (replicates,) each
+    """Mean times of a step over steps and ranks, s.  (replicates,) each
 
     Attributes:
-        step_s: from one step to the next.
-        exchange_s: of that, exchanges that are not hidden.
-        mixed: share of the exchanges asked for that were made; None: all.
+        step_s: time from one step to the next.
+        exchange_s: part of it spent in exchanges that are not hidden.
+        mixed: share of the requested exchanges that were made; None: all.
     """
 
     step_s: Samples
@@ -45,7 +45,7 @@ def windows_of(drawn: Drawn, period: int) -> npt.NDArray[np.float64]:
 
 
 def slowest(drawn: Drawn, period: int) -> Samples:
-    """Return the expected work of a window of the rank that takes longest over it, s.  (replicates,)"""
+    """Return the expected work of a window on its slowest rank, s.  (replicates,)"""
     longest: Samples = windows_of(drawn, period).max(axis=2).mean(axis=1)
     return longest
 
@@ -53,12 +53,12 @@ def slowest(drawn: Drawn, period: int) -> Samples:
 def exposed_s(
     exchange: Exchange, work: MeasuredWork, ranks: int, cluster: Cluster, progress: float = 1.0
 ) -> Samples:
-    """Return what an exchange of all ranks adds to a window, s.
+    """Return the time that an exchange of all ranks adds to a window, s.
 
-    Pieces that are exchanged during backward start when backward has filled them, one after another.
+    Pieces exchanged during backward start when backward has filled them, one after another.
 
     Args:
-        progress: how far exchanges really go on beside backward, from 0 (not at all) to 1, as measured.
+        progress: how far exchanges progress beside backward, from 0 (not at all) to 1, as measured.
     """
     if ranks == 1:
         return np.zeros(1)
@@ -79,7 +79,7 @@ def exposed_s(
 
 
 def _gathered_s(nbytes: float, ranks: int, cluster: Cluster) -> Samples:
-    """Return the time in which rank 0 gets a vector of every other rank and hands one back, one by one."""
+    """Return the time for rank 0 to get a vector from every other rank and send one back, one by one."""
     near = min(ranks, cluster.ranks_per_node) - 1
     far = ranks - 1 - near
     return 2 * (
@@ -88,7 +88,7 @@ def _gathered_s(nbytes: float, ranks: int, cluster: Cluster) -> Samples:
 
 
 def together(drawn: Drawn, exchange: Exchange, exposed: Samples) -> Pace:
-    """Follow ranks that all wait for all once per period."""
+    """Simulate ranks that all wait for each other once per period."""
     window_s = slowest(drawn, exchange.period) + exposed
     return Pace(window_s / exchange.period, _wide(exposed / exchange.period, window_s))
 
@@ -96,11 +96,11 @@ def together(drawn: Drawn, exchange: Exchange, exposed: Samples) -> Pace:
 def in_two_levels(
     drawn: Drawn, exchange: Exchange, work: MeasuredWork, cluster: Cluster, progress: float
 ) -> Pace:
-    """Follow ranks that wait for those of their node once per period, and for all once in `rounds` periods.
+    """Simulate ranks that wait for those of their node once per period, and for all once in `rounds` periods.
 
     Args:
-        drawn: as many steps as `rounds` periods have, at least.
-        progress: as for `exposed_s`.
+        drawn: at least the steps of `rounds` periods.
+        progress: as in `exposed_s`.
     """
     ranks, size = drawn.shape[2], exchange.node_size or cluster.ranks_per_node
     inside_s = exposed_s(exchange, work, min(size, ranks), cluster, progress)
@@ -114,23 +114,23 @@ def in_two_levels(
 
 
 def _between_s(exchange: Exchange, ranks: int, size: int, cluster: Cluster) -> Samples:
-    """Return what it takes the first ranks of all nodes to sum a vector, and to hand it on, s."""
+    """Return the time for the first ranks of all nodes to sum a vector and pass it on, s."""
     leaders = replace(cluster, ranks_per_node=max(1, cluster.ranks_per_node // size))
     sum_s = leaders.allreduce_s(exchange.nbytes_between, -(-ranks // size))
     if size == 1:
         return sum_s
     crosses = size > cluster.ranks_per_node
-    whole = max(exchange.nbytes, exchange.nbytes_between)  # of the two one may be compressed
+    whole = max(exchange.nbytes, exchange.nbytes_between)  # one of the two may be compressed
     handed_on: Samples = sum_s + cluster.message_s(whole, crosses=crosses)
     return handed_on
 
 
 def delayed(drawn: Drawn, exchange: Exchange, sum_s: Samples) -> Pace:
-    """Follow ranks that start a sum at the end of a window and wait for it `delay` steps later.
+    """Simulate ranks that start a sum at the end of a window and wait for it `delay` steps later.
 
     Args:
-        drawn: two windows at least.
-        sum_s: of an exchange from the moment at which the last rank has joined it.
+        drawn: at least two windows.
+        sum_s: time of an exchange after the last rank has joined it.
     """
     period, delay = exchange.period, exchange.delay
     count = min(drawn.shape[1] // period, _MOST_WINDOWS)
@@ -151,10 +151,10 @@ def delayed(drawn: Drawn, exchange: Exchange, sum_s: Samples) -> Pace:
 
 
 def neighbours(drawn: Drawn, exchange: Exchange, work: MeasuredWork, cluster: Cluster) -> Pace:
-    """Follow ranks that exchange with a few others beside the first step of each window.
+    """Simulate ranks that exchange with a few others beside the first step of each window.
 
     Args:
-        drawn: two windows at least.
+        drawn: at least two windows.
     """
     period, ranks = exchange.period, drawn.shape[2]
     count = min(drawn.shape[1] // period, _MOST_WINDOWS)
@@ -186,7 +186,7 @@ def neighbours(drawn: Drawn, exchange: Exchange, work: MeasuredWork, cluster: Cl
 def _partners(
     exchange: Exchange, ranks: int, cluster: Cluster, number: int, generator: np.random.Generator
 ) -> tuple[list[npt.NDArray[np.intp]], Samples]:
-    """Return whom each rank waits for at an exchange, and how long that takes once both are there, s."""
+    """Return for whom each rank waits at an exchange, and how long it takes once both are there, s."""
     everyone, crosses = np.arange(ranks), cluster.nodes(ranks) > 1
     if ranks == 1:
         return [], np.zeros(1)
@@ -204,17 +204,17 @@ def _partners(
         return [(everyone - offset) % ranks], cluster.message_s(
             exchange.nbytes, crosses=crosses, sharing=shared
         )
-    # A ring passes through each node once: one message leaves it at a time, in each direction.
+    # A ring passes through each node once: in each direction one message leaves a node at a time.
     message_s = cluster.message_s(exchange.nbytes, crosses=crosses)
     sides = [(everyone - 1) % ranks, (everyone + 1) % ranks]
     return sides[: min(ranks - 1, 2)], min(ranks - 1, 2) * message_s
 
 
 def _pace_of(ends: list[Samples], waited: Samples, period: int, longest: Samples) -> Pace:
-    """Return the pace from the ends of windows, the first left out, and the time waited in all of them.
+    """Return the pace from the ends of windows, except the first, and the time waited in all of them.
 
-    It is that of the rank which is furthest behind: sooner or later its delay reaches all the others.
-    The wait is counted as exchange as far as one exchange takes, and else as waiting for ranks.
+    It is the pace of the rank that is furthest behind: sooner or later its delay reaches all others.  The
+    wait counts as exchange up to the time of one exchange, and beyond that as waiting for ranks.
     """
     step_s = (ends[-1] - ends[0]) / ((len(ends) - 1) * period)
     exchange_s = np.minimum(waited / len(ends), longest) / period
@@ -222,7 +222,7 @@ def _pace_of(ends: list[Samples], waited: Samples, period: int, longest: Samples
 
 
 def _first(drawn: Drawn, steps: int) -> Drawn:
-    """Return the first steps, with the mean of all of them: that of a few is noise."""
+    """Return the first steps, scaled to the mean of all of them, because the mean of a few is noisy."""
     first = drawn[:, :steps]
     level = drawn.mean(axis=(1, 2), dtype=float) / first.mean(axis=(1, 2), dtype=float)
     levelled: Drawn = first * level[:, None, None].astype(np.float32)

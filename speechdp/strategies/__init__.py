@@ -1,1 +1,1 @@
-"""One strategy a file, under the name it has on the command line; nothing else."""
+"""One strategy per file, under its name on the command line; nothing else."""

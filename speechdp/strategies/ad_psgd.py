@@ -24,38 +24,38 @@ from speechdp.timing.timeline import Span
 class AdPsgd(Strategy):
     """Train at each rank's own pace while averaging parameters with one partner at a time.
 
-    A learner is a rank, or with groups=G a group of G consecutive ranks that averages its gradients at every
-    step and whose first rank speaks for it.  Even learners begin exchanges, odd ones answer: no circle of
-    learners can wait for one another.
+    A learner is a rank or, with groups=G, a group of G consecutive ranks that averages its gradients at every
+    step and is represented by its first rank.  Even learners start exchanges, odd ones answer, so learners
+    cannot wait for each other in a cycle.
 
     Update rule: at its own steps x_i <- x_i - lr * g_i(x_i), then x_i <- x_i + c_i and c_i <- 0, with g_i the
-    mean gradient of its own (its group's) frames and c_i what mixings have left since its last step.
-    Beside that a mixing of learners i and j, with x + c the parameters that count:
-    c_i <- c_i + (s_j - s_i) / 2,  c_j <- c_j + (s_i - s_j) / 2,  s_i and s_j snapshots of x_i + c_i and
-    x_j + c_j.  Without a step between snapshot and sum both then have (s_i + s_j) / 2; with one, its update
-    is kept whole beside it.
+    mean gradient of its own (its group's) frames and c_i the correction from mixings since its last step.
+    Independently, a mixing of learners i and j, where the effective parameters are x + c:
+        c_i <- c_i + (s_j - s_i) / 2,  c_j <- c_j + (s_i - s_j) / 2,
+    s_i and s_j snapshots of x_i + c_i and x_j + c_j.  If no step falls between snapshot and sum, both then
+    have (s_i + s_j) / 2; if one does, its whole update is kept in addition.
 
-    Exchange: an active learner asks for one every `period` of its steps, and skips it while another one still
-    waits to begin: the parameters' bytes each way, both at once.  A group sends inside, at every step, what
-    gradient averaging does, and the correction once at steps that have one.
+    Exchange: an active learner requests one every `period` of its steps, and skips the request while an
+    earlier one has not started: the parameters' bytes each way, both at once.  A group exchanges internally,
+    at every step, what gradient averaging does, and the correction once at steps that have one.
 
-    Guarantee: no update and no part of one is lost or counted twice; mixings leave the mean over learners
-    as it was.  Training waits for no other learner's step and for no exchange.  A pause leaves no message
-    under way and nothing in c.  Members of a group are bitwise equal after every step, all replicas after
-    finish.  Not guaranteed: that runs repeat, since who mixes when depends on who is fast; a bound on
-    staleness, or on the replicas' distance where exchanges take much longer than steps; that learners count
-    equally (fast ones train on more of the data).
+    Guarantee: no update, nor a part of one, is lost or counted twice; mixings keep the mean over learners.
+    Training waits for no other learner's step and for no exchange.  After a pause no message is under way and
+    c is empty.  Members of a group are bitwise equal after every step, all replicas after finish.  Not
+    guaranteed: that runs repeat, since who mixes when depends on speed; a bound on staleness, or on the
+    replicas' distance if exchanges take much longer than steps; that learners count equally (fast ones train
+    on more of the data).
 
-    Staleness of a gradient: mixings that came into x_i + c_i between the end of the learner's last step,
-    when the parameters it is computed at were set, and its own application.
+    Staleness of a gradient: the number of mixings that entered x_i + c_i between the end of the learner's
+    last step, which set the parameters that the gradient is computed at, and the gradient's application.
 
     Source: AD-PSGD, Lian et al. 2018 (arXiv 1710.06952), the rule as recalled; for speech Zhang et al. 2019
     (arXiv 1904.04956); groups as in H-ADPSGD, Zhang et al. 2019 (arXiv 1907.05701).  Deviations: a mixing is
-    a correction, taken in at the learner's next step, where Lian's computes at a copy and mixes the
-    parameters at once, and the published code has the exchange's process own parameters and optimizer;
-    both partners send at once; gradients are those of parameters up to one step old, as there; momentum is
-    the learner's own and no mixing touches it; Zhang's ring (topology=ring) has fixed neighbours, here one of
-    the two is drawn at random.
+    a correction, applied at the learner's next step, where Lian's computes at a copy and mixes the parameters
+    at once, and in the published code the exchange's process owns parameters and optimizer; both partners
+    send at once; gradients are those of parameters up to one step old, as there; momentum is the learner's
+    own and no mixing changes it; Zhang's ring (topology=ring) has fixed neighbours, here one of the two is
+    drawn at random.
     """
 
     #: Who exchanges with whom: any active with any passive learner, or neighbours, or 1, 3, 5, 9, ... apart.
@@ -112,11 +112,11 @@ class AdPsgd(Strategy):
         group = self.comm.split(role.learner) if self.groups > 1 else SerialCommunicator()
         self.channels.append(group)
         self._learner = SuperLearner(effective=self._effective).attach(self.replica, group, self.timeline)
-        self._steps = 0  # since the last exchange was asked for
-        self._staleness: list[int] = []  # gradients by their staleness
+        self._steps = 0  # since the last request for an exchange
+        self._staleness: list[int] = []  # number of gradients of each staleness
 
     def _role(self) -> tuple[Role, list[int]]:
-        """Return this rank's part among the learners that are left, and the first rank of each learner."""
+        """Return this rank's role among the remaining learners, and the first rank of each learner."""
         ranks = list(self._alive[:: self.groups])
         learner, member = divmod(self._alive.index(self.comm.rank), self.groups)
         if member > 0:
@@ -127,7 +127,7 @@ class AdPsgd(Strategy):
         if self.comm.alive != self._alive:
             self._alive = self.comm.alive
             self._gossip.take_role(*self._role())
-        with self._effective.update():  # whatever was done to the parameters while paused comes first
+        with self._effective.update():  # order changes made while paused before the exchanges
             pass
         self._gossip.start()
 
@@ -161,10 +161,10 @@ class AdPsgd(Strategy):
 
     def _average(self) -> None:
         num_ranks = len(self.comm.alive)
-        if num_ranks > self.groups:  # a mean of equal replicas would round them
+        if num_ranks > self.groups:  # averaging equal replicas would only round them
             values = self.replica.parameters.values
             self.comm.allreduce(values.mul_(1.0 / num_ranks), name="parameters")
-            if len(self.comm.alive) != num_ranks:  # somebody was lost in it
+            if len(self.comm.alive) != num_ranks:  # a rank was lost in the allreduce
                 values.mul_(num_ranks / len(self.comm.alive))
 
     @contextlib.contextmanager
@@ -174,7 +174,7 @@ class AdPsgd(Strategy):
             yield
 
     def statistics(self) -> dict[str, Any]:
-        """Return gradients by staleness, mixings, and the exchanges that were skipped, of this rank."""
+        """Return this rank's gradients by staleness, mixings and skipped exchanges."""
         return {
             "staleness": list(self._staleness),
             "exchanges": self._effective.num_mixings,

@@ -22,7 +22,7 @@ from speechdp.timing.timeline import Span
 _WARMUP_SHARE = 0.25
 #: Steps of the longest period: a learning rate near 0 asks for one without end.
 _LONGEST = 2.0**31
-#: Frames or seconds of the shortest period: an average at every step.
+#: Shortest period in frames or seconds: an average at every step.
 _SHORTEST = 1e-3
 _POSITIVE = "add a constant that keeps the loss positive, which changes no gradient"
 #: Options that only one rule reads.
@@ -42,40 +42,41 @@ class AdaptiveAveraging(ModelAveraging):
 
     Update rule: as model_averaging.  rule=adacomm: at the first average after each `interval`
         K <- ceil(K0 / f * sqrt((lr0 F) / (lr F0))), at most growth * K0
-    with F the mean training loss a frame of all ranks since the rule was last used, F0 that of the first
-    window, lr the schedule's learning rate, lr0 that of the first window.  A loss below 0, the lower bound
-    that the paper takes, counts as 0, and is refused in the first window.  If K did not shrink although lr
-    did not fall either, K is halved (halve).  f = 1 with learning_rate=keep.
+    with F the mean training loss per frame of all ranks since the last use of the rule, F0 that of the first
+    window, lr the schedule's learning rate, lr0 that of the first window.  The paper assumes a loss of at
+    least 0: one below 0 counts as 0, and is refused in the first window.  If K did not shrink although lr did
+    not fall either, K is halved (halve).  f = 1 with learning_rate=keep.
 
     learning_rate=scale multiplies the learning rate by f, which rises linearly from 1 to
         f = min(max(P^2 / K0, 1), P),  P learners,
-    over the first quarter of training, and divides the period by it.
+    over the first quarter of training, and divides the period by f.
 
     rule=qsr: from each average to the next
         K <- max(K0, floor((alpha / lr)^2)),
-    lr that of the first update after the average (first parameter group).  While it rises, and in the first
-    window, K = K0: the rule would give a warm-up the longest periods.  With lr = 0 K stays as it was.
+    lr that of the first update after the average (first parameter group).  While lr rises, and in the first
+    window, K = K0: the rule would give a warm-up the longest periods.  With lr = 0, K does not change.
 
-    rule=stages: K <- that of the last of `stages` whose point training has reached at an average, K0 before.
+    rule=stages: K <- the period of the last of `stages` whose point training has reached; before the first,
+    K0.
 
     Exchange: as model_averaging; rule=adacomm: an allreduce of three numbers when the rule is used (interval
     in seconds: at every average).
 
-    Guarantee: as model_averaging, and the period is the same on every rank, provided the learning rate is;
-    with F and lr constant and halve=false the same as model_averaging with that period, likewise with
-    rule=qsr while lr >= alpha / sqrt(K0).
+    Guarantee: as model_averaging, and the period is the same on every rank if the learning rate is.  With F
+    and lr constant and halve=false it equals model_averaging with that period; so does rule=qsr while
+    lr >= alpha / sqrt(K0).
 
-    Source of rule=qsr: Gu et al. 2023, quadratic synchronization rule (arXiv 2310.14423).  Deviations: in a
-    warm-up they take the period of its end, which a rate alone does not tell; here it is K0.
+    Source of rule=qsr: Gu et al. 2023, quadratic synchronization rule (arXiv 2310.14423).  Deviation: during
+    warm-up they use the period of its end, which the learning rate alone does not give; here it is K0.
 
     Source of rule=adacomm: Wang & Joshi 2018 (arXiv 1810.08313).  The rule with K0 outside the root, halving,
-    and an interval of 60 s are the paper's as recalled; PaddlePaddle's port (commit 02a032c) has K0 inside
-    the root, so that K would jump to its root without any change in loss, hence not here.  Deviations: F0 is
-    measured over a window instead of before training; halving only where the learning rate did not fall.
+    and an interval of 60 s are the paper's as recalled.  PaddlePaddle's port (commit 02a032c) has K0 inside
+    the root, so K would jump to its root without any change in loss; we do not follow it.  Deviations: F0 is
+    measured over a window instead of before training; K is halved only if the learning rate did not fall.
     learning_rate=scale is our reading of the "adaptive measures" by which Cong et al. 2017 went from 4
     learners to 20: the abstract does not say what they are.  It follows from the bound of Zhou & Cong 2018
-    (recalled): its noise is least, at equal frames, for a rate of about P / sqrt(K) times one learner's, and
-    the drift apart of the replicas grows with lr * K, which is therefore kept.  K = K0 / f and
+    (recalled): at equal frames, noise is lowest for a learning rate of about P / sqrt(K) times one learner's,
+    and the replicas drift apart with lr * K, which is therefore kept constant.  K = K0 / f and
     f = P / sqrt(K) together give the f above; for P^2 <= K0 (16: up to 4 learners) it changes nothing.
     """
 
@@ -87,11 +88,11 @@ class AdaptiveAveraging(ModelAveraging):
     stages: Stages | None = None
     #: How often the rule is used: steps (256), frames per rank (600kf) or seconds (60s).
     interval: Period = field(default_factory=lambda: Period(256))
-    #: Halve the period where the rule did not shrink it.
+    #: Halve the period when the rule did not shrink it.
     halve: bool = True
     #: The period never exceeds the first one by more than this factor.
     growth: float = 4.0
-    #: The schedule's learning rate, or raised with the number of learners while the period is shortened.
+    #: Keep the schedule's learning rate, or raise it with the number of learners while shortening the period.
     learning_rate: Literal["keep", "scale"] = "keep"
 
     @property
@@ -121,7 +122,7 @@ class AdaptiveAveraging(ModelAveraging):
             )
 
     def _check_rule(self) -> None:
-        """Refuse what the rule lacks, and options it would not read."""
+        """Refuse missing options of the rule, and options that it does not read."""
         default = AdaptiveAveraging()
         for name, rule in _RULE_OF.items():
             if rule != self.rule and getattr(self, name) != getattr(default, name):
@@ -150,14 +151,14 @@ class AdaptiveAveraging(ModelAveraging):
 
     def set_up(self) -> None:
         super().set_up()
-        self._value = self.period.value  # of the period in force
-        # since the rule was last used
+        self._value = self.period.value  # of the current period
+        # losses since the last use of the rule
         self._loss = WindowLoss(skips_overflows=self.replica.scaler is not None)
-        self._last_use = 0.0  # step, frames per rank or seconds on rank 0, as `interval` has it
+        self._last_use = 0.0  # step, frames per rank or seconds on rank 0, in the unit of `interval`
         self._first_loss = 0.0  # 0: not known yet
         self._first_rate = self._last_rate = 0.0
         self._has_warned = False
-        self._noted = 0.0  # the period in force as this process has recorded it
+        self._noted = 0.0  # the current period as last recorded by this process
 
     def observe_loss(self, total: Tensor, frames: int) -> None:
         super().observe_loss(total, frames)
@@ -166,7 +167,7 @@ class AdaptiveAveraging(ModelAveraging):
 
     def step(self, progress: Progress) -> None:
         if self._window_steps == 0 and self._together is None:
-            # Not at the average before: only now has whoever schedules the learning rate set this window's.
+            # Not at the preceding average: the scheduler has set this window's learning rate only now.
             if self.rule == "qsr":
                 self._value = self._period_of_rate(self.replica.learning_rate)
             self._note_period(progress)
@@ -179,7 +180,7 @@ class AdaptiveAveraging(ModelAveraging):
             self.replica.learning_rate_factor = 1.0 + (full - 1.0) * min(done, 1.0)
 
     def _period_of_rate(self, rate: float) -> float:
-        """Return the quadratic synchronisation rule's period in steps; known alike to all ranks."""
+        """Return the quadratic synchronisation rule's period in steps; the same on all ranks."""
         before, self._last_rate = self._last_rate, rate
         if rate > before:
             return self.period.value
@@ -206,7 +207,7 @@ class AdaptiveAveraging(ModelAveraging):
         super()._start_window(progress)
 
     def _adapt(self, progress: Progress) -> None:
-        """Use the rule if it is time.  Collective."""
+        """Apply the rule if it is due.  Collective."""
         in_seconds = self.interval.unit is PeriodUnit.SECONDS
         now = float(progress.step) if self.interval.unit is PeriodUnit.STEPS else progress.frames_per_rank
         if not in_seconds and self._is_early(now):
@@ -251,7 +252,7 @@ class AdaptiveAveraging(ModelAveraging):
                 f"the rule takes for 0, so that ranks average at every step; {_POSITIVE}"
             )
         self._has_warned |= loss < 0
-        # A schedule that warms up from 0 has no ratio to go by.
+        # While a warm-up schedule is at 0, there is no ratio.
         rates = self._first_rate / rate if rate > 0 and self._first_rate > 0 else 1.0
         shortened = self.period.value / self.replica.learning_rate_factor
         wanted = self._whole(shortened * math.sqrt(rates * max(loss, 0.0) / self._first_loss))

@@ -15,7 +15,7 @@ from speechdp.strategies.mechanisms.periodic import MomentumRule
 
 @dataclass(eq=False)
 class Bmuf(OuterStrategy):
-    """Model averaging whose average is filtered by block momentum, classical (CBM) or Nesterov (NBM).
+    """Average models, and filter the average by block momentum, classical (CBM) or Nesterov (NBM).
 
     Update rule: every rank trains locally for a period from y; then, w the mean of the ranks' parameters,
         V <- eta V + zeta (w - y);  CBM: y <- y + V;  NBM: y <- y + eta V + zeta (w - y).
@@ -25,14 +25,14 @@ class Bmuf(OuterStrategy):
     for each vector of the optimizer.
 
     Guarantee: replicas are bitwise equal after each exchange, and after finish.  eta=0, zeta=1 is
-    model_averaging with the same momentum=.  NBM is diloco with outer_learning_rate=zeta and
-    outer_momentum=eta as far as y goes.
+    model_averaging with the same momentum=.  For y, NBM is diloco with outer_learning_rate=zeta and
+    outer_momentum=eta.
 
-    Source: Chen & Huo 2016; the Nesterov form as recalled from it.  Defaults eta = 1 - 1/N, zeta = 1 and the
-    reset of local momentum from CNTK, a period of 50 steps and the beginning (its warm-up, which sends
-    rank 0's model instead of averaging gradients) from fairseq.  Deviations: the mean is weighted by frames;
-    CNTK's and fairseq's Nesterov form starts from y - eta V as well, but keeps the look-ahead when the next
-    one is added, so that its steps are longer by the factor 1 + eta.
+    Source: Chen & Huo 2016; the Nesterov form as recalled from it.  From CNTK: defaults eta = 1 - 1/N,
+    zeta = 1, and the reset of local momentum; from fairseq: a period of 50 steps and `begin` (its warm-up,
+    which sends rank 0's model instead of averaging gradients).  Deviations: the mean is weighted by frames;
+    the Nesterov form of CNTK and fairseq also starts from y - eta V, but keeps the look-ahead when it adds
+    the next one, so its steps are longer by the factor 1 + eta.
     """
 
     period: Period = field(default_factory=lambda: Period(50))
@@ -40,9 +40,9 @@ class Bmuf(OuterStrategy):
     eta: float = -1.0
     #: Block learning rate.
     zeta: float = 1.0
-    #: Start each block ahead of the global model, where the momentum will carry it.
+    #: Start each block ahead of the global model, where the momentum will take it.
     nesterov: bool = False
-    #: What becomes of the optimizer's state at an exchange: zero, each rank's own, or their mean.
+    #: The optimizer's state at an exchange: set to zero, each rank's own, or the ranks' mean.
     momentum: MomentumRule = "reset"
 
     def check_options(self) -> None:
@@ -56,7 +56,7 @@ class Bmuf(OuterStrategy):
 
     @property
     def block_momentum(self) -> float:
-        """Eta, with its default filled in."""
+        """Value of `eta`, with its default filled in."""
         return 1.0 - 1.0 / self.comm.size if self.eta == -1 else self.eta
 
     def outer_step(self, start: Tensor, movement: Tensor, velocity: Tensor) -> None:

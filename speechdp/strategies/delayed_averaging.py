@@ -19,17 +19,17 @@ from speechdp.strategies.mechanisms.averaging import AveragingStrategy
 from speechdp.strategies.mechanisms.number_formats import share_of_bytes
 from speechdp.timing.timeline import Span
 
-#: Fragments begin at multiples of this, as the tensors in the flat vector do.
+#: Fragments start at multiples of this, like the tensors in the flat vector.
 _ALIGNMENT_BYTES = 64
 
 
 @dataclass
 class _Flight:
-    """An average in flight, or arrived and not yet applied (`work` is None).
+    """An average in flight, or received but not yet applied (`work` is None).
 
     Attributes:
-        fragment: number of the fragment that is averaged.
-        age: steps since it was started.
+        fragment: index of the fragment that is averaged.
+        age: steps since its start.
     """
 
     fragment: int
@@ -38,18 +38,18 @@ class _Flight:
 
 
 class _Aside:
-    """Does one job at a time beside training, in a thread of its own.
+    """Run one job at a time in a thread beside training.
 
     Args:
-        device: that the jobs compute on.
+        device: device that the jobs compute on.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._thread: JobThread | None = None
         self._job: Callable[[], None]
-        # On a GPU a stream of their own, too: on training's their kernels would wait for those of the steps
-        # that run meanwhile, and these for them.
+        # On a GPU it has its own stream, too: on training's stream, its kernels and those of concurrent steps
+        # would wait for each other.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def open(self, name: str) -> None:
@@ -58,13 +58,13 @@ class _Aside:
             self._thread = JobThread(name, self._run)
 
     def close(self) -> None:
-        """End it; nothing is under way."""
+        """Stop the thread; no job is running."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None
 
     def start(self, job: Callable[[], None]) -> Work:
-        """Call `job`, which finds written what this thread's stream has been given to write so far."""
+        """Run `job` in the thread, after everything queued so far on the caller's stream."""
         assert self._thread is not None, "between `pause` and `resume` nothing is exchanged"
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -73,7 +73,7 @@ class _Aside:
         return _AsideWork(self)
 
     def wait(self) -> None:
-        """Wait for the job; what it writes is ordered before whatever this thread's stream does next."""
+        """Wait for the job; what it writes is ordered before later work on the caller's stream."""
         assert self._thread is not None, "a job is under way"
         self._thread.wait()
         if self._stream is not None:
@@ -94,34 +94,34 @@ class _AsideWork(Work):
 
 @dataclass(eq=False)
 class DelayedAveraging(AveragingStrategy):
-    """Average parameters over all ranks once per period while training goes on; apply the mean `delay` later.
+    """Average parameters over all ranks once per period during training; apply the mean `delay` steps later.
 
-    Update rule: at the end of a window s_i <- w_i; `delay` steps w_i <- w_i - lr * g_i(w_i) as ever; then
-    w_i <- w_i + mix * ((sum_j n_j s_j) / (sum_j n_j) - s_i), n_j the frames rank j has seen since the last
-    window's end.  delay = 0 and mix = 1 are model averaging.  period = delay = 1 is delay-by-one,
-    w_i(k+1) = mean_j w_j(k) - lr * g_i(w_i(k)).  With `fragments` each of so many pieces of the flat vector
-    is averaged once per period, one after the other, period / fragments steps apart; n_j counts from the
-    piece's own last average.
+    Update rule: at the end of a window s_i <- w_i; `delay` steps w_i <- w_i - lr * g_i(w_i) as usual; then
+    w_i <- w_i + mix * ((sum_j n_j s_j) / (sum_j n_j) - s_i), n_j the frames of rank j since the end of the
+    previous window.  delay = 0 and mix = 1 are model averaging.  period = delay = 1 is delay-by-one,
+    w_i(k+1) = mean_j w_j(k) - lr * g_i(w_i(k)).  With `fragments`, the flat vector is cut into that many
+    pieces; each is averaged once per period, one after the other, period / fragments steps apart, and n_j
+    counts from the piece's own last average.
 
-    Exchange: the window's copy of the parameters (or of a fragment) with its weight appended, in one
-    allreduce overlapped with the following steps; 2 (N-1)/N times the parameters' bytes sent by each rank
-    per period.  With compression= quantised differences to the piece's last average (`QuantisedMean`).
+    Exchange: a copy of the parameters (or of a fragment) at the window's end with its weight appended, in one
+    allreduce overlapped with the following steps; 2 (N-1)/N times the parameters' bytes sent by each rank per
+    period.  With compression= quantised differences to the piece's last average (`QuantisedMean`).
 
-    Guarantee: the average is used after `delay` steps, not whenever it arrives, so runs repeat and resume
-    bitwise; replicas differ until `finish`, where they become their mean, bitwise equal.
+    Guarantee: the average is applied after `delay` steps, not whenever it arrives, so runs repeat and resume
+    bitwise; replicas differ until `finish`, which sets all to their mean, bitwise equal.
 
     Source: delay-by-one of Cui et al. 2021 (arXiv 2110.11199; its formula recalled); fragments, delay and
     mix of Streaming DiLoCo (Douillard et al. 2025, read in torchft's code) without its outer optimizer.
     Deviations: weights by frames; a fragment is a contiguous piece of the vector, not a set of layers; the
-    delay may be as long as the time to the next exchange, which is started after the correction.  The
-    optimizer's state stays each rank's own.
+    delay may be as long as the time to the next exchange, which starts after the correction.  Each rank keeps
+    its own optimizer state.
     """
 
-    #: Steps between an exchange's start and the use of its result.
+    #: Steps from the start of an exchange until its result is applied.
     delay: int = 1
-    #: Pieces the parameters are averaged in, one after the other within a period.
+    #: Number of pieces of the parameters that are averaged one after the other within a period.
     fragments: int = 1
-    #: How far to go from one's own parameters of the window's end to their mean; 1: all the way.
+    #: Fraction of the way from a rank's own parameters at the window's end to their mean; 1: all the way.
     mix: float = 1.0
 
     def predicted_exchange(self, model: Model) -> Exchange | None:
@@ -153,21 +153,21 @@ class DelayedAveraging(AveragingStrategy):
 
     @property
     def current_period(self) -> Period:
-        """The time between exchanges: each fragment's period, divided among the fragments."""
+        """The time between exchanges: the period divided by the number of fragments."""
         return self.period if self.fragments == 1 else Period(self.period.value / self.fragments)
 
     def set_up(self) -> None:
         super().set_up()
         values = self.replica.parameters.values
         longest = max(piece.stop - piece.start for piece in self.pieces())
-        # One exchange is under way at a time, so these two serve all fragments.
+        # Only one exchange is in flight at a time, so these two serve all fragments.
         self._snapshot = values.new_empty(longest if self.comm.size > 1 else 0)
         self._travelling = values.new_empty(longest + 1 if self.comm.size > 1 else 0)
         self._next_fragment = 0
-        #: Frames of this rank from each fragment's last average to the beginning of the window.
+        #: Frames of this rank from each fragment's last average to the start of the window.
         self._earlier_frames = [0] * self.fragments
         self._flight: _Flight | None = None
-        #: Makes compressed averages while training goes on.
+        #: Computes compressed averages during training.
         self._aside = _Aside(values.device)
 
     def pieces(self) -> list[slice]:
@@ -192,7 +192,7 @@ class DelayedAveraging(AveragingStrategy):
     def exchange(self) -> None:
         if self.comm.size == 1:
             return
-        # Not yet due only where a window in frames or seconds was shorter than the delay.
+        # It is in flight before its time only if a window in frames or seconds was shorter than the delay.
         self._land()
         with self.timeline.span(Span.COMM):
             self._start()
@@ -204,7 +204,7 @@ class DelayedAveraging(AveragingStrategy):
             self._land()
 
     def weight(self) -> float:
-        """Return this rank's weight: its frames since the last average of the fragment that is due next."""
+        """Return this rank's weight: its frames since the last average of the next fragment."""
         return self._earlier_frames[self._next_fragment] + super().weight()
 
     def _start(self) -> None:
@@ -217,7 +217,7 @@ class DelayedAveraging(AveragingStrategy):
         work: Work
         if self.means:
             mean, reference = self.means[fragment], self.reference[place]
-            travelling[-1] = 1.0  # what arrives is the mean itself
+            travelling[-1] = 1.0  # the result is the mean itself
             work = self._aside.start(lambda: mean.average(snapshot, reference, weight, out=travelling[:-1]))
         else:
             torch.mul(piece, weight, out=travelling[:-1])
@@ -250,7 +250,7 @@ class DelayedAveraging(AveragingStrategy):
         piece.addcdiv_(total[:-1], total[-1:], value=self.mix)
 
     def pause(self) -> None:
-        # The result waits for its step; only the time until it is here is no longer hidden.
+        # The result is still applied at its step; only the wait for it is no longer hidden.
         if self._flight is not None:
             self._wait(self._flight)
         self._aside.close()
@@ -258,14 +258,14 @@ class DelayedAveraging(AveragingStrategy):
 
     def finish(self) -> None:
         self._land()
-        if self._together is None:  # while gradients are averaged replicas are equal
+        if self._together is None:  # while gradients are averaged, replicas are equal
             self.average_parameters()
         self.forget_window()
         self.comm.broadcast(self.replica.parameters.whole, name="parameters")
 
     @contextlib.contextmanager
     def evaluation_parameters(self) -> Iterator[None]:
-        """Show the mean of the replicas, each corrected by what is under way, as `finish` would make it."""
+        """Show the mean of the replicas, each corrected by the average in flight, as `finish` would."""
         flight = self._flight
         if flight is None:
             with super().evaluation_parameters():
@@ -296,7 +296,8 @@ class DelayedAveraging(AveragingStrategy):
         self._flight = None
         if state["flight"] is not None:
             fragment, age = state["flight"]
-            # New ones: one rank alone has none, and yet goes on from what several had under way.
+            # New tensors: a single rank has none, yet may resume from a state in which several had an average
+            # in flight.
             device = self.replica.parameters.values.device
             self._snapshot = state["snapshot"].to(device, copy=True)
             self._travelling = state["sum"].to(device, copy=True)

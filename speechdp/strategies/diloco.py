@@ -14,10 +14,10 @@ from speechdp.strategies.mechanisms.outer_optimizer import OuterStrategy
 
 @dataclass(eq=False)
 class DiLoCo(OuterStrategy):
-    """Take the mean movement of the ranks as the gradient of an outer SGD with Nesterov momentum.
+    """Use the ranks' mean movement as the gradient of an outer SGD with Nesterov momentum.
 
-    Update rule: every rank trains locally for a period from x with the run's optimizer, whose state stays
-    its own; then, w the mean of the ranks' parameters, D = x - w,
+    Update rule: every rank trains locally for a period from x with the run's optimizer, whose state remains
+    the rank's own; then, w the mean of the ranks' parameters, D = x - w,
         b <- outer_momentum b + D;  x <- x - outer_learning_rate (D + outer_momentum b).
 
     Exchange: as model_averaging, one allreduce of the parameters per period.
@@ -27,7 +27,7 @@ class DiLoCo(OuterStrategy):
 
     Source: Douillard et al. 2023, with the settings of OpenDiLoCo and torchft: inner AdamW (learning rate
     4e-4, weight decay 0.1, betas 0.9 and 0.95), outer learning rate 0.7 and momentum 0.9, 500 steps.  The
-    inner optimizer is whatever the run has: choose AdamW for DiLoCo as published, SGD is not refused.
+    inner optimizer is the run's: choose AdamW for DiLoCo as published; SGD is not refused.
     Deviation: the mean is weighted by frames instead of equally.
     """
 

@@ -22,39 +22,41 @@ class Dpsgd(PeriodicStrategy):
     """Average parameters with a few neighbours in every step, overlapped with forward and backward.
 
     Update rule: x_i <- (sum_j W_ij x_j) - lr * g_i(x_i), with g_i the mean gradient of rank i's own frames at
-    its parameters *before* they are averaged, so that exchange and gradient need not wait for each other.
-    W is symmetric or circulant, its rows and columns add up to 1: the mean over ranks moves by the mean of
-    the updates.  W of a step:
-    ring: 1/3 for oneself, the left and the right neighbour (1/2 and 1/2 with two ranks);
-    random: 1/2 and 1/2 in pairs drawn anew for every exchange, 1 for the one an odd number leaves over;
-    exponential: 1/2 for oneself and for the rank 1, 2, 4, ... places to the left, one distance an exchange;
-    complete: 1/N for everybody.
-    With a longer period W is the identity in all steps but the first after each period.
+    its parameters *before* they are averaged, so exchange and gradient need not wait for each other.  W is
+    symmetric or circulant, and its rows and columns sum to 1, so the mean over ranks moves by the mean of the
+    updates.  W of a step:
+    ring: 1/3 for the rank itself, its left and its right neighbour (1/2 and 1/2 with two ranks);
+    random: 1/2 and 1/2 in pairs drawn anew for every exchange, 1 for the rank that an odd number leaves over;
+    exponential: 1/2 for the rank itself and the one 1, 2, 4, ... places to the left, one distance per
+        exchange;
+    complete: 1/N for every rank.
+    With a longer period, W is the identity in all steps but the first after each period.
 
-    Exchange: the parameters, from where they lie, to each neighbour: their bytes twice a rank and exchange in
-    a ring of three or more, otherwise once; complete: one allreduce, 2 (N-1)/N times their bytes.  With
-    compression= (a ring's alone) the same messages, each a quantised difference to what the neighbours know
-    (`QuantisedNeighbours`); a resume tells them what they knew, by their bytes in full once or twice a rank.
+    Exchange: the parameters, sent from where they are, to each neighbour: their bytes twice per rank and
+    exchange in a ring of three or more, otherwise once; complete: one allreduce, 2 (N-1)/N times their bytes.
+    With compression= (ring only) the same messages, each a quantised difference to what the neighbours know
+    (`QuantisedNeighbours`); on resume each rank sends its neighbours what they knew, at full size, once or
+    twice per rank.
 
     Guarantee: the same exchanges in the same order on every rank, so runs repeat and resume bitwise;
-    replicas differ until `finish`, where they become their mean, bitwise equal.  An exchange leaves the mean
-    over ranks as it was, also with compression.
+    replicas differ until `finish`, which sets all to their mean, bitwise equal.  An exchange keeps the mean
+    over ranks, also with compression.
 
     Source: Lian et al. 2017 (arXiv 1705.09056, algorithm 1, recalled); random pairs as in Zhang et al. 2020
     (arXiv 2002.01119, known from summaries: details are ours); one-peer exponential graph as in BlueFog.
-    Deviations: momentum and weight decay are the local optimizer's, which sees the averaged parameters;
-    ranks count alike whatever their frames, as W demands, and those without frames keep averaging.
+    Deviations: momentum and weight decay are the local optimizer's, which sees the averaged parameters; ranks
+    have equal weights whatever their frames, as W requires, and those without frames keep averaging.
     """
 
     #: Steps, frames or seconds between exchanges.
     period: Period = field(default_factory=lambda: Period(1))
-    #: Who averages with whom.
+    #: Which ranks average with each other.
     topology: Literal["ring", "random", "exponential", "complete"] = "ring"
     #: Number format of an exchange: full precision, or differences in 8 or 4 bits a value.
     compression: Compression = "none"
     #: Overlap the exchange with forward and backward; false: exchange between backward and update.
     overlap: bool = True
-    #: Decides which pairs `random` draws.
+    #: Seed of the pairs that `random` draws.
     seed: int = 0
 
     @property
@@ -104,8 +106,8 @@ class Dpsgd(PeriodicStrategy):
 
     def before_backward(self, frames: int) -> None:
         super().before_backward(frames)
-        # From here to `step` nobody writes the parameters, and between steps, where they are saved and
-        # evaluated, nothing is under way.
+        # From here to `step` nothing writes the parameters.  Between steps, when they are saved and
+        # evaluated, no exchange is in flight.
         if self._mixing_due and self.overlap:
             self._route.start(self._mixing())
 
@@ -128,7 +130,7 @@ class Dpsgd(PeriodicStrategy):
         self._mixing_due = self.comm.size > 1
 
     def weight(self) -> float:
-        """Return 1: what W keeps is the plain mean over ranks."""
+        """Return 1: W preserves the plain mean over ranks."""
         return 1.0
 
     def _mixing(self) -> Mixing:
@@ -141,7 +143,7 @@ class Dpsgd(PeriodicStrategy):
 
     def finish(self) -> None:
         self._mixing_due = False
-        if self._together is None:  # while gradients are averaged replicas are equal
+        if self._together is None:  # while gradients are averaged, replicas are equal
             self.average_parameters()
         self.comm.broadcast(self.replica.parameters.whole, name="parameters")
 

@@ -32,19 +32,19 @@ from speechdp.strategies.mechanisms.server import (
 )
 from speechdp.timing.timeline import Span
 
-#: alpha times the number of workers, unless alpha is given.
+#: alpha times the number of workers, if alpha is not given.
 _DEFAULT_BETA = 0.9
 
 
 class _Centre(Server):
-    """The centre x~; what it is handed is a worker's x, what it answers a (x - x~).
+    """The centre x~; it receives a worker's x and answers a (x - x~).
 
     Args:
-        rounds: answers are rounded, and what that takes away is owed to the next worker that asks.  Without
-            it, parameters that move little beside others would not move at all.
+        rounds: answers are rounded, and the rounding error is added to the answer to the next worker.
+            Otherwise, parameters that move little compared with others would not move at all.
 
     Attributes:
-        owed: what rounding has taken away so far; None where nothing is rounded.
+        owed: accumulated rounding error; None if nothing is rounded.
     """
 
     def __init__(self, vector: Tensor, alpha: float, *, rounds: bool) -> None:
@@ -70,28 +70,29 @@ class _Centre(Server):
 class Easgd(AveragingStrategy):
     """Pull each worker and a centre towards each other once per period; the centre is the model.
 
-    Update rule: K times x_i <- x_i - lr * g_i(x_i) on worker i; then, with d = alpha (x_i - x~) taken before
-    either moves, x_i <- x_i - d and x~ <- x~ + d.  mode=async: each worker when its own period is over, the
-    others' moves included as far as they have come.  mode=sync: all at the same step, x~ <- x~ + sum_i d_i.
-    A single worker has nobody to be drawn to: plain SGD.
+    Update rule: K times x_i <- x_i - lr * g_i(x_i) on worker i; then, with d = alpha (x_i - x~) computed
+    before either moves, x_i <- x_i - d and x~ <- x~ + d.  mode=async: each worker when its own period is
+    over, on the x~ that other workers have moved by then.  mode=sync: all at the same step,
+    x~ <- x~ + sum_i d_i.  A single worker is plain SGD.
 
     Exchange: mode=async: a worker sends x_i (P bytes) to rank 0 and gets d (P bytes) once per period, and
-    waits for it; rank 0 sends and gets that for every other rank.  mode=sync: one allreduce of x.  With
-    compression the worker sends its difference to what rank 0 knows of x_i, d is taken at what rank 0 knows
-    then, both move by d as it is sent, and what rounding took away of it is added to the next d; rank 0's own
-    worker sends nothing, and nothing of it is rounded.  A resume tells rank 0 what it knew (P from each other
-    worker).  mode=sync: the mean of x as for model_averaging.
+    waits for it; rank 0 sends and receives that for every other rank.  mode=sync: one allreduce of x.  With
+    compression, the worker sends its difference to what rank 0 knows of x_i, d is computed from what rank 0
+    then knows, both move by d as it is sent, and its rounding error is added to the next d; rank 0's own
+    worker sends nothing and has no rounding.  On resume the workers send rank 0 what it knew (P from each
+    other worker).  With mode=sync and compression, the mean of x as in model_averaging.
 
-    Guarantee: x_i + x~ is unchanged by an exchange (elastic symmetry), in mode=async also with compression;
-    in mode=sync with compression their sum over workers is so over time.  Evaluated and final model is x~,
+    Guarantee: an exchange keeps x_i + x~ (elastic symmetry), in mode=async also with compression; in
+    mode=sync with compression the sum over workers is kept over time.  The evaluated and final model is x~,
     bitwise equal on all ranks after finish.
 
     Source: Zhang, Choromanska & LeCun 2015 (arXiv 1412.6651), algorithms 1 (async) and section 2 (sync), and
     its alpha = 0.9 / p; recalled, not looked up.  Deviations: d is sent instead of x~, which needs no copy of
-    the centre; momentum is the optimizer's, untouched by exchanges (EAMSGD has its own Nesterov step).
+    the centre; momentum is the optimizer's, and exchanges do not change it (EAMSGD has its own Nesterov
+    step).
     """
 
-    #: Each worker at its own pace over a server, or all at once by allreduce.
+    #: Each worker at its own pace through a server, or all at once by allreduce.
     mode: Literal["async", "sync"] = "async"
     #: Fraction of the distance that both move at an exchange; 0: 0.9 / workers.
     alpha: float = 0.0
@@ -138,7 +139,7 @@ class Easgd(AveragingStrategy):
         super().set_up()
         self._num_workers = self.comm.size - self.dedicated
         self._alpha = self.alpha or _DEFAULT_BETA / self._num_workers
-        #: On rank 0, with mode=sync on every rank; None elsewhere and with a single worker.
+        #: The centre: on rank 0, with mode=sync on every rank; None elsewhere and with a single worker.
         self._centre: Tensor | None = None
         self._server: _Centre | None = None
         self._link: Link | None = None
@@ -159,8 +160,8 @@ class Easgd(AveragingStrategy):
         return super().make_means() if self.mode == "sync" else []
 
     def _make_wire(self) -> Wire:
-        """Return what vectors go over, and note on rank 0 what it knows of each worker's parameters."""
-        #: By the rank at the other end of the wire.
+        """Return the wire for vectors, and record on rank 0 what it knows of each worker's parameters."""
+        #: Known parameters, by the rank at the other end of the wire.
         self._known: dict[int, Tensor] = {}
         if self.compression == "none":
             return Wire()
@@ -197,7 +198,7 @@ class Easgd(AveragingStrategy):
         if self.mode == "sync":
             super()._start_window(progress)
             return
-        # Every worker has a clock of its own: nothing to agree on.
+        # Every worker has its own clock, so there is nothing to agree on.
         self._window_frames = self._window_steps = 0
         self._last_time_s = progress.time_s
 
@@ -205,7 +206,7 @@ class Easgd(AveragingStrategy):
         if self._num_workers == 1:
             return
         with self.timeline.span(Span.COMM):
-            # The gradients have been used and are zero: their vector serves for what comes back.
+            # The gradients have been used and are zero, so their vector can receive the answer.
             scratch, own = self.replica.gradients.values, self.replica.parameters.values
             if self._link is not None:
                 self._link.give(own, scratch)
@@ -261,10 +262,10 @@ class Easgd(AveragingStrategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if self._centre is not None:
-            # One rank alone has none, and is where it would be.
+            # A single rank saved no centre: it is where the parameters are.
             self._centre.copy_(state.get("centre", self.replica.parameters.values))
         elif self._num_workers == 1 and "centre" in state:
-            # The model of more workers, of which this one is left.
+            # The state is the centre of several workers, of which only this one remains.
             self.replica.parameters.values.copy_(state["centre"])
         if self._link is not None:
             self._link.ages, self._link.version = list(state["staleness"]), state["version"]
@@ -275,7 +276,7 @@ class Easgd(AveragingStrategy):
                 self._server.owed.copy_(state["owed"])
 
     def _tell_what_is_known(self) -> None:
-        """Give rank 0 what it knew of the other workers, which have it in their checkpoints.  Collective."""
+        """Send rank 0 what it knew of the other workers, from their checkpoints.  Collective."""
         for other, known in self._known.items():
             if self.comm.rank == SERVER:
                 self.peers.recv(known, other, tag=BEFORE_TAG)

@@ -21,31 +21,31 @@ from speechdp.timing.timeline import Span
 
 @dataclass(eq=False)
 class GradientAveraging(BucketedGradients):
-    """Average gradients over all ranks at every update; or inside nodes, and between them parameters.
+    """Average gradients over all ranks at every update; or gradients inside nodes, parameters between them.
 
     Update rule: g = (sum_i sum_frames dL/dw) / (sum_i frames_i), then one optimizer step with g on every
-    rank.  One rank with the union of the batches computes the same, also with unequal frame counts.
-    With between_nodes = K the sums are over the ranks of a node, and after K updates
-    w <- (sum_m n_m w_m) / (sum_m n_m), n_m the frames of node m since the last such average.
+    rank.  One rank with the union of the batches computes the same, also with unequal frame counts.  With
+    between_nodes = K the sums are over the ranks of a node, and after every K updates
+    w <- (sum_m n_m w_m) / (sum_m n_m), n_m the frames of node m since the previous such average.
 
     Exchange: the flat gradient, bucket by bucket, each as soon as backward has filled it (hooks on the
     parameters); the frame count is appended to the gradients in the same vector.  2 (N-1)/N times the
-    gradient's bytes sent by each rank per update (ring).  With between_nodes that inside nodes alone; between
-    M nodes the leader of each sends 2 (M-1)/M times the parameters' bytes once in K updates, and gives the
-    mean to its node.  With compression=powersgd after backward, matrices as two factors of low rank
-    (`LowRankSum`).
+    gradient's bytes sent by each rank per update (ring).  With between_nodes this happens only inside nodes;
+    between M nodes, the leader of each sends 2 (M-1)/M times the parameters' bytes once in K updates, and
+    sends the mean to the ranks of its node.  With compression=powersgd the exchange follows backward, with
+    matrices as two factors of low rank (`LowRankSum`).
 
     Guarantee: replicas are bitwise equal after every update; with between_nodes those of a node are, and all
     after an average between nodes.
 
     Source: ring-allreduce SGD as in Horovod (Sergeev & Del Balso 2018, arXiv 1802.05799); between_nodes:
     hierarchical local SGD of Lin et al. (arXiv 1808.07217, recalled), with gradients averaged at every step
-    inside.  Deviations there: weights by frames; the optimizer's state stays each node's own.
+    inside.  Deviations there: weights by frames; each node keeps its own optimizer state.
     """
 
     #: Updates between averages of the parameters over nodes; 0: gradients are averaged over all ranks.
     between_nodes: int = 0
-    #: Consecutive ranks that make a node; 0: those on the same host.
+    #: Consecutive ranks that form a node; 0: those on the same host.
     node_size: int = 0
 
     @property
@@ -56,7 +56,7 @@ class GradientAveraging(BucketedGradients):
         )
 
     def predicted_exchange(self, model: Model) -> Exchange | None:
-        if self.compression == "powersgd":  # how large factors are depends on the model's matrices
+        if self.compression == "powersgd":  # the size of the factors depends on the model's matrices
             return None
         share = 1.0 if self.compression == "none" else 0.5
         buckets = tuple(share * b for b in buckets_of(model.nbytes, self.bucket_mib))
@@ -98,7 +98,7 @@ class GradientAveraging(BucketedGradients):
             self._nodes = Nodes.of(self.comm, self.node_size, self.channels)
             self.check_compression(self._nodes.inside)
         self._updates = 0  # since the last average between nodes
-        #: Frames of this node's ranks since then.
+        #: Frames of this node's ranks since that average.
         self._node_frames = 0.0
         super().set_up()
 
@@ -106,8 +106,8 @@ class GradientAveraging(BucketedGradients):
         if self._nodes is None:
             super().apply(frames)
             return
-        # The host waits for a device here: a node may be without frames where others have some, and a tensor
-        # of them, part of the gradients, would be cleared with those.
+        # The host waits for the device here, because a node may have no frames while others have some.  A
+        # tensor would be part of the gradients, and cleared with them.
         count = float(frames)
         super().apply(count)
         self._node_frames += count
@@ -134,7 +134,7 @@ class GradientAveraging(BucketedGradients):
 
     @contextlib.contextmanager
     def evaluation_parameters(self) -> Iterator[None]:
-        """Show the mean over nodes."""
+        """Put the mean over nodes into the replica."""
         if self._nodes is None:
             yield
             return
@@ -162,9 +162,10 @@ class GradientAveraging(BucketedGradients):
         super().load_state_dict(state)
         if self._nodes is None:
             return
-        self._updates = state.get("updates", 0)  # one rank alone has none
+        self._updates = state.get("updates", 0)  # a single rank saved none
         self._node_frames = state.get("node_frames", 0.0)
-        # On other nodes than before, or on more ranks, those of a node may come from different ones.
+        # On other nodes or more ranks than before, the ranks of a node may have loaded different ranks'
+        # states.
         self.replica.give_loss_scale()
         self._nodes.hand_on(self.replica.parameters.whole, "parameters")
         self.replica.take_loss_scale()

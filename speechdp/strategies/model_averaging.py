@@ -23,8 +23,8 @@ class ModelAveraging(NodewiseStrategy):
     """Average parameters over all ranks once per period.
 
     Update rule: K times w_i <- w_i - lr * g_i(w_i) on every rank i, with g_i the mean gradient of its own
-    frames; then w_i <- (sum_j n_j w_j) / (sum_j n_j), n_j the frames rank j has seen since the last
-    average.  With K = 1 and plain SGD this is gradient averaging.
+    frames; then w_i <- (sum_j n_j w_j) / (sum_j n_j), n_j the frames of rank j since the previous average.
+    With K = 1 and plain SGD this is gradient averaging.
 
     Exchange: the flat parameters with the weight appended, in one allreduce; 2 (N-1)/N times the
     parameters' bytes sent by each rank per period (twice with momentum=average).  With compression= quantised
@@ -36,20 +36,22 @@ class ModelAveraging(NodewiseStrategy):
     Source: K-AVG, Zhou & Cong 2018 (arXiv 1708.01012, algorithm 1); Kaldi's nnet3 averaging per iteration
     (commit f400766: steps/libs/nnet3/train/common.py, nnet3-combine.cc); `begin`: post-local SGD, Lin et al.
     Deviations: weights by frames (kaldi-aslp does the same) instead of equal ones; momentum is an option.
-    From Kaldi come first, leave_out (its margin is 1.0), max_change (2.0; only its limit on the whole model,
-    which it also lowers in the first iteration, not the one on each layer) and combine (20); a job of Kaldi's
-    begins each iteration with fresh momentum, here only a rank that was left out does.
+    From Kaldi: `first`, `leave_out` (its margin is 1.0), `max_change` (2.0; only the limit on the whole
+    model, which Kaldi also lowers in the first iteration, not the limit per layer) and `combine` (20).  A
+    Kaldi job starts each iteration with fresh momentum; here only a rank that was left out does.
     """
 
-    #: What becomes of the optimizer's state at an average: each rank's own, their mean, or zero.
+    #: The optimizer's state at an average: each rank's own, the ranks' mean, or zero.
     momentum: MomentumRule = "keep"
     #: The first round: an average like the others, or the parameters of the rank with the best objective.
     first: Literal["average", "best"] = "average"
-    #: Leave out of an average a rank whose objective is worse than the best by more; nats per frame, 0: none.
+    #: Exclude ranks from an average whose objective is worse than the best by more than this; nats per frame,
+    #: 0: none.
     leave_out: float = 0.0
-    #: Largest norm of the change that one minibatch makes to the whole model; 0: any.
+    #: Largest norm of the change of the whole model by one minibatch; 0: no limit.
     max_change: float = 0.0
-    #: Models of the end of training that the final model may be a mean of; 0: it is the last average.
+    #: Number of models from the end of training that may be averaged into the final one; 0: the last average
+    #: is final.
     combine: int = 0
 
     @property
@@ -80,17 +82,17 @@ class ModelAveraging(NodewiseStrategy):
         self._window_loss = WindowLoss(skips_overflows=self.replica.scaler is not None)
         self._rounds = 0  # averages so far
         self._times_left_out = 0  # of this rank
-        self._share: float | None = None  # weight that a rule has given this rank in the average under way
+        self._share: float | None = None  # weight that a rule gives this rank in the current average
         self._last_models = LastModels(self.combine, self.comm)
         self._before = self.replica.parameters.values.clone() if self.max_change > 0 else None
 
     @property
     def _judges(self) -> bool:
-        """Whether the average about to be made depends on the ranks' objectives."""
+        """Whether the next average depends on the ranks' objectives."""
         return self.comm.size > 1 and (self.leave_out > 0 or (self.first == "best" and self._rounds == 0))
 
     def observe_loss(self, total: Tensor, frames: int) -> None:
-        """Keep the loss where an average depends on it."""
+        """Record the loss if the next average depends on it."""
         if self._judges:
             self._window_loss.add(total, frames)
 
@@ -103,7 +105,7 @@ class ModelAveraging(NodewiseStrategy):
         super().update(progress)
         with self.timeline.span(Span.UPDATE):
             norm = torch.dist(values, self._before)
-            # A tensor, so that the host need not wait for a device; at 1 lerp returns `values` to the bit.
+            # A tensor, so that the host need not wait for the device; at 1, lerp returns `values` bitwise.
             share = self.max_change / torch.clamp(norm, min=self.max_change)
             torch.lerp(self._before, values, share, out=values)
 
@@ -128,12 +130,12 @@ class ModelAveraging(NodewiseStrategy):
         super().average_parameters(compressed=compressed)
 
     def _judge(self) -> float | None:
-        """Compare objectives; return 0 or 1 if they decide this rank's weight, None if its frames do."""
+        """Compare objectives; return this rank's weight, 0 or 1, if they decide it, else None."""
         rank, loss = self.comm.rank, self._window_loss
         objectives = torch.zeros(self.comm.size, dtype=torch.float64)
         objectives[rank] = loss.mean
         self.comm.allreduce(objectives, name="objectives")
-        best = int(objectives.argmin())  # the first of equals, on every rank
+        best = int(objectives.argmin())  # the first of equal ones, on every rank
         if self.first == "best" and self._rounds == 0:
             return 1.0 if rank == best else 0.0
         is_astray = loss.frames > 0 and bool(objectives[rank] > objectives[best] + self.leave_out)
@@ -142,7 +144,7 @@ class ModelAveraging(NodewiseStrategy):
     def _start_window(self, progress: Progress) -> None:
         super()._start_window(progress)
         self._window_loss.reset()
-        if self.combine and not self.is_apart:  # else it is the mean of a node
+        if self.combine and not self.is_apart:  # otherwise it is the mean of one node
             self._last_models.offer(self.replica.parameters.values, progress)
 
     def finish(self) -> None:

@@ -32,12 +32,12 @@ _GRADIENTS, _PARAMETERS = 0, 1  # tags of mode=sync
 
 
 class _Master(Server):
-    """The parameters in a vector of their own: rank 0's worker computes on its replica meanwhile.
+    """The parameters in a vector of their own, because rank 0's worker computes on the replica meanwhile.
 
     Args:
-        replica: of rank 0; its optimizer moves the vector, its state is the master's.
+        replica: rank 0's; its optimizer updates the vector, and holds the master's state.
         staleness_aware: divide the learning rate by the gradient's age.
-        alone: no worker on this rank, so nobody changes the vector while an answer is sent.
+        alone: this rank has no worker, so nothing changes the vector while an answer is sent.
     """
 
     def __init__(self, replica: Replica, *, staleness_aware: bool, alone: bool) -> None:
@@ -60,24 +60,24 @@ class ParameterServer(Strategy):
     """Update the parameters on rank 0 with each worker's gradient on arrival, or with all of a step together.
 
     Update rule: mode=async: worker i computes g_i, the mean gradient of its frames, on the w of version v_i;
-    the server does one optimizer step w <- w - lr * g_i at once, whatever its version v is by then (the age
-    of the gradient is v - v_i), counts v up, and answers with w.  With staleness_aware the step has
-    lr / max(1, v - v_i).  mode=sync: the server waits for the gradients of all workers and does one step
-    with (sum_i sum_frames dL/dw) / (sum_i frames_i), the same as gradient averaging.
+    the server does one optimizer step w <- w - lr * g_i at once, whatever its current version v (the age of
+    the gradient is v - v_i), increments v, and answers with w.  With staleness_aware the step uses
+    lr / max(1, v - v_i).  mode=sync: the server waits for the gradients of all workers and does one step with
+    (sum_i sum_frames dL/dw) / (sum_i frames_i), the same as gradient averaging.
 
-    Exchange: a worker sends its gradient (P bytes) and gets the parameters (P bytes) at every step, and
-    waits for them; rank 0 sends and gets that for every other rank.  With dedicated=false rank 0 is a worker
-    too and asks the server without a message.
+    Exchange: a worker sends its gradient (P bytes) and gets the parameters (P bytes) at every step, and waits
+    for them; rank 0 sends and receives that for every other rank.  With dedicated=false rank 0 is also a
+    worker, and calls the server without a message.
 
     Guarantee: mode=sync: replicas are bitwise equal after every update.  mode=async: each answer is a state
-    the server was in; one worker is plain SGD; replicas are bitwise equal after finish only.
+    that the server was in; one worker is plain SGD; replicas are bitwise equal only after finish.
 
     Source: Downpour SGD, Dean et al. 2012 (NIPS), with a push and a fetch at every step; ages: Zhang et al.
     2016 (arXiv 1511.05950).  Both recalled, not looked up.  Deviations: any optimizer on the server (there:
     SGD or Adagrad), one server for all parameters (there: shards), gradients in the order of arrival.
     """
 
-    #: Apply each gradient on arrival, or wait for all of a step.
+    #: Apply each gradient on arrival, or wait for all gradients of a step.
     mode: Literal["async", "sync"] = "async"
     #: Divide the learning rate by the gradient's age.
     staleness_aware: bool = False
@@ -120,7 +120,7 @@ class ParameterServer(Strategy):
     def resume(self) -> None:
         if self.mode == "sync":
             return
-        # While paused, rank 0's replica is the master: it may have been loaded from a checkpoint.
+        # While paused, rank 0's replica is the master, and it may have been loaded from a checkpoint.
         if self._master is not None:
             self._master.vector.copy_(self.replica.parameters.values)
         self._link.open()
@@ -141,7 +141,7 @@ class ParameterServer(Strategy):
         replica = self.replica
         if replica.frames == 0:
             return
-        # The first group's rate alone is sent, and stands for all on the server.
+        # Only the first group's learning rate is sent; the server derives the others from it.
         replica.update_rule.check_rates(self.name)
         replica.update_rule.check_hooks(self.name)
         with self.timeline.span(Span.COMM):
@@ -166,7 +166,7 @@ class ParameterServer(Strategy):
             replica.clear_gradients()
             return
         with self.timeline.span(Span.COMM):
-            # By rank, not by arrival: the same bits whoever comes first.
+            # By rank, not by arrival, so that the sum is bitwise the same.
             for worker in range(1, self.comm.size):
                 self.peers.recv(self._received, worker, tag=_GRADIENTS)
                 gradients.whole.add_(self._received)
@@ -182,7 +182,7 @@ class ParameterServer(Strategy):
 
     @contextlib.contextmanager
     def evaluation_parameters(self) -> Iterator[None]:
-        # Nothing to put back: `resume` lets every worker fetch the master anyway.
+        # Nothing to restore: `resume` makes every worker fetch the master anyway.
         self._share_master()
         yield
 

@@ -23,8 +23,8 @@ class SlowMo(OuterStrategy):
     Update rule: every rank trains locally for a period from x; then, w the mean of the ranks' parameters
     and lr the learning rate at the exchange,
         u <- beta u + (x - w) / lr;  x <- x - alpha lr u.
-    lr is that of the first parameter group.  Where it is 0, x <- x - alpha (x - w) and u stays: the rule with
-    ever smaller rates comes to that, and other groups, or the steps before this one, may have moved w.
+    lr is that of the first parameter group.  If it is 0, x <- x - alpha (x - w) and u is unchanged: this is
+    the limit of the rule for ever smaller rates, and other groups, or earlier steps, may have moved w.
 
     Exchange: as model_averaging, one allreduce of the parameters per period; with momentum=average one more
     for each vector of the optimizer.
@@ -33,8 +33,8 @@ class SlowMo(OuterStrategy):
     model_averaging.  With a constant learning rate it is bmuf with eta=beta, zeta=alpha (classical).
 
     Source: Wang et al. 2019 (arXiv 1910.00643).  beta by number of ranks, alpha = 1 and a period of 48 steps
-    from fairscale's guide (its base is local SGD with H = 3 inside; here the base is SGD on one rank).  That
-    the optimizer's state may be kept, averaged or reset is recalled from the paper.  Deviation: the mean is
+    from fairscale's guide (its base is local SGD with H = 3 inside; here the base is SGD on one rank).
+    Keeping, averaging or resetting the optimizer's state is recalled from the paper.  Deviation: the mean is
     weighted by frames.
     """
 
@@ -43,7 +43,7 @@ class SlowMo(OuterStrategy):
     beta: float = -1.0
     #: Slow learning rate.
     alpha: float = 1.0
-    #: What becomes of the optimizer's state at an exchange: each rank's own, their mean, or zero.
+    #: The optimizer's state at an exchange: each rank's own, the ranks' mean, or zero.
     momentum: MomentumRule = "keep"
 
     def check_options(self) -> None:
@@ -57,14 +57,14 @@ class SlowMo(OuterStrategy):
 
     @property
     def slow_momentum(self) -> float:
-        """Beta, with its default filled in."""
+        """Value of `beta`, with its default filled in."""
         if self.beta != -1:
             return self.beta
         return next((beta for ranks, beta in _BETA_FROM.items() if self.comm.size >= ranks), 0.0)
 
     def outer_step(self, start: Tensor, movement: Tensor, velocity: Tensor) -> None:
         rate = self.replica.learning_rate
-        if rate == 0:  # no unit for the movement: it counts for itself
+        if rate == 0:  # no unit for the movement: use it directly
             start.add_(movement, alpha=self.alpha)
             return
         velocity.mul_(self.slow_momentum).sub_(movement, alpha=1.0 / rate)

@@ -1,6 +1,6 @@
-"""The acoustic-model task: an LSTM over HMM states, by frame cross-entropy or by whole transcripts.
+"""The acoustic-model task: an LSTM over HMM states, trained by frame cross-entropy or on whole transcripts.
 
-Legend: B batch, T frames, C classes, H what the output layer sees.
+Legend: B batch, T frames, C classes, H input size of the output layer.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from speechdp.models.presets import LSTM_TINY, Preset
 from speechdp.tasks.base import LOSS, FrameScores, LossSum, Stage, Task, TaskData, Values
 from speechdp.tasks.metrics import FRAME_ACCURACY, LOG_PROB, RECORDS, SPEECH_ACCURACY, TRANSCRIPT_LOG_PROB
 
-if TYPE_CHECKING:  # options know the task, and --help and the launcher do without torch and HDF5
+if TYPE_CHECKING:  # options import the task, and --help and the launcher do without torch and HDF5
     from torch import Tensor, nn
 
     from speechdp.data.loading.batch import Batch
     from speechdp.data.shards.dataset import Dataset
     from speechdp.tasks.model_file import ClassCounts
 
-#: Of all log-probabilities in --criterion full-sum.  Neighbouring frames are not independent: with scale 1
-#: the first alignment that comes up, usually silence nearly everywhere, is never left again.
+#: Scale of all log-probabilities in --criterion full-sum.  Neighbouring frames are not independent: with
+#: scale 1, training never leaves the first alignment it finds, usually silence nearly everywhere.
 FULL_SUM_SCALE = 0.3
-#: Share of a class's prior that is of the last step's batch.
+#: Weight of the latest batch in the running average of the class priors.
 _PRIOR_UPDATE = 0.02
-#: Least prior, as a share of the uniform one: a class that is hardly seen is not made likely by that.
+#: Lowest prior, as a share of the uniform one: a rarely seen class must not become likely through its prior.
 _MIN_PRIOR_SHARE = 0.01
 
 
 @dataclass(frozen=True)
 class AcousticTask(Task):
-    """What an acoustic model is trained for and judged by.
+    """Train and evaluate an acoustic model.
 
     Attributes:
-        sizes: of the model.
-        silence: classes that are silence's; empty where they are not known.
+        sizes: sizes of the model.
+        silence: classes of silence; empty if they are unknown.
     """
 
     name = "acoustic"
@@ -58,7 +58,7 @@ class AcousticTask(Task):
 
     @classmethod
     def of_preset(cls, preset: Preset, given: Mapping[str, Any]) -> AcousticTask:
-        """Return the task of the criterion given, with a preset's sizes, changed by those given."""
+        """Return the task of the given criterion, with a preset's sizes, changed by the given ones."""
         assert isinstance(preset.model, LstmConfig)
         sizes = dict(given)
         criterion, prior_scale = sizes.pop("criterion", "frame"), sizes.pop("prior_scale", None)
@@ -77,13 +77,13 @@ class AcousticTask(Task):
 
     @classmethod
     def check_data(cls, dataset: Dataset) -> None:
-        """Refuse data without the names of their classes."""
+        """Refuse data without the names of its classes."""
         from speechdp.labels.kaldi_pdfs import classes_of  # noqa: PLC0415
 
         classes_of(dataset)
 
     def for_data(self, dataset: Dataset) -> AcousticTask:
-        """Return the task with the silence of these data, which Kaldi's pdfs do not tell."""
+        """Return the task with the silence classes of this data, which are unknown for Kaldi's pdfs."""
         from speechdp.labels.kaldi_pdfs import classes_of  # noqa: PLC0415
 
         return replace(self, silence=classes_of(dataset).silence)
@@ -91,26 +91,26 @@ class AcousticTask(Task):
     def make_network(self, feature_dim: int, num_classes: int) -> nn.Module:
         """Return the network with initial weights, drawn from torch's random numbers, on the CPU.
 
-        A task derived from this one has another network by this method alone.  Decoding makes it again, of
-        the options that were trained with, and gives it the weights of the model file.
+        A derived task can replace the network by overriding this method alone.  Decoding calls it again, with
+        the options used in training, and loads the weights of the model file.
 
         Returns:
-            Maps features (B, T, F) and lengths (B,), on the CPU, to logits (B, T, C).  If it also has
-            `encode`, of the same arguments, to (B, T, H), and `output`, from (..., H) to logits, only frames
-            with a target are classified in training, and `profile` times both parts.
+            A module that maps features (B, T, F) and lengths (B,), on the CPU, to logits (B, T, C).  It may
+            also have `encode`, from the same arguments to (B, T, H), and `output`, from (..., H) to logits;
+            then training classifies only frames with a target, and `profile` times both parts.
         """
         from speechdp.models.lstm_am import LstmAcousticModel  # noqa: PLC0415
 
         return LstmAcousticModel(feature_dim, num_classes, self.sizes)
 
     def make_model(self, data: TaskData) -> Any:
-        """Return the network for these data.  Raises ConfigError: `make_network` from outside makes none."""
+        """Return the network for this data.  Raises ConfigError if a user's `make_network` fails."""
         from speechdp.tasks.registry import made_network  # noqa: PLC0415
 
         return made_network(self, data.feature_dim, self.num_outputs(data))
 
     def num_outputs(self, data: TaskData) -> int:
-        """Return how many classes the network tells apart: those of the targets."""
+        """Return the number of classes that the network outputs: those of the targets."""
         return data.num_classes
 
     def loss(self, model: Any, batch: Batch) -> LossSum:
@@ -133,7 +133,7 @@ class AcousticTask(Task):
         )
 
     def stages(self, model: Any) -> tuple[Stage, ...]:
-        """Return the network but its output layer (with the choice of learnt frames), that, cross-entropy."""
+        """Return the stages: encoder (which also picks the learnt frames), output layer, cross-entropy."""
         from torch import nn  # noqa: PLC0415
 
         from speechdp.data.loading.batch import IGNORED_TARGET  # noqa: PLC0415
@@ -153,13 +153,13 @@ class AcousticTask(Task):
         return Stage("encoder", encode), Stage("output", classify), Stage("loss", lose)
 
     def describe_data(self, data: TaskData) -> dict[str, Any]:
-        """Return what the model file says of the data, a checksum of the classes' names among it."""
+        """Return what the model file records about the data, including a checksum of the class names."""
         from speechdp.labels.kaldi_pdfs import classes_of  # noqa: PLC0415
 
         return {**super().describe_data(data), "classes_sha256": classes_of(data.dataset).sha256}
 
     def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
-        """Write the model with the counts that decoding needs; one that is not decoded as any task's."""
+        """Write the model with the counts that decoding needs; without them if it is not decoded."""
         from speechdp.tasks.model_file import save_model  # noqa: PLC0415
 
         if not self.decodes:
@@ -168,7 +168,7 @@ class AcousticTask(Task):
         save_model(run_dir, model, counts, {**self._made_by(model), **facts})
 
     def _made_by(self, model: Any) -> dict[str, Any]:
-        """Return what a model file says of a network that is not ours: the task that makes it again."""
+        """Return what the model file needs to make a user's network again: task and options."""
         from speechdp.models.lstm_am import LstmAcousticModel  # noqa: PLC0415
 
         is_ours = isinstance(model, LstmAcousticModel)
@@ -177,13 +177,13 @@ class AcousticTask(Task):
     def _learnt_frames(self, model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         from speechdp.data.loading.batch import IGNORED_TARGET  # noqa: PLC0415
 
-        # Padding and context leave before the output layer: with 32,000 classes it is most of the work.
+        # Drop padding and context before the output layer: with 32,000 classes it is most of the work.
         learnt = batch.targets != IGNORED_TARGET  # (B, T)
         logits = _classified(model, self._encoded(model, batch)[learnt])  # (frames, C)
         return at_least_float32(logits), batch.targets[learnt]
 
     def _encoded(self, model: Any, batch: Batch) -> Tensor:
-        """Return what a network's output layer sees, (B, T, H); the logits where it has no such parts."""
+        """Return the input of the network's output layer, (B, T, H); its logits if it has no such parts."""
         network = model.encode if _has_parts(model) else model
         return self._of_each_frame(network(batch.features, batch.lengths), batch)
 
@@ -192,7 +192,7 @@ class AcousticTask(Task):
         return self._of_each_frame(model(batch.features, batch.lengths), batch)
 
     def _of_each_frame(self, found: Tensor, batch: Batch) -> Tensor:
-        """Return what a network gives.  Raises ConfigError: it is not a vector for each frame."""
+        """Return the network's output.  Raises ConfigError if that is not one vector per frame."""
         utterances, frames = batch.features.shape[:2]
         if found.dim() == 3 and found.shape[:2] == (utterances, frames):
             return found
@@ -204,12 +204,12 @@ class AcousticTask(Task):
         )
 
     def _accuracy(self, correct: Tensor, targets: Tensor, num_frames: int) -> FrameScores:
-        """Count the frames that are right, and those of them that are not silence.
+        """Count the correct frames, and those among them that are not silence.
 
         Args:
-            correct: whether the class of each of `targets` was found; not where a target is ignored.
-            targets: classes, of utterances that are scored.
-            num_frames: number of those that are not ignored.
+            correct: whether the class of each of `targets` was found; False where a target is ignored.
+            targets: classes, of scored utterances.
+            num_frames: number of targets that are not ignored.
         """
         in_speech = (correct & self._is_speech(targets)).sum()
         sums = {FRAME_ACCURACY.key: float(correct.sum().item()), SPEECH_ACCURACY.key: float(in_speech.item())}
@@ -217,7 +217,7 @@ class AcousticTask(Task):
         return FrameScores(sums, num_frames, {SPEECH_ACCURACY.key: num_speech})
 
     def _is_speech(self, targets: Tensor) -> Tensor:
-        """Tell which targets are known not to be silence."""
+        """Return which targets are known not to be silence."""
         import torch  # noqa: PLC0415
 
         from speechdp.data.loading.batch import IGNORED_TARGET  # noqa: PLC0415
@@ -233,15 +233,15 @@ def _has_parts(model: Any) -> bool:
 
 
 def _classified(model: Any, encoded: Tensor) -> Tensor:
-    """Return the logits, (..., C), of what `_encoded` gives or of some of its frames, (..., H)."""
+    """Return the logits, (..., C), of the output of `_encoded` or some of its frames, (..., H)."""
     logits: Tensor = model.output(encoded) if _has_parts(model) else encoded
     return logits
 
 
 class TranscriptTask(AcousticTask):
-    """An acoustic model that learns transcripts as a whole, without an alignment.
+    """Train an acoustic model on whole transcripts, without an alignment.
 
-    An utterance with fewer frames than its transcript needs is left out.
+    Utterances with fewer frames than their transcript needs are left out.
     """
 
     def loss(self, model: Any, batch: Batch) -> LossSum:
@@ -250,10 +250,10 @@ class TranscriptTask(AcousticTask):
 
     @abstractmethod
     def total(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:
-        """Return the summed loss of a batch by its logits (B, T, C)."""
+        """Return the summed loss of a batch with these logits, (B, T, C)."""
 
     def score(self, model: Any, batch: Batch) -> FrameScores:
-        """Score a batch: log-probability of the transcripts by the posteriors alone, and frame accuracy."""
+        """Score a batch: log-probability of the transcripts from the posteriors alone, and frame accuracy."""
         import torch  # noqa: PLC0415
 
         from speechdp.labels.forward_backward import full_sum  # noqa: PLC0415
@@ -271,7 +271,7 @@ class TranscriptTask(AcousticTask):
         return FrameScores(declared, batch.num_frames, counts)
 
     def stages(self, model: Any) -> tuple[Stage, ...]:
-        """Return the network but its output layer, that, and the sum over state sequences."""
+        """Return the stages: encoder, output layer, sum over state sequences."""
 
         def encode(values: Values, batch: Batch) -> Values:
             return {"encoded": self._encoded(model, batch)}  # (B, T, H)
@@ -285,7 +285,7 @@ class TranscriptTask(AcousticTask):
         return Stage("encoder", encode), Stage("output", classify), Stage("loss", lose)
 
     def describe_data(self, data: TaskData) -> dict[str, Any]:
-        """Return what the model file says of the data; refuses data without pronunciations."""
+        """Return what the model file records about the data; refuse data without pronunciations."""
         from speechdp.labels.kaldi_pdfs import refuse_kaldi_pdfs  # noqa: PLC0415
         from speechdp.labels.lexicon import Lexicon  # noqa: PLC0415
 
@@ -297,21 +297,21 @@ class TranscriptTask(AcousticTask):
 
 @dataclass(frozen=True)
 class FullSumTask(TranscriptTask):
-    """Learns by the sum over all state sequences of a transcript's HMM.
+    """Train on the sum over all state sequences of a transcript's HMM.
 
     The loss of an utterance is -log of the sum over all state sequences of its transcript of
 
         product over frames of  (p(class | x) / p(class)^prior_scale * p(transition))^FULL_SUM_SCALE
 
-    divided by FULL_SUM_SCALE: its gradient is that of the cross-entropy against the occupancies of the
-    classes.  The priors are a running average of the model's own posteriors: they keep frequent classes,
-    silence above all, from taking what is not theirs.
+    divided by FULL_SUM_SCALE, so that its gradient is that of the cross-entropy against the occupancies of
+    the classes.  The priors are a running average of the model's own posteriors.  They keep frequent classes,
+    silence above all, from absorbing frames of other classes.
 
     Source: Raissi et al. 2022, "HMM vs. CTC for automatic speech recognition: comparison based on full-sum
     training from scratch"; the scales of public RWTH recipes.
 
     Attributes:
-        prior_scale: 0 leaves the posteriors as they are.
+        prior_scale: exponent of the priors; 0: the posteriors are used unchanged.
     """
 
     metrics = (TRANSCRIPT_LOG_PROB, FRAME_ACCURACY, SPEECH_ACCURACY)
@@ -325,12 +325,12 @@ class FullSumTask(TranscriptTask):
             raise ConfigError(f"--prior-scale {self.prior_scale}: must be from 0 to 1")
 
     def make_model(self, data: TaskData) -> Any:
-        """Return the network with initial weights, and beside them the running average of its posteriors."""
+        """Return the network with initial weights, and a buffer for the running average of its posteriors."""
         import torch  # noqa: PLC0415
 
         model = super().make_model(data)
         prior = torch.full((data.num_classes,), 1 / data.num_classes)
-        # Each rank has its own, averaged where the model is judged or saved, as statistics of normalisation.
+        # Each rank has its own, averaged for evaluation and saving like statistics of batch normalisation.
         model.register_buffer("class_prior", prior, persistent=False)
         return model
 
@@ -343,7 +343,8 @@ class FullSumTask(TranscriptTask):
         assert counts is not None
         frames = model.class_prior.double().cpu().numpy() * counts.frames.sum()
         runs = frames * (1 - self.transcripts.self_loop)
-        # None has 0, which would say that its phone is unknown to the model: the average forgets rare ones.
+        # At least 1: a count of 0 would mean that the model does not know the phone; the average forgets rare
+        # ones.
         frames, runs = (np.maximum(np.rint(values), 1).astype(np.int64) for values in (frames, runs))
         own = ClassCounts(frames, runs)
         super().save(run_dir, model, facts, own)
@@ -359,10 +360,11 @@ class FullSumTask(TranscriptTask):
             frame = torch.arange(logits.shape[1])
             inside = (frame < batch.lengths.unsqueeze(1)).to(logits.device)  # (B, T)
             mean = log_posteriors.detach()[inside].exp().mean(0).to(model.class_prior.dtype)  # (C,)
-            # NaN, as of a pass in float16, would stay for ever.  On the device: no host waits for it.
+            # A NaN, as from a float16 pass, would stay for ever.  Checked on the device, so the host does not
+            # wait.
             mean = torch.where(mean.isfinite().all(), mean, model.class_prior)
             model.class_prior.lerp_(mean, _PRIOR_UPDATE)
-        # As multiples of the uniform prior, so that the loss begins as it would be without priors.
+        # Priors relative to the uniform one, so that the loss starts as it would without priors.
         prior = (model.class_prior * logits.shape[2]).clamp(min=_MIN_PRIOR_SHARE)
         scores = FULL_SUM_SCALE * (log_posteriors - self.prior_scale * prior.log())
         log_probs, _ = full_sum(scores, batch.lengths, batch.transcripts)
@@ -371,7 +373,7 @@ class FullSumTask(TranscriptTask):
 
 @dataclass(frozen=True)
 class CtcTask(TranscriptTask):
-    """Learns by connectionist temporal classification: classes are the phones and a blank.
+    """Train by connectionist temporal classification: classes are the phones and a blank.
 
     Source: Graves et al. 2006.
     """
@@ -382,11 +384,11 @@ class CtcTask(TranscriptTask):
     transcripts: ClassVar[TranscriptOptions] = TranscriptOptions("ctc")
 
     def num_outputs(self, data: TaskData) -> int:
-        """Return how many classes the network tells apart: phones and a blank."""
+        """Return the number of classes that the network outputs: phones and a blank."""
         return num_ctc_classes(data.dataset.num_classes)
 
     def describe_data(self, data: TaskData) -> dict[str, Any]:
-        """Return what the model file says of the data, with the number of CTC's classes."""
+        """Return what the model file records about the data, with CTC's number of classes."""
         if data.tying is not None:
             raise ConfigError(
                 "--alignments: has states in context, which --criterion ctc does not learn; leave it out"
@@ -394,7 +396,7 @@ class CtcTask(TranscriptTask):
         return {**super().describe_data(data), "num_classes": self.num_outputs(data)}
 
     def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
-        """Write the model, which says of itself that it is CTC's."""
+        """Write the model, marked as a CTC model."""
         super().save(run_dir, model, {"criterion": "ctc", **facts}, None)
 
     def total(self, model: Any, logits: Tensor, batch: Batch) -> Tensor:

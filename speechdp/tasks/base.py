@@ -1,6 +1,6 @@
-"""What a model is trained for: a model, a loss, scores on held-out data, and a file in the end.
+"""The base class of tasks: a model, a loss, scores on held-out data, and the file of the finished model.
 
-Loss and scores are sums over frames: right also when ranks hold different numbers of frames.
+Loss and scores are sums over frames, so they are correct when ranks hold different numbers of frames.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from speechdp.labels.transcript_hmm import TranscriptOptions
 from speechdp.models.presets import Preset
 from speechdp.tasks.metrics import Metric, TaskRecord
 
-if TYPE_CHECKING:  # options know tasks, and --help and the launcher do without torch
+if TYPE_CHECKING:  # options import tasks, and --help and the launcher do without torch
     from torch import Tensor, nn
 
     from speechdp.data.loading.batch import Batch
     from speechdp.data.shards.dataset import Dataset
     from speechdp.tasks.model_file import ClassCounts
 
-#: Tensors by name: what stages of a forward pass hand on.
+#: Tensors by name: what a stage of the forward pass passes to the next.
 Values: TypeAlias = "dict[str, Tensor]"
-#: What the last stage puts out.
+#: Name of the last stage's output.
 LOSS = "loss"
 
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss as a sum and a count, never a mean: right also when ranks hold different numbers of frames.
+    """A loss as a sum and a count, never a mean: correct when ranks hold different numbers of frames.
 
     Attributes:
         total: scalar, in the unit of the task's loss, summed over frames; differentiable.
@@ -49,16 +49,16 @@ class LossSum:
 
 
 def loss_mistake(task: Task, returned: object) -> str | None:
-    """Return, in a line, what is wrong with what a task's `loss` has returned; None: nothing.
+    """Describe in one line what is wrong with the value a task's `loss` returned; None: nothing.
 
-    Asked at every step: cheap where nothing is.
+    Called at every step, so it is cheap if nothing is wrong.
     """
     if not isinstance(returned, LossSum):
         is_bare = getattr(returned, "requires_grad", False)
         found = "the tensor alone" if is_bare else _given_for_loss(returned)
     elif not (getattr(returned.total, "requires_grad", False) and returned.total.dim() == 0):
         found = f"a LossSum of {_given_for_loss(returned.total)}"
-    elif not hasattr(returned.num_frames, "__float__"):  # numbers of numpy and tensors have it, too
+    elif not hasattr(returned.num_frames, "__float__"):  # numpy numbers and tensors have it, too
         found = f"a LossSum of {returned.num_frames!r} frames"
     else:
         return None
@@ -79,10 +79,11 @@ class FrameScores:
     """Sums over held-out frames.
 
     Attributes:
-        sums: of each of the task's metrics, by its key; divided by all ranks' frames they are its values.
+        sums: sum of each of the task's metrics, by its key; divided by all ranks' frames it is the metric's
+            value.
         num_frames: frames scored.
-        counts: of metrics that are means over some of the frames only, how many those are, by their keys.  A
-            metric that has none on all ranks together is left out of what is recorded.
+        counts: number of frames of metrics that are means over only some frames, by key.  A metric with no
+            frames on any rank is not recorded.
     """
 
     sums: dict[str, float]
@@ -90,12 +91,12 @@ class FrameScores:
     counts: dict[str, int] = field(default_factory=dict)
 
     def count(self, key: str) -> int:
-        """Return how many frames a metric's sum is over."""
+        """Return the number of frames that a metric's sum is over."""
         return self.counts.get(key, self.num_frames)
 
 
 def score_mistake(task: Task, returned: object) -> str | None:
-    """Return, in a line, what is wrong with what a task's `score` has returned; None: nothing."""
+    """Describe in one line what is wrong with the value a task's `score` returned; None: nothing."""
     wanted = "FrameScores(sums by the keys of the metrics, number of frames), all of them numbers"
     if not isinstance(returned, FrameScores):
         found = "None" if returned is None else f"an object of type {type(returned).__name__}"
@@ -116,7 +117,7 @@ def _class_of(task: Task) -> str:
 
 
 def _no_number(scores: FrameScores) -> str | None:
-    """Return what of scores is no number (numpy's are numbers, tensors are not), and what to do."""
+    """Say which part of the scores is not a number (numpy's are, tensors are not), and what to do."""
     for what, values in (("the sums", scores.sums), ("the counts", scores.counts)):
         if not isinstance(values, Mapping):
             return f"{what} are an object of type {type(values).__name__}: give a dict"
@@ -132,11 +133,11 @@ def _no_number(scores: FrameScores) -> str | None:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the forward pass, which the profile times by itself.
+    """A part of the forward pass that the profile times separately.
 
     Attributes:
-        name: as in a profile, e.g. "decoder".
-        run: computes named outputs from the outputs of the stages before, and the batch.
+        name: name in the profile, e.g. "decoder".
+        run: computes named outputs from the batch and the outputs of earlier stages.
     """
 
     name: str
@@ -145,12 +146,12 @@ class Stage:
 
 @dataclass(frozen=True)
 class TaskData:
-    """What a task is told of the data it is trained on.
+    """What a task can read about the data it is trained on.
 
     Attributes:
         dataset: the data directory.
-        inputs: what of its features becomes the model's input.
-        tying: what the targets are where states depend on context (--context); None: the data's own classes.
+        inputs: which of its features become the model's input.
+        tying: the targets if states depend on context (--context); None: the data's own classes.
     """
 
     dataset: Dataset
@@ -159,16 +160,16 @@ class TaskData:
 
     @property
     def feature_dim(self) -> int:
-        """Size of a frame as batches hold it."""
+        """Number of values in a frame of a batch."""
         return self.dataset.feature_dim * self.inputs.copies
 
     @property
     def num_classes(self) -> int:
-        """Number of classes of the targets, or of symbols."""
+        """Number of classes of the targets, or number of symbols."""
         return self.dataset.num_classes if self.tying is None else self.tying.num_classes
 
     def facts(self) -> dict[str, Any]:
-        """Return what every model file says of the data."""
+        """Return what every model file records about the data."""
         return {
             "data_checksum": self.dataset.checksum,
             "features": self.dataset.features.to_dict(),
@@ -176,7 +177,7 @@ class TaskData:
         }
 
     def facts_of_input(self) -> dict[str, Any]:
-        """Return what the file of a model that reads features says besides."""
+        """Return what the file of a model that reads features records in addition."""
         return {
             "feature_dim": self.feature_dim,
             "inputs": dataclasses.asdict(self.inputs),
@@ -186,25 +187,25 @@ class TaskData:
 
 
 class Task(ABC):
-    """What a model is trained for and judged by: derive a dataclass, whose fields are the task's options.
+    """What a model is trained for and evaluated by.  Derive a dataclass; its fields are the task's options.
 
-    An instance is the same on every rank.  `model` is what `make_model` has made.
+    An instance is the same on every rank.  `model` is what `make_model` returned.
 
     Attributes:
-        metrics: what models are judged by on held-out data; the first is what they are chosen by.
-        trains_on: what data directories hold that it can be trained on: features (or audio, to make them
-            from) with a class for each frame as targets, or spectrograms with the symbols of their text.
-        whole_utterances: it cannot learn parts of utterances, nor from inputs that are changed.
-        decodes: whether `decode` reads its models, so that its runs may have a word error rate.
-        transcripts: probabilities of the HMMs of transcripts that batches, of whole utterances then, hold
-            (`Batch.transcripts`); None: they hold none.
-        counts_classes: whether its model file needs to know how often each class occurs in the targets.
-        batch_size: segments of a rank's batch where neither options nor a preset say.
-        presets: names of models to start from, the first is the default (ours alone).
-        model_options: options of `--help`'s group "model" that go with it (ours alone).
-        modules: stages that the profile can run alone; empty for a task that it cannot take apart, as for a
-            class with a `loss` or `make_model` of its own that declares neither `modules` nor `stages`:
-            those of its base would time another model or loss.
+        metrics: metrics on held-out data; models are chosen by the first.
+        trains_on: contents of data directories that it can be trained on: features (or audio, to compute them
+            from) with a class for each frame as target, or spectrograms with the symbols of their text.
+        whole_utterances: the task cannot learn from parts of utterances, nor from augmented inputs.
+        decodes: whether `decode` reads its models, so its runs may have a word error rate.
+        transcripts: probabilities of the transcripts' HMMs that batches hold (`Batch.transcripts`), which are
+            then of whole utterances; None: batches hold no such HMMs.
+        counts_classes: whether its model file must hold how often each class occurs in the targets.
+        batch_size: default number of segments in a rank's batch, if neither options nor a preset give one.
+        presets: names of models to start from, the first is the default (only in our own tasks).
+        model_options: options in `--help`'s group "model" that apply to it (only in our own tasks).
+        modules: stages that the profile can run alone.  Empty for a task that the profile cannot split, and
+            for a class that overrides `loss` or `make_model` without declaring `modules` or `stages`: those
+            of its base would time another model or loss.
     """
 
     metrics: ClassVar[tuple[Metric, ...]]
@@ -217,11 +218,11 @@ class Task(ABC):
     model_options: ClassVar[tuple[str, ...]] = ()
     modules: ClassVar[tuple[str, ...]] = ()
     transcripts: ClassVar[TranscriptOptions | None] = None
-    #: Its name on the command line, given where it is registered.
+    #: Name on the command line, set when the task is registered.
     name: ClassVar[str] = ""
 
     def __init_subclass__(cls, **others: Any) -> None:
-        """Take from a class the modules of its base, where it has another model or loss than that."""
+        """Clear the modules that a class inherits if it has another model or loss than their base."""
         super().__init_subclass__(**others)
 
         def distance(name: str) -> int:
@@ -232,24 +233,24 @@ class Task(ABC):
 
     @classmethod
     def of_preset(cls, preset: Preset, given: Mapping[str, Any]) -> Task:
-        """Return the task with a preset's model, changed by the model options given."""
+        """Return the task with a preset's model, changed by the given model options."""
         raise NotImplementedError(f"{cls.__name__} has presets, and makes nothing of them")
 
     @classmethod
     def record(cls) -> TaskRecord:
-        """Return what run.json says of it, from which reports take their columns."""
+        """Return what run.json records about the task; reports take their columns from it."""
         return TaskRecord(cls.metrics, cls.decodes)
 
     @classmethod  # noqa: B027 - a task may need nothing
     def check_data(cls, dataset: Dataset) -> None:
-        """Refuse data without what the task needs besides the shards.
+        """Refuse data without what the task needs beside the shards.
 
         Raises:
-            ConfigError, ShardError: names of classes or symbols that are missing, or other data's.
+            ConfigError, ShardError: the names of classes or symbols are missing, or belong to other data.
         """
 
     def for_data(self, dataset: Dataset) -> Task:
-        """Return the task with what its scores need to know of the data; itself where that is nothing.
+        """Return the task with what its scores need from the data; the task itself if that is nothing.
 
         Raises:
             ConfigError: as `check_data`.
@@ -258,7 +259,7 @@ class Task(ABC):
 
     @abstractmethod
     def make_model(self, data: TaskData) -> nn.Module:
-        """Return a model with initial weights, drawn from torch's random numbers, on the CPU."""
+        """Return a model on the CPU with initial weights, drawn from torch's random numbers."""
 
     @abstractmethod
     def loss(self, model: Any, batch: Batch) -> LossSum:
@@ -269,18 +270,18 @@ class Task(ABC):
         """Return the sums of all `metrics` on a batch; the model is in evaluation mode, gradients are off."""
 
     def stages(self, model: Any) -> tuple[Stage, ...]:
-        """Return the stages of the forward pass, the loss last; only of a task with `modules`."""
+        """Return the stages of the forward pass, the loss last.  Only for tasks with `modules`."""
         raise ConfigError(f"--task {self.name}: has no stages to be timed")
 
     def model_facts(self) -> dict[str, Any]:
-        """Return what a profile says of the model besides its preset."""
+        """Return what a profile shows about the model beside its preset."""
         return {}
 
     def describe_data(self, data: TaskData) -> dict[str, Any]:
-        """Return what the model file says of the data; before training, lest what is missing be found after.
+        """Return what the model file records about the data.  Called before training, to find gaps early.
 
         Returns:
-            What JSON holds: texts, Python's numbers (not numpy's), true, false, None, lists and dicts.
+            JSON values: strings, Python's numbers (not numpy's), true, false, None, lists and dicts.
 
         Raises:
             ConfigError: as `check_data`.
@@ -288,13 +289,13 @@ class Task(ABC):
         return {**data.facts(), **data.facts_of_input()}
 
     def save(self, run_dir: Path, model: Any, facts: dict[str, Any], counts: ClassCounts | None) -> None:
-        """Write the finished model with what its use needs; rank 0 alone.
+        """Write the finished model with everything its use needs; on rank 0 alone.
 
         Args:
-            run_dir: the file is RUN/model.safetensors.
-            model: trained.
-            facts: what `describe_data` gave.
-            counts: of the targets trained on, with `counts_classes`.
+            run_dir: folder in which model.safetensors is written.
+            model: trained model.
+            facts: what `describe_data` returned.
+            counts: class counts of the training targets, with `counts_classes`.
 
         Raises:
             RunError: the disk is full.

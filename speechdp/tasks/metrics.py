@@ -1,4 +1,4 @@
-"""What models of a task are judged by on held-out data: declared once, recorded with a run, shown by reports.
+"""Metrics of models on held-out data: declared once, recorded with each run, shown by reports.
 
 Nothing here imports torch: reports read these.
 """
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 PERCENT = "%"
-#: Names of other columns of reports, and `frames`: metrics.jsonl says heldout_frames of every evaluation.
+#: Names of other columns of reports; and `frames`, as metrics.jsonl has heldout_frames in every evaluation.
 _RESERVED = frozenset(
     (
         "communication_share", "efficiency", "epochs", "feeder_busy_share", "feeders", "frames",
@@ -21,28 +21,28 @@ _RESERVED = frozenset(
         "wer_over_lowest", "wer_over_lowest_high", "wer_over_lowest_low", "words",
     )
 )  # fmt: skip
-#: What such names begin with.
+#: Prefixes of further reserved names.
 _RESERVED_PREFIXES = ("data_", "heldout_", "speech_", "target_")
-#: A change by less than this part of a score's magnitude is none to speak of.
+#: A change smaller than this share of a score's magnitude is negligible.
 LITTLE = 0.01
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure of held-out data, a mean over frames, or over some of them.
+    """A figure computed on held-out data: a mean over all frames, or over some of them.
 
     Attributes:
-        key: its name on disk, a word: `heldout_KEY` in metrics.jsonl.
-        title: its name at the head of a column.
+        key: its name in files, an identifier: `heldout_KEY` in metrics.jsonl.
+        title: its column heading.
         name: its name in a sentence.
-        unit: e.g. "nats/frame"; of "%" a share of 0 to 1 is recorded, and a hundred times that shown.
-        meaning: a sentence on what it is.
-        higher_is_better: which way is better.
-        tolerance: a model that is worse than the best by no more than this is as accurate, in the unit as it
-            is recorded; as a share of the best where `tolerance_is_relative`.
-        limit: what no model reaches, None for none; a target has to be on this side of it.
-        symbol: stands before a number in a sentence, e.g. "L1"; empty: the name, with units that say little.
-        decimals: digits shown after the point.
+        unit: e.g. "nats/frame"; "%" means that a share from 0 to 1 is recorded and shown times 100.
+        meaning: a sentence that explains it.
+        higher_is_better: whether higher values are better.
+        tolerance: a model counts as equally accurate if it is worse than the best by no more than this, in
+            the unit that is recorded; as a share of the best if `tolerance_is_relative`.
+        limit: a value that no model reaches, None: there is none; targets must be on this side of it.
+        symbol: stands before a number in a sentence, e.g. "L1"; empty: the name is used with a vague unit.
+        decimals: digits shown after the decimal point.
     """
 
     key: str
@@ -64,24 +64,24 @@ class Metric:
 
     @property
     def is_per_frame(self) -> bool:
-        """Whether its unit says so."""
+        """Whether its unit is per frame."""
         return self.unit.endswith("/frame") or self.unit == "per frame"
 
     @property
     def scale(self) -> float:
-        """What a recorded value is multiplied by where it is shown."""
+        """Factor that turns recorded values into shown ones."""
         return 100.0 if self.unit == PERCENT else 1.0
 
     def score(self, value: float) -> float:
-        """Return a recorded value so that higher is better; the same turns a score back into a value."""
+        """Turn a recorded value into a score, where higher is better, or a score into a recorded value."""
         return value if self.higher_is_better else -value
 
     def near_enough(self, best: float) -> float:
-        """Return how far below the best score a model is as accurate still."""
+        """Return how far below the best score a model still counts as equally accurate."""
         return self.tolerance * abs(best) if self.tolerance_is_relative else self.tolerance
 
     def is_past(self, best: float, last: float) -> bool:
-        """Tell whether a training has lost again, by its last score, what it had learnt by its best."""
+        """Return whether a training has lost what it had learnt, by its best and last score."""
         return best - last > max(self.near_enough(best), LITTLE * abs(best))
 
     def number(self, value: float) -> str:
@@ -93,13 +93,13 @@ class Metric:
         return self.labelled(self.number(value))
 
     def labelled(self, number: str) -> str:
-        """Put a number between what it is called, where its unit does not say enough, and its unit."""
+        """Add to a number its unit and, if the unit says too little, the metric's symbol or name."""
         is_vague = self.unit in ("", PERCENT, "per frame")
         return " ".join(filter(None, (self.symbol or (self.name if is_vague else ""), number, self.unit)))
 
 
 def is_reserved(key: str) -> bool:
-    """Tell whether a run's files and reports use a metric's key for something else."""
+    """Return whether a run's files and reports use this key for something other than a metric."""
     return key in _RESERVED or key.startswith(_RESERVED_PREFIXES)
 
 
@@ -161,22 +161,22 @@ ATTENTION_MAXIMUM = Metric(
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """What run.json says of a task.
+    """What run.json records about a task.
 
     Attributes:
-        metrics: the first is what models are chosen and compared by.
-        decodes: whether `decode` reads its models, so that a run may have a word error rate.
+        metrics: models are chosen and compared by the first.
+        decodes: whether `decode` reads its models, so a run may have a word error rate.
     """
 
     metrics: tuple[Metric, ...]
     decodes: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return what stands in run.json."""
+        """Return the part of run.json."""
         return {"metrics": [asdict(metric) for metric in self.metrics], "decodes": self.decodes}
 
 
-#: Our tasks, by name; also those of runs that older versions recorded without their metrics.
+#: Our tasks, by name; also used for runs that older versions recorded without metrics.
 RECORDS = {
     "acoustic": TaskRecord((LOG_PROB, FRAME_ACCURACY, SPEECH_ACCURACY), decodes=True),
     "synthesis": TaskRecord((L1_ERROR, ATTENTION_MAXIMUM)),
@@ -184,10 +184,10 @@ RECORDS = {
 
 
 def task_record(settings: dict[str, Any], problems: list[str] | None = None) -> TaskRecord:
-    """Return what a run.json says of its task; a run that does not say is taken for one of recognition.
+    """Return what run.json records about its task; without a record, that of a recognition run.
 
     Args:
-        problems: takes a line where what it says cannot be used.
+        problems: gets a line if the record cannot be used.
     """
     name = str(settings.get("task"))
     name = name if name in RECORDS else "acoustic"
@@ -203,7 +203,7 @@ def task_record(settings: dict[str, Any], problems: list[str] | None = None) -> 
     return TaskRecord(metrics, settings.get("decodes") is True)
 
 
-#: The types that the fields of a metric have in JSON, by their types in Python.
+#: JSON types of a metric's fields, by their Python types.
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "bool": (bool,),
@@ -214,7 +214,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 def _metrics(found: Any) -> tuple[Metric, ...]:
-    """Make metrics of their record.  Raises TypeError, ValueError or OverflowError for what is none."""
+    """Create metrics from their record.  Raises TypeError, ValueError or OverflowError for invalid ones."""
     if not isinstance(found, list) or not found:
         raise TypeError("not a list of metrics")
     metrics = tuple(map(_metric, found))
@@ -227,7 +227,7 @@ def _metric(record: Any) -> Metric:
     if not isinstance(record, dict):
         raise TypeError("a metric is an object")
     known = {field.name: field for field in fields(Metric)}
-    # A later version may say more of a metric.
+    # A later version may record more about a metric.
     metric = Metric(**{name: value for name, value in record.items() if name in known})
     for name, field in known.items():
         # Not isinstance: true is an int to Python.

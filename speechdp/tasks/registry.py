@@ -1,7 +1,7 @@
 """Find tasks by name, and make them from `NAME:option=value,...`.
 
-Others register a class of their own with `task`, offer it by an entry point of the group `speechdp.tasks`, or
-name it as MODULE:CLASS.
+Others register a class with `task`, offer it through the entry-point group `speechdp.tasks`, or name it as
+MODULE:CLASS.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # --help and the launcher do without torch
     from torch import nn
 
 _Class = TypeVar("_Class", bound=type[Task])
-#: Ours, by name: imported when they are used, which takes their models' time.
+#: Our tasks, by name: imported only when used, because importing their models takes time.
 _OURS = {
     "acoustic": ("speechdp.tasks.acoustic", "AcousticTask"),
     "synthesis": ("speechdp.tasks.synthesis", "SynthesisTask"),
@@ -29,7 +29,7 @@ _OURS = {
 
 
 def _check_declared(where: str, cls: type[Task]) -> None:
-    """Refuse a class whose metrics, or what it trains on, cannot be used.  Raises ConfigError."""
+    """Refuse a class whose metrics or `trains_on` cannot be used.  Raises ConfigError."""
     metrics = getattr(cls, "metrics", ())
     if not metrics:
         raise ConfigError(f"{where}: {cls.__name__} has no metrics")
@@ -49,18 +49,18 @@ def _check_declared(where: str, cls: type[Task]) -> None:
             )
 
 
-#: All tasks; packages offer theirs by the entry points of this group.
+#: All tasks; other packages add theirs through this entry-point group.
 TASKS = ExtensionPoint[Task]("task", "speechdp.tasks", Task, _OURS.keys, _check_declared)
 
 
 def task(name: str) -> Callable[[_Class], _Class]:
-    """Return a decorator that registers a task class under a name of its own.
+    """Return a decorator that registers a task class under the given name.
 
     Args:
-        name: letters, digits and underscores, as `--task` takes it.
+        name: letters, digits and underscores, for `--task`.
 
     Raises:
-        ConfigError: the class is no task, a field cannot be an option, or the name is none or another task's.
+        ConfigError: the class is not a task, a field cannot be an option, or the name is invalid or taken.
 
     Example::
 
@@ -75,29 +75,29 @@ def task(name: str) -> Callable[[_Class], _Class]:
 
 
 def own_task_with(model_option: str) -> str:
-    """Return the first of our tasks whose model has an option of `--help`'s group "model"."""
+    """Return the first of our tasks whose model has this option of `--help`'s group "model"."""
     return next(name for name in _OURS if model_option in task_class(name).model_options)
 
 
 def is_ours(text: str) -> bool:
-    """Tell whether `NAME` or `MODULE:CLASS`, with options behind it or without, is a task of ours."""
+    """Return whether `NAME` or `MODULE:CLASS`, with or without options, is one of our tasks."""
     return text.partition(":")[0] in _OURS
 
 
 def task_class(text: str) -> type[Task]:
-    """Return the class of `NAME` or `MODULE:CLASS`, with options behind it or without.
+    """Return the class of `NAME` or `MODULE:CLASS`, with or without options.
 
     Raises:
-        ConfigError: there is none, or its module cannot be used.
+        ConfigError: there is no such class, or its module cannot be used.
     """
     return _find(text)[0]
 
 
 def task_options(text: str) -> dict[str, Any]:
-    """Return the options behind a task's name.
+    """Return the options that follow a task's name.
 
     Raises:
-        ConfigError: as `task_class`; an option that the task does not have, or a value that does not fit.
+        ConfigError: as `task_class`; an unknown option, or a value that does not fit.
     """
     cls, rest = _find(text)
     if cls.presets and rest:
@@ -109,13 +109,14 @@ def task_options(text: str) -> dict[str, Any]:
 
 
 def networks_of(given: str | None) -> Callable[[str, str], Callable[[int, int], nn.Module] | None]:
-    """Return what makes the networks of models of a task, by what their files say; see `load_model`.
+    """Return a function that finds, from a model file's entries, what makes its network; see `load_model`.
 
     Args:
-        given: the task as in `--task`, with the options that a network was made with or none; None: no task.
+        given: the task as in `--task`, either with the options that the network was made with or without
+            options; None: no task.
 
     Raises:
-        ConfigError: there is no such task.  What is returned raises it where a file has other options.
+        ConfigError: there is no such task.  The returned function raises it if a file has other options.
     """
     if given is None:
         return lambda name, options: None
@@ -137,15 +138,15 @@ def networks_of(given: str | None) -> Callable[[str, str], Callable[[int, int], 
 
 
 def made_network(task: Any, feature_dim: int, num_classes: int) -> nn.Module:
-    """Return what `make_network` of a task, an AcousticTask, makes.
+    """Return the network that `make_network` of an AcousticTask makes.
 
     Raises:
-        ConfigError: one from outside fails, or returns something else.
+        ConfigError: a user's method fails, or returns something else.
     """
     from torch import nn  # noqa: PLC0415 - --help and the launcher do without
 
     cls = type(task)
-    is_ours = cls.make_network.__module__.startswith("speechdp.")  # its errors are none of a user's class
+    is_ours = cls.make_network.__module__.startswith("speechdp.")  # our errors are not the user's
     with nullcontext() if is_ours else code_of(cls, f"--task {task.name}: make_network()", "mend the class"):
         network = task.make_network(feature_dim, num_classes)
     if not isinstance(network, nn.Module):

@@ -16,7 +16,7 @@ from speechdp.models.tacotron.config import TINY, TacotronConfig
 from speechdp.tasks.base import LOSS, FrameScores, LossSum, Stage, Task, TaskData, Values
 from speechdp.tasks.metrics import ATTENTION_MAXIMUM, L1_ERROR, RECORDS
 
-if TYPE_CHECKING:  # options know the task, and --help and the launcher do without torch and HDF5
+if TYPE_CHECKING:  # options import the task, and --help and the launcher do without torch and HDF5
     from speechdp.data.loading.batch import Batch
     from speechdp.data.shards.dataset import Dataset
     from speechdp.models.tacotron.model import Tacotron, TacotronOutput
@@ -25,11 +25,11 @@ if TYPE_CHECKING:  # options know the task, and --help and the launcher do witho
 
 @dataclass(frozen=True)
 class SynthesisTask(Task):
-    """What a synthesis model is trained for and judged by.
+    """Train and evaluate a synthesis model.
 
     Attributes:
-        guided_attention: weight of the guide in the loss; 0: attention is left to itself, as in the paper.
-        sizes: of the model.
+        guided_attention: weight of the guide in the loss; 0: attention is not guided, as in the paper.
+        sizes: sizes of the model.
     """
 
     name = "synthesis"
@@ -49,14 +49,14 @@ class SynthesisTask(Task):
 
     @classmethod
     def of_preset(cls, preset: Preset, given: Mapping[str, Any]) -> SynthesisTask:
-        """Return the task with a preset's sizes and guide, changed by those given."""
+        """Return the task with a preset's sizes and guide, changed by the given ones."""
         assert isinstance(preset.model, TacotronConfig)
         sizes = dict(given)
         return cls(sizes.pop("guided_attention", preset.guided_attention), replace(preset.model, **sizes))
 
     @classmethod
     def check_data(cls, dataset: Dataset) -> None:
-        """Refuse data without the symbols that texts are written in."""
+        """Refuse data without the symbols of its texts."""
         from speechdp.labels.symbols import symbols_of  # noqa: PLC0415
 
         symbols_of(dataset)
@@ -70,17 +70,17 @@ class SynthesisTask(Task):
         return Tacotron(dataset.num_classes, mel_dim, linear_dim, self.sizes)
 
     def loss(self, model: Tacotron, batch: Batch) -> LossSum:
-        """Return the summed loss of a batch, teacher forced."""
+        """Return the summed loss of a batch, with teacher forcing."""
         from speechdp.tasks.synthesis_losses import synthesis_losses  # noqa: PLC0415
 
         losses = synthesis_losses(self._output(model, batch), batch, model)
         return LossSum(losses.total(self.guided_attention), batch.num_frames)
 
     def score(self, model: Tacotron, batch: Batch) -> FrameScores:
-        """Score a batch, teacher forced: the absolute errors, and how sharp the attention is.
+        """Score a batch, with teacher forcing: the absolute errors, and the sharpness of the attention.
 
-        Sharpness is the attention's maximum over symbols, each step weighted by its frames: the focus rate of
-        Ren et al. 2019 (FastSpeech), section 3.3.
+        Sharpness is the maximum of the attention over symbols, with each step weighted by its frames: the
+        focus rate of Ren et al. 2019 (FastSpeech), section 3.3.
         """
         import torch  # noqa: PLC0415
 
@@ -97,7 +97,7 @@ class SynthesisTask(Task):
         return FrameScores({L1_ERROR.key: errors, ATTENTION_MAXIMUM.key: sharpness.item()}, batch.num_frames)
 
     def stages(self, model: Tacotron) -> tuple[Stage, ...]:
-        """Return encoder, decoder, post-processing net, and all parts of the loss."""
+        """Return the stages: encoder, decoder, post-processing net, and the whole loss."""
         from speechdp.models.tacotron.model import TacotronOutput  # noqa: PLC0415
         from speechdp.tasks.synthesis_losses import synthesis_losses  # noqa: PLC0415
 
@@ -120,11 +120,11 @@ class SynthesisTask(Task):
         return tuple(Stage(name, run) for name, run in named.items())
 
     def model_facts(self) -> dict[str, Any]:
-        """Return how the decoder is computed, and how many frames a step makes."""
+        """Return how the decoder is computed, and the number of frames per step."""
         return {"decoder": self.sizes.decoder, "reduction": self.sizes.reduction}
 
     def describe_data(self, data: TaskData) -> dict[str, Any]:
-        """Return what the model file says of the data, the symbols among it."""
+        """Return what the model file records about the data, including the symbols."""
         from speechdp.labels.symbols import symbols_of  # noqa: PLC0415
 
         return {**data.facts(), "symbols": symbols_of(data.dataset).to_dict()}

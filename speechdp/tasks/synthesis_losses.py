@@ -16,8 +16,8 @@ from speechdp.models.tacotron.model import Tacotron, TacotronOutput
 
 #: Width of the band that guided attention leaves free, as a share of the text (Tachibana et al. 2018, eq. 3).
 GUIDE_WIDTH = 0.2
-#: Weight of an utterance's last step in the stop prediction: it is one against tens of others, and speech
-#: that does not end is worse than speech that is cut.
+#: Weight of an utterance's last step in the stop prediction: it is one step among tens, and speech that does
+#: not end is worse than speech that is cut off.
 STOP_WEIGHT = 10.0
 
 
@@ -27,10 +27,10 @@ class SynthesisLosses:
 
     Attributes:
         mel: absolute error of the decoder's mel spectrogram, mean over bins.
-        linear: the same of the linear spectrogram.
-        stop: cross-entropy of the stop prediction; a decoder step counts as many times as it has frames, the
+        linear: the same for the linear spectrogram.
+        stop: cross-entropy of the stop prediction; a decoder step has its number of frames as weight, and the
             last one STOP_WEIGHT times that.
-        guide: attention far from the diagonal, 0 to 1 a frame.
+        guide: attention far from the diagonal, 0 to 1 per frame.
     """
 
     mel: Tensor
@@ -39,13 +39,13 @@ class SynthesisLosses:
     guide: Tensor
 
     def total(self, guided_attention: float) -> Tensor:
-        """Return the loss: all parts of equal weight but the guide's."""
+        """Return the loss: all parts with equal weight except the guide."""
         total = self.mel + self.linear + self.stop
         return total + guided_attention * self.guide if guided_attention else total
 
 
 def synthesis_losses(output: TacotronOutput, batch: Batch, model: Tacotron) -> SynthesisLosses:
-    """Compare what a model has put out with a batch; nothing of it waits for the device.
+    """Compare a model's output with a batch, without waiting for the device.
 
     Source: Wang et al. 2017, section 3 (equal-weight L1 on mel and linear spectrograms); the stop prediction
     is a later addition of public Tacotron code; guided attention: Tachibana et al. 2018, section 4.1.
@@ -62,7 +62,7 @@ def synthesis_losses(output: TacotronOutput, batch: Batch, model: Tacotron) -> S
     num_steps = output.stop_logits.shape[1]
     step = torch.arange(num_steps, device=device)
     steps = (lengths + reduction - 1).div(reduction, rounding_mode="floor").unsqueeze(1)  # (B, 1)
-    # Frames of each decoder step: r, but what is left in an utterance's last one, and none past it.
+    # Frames of each decoder step: r, in an utterance's last step the remaining ones, and none after it.
     frames_of_step = (
         (lengths.unsqueeze(1) - step * reduction).clamp(0, reduction).to(features.dtype)
     )  # (B, N)
@@ -83,7 +83,7 @@ def _absolute_error(found: Tensor, wanted: Tensor, spoken: Tensor) -> Tensor:
 
 
 def _off_diagonal(symbols: Tensor, step: Tensor, steps: Tensor) -> Tensor:
-    """Return 1 - exp(-(n/N - s/S)^2 / 2 g^2) of each utterance's own N and S: (B, N, S)."""
+    """Return 1 - exp(-(n/N - s/S)^2 / 2 g^2), with each utterance's own N and S: (B, N, S)."""
     num_symbols = (symbols != IGNORED_TARGET).sum(1, keepdim=True)  # (B, 1)
     place = torch.arange(symbols.shape[1], device=symbols.device) / num_symbols  # (B, S)
     time = step / steps  # (B, N)

@@ -1,4 +1,4 @@
-"""Checks for authors of strategies and tasks: what each must keep to (docs/api.md)."""
+"""Checks for authors of strategies and tasks: the requirements that each must meet (docs/api.md)."""
 
 from speechdp.testing.strategies import (
     NUM_STEPS,

@@ -1,7 +1,7 @@
-"""Checks for authors of strategies: what every strategy must keep to (docs/api.md).
+"""Checks for authors of strategies: the requirements that every strategy must meet (docs/api.md).
 
-`strategy_contract` is the whole of it; below it stands what checks of a strategy's own equations are made of:
-a small model in double precision, batches of unequal length, a run of steps, plain SGD to compare with.
+`strategy_contract` is the complete check.  The rest are parts for checks of a strategy's own equations: a
+small model in double precision, batches of unequal length, a run of steps, plain SGD to compare with.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ _TRAINING_ALONE = threading.Lock()
 
 
 def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequence[int] = (1, 2, 3)) -> None:
-    """Hold a strategy to what training relies on, with 1, 2 and 3 ranks as threads; seconds.
+    """Check that a strategy meets what training relies on, with 1, 2 and 3 ranks as threads; takes seconds.
 
     - its options are read and described without loss;
     - one rank alone is plain SGD;
-    - all ranks begin with rank 0's parameters, and hold the same bits after `finish`;
-    - evaluating shows the same model on all ranks, and training goes on as if nothing had been evaluated;
-    - `finish` ends with the model that an evaluation just before shows, unless it still applies gradients;
+    - all ranks start with rank 0's parameters, and hold the same bits after `finish`;
+    - evaluation shows the same model on all ranks, and training continues as if there had been none;
+    - `finish` ends with the model that an evaluation just before it shows, unless it still applies gradients;
     - a rank without frames keeps joining;
-    - saved and loaded it goes on: a synchronous one ends with the same bits as one left alone;
+    - after saving and loading it continues; a synchronous strategy ends with the same bits as an
+      uninterrupted run;
     - training lowers the loss over all ranks' batches;
-    - nothing of it runs on after `close`.
+    - nothing still runs after `close`.
 
     Example::
 
@@ -54,12 +55,12 @@ def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequenc
 
     Args:
         strategy: name and options, as on the command line.
-        neutral: options, in the place of those given, that make it plain SGD on one rank, where it is not by
+        neutral: options that replace those given to make the strategy plain SGD on one rank, if it is not by
             nature (an outer optimizer): "outer_learning_rate=1,outer_momentum=0"; None: no options do.
         sizes: numbers of ranks.
 
     Raises:
-        AssertionError: it does not keep to something, which the message names.
+        AssertionError: the strategy breaks a requirement, which the message names.
         ConfigError: there is no such strategy, or an option is wrong.
     """
     text = describe(parse_strategy(strategy))
@@ -70,7 +71,7 @@ def strategy_contract(strategy: str, *, neutral: str | None = "", sizes: Sequenc
         plain = ":".join(filter(None, (name, ",".join(f"{key}={value}" for key, value in options.items()))))
         run_threads(1, lambda comm: _one_rank_is_plain_sgd(comm, plain))
     checks = [_ranks_agree, _evaluation_leaves_no_trace, _empty_ranks_join, _state_is_whole, _loss_falls]
-    # One rank alone ends elsewhere where the gradients of an incomplete round are still to be applied.
+    # This differs, even on one rank, if `finish` still applies the gradients of an incomplete round.
     if run_threads(1, partial(_moved_by_finish, strategy=strategy))[0] <= TOLERANCE:
         checks.append(_ends_as_evaluated)
     for size in sizes:
@@ -94,7 +95,7 @@ def _ranks_agree(comm: Communicator, strategy: str) -> None:
     run = StrategyRun(comm, strategy, replica)
     comm.barrier()
     assert_close(run.parameters(), make_replica().parameters.values, f"{strategy}: rank 0's start")
-    comm.barrier()  # an asynchronous one would already train elsewhere
+    comm.barrier()  # otherwise an asynchronous strategy could already train on another rank
     run.train(comm.rank)
     assert_bitwise_equal_over_ranks(comm, run.finish(), f"{strategy} after finish")
 
@@ -107,7 +108,7 @@ def _evaluation_leaves_no_trace(comm: Communicator, strategy: str) -> None:
         own = seen.parameters()
         with seen.strategy.evaluation_parameters():
             assert_bitwise_equal_over_ranks(comm, seen.parameters(), f"{strategy} under evaluation")
-        if seen.strategy.traits.synchronous:  # others may go on from what all ranks have come to
+        if seen.strategy.traits.synchronous:  # asynchronous ones may continue from the average of all ranks
             assert torch.equal(seen.parameters(), own), f"{strategy}: evaluation changed the parameters"
         seen.strategy.resume()
     final = seen.finish()
@@ -118,7 +119,7 @@ def _evaluation_leaves_no_trace(comm: Communicator, strategy: str) -> None:
 
 
 def _moved_by_finish(comm: Communicator, strategy: str) -> float:
-    """Return the largest difference of a parameter between an evaluation and the end just after it."""
+    """Return the largest difference of a parameter between an evaluation and the `finish` just after it."""
     run = StrategyRun(comm, strategy, make_replica(Sgd(momentum=0.9)))
     run.train(comm.rank)
     run.strategy.pause()
@@ -134,7 +135,7 @@ def _ends_as_evaluated(comm: Communicator, strategy: str) -> None:
 
 
 def _empty_ranks_join(comm: Communicator, strategy: str) -> None:
-    """Rank 0 has frames in every step, the others only in the first two."""
+    """Check that rank 0 can have frames in every step, and the others only in the first two."""
     run = StrategyRun(comm, strategy)
     for step in range(NUM_STEPS):
         run.step([make_batch(comm.rank, step)] if step < 2 or comm.rank == 0 else [])
@@ -182,14 +183,14 @@ PLAIN = Sgd()
 
 def make_model() -> LstmAcousticModel:
     """Return the same small model on every rank, in double precision."""
-    # torch's generator is one for all threads, and here each thread is a rank.
+    # torch has one generator for all threads, and here each thread is a rank.
     with _GENERATOR:
         return copy.deepcopy(_initial_model())
 
 
 @functools.cache
 def _initial_model() -> LstmAcousticModel:
-    """Return the model that others are copies of: seeding torch takes longer than a step of training."""
+    """Return the model that all others copy: seeding torch takes longer than a training step."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         return LstmAcousticModel(_FEATURES, _CLASSES, LstmConfig(1, 8, False, bottleneck=3)).double()
@@ -197,9 +198,9 @@ def _initial_model() -> LstmAcousticModel:
 
 @functools.cache
 def make_batch(rank: int, step: int) -> Batch:
-    """Return a batch that depends on rank and step only; ranks have unequal numbers of frames.
+    """Return a batch that depends only on rank and step; ranks have unequal numbers of frames.
 
-    It is the same object each time, and not to be changed.
+    Every call returns the same object; do not change it.
     """
     generator = torch.Generator().manual_seed(1000 * rank + step)
     longest = 4 + rank + step % 3
@@ -230,7 +231,7 @@ def make_replica(optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer
 
 
 class StrategyRun:
-    """A strategy at work on batches given one by one."""
+    """A strategy that trains on batches given one by one."""
 
     def __init__(self, comm: Communicator, strategy: str, replica: Replica | None = None) -> None:
         self.replica = make_replica() if replica is None else replica
@@ -241,7 +242,7 @@ class StrategyRun:
         self.frames = 0.0
 
     def step(self, batches: list[Batch], mean_frames: float = 10.0, time_s: float = 0.0) -> None:
-        """Do one step with the frames of all `batches`; none is a step this rank only joins."""
+        """Run one step with the frames of all `batches`; with none, this rank only joins."""
         frames = sum(batch.num_frames for batch in batches)
         step = TrainingStep(self.strategy, self.timeline, frames)
         step.begin()
@@ -253,7 +254,7 @@ class StrategyRun:
         step.end(progress, number=self.steps)
 
     def train(self, rank: int, first: int = 0, last: int = NUM_STEPS) -> None:
-        """Train on this rank's batches of steps first to last."""
+        """Train on this rank's batches of steps `first` to `last` - 1."""
         for step in range(first, last):
             self.step([make_batch(rank, step)])
 
@@ -270,7 +271,7 @@ class StrategyRun:
 
 
 def resumed_run(comm: Communicator, strategy: str, first: StrategyRun) -> StrategyRun:
-    """Return a run that goes on from the state of another, which is finished.  Collective."""
+    """Return a run that continues from the state of `first`, and finish `first`.  Collective."""
     first.strategy.pause()
     second = StrategyRun(comm, strategy, make_replica(Sgd(momentum=0.9)))
     second.strategy.pause()
@@ -286,7 +287,7 @@ def resumed_run(comm: Communicator, strategy: str, first: StrategyRun) -> Strate
 
 
 def assert_resumes(comm: Communicator, strategy: str, saved_after: int) -> None:
-    """Check that a run saved after so many steps and loaded elsewhere ends as one that was left alone."""
+    """Check that a run saved after `saved_after` steps and loaded again ends like an uninterrupted one."""
     optimizer = Sgd(momentum=0.9)
     whole = StrategyRun(comm, strategy, make_replica(optimizer))
     whole.train(comm.rank)
@@ -301,7 +302,7 @@ def assert_resumes(comm: Communicator, strategy: str, saved_after: int) -> None:
 
 
 def assert_begins_with_gradient_averaging(comm: Communicator, strategy: str) -> None:
-    """Check that a strategy which never comes to its beginning is gradient averaging, bit by bit."""
+    """Check that a strategy whose `begin` is never reached is gradient averaging, bit by bit."""
     run = StrategyRun(comm, strategy, make_replica(Sgd(momentum=0.9)))
     run.train(comm.rank)
     together = StrategyRun(comm, "gradient_averaging", make_replica(Sgd(momentum=0.9)))
@@ -310,15 +311,15 @@ def assert_begins_with_gradient_averaging(comm: Communicator, strategy: str) -> 
 
 
 def plain_sgd(batches_of_step: list[list[Batch]], optimizer: Sgd = PLAIN) -> Tensor:
-    """Train with torch alone: the mean loss over all frames of a step, one update a step."""
-    # Ranks that are threads ask for the same at once: one trains, the others wait for its result.
+    """Train with torch alone: the mean loss over all frames of a step, one update per step."""
+    # Ranks that are threads ask for the same result at once: one computes it, the others wait.
     with _TRAINING_ALONE:
         return _plain_sgd(tuple(tuple(batches) for batches in batches_of_step), optimizer).clone()
 
 
 @functools.lru_cache(maxsize=64)
 def _plain_sgd(batches_of_step: tuple[tuple[Batch, ...], ...], optimizer: Sgd) -> Tensor:
-    """Train so once: every rank compares with it, and so does one check after another."""
+    """Train once and cache the result: all ranks and several checks compare with it."""
     model = make_model()
     moving = optimizer(list(model.parameters()))
     for batches in batches_of_step:
@@ -339,17 +340,17 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
-    """Compare to 1e-9."""
+    """Check that two vectors differ by at most 1e-9."""
     error = float((actual - expected).abs().max())
     assert error <= TOLERANCE, f"{what}: differs by {error:g}"
 
 
 def assert_bitwise_equal_over_ranks(comm: Communicator, values: Tensor, what: str) -> None:
-    """Compare every rank's bytes."""
+    """Check that all ranks hold the same bytes."""
     parts = comm.allgather_object(values.numpy().tobytes().hex())
     assert len(set(parts)) == 1, f"{what}: ranks hold different bits"
 
 
 def batches_of_all(size: int, num_steps: int = NUM_STEPS) -> list[list[Batch]]:
-    """Return what all ranks together train on, step by step."""
+    """Return the batches of all ranks, step by step."""
     return [[make_batch(rank, step) for rank in range(size)] for step in range(num_steps)]

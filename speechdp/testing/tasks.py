@@ -1,4 +1,4 @@
-"""Checks for authors of tasks: what every task must keep to (docs/api.md)."""
+"""Checks for authors of tasks: the requirements that every task must meet (docs/api.md)."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from speechdp.tasks.base import (
 from speechdp.tasks.model_file import ClassCounts
 from speechdp.tasks.registry import task_class, task_options
 
-#: Frames of the utterances, and symbols of their texts.
+#: Frames of each utterance, and symbols of its text.
 _LENGTHS = ((17, 6), (11, 4), (9, 5), (6, 2))
-#: What is said in them, where transcripts are learnt: each has the frames for its states.
+#: Their words, for tasks that learn transcripts: each utterance has enough frames for its states.
 _TEXTS = ("one two", "two", "one", "two")
 _UPDATES = 30
 _LEARNING_RATE = 1e-3
 _FEATURES = FeatureConfig(num_mel_bins=6, dtype="float32")
-#: Why a loss is no sum over utterances: what is found by padding one that is alone.
+#: Why a loss is not a sum over utterances, as found by padding an utterance that is alone in its batch.
 _PADDING_COUNTS = (
     "an utterance has another loss once it is padded: set frames behind batch.lengths to 0 before each layer "
     "that sees neighbours (convolutions, attention, backward LSTMs), and leave them out of the loss (targets "
@@ -72,19 +72,19 @@ TINY_SPECTROGRAMS = FeatureConfig(
 def task_contract(
     task: str, *, load: Callable[[Path], nn.Module] | None = None, tolerance: float = 1e-4
 ) -> None:
-    """Hold a task to what training relies on, with four made-up utterances; seconds.
+    """Check that a task meets what training relies on, with four synthetic utterances; takes seconds.
 
     - its options are read as they are written;
-    - equal seeds give equal weights and, dropout included, equal losses;
+    - equal seeds give equal weights and, including dropout, equal losses;
     - the parameters may be moved into one vector, as training does;
-    - the loss is a sum over frames: a batch has the sum of its utterances' losses, in whatever order they are
-      and however far they are padded;
+    - the loss is a sum over frames: that of a batch is the sum of its utterances' losses, whatever their
+      order and padding;
     - the gradients are finite, and following them lowers the loss;
-    - the scores are those of the metrics declared, sums as the loss is, and to score changes nothing;
+    - the scores are those of the declared metrics and are sums like the loss, and scoring changes nothing;
     - a model that is read back from its file has the same scores;
-    - training that goes on in a new model, from what a checkpoint holds (parameters, buffers, optimizer), is
-      the training that was not interrupted;
-    - the stages, of a task that has some, end with the loss.
+    - training that continues in a new model, from a checkpoint's contents (parameters, buffers, optimizer),
+      equals uninterrupted training;
+    - the stages, if the task has any, end with the loss.
 
     Losses are compared in evaluation mode, without dropout.
 
@@ -94,13 +94,13 @@ def task_contract(
             task_contract("predictive_coding:ahead=2")
 
     Args:
-        task: name and options, as on the command line; its default options are used where it has presets.
-        load: reads a model back from the folder that the task's own `save` has written it to; None: `save`
-            is that of `Task`.
+        task: name and options, as on the command line; if the task has presets, its default options are used.
+        load: reads a model back from the folder that the task's own `save` wrote; None: `save` is that of
+            `Task`.
         tolerance: share by which sums in another order may differ.
 
     Raises:
-        AssertionError: it does not keep to something, which the message names.
+        AssertionError: the task breaks a requirement, which the message names.
         ConfigError: there is no such task, or an option is wrong.
     """
     cls = task_class(task)
@@ -114,7 +114,7 @@ def task_contract(
 
 
 def _options_are_read_as_written(text: str, made: Task) -> None:
-    if made.presets:  # options of ours are those of the command line
+    if made.presets:  # tasks with presets take their options from the command line
         return
     options = write_options(made)
     written = f"{made.name}:{options}" if options else made.name
@@ -124,7 +124,7 @@ def _options_are_read_as_written(text: str, made: Task) -> None:
 
 @dataclass(frozen=True)
 class _Utterance:
-    """A made-up utterance: features (T, F), targets (T,) or (S,), the HMM of its words if asked for."""
+    """A synthetic utterance: features (T, F), targets (T,) or (S,), and the HMM of its words if needed."""
 
     features: Tensor
     targets: Tensor
@@ -136,7 +136,7 @@ class _Contract:
     """The checks of a task on data of one kind.
 
     Attributes:
-        text: the task as it was named, for messages.
+        text: the task as it was given, for messages.
     """
 
     text: str
@@ -146,7 +146,7 @@ class _Contract:
     load: Callable[[Path], nn.Module] | None
 
     def check(self, folder: Path) -> None:
-        """Make all checks; `folder` is for the model file."""
+        """Run all checks; `folder` is for the model file."""
         utterances = self._utterances()
         batch = _batch(utterances)
         self._seeds_decide(batch)
@@ -179,7 +179,7 @@ class _Contract:
         return found
 
     def _transcripts(self) -> list[TranscriptHmm | None]:
-        """Make the HMM of each utterance's words, for a task that learns these as a whole."""
+        """Return the HMM of each utterance's words, for a task that learns whole transcripts."""
         options = self.task.transcripts
         if options is None:
             return [None for _ in _TEXTS]
@@ -215,7 +215,7 @@ class _Contract:
         self._assert_close(turned, whole, "the order of utterances in a batch changes the loss")
 
     def _why_no_sum(self, model: nn.Module, utterances: Sequence[_Utterance], alone: float) -> str:
-        """Return what makes the loss of a batch another than that of its utterances, one by one."""
+        """Say why the loss of a batch differs from the sum of its utterances' losses, one by one."""
         longest = max(len(utterance.features) for utterance in utterances)
         padded = sum(
             self._loss(model, _batch([utterance], spare=longest - len(utterance.features)))
@@ -251,7 +251,7 @@ class _Contract:
         model.zero_grad()
 
     def _learns(self, model: nn.Module, batch: Batch) -> None:
-        """Train by Adam, the parameters views into one vector."""
+        """Train with Adam, with the parameters as views into one vector."""
         before = self._loss(model.eval(), batch)
         replica = _replica_of(model)
         moved = self._loss(model, batch)
@@ -260,7 +260,7 @@ class _Contract:
         assert after < before, f"{self.text}: {_UPDATES} updates lead from a loss of {before:g} to {after:g}"
 
     def _train(self, replica: Replica, batch: Batch, updates: int) -> float:
-        """Take so many updates, always with the same dropout; return the loss then."""
+        """Apply `updates` updates, always with the same dropout; return the final loss."""
         model = replica.model.train()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(4)
@@ -271,7 +271,7 @@ class _Contract:
         return self._loss(model.eval(), batch)
 
     def _goes_on(self, batch: Batch) -> None:
-        """Train, and go on in the same model and in a new one that has been given its state."""
+        """Train, then compare continuing in the same model and in a new one with its state loaded."""
         replica, other = _replica_of(self._model(1)), _replica_of(self._model(9))
         self._train(replica, batch, _UPDATES // 3)
         other.parameters.values.copy_(replica.parameters.values)
@@ -381,7 +381,7 @@ def _replica_of(model: nn.Module) -> Replica:
 
 
 def _batch(utterances: Sequence[_Utterance], *, spare: int = 0) -> Batch:
-    """Return a batch padded to the longest utterance, and by `spare` frames more."""
+    """Return a batch padded to the longest utterance plus `spare` frames."""
     lengths = torch.tensor([len(utterance.features) for utterance in utterances])
     longest = int(lengths.max()) + spare
     most = max(len(utterance.targets) for utterance in utterances) + spare
@@ -396,7 +396,7 @@ def _batch(utterances: Sequence[_Utterance], *, spare: int = 0) -> Batch:
 
 
 def _aligned_features(folder: Path) -> Dataset:
-    """Return a data directory of features with a class for each frame; without shards, which nobody reads."""
+    """Return a data directory of features with a class per frame; without shards, as no check reads them."""
     lexicon = lexicon_for(("one", "two"))
     inventory = StateInventory(lexicon.phones)
     lexicon.save(folder / "lexicon.txt")
@@ -406,7 +406,7 @@ def _aligned_features(folder: Path) -> Dataset:
 
 
 def _speech_and_text(folder: Path) -> Dataset:
-    """Return a data directory of spectrograms with the symbols of their texts; without shards as well."""
+    """Return a data directory of spectrograms with the symbols of their texts; also without shards."""
     inventory = SymbolInventory.of_kind("characters")
     inventory.save(folder / "symbols.json")
     inventory.save_classes(folder / "classes.txt")

@@ -1,4 +1,4 @@
-"""Time stamps on the accelerator's own clock, taken without waiting for it."""
+"""Time stamps from the accelerator's own clock, taken without waiting for the device."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class DeviceEvent(Protocol):
 
 
 class DeviceEvents(Protocol):
-    """Where recorded events come from and go back to.  Tests put a simulated device here."""
+    """A source and pool of recorded events.  Tests replace it by a simulated device."""
 
     def record(self) -> DeviceEvent:
         """Record an event after all work queued so far and return it; never waits."""
         ...
 
     def recycle(self, events: Iterable[DeviceEvent]) -> None:
-        """Return events that will not be read any more to the pool."""
+        """Return events that will no longer be read to the pool."""
         ...
 
     def synchronize(self) -> None:
@@ -57,7 +57,7 @@ class CudaEvents:
         self._free.extend(events)
 
     def synchronize(self) -> None:
-        """Wait for all streams of the device: work may have been queued on others than the current one."""
+        """Wait for all streams of the device, because work may be queued on others than the current one."""
         torch.cuda.synchronize(self._device)
 
 

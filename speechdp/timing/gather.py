@@ -25,17 +25,18 @@ def gather_timing(
     of_ranks: Mapping[int, Mapping[str, Any]] | None = None,
     synchronous: bool = True,
 ) -> dict[str, Any] | None:
-    """Gather every rank's sums, and further entries (`others`).  Collective.
+    """Gather every rank's sums and further entries (`others`).  Collective.
 
-    In a step, the rank that arrives last at an exchange does not wait: the shortest communication of all
-    ranks is the exchange itself, and the excess of the others is waiting.  Summed over steps, this also
-    shows ranks that are late in turn (batches of unequal length), which the sum of a single rank does not.
+    In each step, the rank that arrives last at an exchange does not wait.  So the shortest communication of
+    all ranks is the exchange itself, and the excess of the others is waiting.  Summed over steps, this also
+    shows ranks that are late in turn (batches of unequal length), which a single rank's sum does not.
 
     Args:
-        timeline: of this rank.
+        timeline: timeline of this rank.
         others: further entries of this rank.
-        of_ranks: further entries that this rank knows of ranks, as of those on its host, by their numbers.
-        synchronous: ranks take their steps together.  Otherwise a step of one belongs to none of another.
+        of_ranks: further entries that this rank knows about other ranks, such as those on its host, by rank.
+        synchronous: whether ranks take their steps together.  Otherwise steps of different ranks do not
+            correspond.
 
     Returns:
         The content of timing.json on rank 0, None on the others.
@@ -59,16 +60,16 @@ def gather_timing(
 
 
 def has_timed_steps(timing: dict[str, Any]) -> bool:
-    """Return whether the content of timing.json is of steps that have trained on something.
+    """Return whether timing.json contains steps that trained on data.
 
-    Asynchronous ranks that only meet, after the last batch of the run, have an entry for that.
+    Asynchronous ranks that only meet after the last batch of the run have an entry without frames.
     """
     ranks = timing["ranks"]
     return all(entry["steps"] > 0 for entry in ranks) and any(entry["frames"] > 0 for entry in ranks)
 
 
 def write_timing(run_dir: Path, timing: dict[str, Any]) -> Path:
-    """Write timing.json so that a reader sees the old file or the new one.
+    """Write timing.json atomically: a reader sees the old file or the new one.
 
     Raises:
         RunError: the folder cannot be written.

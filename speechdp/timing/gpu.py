@@ -1,4 +1,4 @@
-"""GPU facts and readings from NVML: what hardware a run had, and how busy it was."""
+"""GPU facts and readings from NVML: the hardware of a run, and its utilisation."""
 
 from __future__ import annotations
 
@@ -12,28 +12,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-#: Why a GPU's clock is lower than it could be: the bits of NVML's clock event reasons, which say it.  That it
-#: is idle (bit 0) is none.
+#: Reasons for a GPU's reduced clock, by the bits of NVML's clock event reasons.  Bit 0, idle, is none.
 CLOCK_LIMITS = {
-    "power": 0x04 | 0x80,  # software's cap, the power supply's brake
+    "power": 0x04 | 0x80,  # software power cap, hardware power brake
     "heat": 0x20 | 0x40,
-    "hardware": 0x08,  # set along with the brake and with heat, too
-    "settings": 0x02 | 0x10 | 0x100,  # application clocks, those of other GPUs (sync boost) or of a display
+    "hardware": 0x08,  # also set together with the power brake and with heat
+    "settings": 0x02 | 0x10 | 0x100,  # application clocks, sync boost (other GPUs' clocks), display clocks
 }
-#: Number of the first namespace of process ids, by which Linux has always called it (PROC_PID_INIT_INO).
+#: Inode of the initial namespace of process ids, fixed in Linux (PROC_PID_INIT_INO).
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 
 
 def gpu_facts(device: torch.device) -> dict[str, Any] | None:
     """Return name, memory (bytes), driver and power limit (W) of a CUDA device; None for a CPU.
 
-    NVML counts all GPUs of the host, torch only those in CUDA_VISIBLE_DEVICES, so the device is looked up
-    by its UUID.  Without the package nvidia-ml-py (extra `gpu`) only what torch knows is returned, and the
-    key "nvml" says why.
+    NVML counts all GPUs of the host, torch only those in CUDA_VISIBLE_DEVICES, so the device is looked up by
+    its UUID.  Without the package nvidia-ml-py (extra `gpu`) only torch's values are returned, and the key
+    "nvml" says why.
     """
     if device.type != "cuda":
         return None
-    import torch  # noqa: PLC0415 (reports, which know what limits clocks, do without)
+    import torch  # noqa: PLC0415 (reports import CLOCK_LIMITS without torch)
 
     properties = torch.cuda.get_device_properties(device)
     facts: dict[str, Any] = {"name": properties.name, "memory_bytes": properties.total_memory}
@@ -64,7 +63,7 @@ def gpu_uuid(device: torch.device) -> str | None:
 
 
 def visible_gpus() -> list[str]:
-    """Return the UUIDs of the GPUs that CUDA_VISIBLE_DEVICES shows this process, in torch's order."""
+    """Return the UUIDs of the GPUs visible through CUDA_VISIBLE_DEVICES, in torch's order."""
     import torch  # noqa: PLC0415
 
     if not torch.cuda.is_available():
@@ -73,11 +72,11 @@ def visible_gpus() -> list[str]:
 
 
 class GpuReader:
-    """Reads how busy some GPUs are through NVML, at which clock, and who uses them.  Used by one thread.
+    """Read utilisation, clocks and users of some GPUs through NVML.  For use by one thread.
 
     Attributes:
-        uuids, names: of the GPUs that NVML knows, in the order asked for; none where there is no NVML.
-        numbers: NVML's own of these GPUs, as nvidia-smi shows them, whatever CUDA_VISIBLE_DEVICES leaves out.
+        uuids, names: of the requested GPUs that NVML knows, in the order of the request; empty without NVML.
+        numbers: NVML's indices of these GPUs, as in nvidia-smi, independent of CUDA_VISIBLE_DEVICES.
     """
 
     def __init__(self, uuids: Sequence[str]) -> None:
@@ -87,7 +86,7 @@ class GpuReader:
         self._handles: list[Any] = []
         self._problems: list[str] = []
         self._nvml: Any = None
-        self._untold: set[int] = set()  # GPUs whose other users were asked for, and never known
+        self._untold: set[int] = set()  # GPUs for which a query of other users had no answer
         self._told: set[int] = set()
         if not uuids:
             return
@@ -106,11 +105,11 @@ class GpuReader:
             self._open(uuid)
 
     def read(self, problems: list[str]) -> list[list[float | int | None]]:
-        """Return a row of each GPU; values that cannot be read are None, and `problems` names them.
+        """Return one row per GPU; values that cannot be read are None, and `problems` names them.
 
         Returns:
             [index, utilisation in %, memory in bytes, power in W, SM clock in MHz, clock event reasons]; the
-            index is that in `uuids`, the reasons are bits, see CLOCK_LIMITS.
+            index refers to `uuids`, the reasons are bits, see CLOCK_LIMITS.
         """
         problems += self._problems
         self._problems.clear()
@@ -119,21 +118,22 @@ class GpuReader:
     def read_others(
         self, users: Mapping[str, Collection[int]], job: Collection[int], problems: list[str]
     ) -> list[list[int | None]]:
-        """Return what processes that are none of the job's have of each GPU; takes longer than `read`.
+        """Return each GPU's use by processes outside of the job; takes longer than `read`.
 
-        A container has process ids of its own.  Some drivers list those of the host there, others leave out
-        processes outside of the container.  So nothing is told of a GPU unless all the job's processes that
-        use it are listed under the ids they have here, and the memory that no listed process holds counts as
-        that of others.  In a container that knows neither another process nor that memory, nothing is told.
+        A container has its own process ids.  Inside it, some drivers list the host's ids, others leave out
+        processes outside of the container.  So a GPU is reported only if all the job's processes on it are
+        listed under their ids here, and memory that no listed process holds is counted as other processes'.
+        In a container that shows neither other processes nor such memory, the GPU is not reported.
 
         Args:
             users: ids of the job's processes on this host that use a GPU, by its UUID.
-            job: ids of all its processes on this host: one may have a context on another GPU than its own.
-            problems: what cannot be read is named there.
+            job: ids of all the job's processes on this host: one may have a context on a GPU that is not its
+                own.
+            problems: gets a line for each value that cannot be read.
 
         Returns:
-            [index, number of processes, bytes that they hold or None] of each GPU of which it is known; the
-            index is that in `uuids`.
+            [index, number of processes, bytes that they hold or None] for each GPU whose users are known; the
+            index refers to `uuids`.
         """
         nvml, rows, ours = self._nvml, list[list[int | None]](), set(job)
         for index, (uuid, handle) in enumerate(zip(self.uuids, self._handles, strict=True)):
@@ -141,7 +141,7 @@ class GpuReader:
                 continue
             try:
                 listed = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            except (AttributeError, nvml.NVMLError) as error:  # the first: the package has dropped the call
+            except (AttributeError, nvml.NVMLError) as error:  # AttributeError: pynvml no longer has the call
                 problems.append(f"GPU {self.numbers[index]}: other processes: {error}")
                 continue
             held = _bytes_by_process((int(process.pid), process.usedGpuMemory) for process in listed)
@@ -155,7 +155,7 @@ class GpuReader:
         return rows
 
     def never_told(self) -> list[str]:
-        """Return a line for each GPU of whose other users `read_others` has told nothing."""
+        """Return a line for each GPU that `read_others` never reported."""
         return [
             f"GPU {self.numbers[index]}: other processes: NVML does not list all processes, or not by the "
             "ids that they have here (a container?)"
@@ -195,13 +195,13 @@ class GpuReader:
         for what, read in readings.items():
             try:
                 values.append(read())
-            except (AttributeError, nvml.NVMLError) as error:  # the first: the package has dropped the call
+            except (AttributeError, nvml.NVMLError) as error:  # AttributeError: pynvml no longer has the call
                 problems.append(f"GPU {self.numbers[index]}: {what}: {error}")
                 values.append(None)
         return values
 
     def _clock_event_reasons(self, handle: Any) -> int:
-        """Return the bits; drivers before 535, and packages of their time, call them throttle reasons."""
+        """Return the bits; drivers before 535, and pynvml of that time, call them throttle reasons."""
         nvml = self._nvml
         with contextlib.suppress(AttributeError, nvml.NVMLError):
             return int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
@@ -210,18 +210,18 @@ class GpuReader:
     def _bytes_of_others(
         self, handle: Any, held: Mapping[int, int | None], others: Collection[int]
     ) -> int | None:
-        """Return the memory that others hold, listed or not; None where it is not known.
+        """Return the memory that other processes hold, listed or not; None if unknown.
 
         Args:
-            held: bytes of each process listed; None or 0 where NVML does not know.
-            others: those of them that are none of the job's.
+            held: bytes of each listed process; None or 0 if NVML does not know.
+            others: ids of those outside of the job.
         """
         nvml = self._nvml
         listed = [held[pid] for pid in others]
         known = [sum(size or 0 for size in listed)] if listed and None not in listed else []
         own = [size for pid, size in held.items() if pid not in others]
         if all(own):
-            # Without what the driver reserves, which is nobody's: the first version of the call includes it.
+            # Excludes the driver's reserved memory, which the first version of the call includes.
             with contextlib.suppress(AttributeError, nvml.NVMLError):
                 used = int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
                 known.append(max(0, used - sum(size or 0 for size in own)))
@@ -229,26 +229,26 @@ class GpuReader:
 
 
 class GpuTally:
-    """Adds up what a reader has read of one GPU, for a summary of a whole run."""
+    """Sum a reader's rows of one GPU, for a summary of the whole run."""
 
     def __init__(self, number: int) -> None:
-        """Begin with nothing.
+        """Create an empty tally.
 
         Args:
-            number: NVML's of the GPU.
+            number: NVML's index of the GPU.
         """
         self._number = number
-        self._clocks: Counter[int] = Counter()  # of samples in which a kernel ran, as in the next two
+        self._clocks: Counter[int] = Counter()  # like the next two, of samples in which a kernel ran
         self._limits: Counter[str] = Counter()
         self._num_reasons = 0
         self._others = _Mean()
         self._others_bytes = _Mean()
 
     def add(self, row: Sequence[float | int | None]) -> None:
-        """Take a row of `GpuReader.read`."""
+        """Add a row of `GpuReader.read`."""
         _, utilisation, _, _, clock, reasons = row
         if not utilisation:
-            return  # an idle GPU lowers its clock, and where utilisation is not known, it may be idle
+            return  # an idle GPU lowers its clock; if the utilisation is unknown, the GPU may be idle
         if clock is not None:
             self._clocks[int(clock)] += 1
         if reasons is not None:
@@ -256,7 +256,7 @@ class GpuTally:
             self._limits.update(name for name, bits in CLOCK_LIMITS.items() if int(reasons) & bits)
 
     def add_others(self, row: Sequence[int | None]) -> None:
-        """Take a row of `GpuReader.read_others`."""
+        """Add a row of `GpuReader.read_others`."""
         _, number, num_bytes = row
         if number is not None:
             self._others.add(number)
@@ -264,7 +264,7 @@ class GpuTally:
             self._others_bytes.add(num_bytes)
 
     def summary(self) -> dict[str, Any]:
-        """Return what stands in timing.json as `gpu` of a rank (docs/timing.md); only what was read."""
+        """Return the rank's entry `gpu` in timing.json (docs/timing.md); only values that were read."""
         found: dict[str, Any] = {"index": self._number}
         if self._clocks:
             found |= {"clock_mhz": _median(self._clocks), "lowest_clock_mhz": min(self._clocks)}
@@ -278,7 +278,7 @@ class GpuTally:
 
 
 class _Mean:
-    """Mean and most of some amounts."""
+    """Mean and maximum of some amounts."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -296,7 +296,7 @@ class _Mean:
 
 
 def _median(counts: Mapping[int, int]) -> int:
-    """Return the lower median of values, given how often there is each."""
+    """Return the lower median of values, given the count of each."""
     before, half = 0, (sum(counts.values()) + 1) // 2
     for value in sorted(counts):
         before += counts[value]
@@ -306,7 +306,7 @@ def _median(counts: Mapping[int, int]) -> int:
 
 
 def _bytes_by_process(listed: Iterable[tuple[int, int | None]]) -> dict[int, int | None]:
-    """Return the bytes of each process, which may be listed several times; None: NVML does not know."""
+    """Return the bytes of each process, which may be listed more than once; None: NVML does not know."""
     held: dict[int, int | None] = {}
     for pid, size in listed:
         before = held.get(pid, 0)
@@ -315,7 +315,7 @@ def _bytes_by_process(listed: Iterable[tuple[int, int | None]]) -> dict[int, int
 
 
 def _sees_all_processes() -> bool:
-    """Return whether process ids are those of the whole machine, which no container's are."""
+    """Return whether this is the machine's initial process-id namespace, unlike in a container."""
     try:
         return Path("/proc/self/ns/pid").stat().st_ino == _FIRST_PID_NAMESPACE
     except OSError:

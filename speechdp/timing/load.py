@@ -1,4 +1,4 @@
-"""How busy a host's cores are while a rank trains: with the rank, and with everything else."""
+"""Measure how busy a host's cores are while a rank trains: with the rank, and with everything else."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from time import perf_counter
 
 import psutil
 
-#: Cores, as a share of one for each rank, below which what a job did not have makes no difference: ranks
-#: whose strategy exchanges in the background slow down their own forward passes.
+#: Cores not available to a job, as a share of one per rank, below which they make no difference: ranks whose
+#: strategy exchanges in the background slow down their own forward passes.
 NOTABLE_LOAD = 0.05
 
 
 @dataclass(frozen=True)
 class CpuTimes:
-    """What a host's cores have done since some time before, core-seconds.
+    """What a host's cores have done since some earlier time, in core-seconds.
 
     Attributes:
-        at_s: the time, by `time.perf_counter`.
-        own_s: spent on this process, all its threads.
-        busy_s: spent on any process.
-        stolen_s: a virtual machine's cores wanted to run, but its host ran others.
+        at_s: time of reading, by `time.perf_counter`.
+        own_s: time spent on this process, all its threads.
+        busy_s: time spent on any process.
+        stolen_s: time in which a virtual machine's cores were ready to run, but its host ran others.
     """
 
     at_s: float
@@ -32,24 +32,24 @@ class CpuTimes:
 
     @classmethod
     def now(cls) -> CpuTimes:
-        """Read the counters: some 50 microseconds."""
+        """Read the counters; takes about 50 microseconds."""
         times = psutil.cpu_times()
         busy_s = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq"))
         return cls(perf_counter(), time.process_time(), busy_s, getattr(times, "steal", 0.0))
 
 
 class LoadMeter:
-    """Measures from when it is made."""
+    """Measure from its creation on."""
 
     def __init__(self) -> None:
         self._begun = CpuTimes.now()
 
     def so_far(self) -> dict[str, float]:
-        """Return mean numbers of cores since then.
+        """Return mean numbers of cores since the creation.
 
         Returns:
-            `own`: busy with this process; `host`: with any, this one among them; `stolen`: taken from a
-            virtual machine by its host.  Empty where no time has passed.
+            Cores busy with this process (`own`), with any process, including this one (`host`), and taken
+            from a virtual machine by its host (`stolen`).  Empty if no time has passed.
         """
         begun, now = self._begun, CpuTimes.now()
         seconds = now.at_s - begun.at_s
@@ -65,12 +65,12 @@ class LoadMeter:
 
 @dataclass(frozen=True)
 class OutsideLoad:
-    """Cores of a host that did not work for a job, mean numbers.
+    """Mean numbers of a host's cores that did not work for a job.
 
     Attributes:
-        others: busy with processes of others.
-        stolen: taken from a virtual machine by its host.
-        ranks: of the job on that host.
+        others: cores busy with processes outside of the job.
+        stolen: cores taken from a virtual machine by its host.
+        ranks: number of the job's ranks on that host.
     """
 
     others: float
@@ -79,27 +79,27 @@ class OutsideLoad:
 
     @classmethod
     def of(cls, own: Iterable[float], host: float, stolen: float) -> OutsideLoad:
-        """Return it from what `LoadMeter` measures.
+        """Return the load computed from the values of `LoadMeter`.
 
         Args:
-            own: of each of the job's processes on the host.
-            host: busy with any process there.
-            stolen: taken from it.
+            own: cores of each of the job's processes on the host.
+            host: cores busy with any process there.
+            stolen: cores taken from the host.
         """
         cores = list(own)
         return cls(max(0.0, host - sum(cores)), stolen, len(cores))
 
     @property
     def total(self) -> float:
-        """Cores that the job did not have, for whichever reason."""
+        """Cores that the job did not have, for either reason."""
         return self.others + self.stolen
 
     @property
     def is_notable(self) -> bool:
-        """Whether that is enough to make a difference to the job."""
+        """Whether `total` is enough to make a difference to the job."""
         return self.total > NOTABLE_LOAD * self.ranks
 
     @property
     def is_notably_stolen(self) -> bool:
-        """Whether those that were stolen are enough."""
+        """Whether `stolen` is enough to make a difference to the job."""
         return self.stolen > NOTABLE_LOAD * self.ranks

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def peak_memory(device: torch.device) -> dict[str, int]:
     """Return this process's memory in bytes: `peak_rss_bytes`, `live_rss_bytes`, on a GPU `gpu_peak_bytes`.
 
-    Live is what stays resident now once the C library has given back what is free.  The last
-    is what torch's allocator gave to tensors, without its reserve, the driver and its libraries.
+    Live memory is what stays resident now, after the C library has returned free memory.  GPU peak memory is
+    what torch's allocator gave to tensors, without its reserve, the driver and its libraries.
     """
     give_back_free_heap()
     found = {"peak_rss_bytes": peak_rss_bytes()}
@@ -35,12 +35,12 @@ def peak_memory(device: torch.device) -> dict[str, int]:
 
 
 def peak_rss_bytes() -> int:
-    """Return the largest resident memory that this process has had."""
-    with contextlib.suppress(OSError):  # only Linux tells
+    """Return the largest resident memory of this process so far."""
+    with contextlib.suppress(OSError):  # only Linux has this file
         status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
         if (told := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)) is not None:
             return int(told[1]) * 1024
-    # Counts also what the parent held when it started this process, which can be much more.
+    # Includes the parent's memory at the time it started this process, which can be much more.
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 

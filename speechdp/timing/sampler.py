@@ -22,21 +22,21 @@ from speechdp.timing.gpu import GpuReader, GpuTally, visible_gpus
 
 #: Longest wait for the thread at the end, s: a driver that does not answer must not hold up the run.
 _JOIN_S = 10.0
-#: How often the other users of a GPU are asked for, s: they come and go more slowly than a load changes.
+#: Interval of queries for a GPU's other users, s: they change more slowly than the load.
 _OTHERS_S = 1.0
-#: Lines after which half as many samples a second are taken: a file of weeks stays as small as one of hours.
+#: Lines after which the sampling rate is halved: a file of weeks stays as small as one of hours.
 _LINES_AT_ONE_RATE = 100_000
 
 
 class Sampler:
-    """Samples the processes and GPUs of one host while its block runs; one rank of each host has one.
+    """Sample the processes and GPUs of one host during its block; one rank of each host has one.
 
-    It never ends the run: values that cannot be read are left out of the lines and named once in the file.
-    If the file cannot be written, sampling ends, and `problem` says so.  So that the file does not grow for
-    ever, samples are taken half as often after each _LINES_AT_ONE_RATE lines.
+    It never ends the run.  Values that cannot be read are left out of the lines and named once in the file.
+    If the file cannot be written, sampling ends, and `problem` says so.  To limit the file's size, the
+    sampling rate is halved after each _LINES_AT_ONE_RATE lines.
 
     Attributes:
-        problem: why recording stopped, one line; None if there was no problem.
+        problem: why recording stopped, in one line; None: it did not.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Sampler:
         gpu_of_rank: Mapping[int, str] | None = None,
         untold_gpus: Collection[str] = (),
     ) -> None:
-        """Prepare; nothing is opened before the block begins.
+        """Store the settings; nothing is opened before the block starts.
 
         Args:
             path: JSONL file to append to.
             ranks: process id of each rank on this host.
-            hz: samples a second at first, above 0.
-            gpus: whether GPUs are sampled, where there are any.
-            origin_s: time by `time.perf_counter` that `t_s` counts from; None: the block's begin.
-            gpu_of_rank: UUID of the GPU that a rank uses, as `gpu_uuid` returns it; only these are sampled.
-                None: all that CUDA_VISIBLE_DEVICES shows this process.
-            untold_gpus: UUIDs of GPUs that the job uses in other containers as well, by processes that
-                cannot be told from others here; their other users are not asked for.
+            hz: initial number of samples per second, above 0.
+            gpus: whether to sample GPUs, if there are any.
+            origin_s: time by `time.perf_counter` that `t_s` counts from; None: the start of the block.
+            gpu_of_rank: UUID of each rank's GPU, as `gpu_uuid` returns it; only these are sampled.  None: all
+                that CUDA_VISIBLE_DEVICES shows this process.
+            untold_gpus: UUIDs of GPUs that the job also uses from other containers, with processes that
+                cannot be identified here; their other users are not queried.
         """
         assert hz > 0, hz
         self.problem: str | None = None
@@ -80,9 +80,9 @@ class Sampler:
         self._others_due_s = 0.0
         self._untold_gpus = frozenset(untold_gpus)
         self._tallies: dict[str, GpuTally] = {}
-        self._tallies_lock = threading.Lock()  # the thread adds, another sums up
+        self._tallies_lock = threading.Lock()  # the sampling thread adds, another thread reads
         self._file: LineFile | None = None
-        self._num_lines = 0  # at the rate in force
+        self._num_lines = 0  # at the current rate
 
     def __enter__(self) -> Sampler:
         if self._origin_s is None:
@@ -109,7 +109,7 @@ class Sampler:
             self._thread = None
 
     def gpu_summaries(self) -> dict[int, dict[str, Any]]:
-        """Return what was read of each rank's GPU so far, as `GpuTally.summary` has it.  For any thread."""
+        """Return the readings of each rank's GPU so far, as `GpuTally.summary` has them.  For any thread."""
         with self._tallies_lock:
             found = {uuid: tally.summary() for uuid, tally in self._tallies.items()}
         return {rank: found[uuid] for rank, uuid in (self._gpu_of_rank or {}).items() if uuid in found}
@@ -124,10 +124,10 @@ class Sampler:
                 self._sample()
                 if self._num_lines >= _LINES_AT_ONE_RATE:
                     self._interval_s, self._num_lines = 2 * self._interval_s, 0
-                # What was missed is not made up for: CPU time counts in hundredths of a second, of which
-                # samples that follow one another closely would say nothing.
+                # Missed samples are not made up for: CPU time counts in hundredths of a second, too coarse
+                # for samples in quick succession.
                 due_s = max(due_s + self._interval_s, time.perf_counter() + self._interval_s / 2)
-        except (RunError, OSError) as error:  # psutil passes on what it does not know
+        except (RunError, OSError) as error:  # psutil passes on OSErrors it does not know
             self._give_up(error)
         finally:
             for finish in (self._finish_gpus, self._file.close):
@@ -137,7 +137,7 @@ class Sampler:
                     self._give_up(error)
 
     def _begin(self) -> None:
-        """Open what is sampled and write the head line."""
+        """Open processes and GPUs and write the head line."""
         problems = [problem for rank, pid in self._pids.items() if (problem := self._open(rank, pid))]
         if self._wants_gpus:
             self._gpus = GpuReader(self._gpus_to_sample())
@@ -174,7 +174,7 @@ class Sampler:
     def _open(self, rank: int, pid: int) -> str | None:
         try:
             process = psutil.Process(pid)
-            process.cpu_percent()  # begins its count
+            process.cpu_percent()  # starts its measurement
         except (psutil.Error, OSError) as error:
             return f"rank {rank}: {error}"
         self._processes[rank] = process
@@ -202,20 +202,20 @@ class Sampler:
         self._notice(problems)
 
     def _read_others(self, gpus: GpuReader, problems: list[str]) -> list[list[int | None]]:
-        """Return what others have of the GPUs of ranks, where it is time to ask and it is known."""
+        """Return other processes' use of the ranks' GPUs, if it is due and known."""
         now = time.perf_counter()
         if now < self._others_due_s:
             return []
         self._others_due_s = now + _OTHERS_S
         users: dict[str, list[int]] = {}
         for rank, uuid in (self._gpu_of_rank or {}).items():
-            # A rank that has ended, or never was, holds nothing.
+            # A rank that has ended, or never started, holds nothing.
             if rank in self._processes and uuid not in self._untold_gpus:
                 users.setdefault(uuid, []).append(self._pids[rank])
         return gpus.read_others(users, self._pids.values(), problems)
 
     def _read_ranks(self, problems: list[str]) -> list[tuple[int, float, int]]:
-        """Return (rank, CPU per cent of all its threads since the last sample, resident bytes)."""
+        """Return (rank, CPU in % of all its threads since the last sample, resident bytes)."""
         rows = []
         for rank, process in list(self._processes.items()):
             try:
@@ -225,7 +225,7 @@ class Sampler:
             except (psutil.Error, OSError) as error:
                 problems.append(f"rank {rank}: {error}")
             else:
-                if rss_bytes > 0:  # not of a process that has ended and is not yet waited for
+                if rss_bytes > 0:  # a zombie process has 0
                     rows.append((rank, round(cpu_percent, 1), rss_bytes))
         return rows
 

@@ -1,4 +1,4 @@
-"""The context managers of `Timeline.span`: each is made once and used for every step.
+"""The context managers of `Timeline.span`: each is created once and used for every step.
 
 They write to two lists that the timeline reads and empties at the end of a step: marks
 [span code, host ns, EXIT, host ns, ...] and, on a device, one event for each pair.
@@ -11,7 +11,7 @@ from time import perf_counter_ns
 
 from speechdp.timing.device_events import DeviceEvent, DeviceEvents
 
-#: Stands in the list of marks where a span ends.
+#: Code of the mark that ends a span.
 EXIT = -1
 
 
@@ -27,12 +27,12 @@ def innermost(marks: list[int]) -> tuple[int, int] | None:
 
 
 class HostSpan:
-    """Times one span by the host clock."""
+    """Time one span with the host clock."""
 
     __slots__ = ("_code", "_push")
 
     def __init__(self, code: int, marks: list[int]) -> None:
-        """Args: code: the span's; marks: where beginnings and ends go."""
+        """Args: code: code of the span; marks: list for starts and ends."""
         self._push = marks.append
         self._code = code
 
@@ -48,12 +48,12 @@ class HostSpan:
 
 
 class DeviceSpan:
-    """Times one span by device events and by the host clock."""
+    """Time one span with device events and with the host clock."""
 
     __slots__ = ("_code", "_push", "_push_event", "_record")
 
     def __init__(self, code: int, marks: list[int], events: list[DeviceEvent], source: DeviceEvents) -> None:
-        """Args: code: the span's; marks, events: where beginnings and ends go; source: of the events."""
+        """Args: code: of the span; marks, events: lists for starts and ends; source: of the events."""
         self._push = marks.append
         self._push_event = events.append
         self._record = source.record
@@ -71,12 +71,12 @@ class DeviceSpan:
 
 
 class OverlappedSpan:
-    """Times a span on another thread than the timeline's; made anew each time, as several may run at once."""
+    """Time a span on another thread than the timeline's; created for each use, as several may run at once."""
 
     __slots__ = ("_code", "_sink", "_start_ns")
 
     def __init__(self, code: int, sink: deque[tuple[int, int, int]]) -> None:
-        """Args: code: the span's; sink: receives (code, begin ns, end ns) when the span ends."""
+        """Args: code: code of the span; sink: gets (code, start ns, end ns) when the span ends."""
         self._sink = sink
         self._code = code
         self._start_ns = 0

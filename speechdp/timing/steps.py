@@ -1,4 +1,4 @@
-"""From the marks of a step to the time of each span: exclusive pieces, device time, sums after warm-up."""
+"""Turn the marks of a step into the time of each span: exclusive pieces, device time, sums after warm-up."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Order of the step spans in every list; the enum in timeline.py numbers them so.
+#: Order of the step spans in every list; the enum in timeline.py numbers them in this order.
 STEP_SPAN_NAMES = ("data_wait", "h2d", "forward", "backward", "comm", "update")
 MEETING = "meeting"
-#: What is no training time.
+#: Events that do not count as training time.
 _PAUSES = ("eval", "checkpoint", "capture")
 EVENT_NAMES = (*_PAUSES, MEETING)
-#: Spans whose host time is kept beside the device's: there the host blocks.
+#: Spans whose host time is kept beside the device's, because the host blocks in them.
 HOST_TIMED = (STEP_SPAN_NAMES.index("data_wait"), STEP_SPAN_NAMES.index("comm"))
 
-#: Beside the timelines: from when on which averaging period was in force.
+#: File beside the timelines: the averaging periods, and from when on each was in use.
 PERIODS_FILE = "periods.jsonl"
 
 _COMM = STEP_SPAN_NAMES.index("comm")
 
-#: One piece of time: index of the span, start in s after the step's start, duration in s.
+#: One piece of time: index of the span, start in s after the start of the step, duration in s.
 Piece = tuple[int, float, float]
 
 
@@ -60,9 +60,9 @@ class PendingStep:
     """A step that the host has finished, but perhaps not the device.
 
     Attributes:
-        marks: [span index or -1, host ns, ...], two entries for each begin or end of a span.
-        events: one device event for each mark; empty if there is only the host clock.
-        boundaries: device events at the step's start and end; (None, None) on the host.
+        marks: [span index or -1, host ns, ...], two entries for each start or end of a span.
+        events: one device event for each mark; empty if only the host clock is used.
+        boundaries: device events at the start and end of the step; (None, None) on the host.
     """
 
     step: int
@@ -78,7 +78,7 @@ class PendingStep:
     boundaries: tuple[Any, Any]
 
     def is_done(self) -> bool:
-        """Say whether the device has passed the step's end; never waits."""
+        """Return whether the device has passed the end of the step; never waits."""
         end = self.boundaries[1]
         return end is None or bool(end.query())
 
@@ -90,8 +90,8 @@ class PendingStep:
         if end is None:
             spans, host, wall_s = _timed(pieces, on_host), [], self.wall_ns / 1e9
         else:
-            # The device lags behind the host: only distances between its events mean anything, so the
-            # step's first event is put where the host recorded it.
+            # The device lags behind the host, so only differences between its events have meaning.  The first
+            # event of the step is placed where the host recorded it.
             on_device = [on_host[0] + self.events[0].elapsed_time(e) / 1e3 for e in self.events]
             spans = _timed(pieces, on_device)
             host = [p for p in _timed(pieces, on_host) if p[0] in HOST_TIMED]
@@ -104,10 +104,10 @@ def exclusive_pieces(codes: list[int]) -> list[tuple[int, int, int]]:
     """Split nested spans into pieces that do not overlap.
 
     Args:
-        codes: span index where a span begins, -1 where the innermost open one ends.
+        codes: span index where a span starts, -1 where the innermost open one ends.
 
     Returns:
-        (span index, position of the mark where the piece starts, where it ends), in order of time.
+        (span index, position of the mark where the piece starts, of the one where it ends), in order of time.
     """
     pieces: list[tuple[int, int, int]] = []
     open_spans: list[int] = []
@@ -123,7 +123,7 @@ def exclusive_pieces(codes: list[int]) -> list[tuple[int, int, int]]:
 
 
 def _timed(pieces: list[tuple[int, int, int]], times_s: list[float]) -> list[Piece]:
-    """Assign times to pieces; evaluation and checkpoints inside a step are no spans of it."""
+    """Assign times to pieces; evaluation and checkpoints inside a step are not spans of it."""
     return [
         (index, times_s[a], times_s[b] - times_s[a]) for index, a, b in pieces if index < len(STEP_SPAN_NAMES)
     ]
@@ -146,7 +146,7 @@ class _Sums:
     overlapped_s: dict[int, float] = field(default_factory=dict)
     #: Seconds of the meetings that followed these steps.
     meeting_s: float = 0.0
-    #: Seconds of communication of each step, 4 bytes per step.
+    #: Seconds of communication in each step, 4 bytes per step.
     comm_of_steps: array[float] = field(default_factory=lambda: array("f"))
 
     def add(self, step: ResolvedStep) -> None:
@@ -165,10 +165,10 @@ class _Sums:
 
 
 class StepTotals:
-    """Sums over the steps after the warm-up, and over all steps for a run that is shorter."""
+    """Sums over the steps after the warm-up, or over all steps if the run is shorter."""
 
     def __init__(self, warmup_steps: int) -> None:
-        """Args: warmup_steps: number of first steps to leave out."""
+        """Args: warmup_steps: number of first steps to exclude."""
         self._warmup_steps = warmup_steps
         self._warmup = _Sums()
         self._measured = _Sums()
@@ -182,14 +182,14 @@ class StepTotals:
     def add_event(self, name: str, wall_s: float) -> None:
         """Count an event, after all steps before it."""
         if name == MEETING:
-            # It waits for what others have left to do of the steps before it.
+            # A meeting waits for what other ranks have left of the steps before it.
             (self._measured if self._measured.steps > 0 else self._warmup).meeting_s += wall_s
         else:
             self._events_s[name] += wall_s
 
     @property
     def comm_of_steps(self) -> list[float]:
-        """Seconds of communication of each step that the sums are of."""
+        """Seconds of communication in each step included in the sums."""
         return list((self._measured if self._measured.steps > 0 else self._warmup).comm_of_steps)
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Time every part of every training step on one rank and write it as one JSON line per step.
 
-A span costs two reads of the clock and four appends; everything else happens once a step, in `end_step`.
+A span costs two reads of the clock and four appends; everything else happens once per step, in `end_step`.
 The line format and the meaning of each span are in docs/timing.md.
 """
 
@@ -26,7 +26,7 @@ from speechdp.timing.steps import PERIODS_FILE, PendingStep, StepTotals
 
 
 class Span(str, Enum):
-    """What a rank spends time on.  The first six are parts of a step, the others are outside of steps."""
+    """Activities of a rank.  The first six are parts of a step, the others are outside of steps."""
 
     code: int
 
@@ -42,7 +42,7 @@ class Span(str, Enum):
     MEETING = "meeting"
 
     def __init__(self, _value: str) -> None:
-        # A position in a list: hashing an Enum member runs Python code, which the hot path cannot afford.
+        # An index into a list: hashing an Enum member runs Python code, too slow for the hot path.
         self.code = len(self.__class__.__members__)
 
 
@@ -55,13 +55,14 @@ class Timeline:
     """Record of how one rank spends its time.
 
     Spans belong to the thread that created the timeline.  The time of a nested span is subtracted from the
-    outer one, so the spans of a step never add up to more than the step.  A span opened by another thread
-    (a gradient hook on CUDA's autograd thread, a background exchange) is recorded separately, as
-    *overlapped*, by the host clock, and is not included in the shares of the step.
+    outer one, so the spans of a step never add up to more than the step.  A span opened by another thread (a
+    gradient hook on CUDA's autograd thread, a background exchange) is recorded separately, as *overlapped*,
+    with the host clock, and is not included in the shares of the step.
 
-    On a CUDA device spans are measured between events on the current stream: the time the device worked or
-    was idle between them.  Events are read when the device has passed them; nothing waits for the device
-    within a step.  DATA_WAIT and COMM are measured by the host clock as well (how long the host was blocked).
+    On a CUDA device spans are measured between events on the current stream: the time in which the device
+    worked or was idle between them.  Events are read once the device has passed them; nothing waits for the
+    device within a step.  DATA_WAIT and COMM are also measured with the host clock (how long the host was
+    blocked).
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class Timeline:
         Args:
             path: JSONL file to append to; None: only sums are kept.
             rank: this rank.
-            device: where the model runs; decides between the host clock and CUDA events.
-            warmup_steps: steps of this process left out of `summary`.
+            device: device of the model; selects the host clock or CUDA events.
+            warmup_steps: number of first steps of this process to exclude from `summary`.
             device_events: source of device time stamps; None: CUDA events, if `device` is a CUDA device.
 
         Raises:
@@ -92,14 +93,14 @@ class Timeline:
         self._owner = threading.get_ident()
         self._origin_ns = perf_counter_ns()
         self._resumed_time_s = 0.0
-        # Position and time of every begin and end of a span: [index, ns, index, ns, ...].
+        # Code and time of every start and end of a span: [code, ns, code, ns, ...].
         self._marks: list[int] = []
         self._events: list[Any] = []
         self._overlapped: deque[tuple[int, int, int]] = deque()
         self._step_start_ns: int | None = None
         self._boundary: Any = None
-        self._lead_ns = 0  # of event time before the step's first span
-        self._excluded_ns = 0  # of event time since the step's start
+        self._lead_ns = 0  # event time before the first span of the step
+        self._excluded_ns = 0  # event time since the start of the step
         self._event_start_ns: int | None = None
         self._event_span: Span | None = None
         self._trained_ns = 0
@@ -108,7 +109,7 @@ class Timeline:
         self._load: LoadMeter | None = None  # from the first step on
         self._timers = self._make_timers()
         self._file = None if path is None else LineFile(path)
-        #: Of the averaging periods, which are the same on every rank; opened when there is one.
+        #: File of the averaging periods, which are the same on every rank; opened when there is one.
         self._periods_path = None if path is None or rank > 0 else path.with_name(PERIODS_FILE)
         self._periods_file: LineFile | None = None
 
@@ -119,9 +120,9 @@ class Timeline:
         return self._timers[span.code]
 
     def event(self, span: Span) -> AbstractContextManager[None]:
-        """Return the context manager that times an evaluation, say, which is not step time.
+        """Return the context manager that times an event, such as an evaluation, which is not step time.
 
-        A meeting is training time all the same: as long as others still train, training goes on.
+        Only a meeting counts as training time: as long as others still train, training continues.
         """
         assert span in EVENT_SPANS, span
         return self._timers[span.code]
@@ -160,7 +161,7 @@ class Timeline:
             )
         )
         self._trained_ns += now - start - self._excluded_ns
-        # The timers hold on to these two lists: empty them, never replace them.
+        # The timers hold references to these two lists: empty them, never replace them.
         marks.clear()
         events.clear()
         self._step_start_ns, self._boundary = now, end
@@ -168,10 +169,10 @@ class Timeline:
         self._resolve()
 
     def note_period(self, step: int, period: str) -> None:
-        """Record on rank 0 that an averaging period is in force from now on.
+        """Record on rank 0 that an averaging period is used from now on.
 
         Args:
-            step: steps done.
+            step: number of steps done.
             period: as its option is written: `16`, `600kf`, `5s`.
 
         Raises:
@@ -185,18 +186,18 @@ class Timeline:
         self._periods_file.write(json.dumps(record))
 
     def resume_at(self, time_s: float) -> None:
-        """Continue from the run's training time, s; to be called before this process's first step."""
+        """Continue from the run's training time, s; call before this process's first step."""
         assert self._trained_ns == 0 and self._step_start_ns is None
         self._resumed_time_s = time_s
 
     @property
     def origin_s(self) -> float:
-        """Value of `time.perf_counter` at which the times in the records of steps are 0."""
+        """Value of `time.perf_counter` that corresponds to time 0 in the records of steps."""
         return self._origin_ns / 1e9 - self._resumed_time_s
 
     @property
     def training_time_s(self) -> float:
-        """Training time of the run so far, s: with meetings, without evaluation and checkpoints."""
+        """Training time of the run so far, s: includes meetings, excludes evaluation and checkpoints."""
         running = 0
         if self._step_start_ns is not None:
             until = perf_counter_ns() if self._event_start_ns is None else self._event_start_ns
@@ -218,12 +219,12 @@ class Timeline:
         return {"rank": self.rank, **self._totals.as_dict(), **load}
 
     def comm_of_steps(self) -> list[float]:
-        """Return the seconds of communication of each step that `summary` sums.  Waits for the device."""
+        """Return the seconds of communication in each step that `summary` includes.  Waits for the device."""
         self._finish_pending()
         return self._totals.comm_of_steps
 
     def close(self) -> None:
-        """Wait for the device, write what is left and close the file.  Safe to call twice."""
+        """Wait for the device, write the remaining steps and close the file.  Safe to call twice."""
         self._finish_pending()
         for file in (self._file, self._periods_file):
             if file is not None:
@@ -256,14 +257,14 @@ class Timeline:
             if self._file is not None:
                 self._file.write(resolved.to_line())
             if self._device_events is not None:
-                # The end boundary stays: the next step starts at it.  The first step's start boundary
-                # is its first span's event, which must not enter the pool twice.
+                # Keep the end boundary: the next step starts at it.  The start boundary of the first step is
+                # the event of its first span, which must not enter the pool twice.
                 first = pending.boundaries[0]
                 own_first = pending.events and pending.events[0] is first
                 self._device_events.recycle(pending.events if own_first else [first, *pending.events])
 
     def _begin_event(self, span: Span) -> tuple[int, int]:
-        """Note the position in the record, after waiting for the device to finish the work of steps."""
+        """Return start time and position in the marks, after waiting for the device to finish the steps."""
         assert self._event_start_ns is None, "an event inside another"
         if self._device_events is not None:
             self._device_events.synchronize()
@@ -274,8 +275,8 @@ class Timeline:
         if self._device_events is not None:
             self._device_events.synchronize()
         now = perf_counter_ns()
-        self._resolve()  # the steps before the event count before it
-        # Evaluation reads data and runs the model too: what it opened is no part of the step.
+        self._resolve()  # count the steps before the event before it
+        # Evaluation also reads data and runs the model: its spans are not part of the step.
         del self._marks[num_marks:]
         if self._device_events is not None:
             self._device_events.recycle(self._events[num_marks // 2 :])
@@ -286,7 +287,7 @@ class Timeline:
             self._excluded_ns += now - start_ns
             if span is Span.MEETING:
                 self._trained_ns += now - start_ns
-        if num_marks:  # inside a step: leave a gap in the span that is open
+        if num_marks:  # inside a step: leave a gap in the open span
             self._marks += (span.code, start_ns, EXIT, now)
             if self._device_events is not None:
                 self._events += (self._device_events.record(), self._device_events.record())
@@ -301,7 +302,7 @@ class Timeline:
 
 
 class _Event:
-    """Times an event and takes it out of the step around it."""
+    """Time an event and exclude it from the step around it."""
 
     def __init__(self, timeline: Timeline, span: Span) -> None:
         self._timeline = timeline

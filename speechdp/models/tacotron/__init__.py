@@ -1,1 +1,1 @@
-"""Tacotron: text to spectrograms, in three parts that are profiled apart: encoder, decoder, postproc."""
+"""Tacotron: text to spectrograms, in three separately profiled parts: encoder, decoder, postproc."""

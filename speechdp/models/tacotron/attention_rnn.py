@@ -5,10 +5,10 @@ attention dimensions.
 
 A step: h_n = GRU([prenet_n | context_{n-1}], h_{n-1}); score_s = v . tanh(keys_s + W_q h_n); attention_n =
 softmax of the scores over the symbols; context_n = attention_n memory (Bahdanau et al. 2015, arXiv 1409.0473,
-A.1.2; h and context begin at zero).
+A.1.2; h and context start at zero).
 
-`attention_rnn_loop` says just that; `attention_rnn` is the same function by few operations a step and a
-backward pass written by hand (its steps: `attention_steps.py`).
+`attention_rnn_loop` computes exactly this. `attention_rnn` is the same function with few operations per step
+and a hand-written backward pass (its steps: `attention_steps.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from speechdp.models.tacotron.gru_steps import GruWeights
 
 
 class AttentionOutput(NamedTuple):
-    """What every step gives: hidden (N, B, H), context (N, B, C), attention (N, B, S)."""
+    """Outputs of all steps: hidden (N, B, H), context (N, B, C), attention (N, B, S)."""
 
     hidden: Tensor
     context: Tensor
@@ -45,10 +45,10 @@ class AttentionOutput(NamedTuple):
 def attention_rnn_loop(
     prenet: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, weights: AttentionWeights
 ) -> AttentionOutput:
-    """Return all steps' outputs by plain torch operations, a step after the other: the reference.
+    """Return all steps' outputs by plain torch operations, one step after another: the reference.
 
     `prenet` (N, B, P), `memory` (B, S, C), `keys` (B, S, A), `mask` (B, S) bool, true at a symbol. N is at
-    least 1 and every row has a symbol.
+    least 1, and every row has a symbol.
     """
     assert len(prenet) >= 1, "a decoder needs at least one step"
     hidden = prenet.new_zeros(prenet.shape[1], weights.weight_hh.shape[1])  # (B, H)
@@ -75,9 +75,10 @@ def attend(
 def attention_rnn(
     prenet: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, weights: AttentionWeights
 ) -> AttentionOutput:
-    """Return what `attention_rnn_loop` returns, faster, forward and backward, in the weights' type.
+    """Return what `attention_rnn_loop` returns, in the weights' type, faster forward and backward.
 
-    A key beyond ±43 (float32) counts as ±43: exact as long as no query is as large the other way.
+    A key beyond ±43 (float32) counts as ±43, which is exact unless a query is as large with the opposite
+    sign.
     """
     assert len(prenet) >= 1, "a decoder needs at least one step"
     inputs = (x.to(weights.v.dtype) for x in (prenet, memory, keys))
@@ -87,9 +88,9 @@ def attention_rnn(
 def attention_steps(
     prenet: Tensor, memory: Tensor, keys: Tensor, mask: Tensor, *weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do that for inputs of the weights' type, with all parts as tensors: what graphs can replay."""
+    """Compute `attention_rnn` for inputs of the weights' type, all in tensors, so graphs can replay it."""
     outputs: tuple[Tensor, Tensor, Tensor]
-    with torch.autocast(memory.device.type, enabled=False):  # its operations write into memory of one type
+    with torch.autocast(memory.device.type, enabled=False):  # in-place operations need memory of one type
         outputs = _AttentionSteps.apply(prenet, memory, keys, mask, *weights)  # type: ignore[no-untyped-call]
     return outputs
 
@@ -102,7 +103,7 @@ def attention_rnn_by_graphs(
     mask: Tensor,
     weights: AttentionWeights,
 ) -> AttentionOutput:
-    """Return what `attention_rnn` returns, by graphs of `attention_steps`: for numbers that come again."""
+    """Return what `attention_rnn` returns, by graphs of `attention_steps`, padded to recurring sizes."""
     (num_steps, _, _), num_symbols = prenet.shape, memory.shape[1]
     steps, symbols = rounded_up(num_steps) - num_steps, rounded_up(num_symbols) - num_symbols
     longer = nn.functional.pad(prenet.to(weights.v.dtype), (0, 0, 0, 0, 0, steps))

@@ -1,19 +1,19 @@
-"""The attention GRU's steps and their gradients, in place and by hand: what `attention_rnn` is made of.
+"""The attention GRU's steps and their gradients, in place and hand-written: the parts of `attention_rnn`.
 
 Legend: N decoder steps, B batch, S symbols, P pre-net outputs, H hidden units, C memory dimensions, A
-attention dimensions; `d_x` is the loss's gradient by x.
+attention dimensions; `d_x` is the gradient of the loss with respect to x.
 
-The scores need no tanh: with u = 1 / (1 + e^{2 key} e^{2 query}), tanh(key + query) = 1 - 2u, the softmax
-does not see the constant v . 1, and e^{2 key} is the same at every step. So of (B, S, A) a step costs a
-product, a sum and a reciprocal, a tenth of the time of a tanh, and u is computed again in the backward pass
-rather than stored: what is stored grows with N B (4H + H + S + A), not with N B S A.
+The scores need no tanh: with u = 1 / (1 + e^{2 key} e^{2 query}), tanh(key + query) = 1 - 2u. The constant
+v . 1 does not change the softmax, and e^{2 key} is the same at every step. So a step on (B, S, A) costs a
+product, a sum and a reciprocal, a tenth of the time of a tanh. The backward pass computes u again instead of
+storing it: memory grows with N B (4H + H + S + A), not with N B S A.
 
-What the context contributes to the gates is attention (memory W_c), and memory W_c (B, S, 3H) is the same
-at every step: where it is small enough for a processor's cache no step makes its context. In any case all
-contexts follow at once from the attention.
+The context contributes attention (memory W_c) to the gates, and memory W_c (B, S, 3H) is the same at every
+step: if it is small enough for a processor's cache, no step computes its context. In any case all contexts
+are computed together from the attention.
 
-h_n goes by one product into the gates of step n + 1 and into the query of step n, so these stand side by side
-in a block: (N + 1, B, 4H + A), gates of step n and query of step n - 1, and so do their gradients.
+One product takes h_n to the gates of step n + 1 and to the query of step n. So these are stored side by side
+in one block, (N + 1, B, 4H + A): gates of step n and query of step n - 1; so are their gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from speechdp.models.tacotron import gru_steps
 from speechdp.models.tacotron.gru_steps import Gates
 
 PROJECTED_BYTES = 2**20
-"""Size up to which memory W_c is made beforehand; twice that was measured to be slower on a CPU."""
+"""Size up to which memory W_c is computed beforehand; twice that was measured to be slower on a CPU."""
 
 
 class AttentionWeights(NamedTuple):
@@ -58,12 +58,12 @@ def exp_keys(keys: Tensor) -> Tensor:
 
 
 class _Scorer:
-    """u of one step after the other, in the same memory.
+    """Computes u of one step after another, in the same memory.
 
     Attributes:
         exp_keys: e^{2 keys}, (B, S, A).
         units: u of the latest step, (B, S, A).
-        rows: the same, (B S, A).
+        rows: view of `units`, (B S, A).
     """
 
     def __init__(self, exp_keys: Tensor) -> None:
@@ -75,19 +75,19 @@ class _Scorer:
     def compute(self, exp_query: Tensor) -> None:
         """Set u to 1 / (1 + e^{2 keys} e^{2 query}) for `exp_query` (B, 1, A).
 
-        An e^{2 query} of 0 or infinity gives 1 or 0, as it should.
+        If e^{2 query} is 0 or infinite, u is 1 or 0, which is correct.
         """
         torch.addcmul(self._one, self.exp_keys, exp_query, out=self.units).reciprocal_()
 
 
 class Run(NamedTuple):
-    """What all steps compute, written in place, and what they all read.
+    """What all steps compute, written in place, and their common inputs.
 
     Attributes:
         blocks: (N + 1, B, 4H + A): gates of step n and e^{2 query} of step n - 1.
-        states: (N + 1, B, H), zero and all steps' h.
+        states: (N + 1, B, H): zero, then h of all steps.
         attention: (N, B, S).
-        values: what is attended to: (B, S, C), memory, or (B, S, 3H), what it contributes to the gates.
+        values: what attention averages: (B, S, C), memory, or (B, S, 3H), its contribution to the gates.
         exp_keys: (B, S, A), see `_Scorer`.
     """
 
@@ -103,16 +103,16 @@ class Run(NamedTuple):
 
 
 def is_small(keys: Tensor, weight: Tensor) -> bool:
-    """Say whether memory W_c is small, for keys (B, S, A) and `weight` W_c (3H, C)."""
+    """Return whether memory W_c is small, for keys (B, S, A) and `weight` W_c (3H, C)."""
     return keys[..., 0].numel() * len(weight) * keys.element_size() <= PROJECTED_BYTES
 
 
 class Block(NamedTuple):
-    """Views of blocks (N + 1, B, 4H + A) by the step that makes or reads each part."""
+    """Views of blocks (N + 1, B, 4H + A), by the step that writes or reads each part."""
 
     gates: Tensor  # (N, B, 4H)
-    next_inputs: Tensor  # (N, B, 3H), where the context goes
-    next_hidden: Tensor  # (N, B, 3H + A), where the state goes
+    next_inputs: Tensor  # (N, B, 3H), written from the context
+    next_hidden: Tensor  # (N, B, 3H + A), written from the state
     query: Tensor  # (N, B, 1, A)
 
     @classmethod
@@ -127,12 +127,12 @@ class Block(NamedTuple):
         )
 
 
-# In inference mode an operation in place costs a tenth less: everything kept was allocated outside it.
+# In inference mode an in-place operation costs a tenth less; everything kept was allocated outside it.
 @torch.inference_mode()
 def run_forward(run: Run, mask: Tensor, weight: Tensor, weights: AttentionWeights) -> None:
-    """Compute all steps, in place; gates begin as what the pre-net contributes, the rest of blocks as 0.
+    """Compute all steps, in place; gates start as the pre-net's contribution, the rest of the blocks as 0.
 
-    `weight` W_c (3H, C).
+    `weight` is W_c (3H, C).
     """
     block = Block.views(run.blocks, run.states.shape[2])
     of_state = torch.cat([weights.weight_hh, 2 / math.log(2) * weights.query]).t()  # (H, 3H + A)
@@ -142,7 +142,7 @@ def run_forward(run: Run, mask: Tensor, weight: Tensor, weights: AttentionWeight
     scores = torch.empty_like(padding)  # (B S,)
     by_row = scores.view(len(mask), 1, -1)
     product = torch.empty_like(values[:, :1])
-    context = product.squeeze(1)  # or what it contributes
+    context = product.squeeze(1)  # or its contribution
     previous, *states = run.states.unbind(0)
     gates = zip(*(view.unbind(0) for view in Gates.views(block.gates)), strict=True)
     others = (part.unbind(0) for part in (*block[1:], run.attention.unsqueeze(2)))
@@ -152,7 +152,7 @@ def run_forward(run: Run, mask: Tensor, weight: Tensor, weights: AttentionWeight
         scorer.compute(query.exp2_())
         torch.addmv(padding, scorer.rows, of_unit, out=scores)
         torch.softmax(by_row, 2, out=attention)
-        # A batched product into rows that lie apart is slow.
+        # A batched product into non-contiguous rows is slow.
         torch.bmm(attention, values, out=product)
         if of_context is None:
             next_inputs.add_(context)
@@ -162,10 +162,10 @@ def run_forward(run: Run, mask: Tensor, weight: Tensor, weights: AttentionWeight
 
 
 class Sums(NamedTuple):
-    """Gradients that the loop backward makes.
+    """Gradients accumulated by the backward loop.
 
-    d score / d query = d score / d key = v 4 u (1 - u), whose factor 4v is left out of both. d score / d v =
-    1 - 2u: the 1 drops out because a row's gradients sum to zero, and the factor -2 is left out.
+    d score / d query = d score / d key = v 4 u (1 - u); the factor 4v is left out of both. d score / d v = 1
+    - 2u; the 1 drops out because a row's gradients sum to zero, and the factor -2 is left out.
 
     Attributes:
         blocks: (N + 1, B, 4H + A): of the gates' pre-activations of step n and of the query of step n - 1.
@@ -179,7 +179,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def empty(cls, run: Run) -> Sums:
-        """Return no gradients of keys and v, and the gates' derivatives in the blocks."""
+        """Return zero gradients of keys and v, and blocks with the gates' derivatives."""
         blocks, hidden = torch.empty_like(run.blocks), run.states.shape[2]
         blocks[-1] = 0  # no step follows the last
         gates = Gates.views(Block.views(run.blocks, hidden).gates)
@@ -188,22 +188,22 @@ class Sums(NamedTuple):
 
 
 class _BackStep(NamedTuple):
-    """What a step reads, and the gradients (d_) that it adds to or writes."""
+    """Inputs of a backward step, and the gradients (d_) that it adds to or writes."""
 
     attention: Tensor  # (B, 1, S)
     exp_query: Tensor  # (B, 1, A)
     next_update: Tensor  # (B, H)
     d_attention: Tensor  # (B, 1, S)
     d_state: Tensor  # (B, H)
-    d_unit: Tensor  # (B, 1, H), the same
-    d_gates: Tensor  # (B, 4, H), from derivatives to gradients of the pre-activations of the gates
+    d_unit: Tensor  # (B, 1, H), view of d_state
+    d_gates: Tensor  # (B, 4, H), derivatives, then gradients of the gates' pre-activations
     d_next_inputs: Tensor  # (B, 1, 3H)
-    d_next_hidden: Tensor  # (B, 3H + A), which the latter ends
-    d_query: Tensor  # (B, 1, A), short of the factor 4v
+    d_next_hidden: Tensor  # (B, 3H + A), its last A columns are d_query's
+    d_query: Tensor  # (B, 1, A), without the factor 4v
 
 
 def _back_steps(run: Run, d_states: Tensor, d_attention: Tensor, d_blocks: Tensor) -> list[_BackStep]:
-    """Return every step's views; the gradients are (N, B, H), (N, B, S) and (N + 1, B, 4H + A)."""
+    """Return views for every step; the gradients are (N, B, H), (N, B, S) and (N + 1, B, 4H + A)."""
     hidden = run.states.shape[2]
     block = Block.views(d_blocks, hidden)
     parts = _BackStep(
@@ -225,9 +225,9 @@ def _back_steps(run: Run, d_states: Tensor, d_attention: Tensor, d_blocks: Tenso
 def run_backward(
     run: Run, outputs: tuple[Tensor, Tensor], sums: Sums, weight: Tensor, weights: AttentionWeights
 ) -> None:
-    """Go through the steps from the last to the first, adding to `sums` and to the outputs' gradients.
+    """Process the steps from the last to the first; add to `sums` and to the outputs' gradients.
 
-    `outputs` are those of states (N, B, H) and attention (N, B, S); `weight` W_c (3H, C).
+    `outputs` are the gradients of states (N, B, H) and attention (N, B, S); `weight` is W_c (3H, C).
     """
     scorer = _Scorer(run.exp_keys)
     units, columns, by_symbol = scorer.units, scorer.rows.t(), run.values.transpose(1, 2)

@@ -19,11 +19,11 @@ class CbhgSizes:
     """Sizes of a CBHG.
 
     Attributes:
-        inputs: channels read, and of the last projection, which is added to what was read.
-        bank: convolutions in the bank, of kernel widths 1 to bank.
-        width: channels of each, of the highway layers, and cells a direction of the GRU.
+        inputs: input channels, and output channels of the last projection, which is added to the input.
+        bank: number of convolutions in the bank, of kernel widths 1 to `bank`.
+        width: channels of each of them and of the highway layers, and cells per direction of the GRU.
         projection: channels between the two projections.
-        highways: highway layers.
+        highways: number of highway layers.
     """
 
     inputs: int
@@ -34,10 +34,10 @@ class CbhgSizes:
 
 
 class Cbhg(nn.Module):
-    """(B, T, I) to (B, T, 2W); padding reaches no frame, and what is past an end is zero or unused.
+    """Map (B, T, I) to (B, T, 2W); padding affects no frame, and values past an end are zero or unused.
 
-    Convolution, batch normalisation, ReLU in this order, as in the paper batch normalisation follows
-    "all convolutional layers"; some public code normalises after the ReLU.
+    The order is convolution, batch normalisation, ReLU, because the paper normalises "all convolutional
+    layers"; some public code normalises after the ReLU.
     """
 
     def __init__(self, sizes: CbhgSizes) -> None:
@@ -78,7 +78,7 @@ class Highway(nn.Module):
         self.reset_gate()
 
     def reset_gate(self) -> None:
-        """Let the layer pass most of its input on at first: b_t = -1, as public code does."""
+        """Make the layer pass on most of its input at first: b_t = -1, as in public code."""
         with torch.no_grad():
             self.linear.bias[self.linear.in_features :] = -1.0
 
@@ -89,14 +89,14 @@ class Highway(nn.Module):
 
 
 def _pool(x: Tensor) -> Tensor:
-    """Return the maximum of each frame and its next one, (B, C, T) for x (B, C, T), zero at padding.
+    """Return the maximum of each frame and the next, (B, C, T) for x (B, C, T) that is zero at padding.
 
-    Max-pooling of width 2 and stride 1, as x_t + relu(x_{t+1} - x_t): a third of `max_pool1d`'s time on
-    a CPU. The ends of x >= 0 need no care, since the zeros past them are neutral.
+    This is max-pooling of width 2 and stride 1, as x_t + relu(x_{t+1} - x_t), in a third of the time of
+    `max_pool1d` on a CPU. As x >= 0, the ends need no special treatment: the zeros past them are neutral.
     """
     return x + nn.functional.pad((x[:, :, 1:] - x[:, :, :-1]).relu(), (0, 1))
 
 
 def _convolution(inputs: int, outputs: int, kernel: int) -> nn.Conv1d:
-    """Make one that gives at least T frames for T; no bias, since normalisation takes it away."""
+    """Make a convolution that gives at least T frames for T; no bias, as normalisation would remove it."""
     return nn.Conv1d(inputs, outputs, kernel, padding=kernel // 2, bias=False)

@@ -14,23 +14,23 @@ DecoderKind = Literal["fast", "loop"]
 class TacotronConfig:
     """Sizes of a Tacotron; the defaults are the paper's (PAPER below).
 
-    A plain dictionary of numbers and words (`dataclasses.asdict`) makes it again: it stands so in the
-    header of a model file.
+    A plain dictionary of numbers and strings (`dataclasses.asdict`) restores it, and is stored in the header
+    of a model file.
 
     Attributes:
         embedding_dim: size of a symbol's embedding.
-        prenet_hidden: first layer of both pre-nets.
-        prenet_dim: second layer of both pre-nets, and channels that the encoder's CBHG reads.
-        width: channels of each convolution of a bank, of the highway layers, and cells a direction of the
-            bidirectional GRU, in both CBHG modules: the memory has 2 x width values a symbol.
-        encoder_bank: convolutions in the encoder's bank, of kernel widths 1, 2, ...
-        postproc_bank: the same of the post-processing net.
+        prenet_hidden: size of the first layer of both pre-nets.
+        prenet_dim: size of the second layer of both pre-nets, and input channels of the encoder's CBHG.
+        width: channels of each convolution of a bank and of the highway layers, and cells per direction of
+            the bidirectional GRU, in both CBHG modules: the memory has 2 x width values per symbol.
+        encoder_bank: number of convolutions in the encoder's bank, of kernel widths 1, 2, ...
+        postproc_bank: likewise in the post-processing net.
         postproc_projection: channels between the two projections of the post-processing net.
-        highways: highway layers of a CBHG.
-        attention_dim: cells of the attention GRU, and size of the space in which query meets key.
+        highways: number of highway layers of a CBHG.
+        attention_dim: cells of the attention GRU, and size of queries and keys.
         decoder_dim: cells of each of the two residual GRUs.
-        reduction: frames that a decoder step makes (r).
-        dropout: of both pre-nets, 0 to 1.
+        reduction: number of frames per decoder step (r).
+        dropout: dropout of both pre-nets, 0 to 1.
         decoder: "fast" or "loop", two computations of the same function (see decoder.py).
     """
 
@@ -60,17 +60,17 @@ class TacotronConfig:
 
     @property
     def memory_dim(self) -> int:
-        """Values that the encoder gives a symbol."""
+        """Number of values per symbol in the encoder's output."""
         return 2 * self.width
 
     def num_steps(self, num_frames: int) -> int:
-        """Return the decoder steps that make this many frames."""
+        """Return the number of decoder steps for this many frames."""
         return -(-num_frames // self.reduction)
 
 
 PAPER = TacotronConfig()
-"""Wang et al. 2017 (arXiv 1703.10135), table 1, and its reduction of 2; public code trains with 5, which
-learns to attend earlier and costs less (`--reduction 5`). Batch size 150 a rank as on the IBM poster (the
+"""Wang et al. 2017 (arXiv 1703.10135), table 1, and its reduction of 2. Public code trains with 5, which
+learns to attend earlier and costs less (`--reduction 5`). Batch size 150 per rank as on the IBM poster (the
 paper: 32); 7 M parameters at 80 mel and 1025 linear values."""
 
 SMALL = TacotronConfig(
@@ -86,7 +86,7 @@ SMALL = TacotronConfig(
     decoder_dim=128,
     reduction=3,
 )
-"""Half of every width, for one GPU or many cores. Suggested batch size 64 a rank."""
+"""Half of every width, for one GPU or many cores. Suggested batch size 64 per rank."""
 
 TINY = TacotronConfig(
     embedding_dim=64,
@@ -101,4 +101,4 @@ TINY = TacotronConfig(
     decoder_dim=64,
     reduction=2,
 )
-"""For CPUs and short utterances of few words. Suggested batch size 8 a rank."""
+"""For CPUs and short utterances of few words. Suggested batch size 8 per rank."""

@@ -25,11 +25,11 @@ from speechdp.models.tacotron.recurrent import gru_sequence
 
 @dataclass(frozen=True)
 class DecoderOutput:
-    """What the decoder makes when it is taught.
+    """The decoder's output with teacher forcing.
 
     Attributes:
         mel: (B, T, M), zero past each utterance's end.
-        stop_logits: (B, N), of "the last frame is among those made so far".
+        stop_logits: (B, N), for "the last frame is among those generated so far".
         attention: (B, N, S), rows sum to 1 over an utterance's own symbols.
     """
 
@@ -40,7 +40,7 @@ class DecoderOutput:
 
 @dataclass(frozen=True)
 class FreeRun:
-    """What the decoder makes when it hears itself; the attributes are as in `model.Generated`."""
+    """The decoder's output when it is fed its own frames; the attributes are as in `model.Generated`."""
 
     mel: Tensor
     attention: Tensor
@@ -50,7 +50,7 @@ class FreeRun:
 
 @dataclass(frozen=True)
 class _Text:
-    """What a step attends to: memory (B, S, C), keys (B, S, A), mask (B, S) bool, true for a symbol."""
+    """The text a step attends to: memory (B, S, C), keys (B, S, A), mask (B, S) bool, true at a symbol."""
 
     memory: Tensor
     keys: Tensor
@@ -59,7 +59,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class _State:
-    """What a step hands to the next: hidden (B, A), context (B, C), two residual (B, D)."""
+    """The state passed between steps: hidden (B, A), context (B, C), two residual (B, D)."""
 
     hidden: Tensor
     context: Tensor
@@ -68,7 +68,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Steps:
-    """What steps make, whole or one: mel (..., B, rM), stop logits (..., B), attention (..., B, S)."""
+    """Outputs of one or all steps: mel (..., B, rM), stop logits (..., B), attention (..., B, S)."""
 
     mel: Tensor
     stop: Tensor
@@ -78,9 +78,9 @@ class _Steps:
 class Decoder(Capturable):
     """Pre-net, attention GRU, two residual GRUs, mel and stop layers (Wang et al. 2017, section 3.3).
 
-    A step hears the last frame of the step before (zeros at first). Taught, all those frames are known
-    beforehand, and only the attention GRU with its context must run step by step; config.decoder says
-    whether that is used ("fast"), or every layer runs a step at a time as public code does ("loop"). Both
+    A step reads the last frame of the previous step (zeros at first). With teacher forcing, all those frames
+    are known beforehand, and only the attention GRU with its context must run step by step. config.decoder
+    selects whether this is used ("fast"), or every layer runs step by step as in public code ("loop"). Both
     draw the same dropout and give the same numbers with the same parameters.
     """
 
@@ -103,12 +103,12 @@ class Decoder(Capturable):
         self._captured: CapturedFunction | None = None
 
     def by_graphs(self, make_recorder: Callable[[], Recorder]) -> list[CapturedFunction]:
-        """Let graphs go through the steps of attention when the decoder is taught."""
+        """Run the attention's steps with graphs when the decoder is teacher-forced."""
         self._captured = CapturedFunction(attention_steps, make_recorder())
         return [self._captured]
 
     def forward(self, memory: Tensor, symbols: Tensor, mel: Tensor, lengths: Tensor) -> DecoderOutput:
-        """Decode memory (B, S, C) of symbols (B, S), taught with mel (B, T, M) of CPU lengths (B,)."""
+        """Decode memory (B, S, C) of symbols (B, S), teacher-forced with mel (B, T, M), CPU lengths (B,)."""
         num_frames = mel.shape[1]
         heard = self._frames_heard(mel)  # (N, B, M)
         keep = self.prenet.draw(*heard.shape[:2], like=heard) if self.training else None
@@ -126,7 +126,7 @@ class Decoder(Capturable):
     def run_freely(
         self, memory: Tensor, symbols: Tensor, max_frames: int, *, dropout: bool = False
     ) -> FreeRun:
-        """Decode until the stop predictor passes 0.5 for each utterance, or max_frames are made."""
+        """Decode until the stop prediction exceeds 0.5 for each utterance, or max_frames are generated."""
         if max_frames < 1:
             raise ConfigError(f"max_frames {max_frames}: must be at least 1")
         text = self._text(memory, symbols)
@@ -195,7 +195,7 @@ class Decoder(Capturable):
         )
 
     def _step(self, prenet: Tensor, text: _Text, state: _State) -> tuple[_Steps, _State]:
-        """Make r frames from prenet (B, P): one step of every layer."""
+        """Generate r frames from prenet (B, P): one step of every layer."""
         inputs = torch.cat([prenet.to(state.context.dtype), state.context], dim=1)
         hidden = self.attention_gru(inputs, state.hidden)
         met = torch.tanh(text.keys + self.query(hidden).unsqueeze(1))  # (B, S, A)
@@ -230,6 +230,6 @@ class Decoder(Capturable):
         return self._make(made, context, attention)
 
     def _make(self, hidden: Tensor, context: Tensor, attention: Tensor) -> _Steps:
-        """Make frames and stop logits of hidden (..., B, D) and context (..., B, C)."""
+        """Compute frames and stop logits from hidden (..., B, D) and context (..., B, C)."""
         stop = self.stop(torch.cat([hidden, context], dim=-1)).squeeze(-1)
         return _Steps(self.mel(hidden), stop, attention)

@@ -31,8 +31,8 @@ class Encoder(nn.Module):
         )
 
     def forward(self, symbols: Tensor) -> Tensor:
-        """Return (B, S, 2W) for symbols (B, S) int64, -1 past each end; zero past it."""
-        # The texts' lengths stay on the symbols' device: asking for them here would wait for a GPU.
+        """Return (B, S, 2W) for symbols (B, S) int64, -1 past each end; the output is zero there."""
+        # Keep the texts' lengths on the symbols' device: reading them here would wait for a GPU.
         lengths = (symbols >= 0).sum(dim=1)  # (B,)
         mask = frame_mask(lengths, symbols.shape[1], symbols.device)  # (B, S)
         embedded = self.embedding(symbols.clamp(min=0))

@@ -1,10 +1,11 @@
-"""What a GRU's steps, their derivatives and its weights' gradients are made of, in place, without autograd.
+"""A GRU's steps, their derivatives and its weights' gradients, computed in place, without autograd.
 
 Legend: T steps, B batch, I inputs, H hidden units; `...` any leading dimensions.
 
-r = sigmoid(W_r x + b_r + U_r h + c_r); z alike; n = tanh(W_n x + b_n + r (U_n h + c_n)); h' = n + z (h - n):
-Cho et al. 2014 (arXiv 1406.1078) as cuDNN and `nn.GRU` compute it. The gates stand side by side in (..., 4H)
-as [n | r | z | U_n h + c_n]: inputs reach the first three blocks, the hidden state the last three.
+r = sigmoid(W_r x + b_r + U_r h + c_r); z likewise; n = tanh(W_n x + b_n + r (U_n h + c_n));
+h' = n + z (h - n): Cho et al. 2014 (arXiv 1406.1078) as cuDNN and `nn.GRU` compute it. The gates are stored
+side by side in (..., 4H) as [n | r | z | U_n h + c_n]: inputs contribute to the first three blocks, the
+hidden state to the last three.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class GruWeights(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """Views of gates (..., 4H), each (..., H) but where named: what a step reads and writes."""
+    """Views of gates (..., 4H), each (..., H) unless noted, that a step reads and writes."""
 
     new: Tensor
     reset: Tensor
@@ -43,17 +44,17 @@ class Gates(NamedTuple):
 
 
 def of_inputs(gates: Tensor) -> Tensor:
-    """Return what inputs reach, a view (..., 3H) of `gates` (..., 4H)."""
+    """Return the blocks that inputs contribute to, a view (..., 3H) of `gates` (..., 4H)."""
     return gates[..., : gates.shape[-1] // 4 * 3]
 
 
 def of_hidden(gates: Tensor) -> Tensor:
-    """Return what the hidden state reaches, a view (..., 3H) of `gates` (..., 4H)."""
+    """Return the blocks that the hidden state contributes to, a view (..., 3H) of `gates` (..., 4H)."""
     return gates[..., gates.shape[-1] // 4 :]
 
 
 def input_order(weight: Tensor) -> Tensor:
-    """Return `weight` (3H, ...) with its gates as inputs reach them: new, reset, update."""
+    """Return `weight` (3H, ...) with its gates in the order of the input blocks: new, reset, update."""
     hidden = weight.shape[0] // 3
     return torch.cat([weight[2 * hidden :], weight[: 2 * hidden]])
 
@@ -65,11 +66,11 @@ def torch_order(weight: Tensor) -> Tensor:
 
 
 def project_inputs_(gates: Tensor, x: Tensor, weights: GruWeights) -> None:
-    """Set `gates` (T, B, 4H) to what `x` (T, B, I) and the biases contribute; `weights.weight_ih` (3H, I)."""
+    """Set `gates` (T, B, 4H) to the contribution of `x` (T, B, I) and biases; `weights.weight_ih` (3H, I)."""
     hidden = weights.weight_hh.shape[1]
     gates.copy_(torch.cat([input_order(weights.bias_ih), weights.bias_hh[2 * hidden :]]))
     of_inputs(gates)[..., hidden:] += weights.bias_hh[: 2 * hidden]
-    # Rows of `gates` may lie apart, at one distance.
+    # Rows of `gates` may be non-contiguous, with a constant stride.
     of_inputs(gates).flatten(0, -2).addmm_(x.flatten(0, -2), input_order(weights.weight_ih).t())
 
 
@@ -81,12 +82,12 @@ def step_(gates: tuple[Tensor, ...], previous: Tensor, out: Tensor) -> None:
     torch.lerp(new, previous, update, out=out)
 
 
-# In inference mode an operation in place costs a tenth less: everything written was allocated outside it.
+# In inference mode an in-place operation costs a tenth less; everything written was allocated outside it.
 @torch.inference_mode()
 def run_forward(sums: Tensor, weight_hh: Tensor, states: Tensor) -> None:
     """Turn `sums` (..., T, B, 4H) into gates, in place, and write every h to `states` (..., T + 1, B, H).
 
-    `weight_hh` (..., 3H, H). The first of the states, given, is zero.
+    `weight_hh` (..., 3H, H). The first state is given as zero.
     """
     add_product = _add_product(sums)
     recurrent = weight_hh.transpose(-1, -2)
@@ -103,8 +104,8 @@ def run_forward(sums: Tensor, weight_hh: Tensor, states: Tensor) -> None:
 def run_backward(slopes: Tensor, update: Tensor, weight_hh: Tensor, d_hidden: Tensor) -> None:
     """Turn `slopes` (..., T, B, 4H), from `derivatives`, into gradients of the sums, in place.
 
-    `update` (..., T, B, H) is the gate; `d_hidden` of the same shape, the gradient of the outputs, becomes
-    that of the states.
+    `update` (..., T, B, H) is the update gate. `d_hidden`, of the same shape, holds the gradient of the
+    outputs and becomes that of the states.
     """
     add_product = _add_product(slopes)
     blocks = slopes.view(*slopes.shape[:-1], 4, -1).unbind(-4)  # (..., B, 4, H) a step
@@ -119,14 +120,14 @@ def run_backward(slopes: Tensor, update: Tensor, weight_hh: Tensor, d_hidden: Te
 
 
 def _add_product(gates: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Return what adds a matrix product in place, for a step of `gates`: (T, B, 4H) or (D, T, B, 4H)."""
+    """Return the in-place matrix product for a step of `gates`: (T, B, 4H) or (D, T, B, 4H)."""
     return Tensor.addmm_ if gates.dim() == 3 else Tensor.baddbmm_
 
 
 def derivatives_(result: Tensor, gates: Gates, previous: Tensor) -> None:
-    """Set `result` (..., 4H) to by how much h' changes with each sum behind the gates, for all steps at once.
+    """Set `result` (..., 4H) to the derivatives of h' by the sums behind the gates, for all steps at once.
 
-    Each unit's h' depends on its own four sums alone, so times dL/dh' this is dL/d(sums).
+    Each unit's h' depends only on its own four sums, so multiplied by dL/dh' this is dL/d(sums).
     """
     new, reset, update, new_hidden, _ = gates
     d_new, d_reset, d_update, d_new_hidden = result.chunk(4, dim=-1)
@@ -140,7 +141,7 @@ def derivatives_(result: Tensor, gates: Gates, previous: Tensor) -> None:
 
 
 def input_gradient(d_sums: Tensor, weight_ih: Tensor) -> Tensor:
-    """Return dL/dx (T, B, I) for the gradients of the pre-activations of the gates; `weight_ih` (3H, I)."""
+    """Return dL/dx (T, B, I) for the gradients of the gates' pre-activations; `weight_ih` (3H, I)."""
     return of_inputs(d_sums) @ input_order(weight_ih)
 
 

@@ -20,12 +20,12 @@ from speechdp.models.tacotron.postproc import Postproc
 
 @dataclass(frozen=True)
 class TacotronOutput:
-    """What the model makes of a batch when it is taught.
+    """The model's output for a batch with teacher forcing.
 
     Attributes:
         mel: (B, T, M), zero past each utterance's end.
         linear: (B, T, L), zero past each utterance's end.
-        stop_logits: (B, N), of "the last frame is among those made so far".
+        stop_logits: (B, N), for "the last frame is among those generated so far".
         attention: (B, N, S), rows sum to 1 over an utterance's own symbols.
     """
 
@@ -37,14 +37,14 @@ class TacotronOutput:
 
 @dataclass(frozen=True)
 class Generated:
-    """What the model says when it runs freely; T is the longest utterance's length.
+    """The model's output when it runs freely; T is the length of the longest utterance.
 
     Attributes:
         mel: (B, T, M), zero past each utterance's end.
         linear: (B, T, L), zero past each utterance's end.
         attention: (B, N, S), zero past each utterance's end.
         lengths: (B,) int64 on the CPU, frames of each utterance.
-        stopped: (B,) bool on the CPU; false where max_frames, not the stop predictor, ended it.
+        stopped: (B,) bool on the CPU; false if max_frames, not the stop prediction, ended it.
     """
 
     mel: Tensor
@@ -55,7 +55,7 @@ class Generated:
 
 
 class Tacotron(nn.Module):
-    """Encoder, attention decoder and post-processing net; the profile times the three apart."""
+    """Encoder, attention decoder and post-processing net; the profile times the three separately."""
 
     def __init__(self, num_symbols: int, mel_dim: int, linear_dim: int, config: TacotronConfig) -> None:
         super().__init__()
@@ -70,9 +70,9 @@ class Tacotron(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Xavier for matrices, orthogonal for what a GRU feeds back, zero biases, embeddings of 0.3."""
+        """Use Xavier for matrices, orthogonal for what a GRU feeds back, zero biases, embeddings of 0.3."""
         if self.encoder.embedding.weight.is_meta:
-            return  # There is nothing to fill: torch 2.11 would import its compiler for that, for a second.
+            return  # Nothing to fill, and torch 2.11 would import its compiler for it, which takes a second.
         for name, parameter in self.named_parameters():
             if "weight_hh" in name or "weight_ih" in name:
                 fill = nn.init.orthogonal_ if "weight_hh" in name else nn.init.xavier_uniform_
@@ -89,7 +89,7 @@ class Tacotron(nn.Module):
                 module.reset_gate()
 
     def encode(self, symbols: Tensor) -> Tensor:
-        """Return the memory (B, S, 2W) of symbols (B, S) int64, -1 past each end; zero past it.
+        """Return the memory (B, S, 2W) of symbols (B, S) int64, -1 past each end; the memory is zero there.
 
         Every text has at least one symbol.
         """
@@ -97,23 +97,23 @@ class Tacotron(nn.Module):
         return memory
 
     def decode(self, memory: Tensor, symbols: Tensor, mel: Tensor, lengths: Tensor) -> DecoderOutput:
-        """Return what the decoder makes when taught with mel (B, T, M) of CPU lengths (B,)."""
+        """Return the decoder's output, teacher-forced with mel (B, T, M) of CPU lengths (B,)."""
         output: DecoderOutput = self.decoder(memory, symbols, mel, lengths)
         return output
 
     def forward(self, symbols: Tensor, mel: Tensor, lengths: Tensor) -> TacotronOutput:
-        """Return the output for symbols (B, S), the frames to teach with (B, T, M) and CPU lengths (B,)."""
+        """Return the output for symbols (B, S), teacher-forced with mel (B, T, M) of CPU lengths (B,)."""
         decoded = self.decode(self.encode(symbols), symbols, mel, lengths)
         linear = self.postproc(decoded.mel, lengths)
         return TacotronOutput(decoded.mel, linear, decoded.stop_logits, decoded.attention)
 
     @torch.no_grad()
     def generate(self, symbols: Tensor, *, max_frames: int, dropout: bool = False) -> Generated:
-        """Say symbols (B, S) int64, -1 past each end; each stops where the stop predictor passes 0.5.
+        """Speak symbols (B, S) int64, -1 past each end; each text stops when the stop prediction exceeds 0.5.
 
-        In eval mode the same symbols give the same speech, whatever they are batched with. `dropout`
-        keeps the dropout of the decoder's pre-net on (as in Shen et al. 2018, section 2.2), for
-        variation: off by default.
+        In eval mode the same symbols give the same speech, whatever else is in the batch. `dropout` keeps
+        the dropout of the decoder's pre-net on (as in Shen et al. 2018, section 2.2), for variation: off by
+        default.
         """
         free = self.decoder.run_freely(self.encode(symbols), symbols, max_frames, dropout=dropout)
         linear = self.postproc(free.mel, free.lengths)

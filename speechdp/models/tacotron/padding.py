@@ -1,4 +1,4 @@
-"""What is frame and what is padding, and batch normalisation that sees frames only."""
+"""Masks of frames and padding, and batch normalisation over frames only."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.autograd.function import once_differentiable
 
 def frame_mask(lengths: Tensor, num_frames: int, device: torch.device) -> Tensor:
     """Return (B, T) float, 1 for a frame and 0 for padding, on the device; never waits for it."""
-    # non_blocking: a plain copy would wait for everything the device still has to do
+    # non_blocking: a plain copy would wait for all work queued on the device
     ends = lengths.to(device, non_blocking=True).unsqueeze(1)  # (B, 1)
     return (torch.arange(num_frames, device=device) < ends).float()
 
 
 class MaskedBatchNorm(nn.Module):
-    """Batch normalisation over the frames of (B, C, T), then ReLU if wanted, then zeros for padding.
+    """Batch normalisation over the frames of (B, C, T), then optionally ReLU, then zeros at padding.
 
-    Parameters and buffers are named as those of `nn.BatchNorm1d`. Statistics are of frames alone, so how
-    much padding a batch happens to hold changes nothing. Source: Ioffe & Szegedy 2015 (arXiv 1502.03167).
+    Parameters and buffers are named as in `nn.BatchNorm1d`. Statistics are of frames alone, so the amount of
+    padding in a batch changes nothing. Source: Ioffe & Szegedy 2015 (arXiv 1502.03167).
     """
 
     running_mean: Tensor
@@ -57,7 +57,7 @@ class MaskedBatchNorm(nn.Module):
 class _Normalise(torch.autograd.Function):
     """(x, mask, weight, bias) -> y, mean (C,), biased variance (C,), number of frames ().
 
-    Written by hand: two tensors of x's size are kept for the way back, and fewer passes made over them.
+    Hand-written, to keep only two tensors of x's size for the backward pass, and make fewer passes over them.
     """
 
     @staticmethod
@@ -82,7 +82,7 @@ class _Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         unit, passed, mask, weight, rstd, count = ctx.saved_tensors
-        # With a ReLU passed is y, which is above zero only at frames; without one it is the mask.
+        # With a ReLU, `passed` is y, which is positive only at frames; without one it is the mask.
         grad = grad_y * (passed > 0)
         grad_bias = grad.sum((0, 2))
         grad_weight = (grad * unit).sum((0, 2))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 Keep = tuple[Tensor, Tensor]
-"""Dropout of the two layers, drawn beforehand: 0 where a value falls away, else 1 / (1 - dropout)."""
+"""Dropout of the two layers, drawn beforehand: 0 where a value is dropped, else 1 / (1 - dropout)."""
 
 
 class Prenet(nn.Module):

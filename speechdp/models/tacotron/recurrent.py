@@ -1,8 +1,8 @@
 """GRUs over whole sequences. Legend: T steps, B batch, I inputs, H hidden units, D directions.
 
-On a CPU `nn.GRU` runs many small operations a step, and as many again backward. `gru_directions` computes
-the inputs' part of all steps by one matrix product, has few operations in place a step, and knows the
-derivatives of all gates before its backward loop begins. On a GPU cuDNN does all that.
+On a CPU `nn.GRU` runs many small operations per step, and as many again backward. `gru_directions` computes
+the inputs' part of all steps in one matrix product, has few in-place operations per step, and computes the
+derivatives of all gates before its backward loop starts. On a GPU cuDNN does all this.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from speechdp.models.tacotron.gru_steps import Gates, GruWeights
 
 
 def gru_sequence(x: Tensor, weight_ih: Tensor, weight_hh: Tensor, bias_ih: Tensor, bias_hh: Tensor) -> Tensor:
-    """Return hidden states (T, B, H) of a GRU over `x` (T, B, I), T at least 1, beginning at zero.
+    """Return hidden states (T, B, H) of a GRU over `x` (T, B, I), T at least 1, starting at zero.
 
     Weights as in `GruWeights`.
     """
@@ -42,30 +42,29 @@ def gru_directions(
     assert x.shape[1] >= 1, "a GRU needs at least one step"
     hidden: Tensor
     x = x.to(weight_ih.dtype)
-    with torch.autocast(x.device.type, enabled=False):  # its operations write into memory of one type
+    with torch.autocast(x.device.type, enabled=False):  # in-place operations need memory of one type
         hidden = _GruDirections.apply(x, weight_ih, weight_hh, bias_ih, bias_hh)  # type: ignore[no-untyped-call]
     return hidden
 
 
 class BiGru(nn.Module):
-    """One bidirectional GRU layer, weights named as in `nn.GRU`, right for padded rows.
+    """One bidirectional GRU layer, with weights named as in `nn.GRU`, that handles padded rows.
 
-    The backward direction begins at each row's own end; what is past the ends reaches no frame
-    before them.
+    The backward direction starts at each row's own end; values past the ends affect no frame before them.
     """
 
     def __init__(self, input_dim: int, hidden: int) -> None:
         super().__init__()
         self.input_dim = input_dim
         self.hidden = hidden
-        like = nn.GRU(input_dim, hidden, bidirectional=True)  # for its names, shapes and first values
+        like = nn.GRU(input_dim, hidden, bidirectional=True)  # for its names, shapes and initial values
         for name, parameter in like.named_parameters():
             self.register_parameter(name, parameter)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         """Return (B, T, 2H), forward and backward halves, for `x` (B, T, I) and CPU lengths (B,)."""
         inputs = x.transpose(0, 1)  # (T, B, I)
-        # Made on the device: copying (T, B) numbers from pageable memory would wait for it.
+        # Created on the device: copying (T, B) numbers from pageable memory would wait for it.
         turn = turned_indices(lengths.to(x.device, non_blocking=True), x.shape[1])  # (T, B)
         batch = torch.arange(x.shape[0], device=x.device)
         turned = inputs[turn, batch]
@@ -82,14 +81,14 @@ class BiGru(nn.Module):
 
 
 def _in_one_piece(weights: list[Tensor]) -> list[Tensor]:
-    """Return `weights` as views of one vector: cuDNN copies, and torch warns of, any that are apart."""
+    """Return `weights` as views of one vector: cuDNN copies separate ones, and torch warns about them."""
     whole = torch.cat([weight.reshape(-1) for weight in weights])
     pieces = torch.split_with_sizes(whole, [weight.numel() for weight in weights])
     return [piece.view_as(weight) for piece, weight in zip(pieces, weights, strict=True)]
 
 
 def turned_indices(lengths: Tensor, num_frames: int) -> Tensor:
-    """Return (T, B) indices that turn each row's frames round and leave its padding where it is."""
+    """Return (T, B) indices that reverse each row's frames and leave its padding in place."""
     frame = torch.arange(num_frames, device=lengths.device).unsqueeze(1)  # (T, 1)
     return torch.where(frame < lengths, lengths - 1 - frame, frame)
 
@@ -126,7 +125,7 @@ class _GruDirections(torch.autograd.Function):
 
 
 def _plain(*parts: Tensor) -> tuple[Tensor, ...]:
-    """Return `parts` (D, ...), without D if there is one direction: a plain product is the faster one."""
+    """Return `parts` (D, ...), without D if there is one direction, because a plain product is faster."""
     return tuple(part[0] for part in parts) if len(parts[0]) == 1 else parts
 
 

@@ -1,4 +1,4 @@
-"""What periodic strategies share whose exchange may travel as quantised differences."""
+"""The base class of periodic strategies whose averages may travel as quantised differences."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from speechdp.strategies.mechanisms.quantised_mean import Outbox, QuantisedMean
 
 @dataclass(eq=False)
 class AveragingStrategy(PeriodicStrategy):
-    """A periodic strategy whose averages may travel as quantised differences to what all ranks have.
+    """A periodic strategy whose averages may travel as quantised differences to a vector that all ranks have.
 
-    What is compressed is the mean at a window's end.  Evaluation and `finish` average in full precision: what
-    they show is the mean of the replicas.
+    Only the mean at a window's end is compressed.  Evaluation and `finish` average in full precision, so they
+    show the exact mean of the replicas.
 
-    Subclasses call `average_parameters(compressed=True)`, and `start_from_here` where all ranks have come to
-    the same parameters; or they work with `means` themselves.
+    Subclasses call `average_parameters(compressed=True)`, and `start_from_here` when all ranks have the same
+    parameters; or they use `means` directly.
 
     Attributes:
-        means: of the pieces that are averaged by themselves; none where this rank has no part in them.
-        reference: the vector that differences are taken to.  (n,)
+        means: one for each piece that is averaged separately; empty if this rank exchanges none.
+        reference: the vector that differences are relative to.  (n,)
     """
 
-    #: Number format of an average: full precision, or differences to the last one in 8 or 4 bits a value.
+    #: Number format of an average: full precision, or differences to the last one in 8 or 4 bits per value.
     compression: Compression = "none"
 
     @property
@@ -41,7 +41,7 @@ class AveragingStrategy(PeriodicStrategy):
 
     @property
     def opens_peers(self) -> bool:
-        """Whether compressed averages go over the channel of all ranks."""
+        """Whether compressed averages use the channel of all ranks."""
         return True
 
     def check_options(self) -> None:
@@ -69,17 +69,17 @@ class AveragingStrategy(PeriodicStrategy):
         return self.compression != "none" and self.comm.size > 1
 
     def make_means(self) -> list[QuantisedMean]:
-        """Return what averages each of the pieces, over the channel `peers`."""
+        """Return the object that averages each piece, over the channel `peers`."""
         values = self.replica.parameters.values
         self._outbox = Outbox(self.peers)
         return [QuantisedMean(self._outbox, values[p], self.compression) for p in self.pieces()]
 
     def pieces(self) -> list[slice]:
-        """Return the parts of the parameters that are averaged by themselves."""
+        """Return the parts of the parameters that are averaged separately."""
         return [slice(0, self.replica.parameters.values.numel())]
 
     def make_reference(self) -> Tensor:
-        """Return the vector that differences are taken to; the same on all ranks at a window's end.  (n,)"""
+        """Return the vector for differences to refer to; the same on all ranks at a window's end.  (n,)"""
         return self.replica.parameters.values.clone()
 
     def start_apart(self) -> None:
@@ -87,7 +87,7 @@ class AveragingStrategy(PeriodicStrategy):
         self.start_from_here()
 
     def start_from_here(self) -> None:
-        """Take the next differences to the parameters, which are the same on all ranks."""
+        """Make the next differences relative to the current parameters, which are the same on all ranks."""
         if self._compresses:
             self.reference.copy_(self.replica.parameters.values)
 
@@ -107,8 +107,8 @@ class AveragingStrategy(PeriodicStrategy):
         """Replace the replica's parameters by the weighted mean over ranks.  Collective.
 
         Args:
-            compressed: as `compression` says while training goes on; what is averaged while paused is shown
-                or kept, and in full precision.
+            compressed: use `compression` during training.  Averages while paused are for evaluation or final,
+                and always in full precision.
         """
         if compressed and self._compresses and self._is_training:
             self.average_compressed()
@@ -116,11 +116,11 @@ class AveragingStrategy(PeriodicStrategy):
             super().average_parameters()
 
     def average_compressed(self) -> None:
-        """Replace the replica's parameters by the mean that quantised differences give.  Collective."""
+        """Replace the replica's parameters by the mean computed from quantised differences.  Collective."""
         self.move_to_means(self.weight())
 
     def move_to_means(self, weight: float) -> None:
-        """Replace the replica's parameters by the mean over the ranks of the channel.  Collective there."""
+        """Replace the replica's parameters by the mean over the channel's ranks.  Collective there."""
         values = self.replica.parameters.values
         for piece, mean in zip(self.pieces(), self.means, strict=True):
             mean.average(values[piece], self.reference[piece], weight, out=values[piece])
@@ -137,7 +137,7 @@ class AveragingStrategy(PeriodicStrategy):
         super().load_state_dict(state)
         if not self._compresses:
             return
-        # One rank alone has none; those that go on from it are where it was.
+        # A single rank saved none; ranks that resume from it start where it was.
         self.reference.copy_(state.get("reference", self.replica.parameters.values))
         for number, mean in enumerate(self.means):
             prefix = f"mean.{number}."

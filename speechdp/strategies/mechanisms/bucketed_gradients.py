@@ -20,32 +20,32 @@ from speechdp.strategies.mechanisms.number_formats import refuse_half_precision
 from speechdp.timing.timeline import Span
 
 _COMPRESSED = {"fp16": torch.float16, "bf16": torch.bfloat16}
-#: Begins the names of a low-rank sum's state.
+#: Prefix of the names of a low-rank sum's state.
 _LOW_RANK = "low_rank."
 
 
 @dataclass(eq=False)
 class BucketedGradients(Strategy):
-    """Average gradients over all ranks at every update, as `gradient_averaging` does and others for a time.
+    """Average gradients over all ranks at every update, as `gradient_averaging` does, and others for a time.
 
     Exchange: the flat gradient, bucket by bucket, each as soon as backward has filled it (hooks on the
     parameters); the frame count is appended to the gradients in the same vector.  With compression=powersgd
-    after backward, in no buckets: `LowRankSum`.
+    the exchange follows backward, without buckets: `LowRankSum`.
     """
 
     #: Backward passes whose gradients are accumulated before one exchange and update.
     every: int = 1
     #: Number format of the exchange: full precision, or half the bytes; powersgd: matrices as two factors.
     compression: Literal["none", "fp16", "bf16", "powersgd"] = "none"
-    #: Of the factors, with compression=powersgd: columns of each.
+    #: Number of columns of each factor, with compression=powersgd.
     rank: int = 4
     #: Size of the pieces exchanged during backward, in MiB.
     bucket_mib: float = 25.0
-    #: Exchange during backward, or after it (for comparison); none: during it, but with powersgd.
+    #: Exchange during backward, or after it (for comparison); none: during it, except with powersgd.
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
-        # Told apart here from what is given, so that records say what takes effect, and can be given again.
+        # Set the effective value here, so that records contain it and can be parsed again.
         if self.overlap is None:
             self.overlap = self.compression != "powersgd"
 
@@ -83,10 +83,10 @@ class BucketedGradients(Strategy):
         super().check_ranks(comm)
 
     def check_compression(self, comm: Communicator) -> None:
-        """Refuse a number format that ranks cannot sum.
+        """Refuse a number format that the back-end cannot sum.
 
         Raises:
-            ConfigError: likewise.
+            ConfigError: the back-end cannot sum it.
         """
         dtype = _COMPRESSED.get(self.compression)
         if dtype is not None and dtype not in comm.reducible:
@@ -107,22 +107,22 @@ class BucketedGradients(Strategy):
         self._log2_scale: int | None = None
         self._works: list[Work] = []
         self._packed: list[tuple[Tensor, Tensor]] = []
-        #: Sums in the place of buckets.
+        #: Sums instead of buckets.
         self._low_rank = self._make_low_rank_sum()
         self._start_round()
         if self.overlap and self._low_rank is None:
-            own = weakref.ref(self)  # autograd would keep the strategy alive, and that the model, for good
+            own = weakref.ref(self)  # else autograd would keep the strategy and the model alive for ever
             for index, parameter in enumerate(self.replica.model_parameters):
                 needs_gradient = parameter.requires_grad
-                parameter.requires_grad_(True)  # one that is frozen by now may be trained later
+                parameter.requires_grad_(True)  # a parameter that is frozen now may be trained later
                 parameter.register_post_accumulate_grad_hook(partial(_tell, own, index))  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(needs_gradient)
 
     def _make_low_rank_sum(self) -> LowRankSum | None:
-        """Return what sums by factors; None: nothing does.
+        """Return the sum by low-rank factors; None: gradients are summed in buckets.
 
         Raises:
-            ConfigError: the parameters are of half precision, or none of them would travel as factors.
+            ConfigError: the parameters are in half precision, or no matrix would travel as factors.
         """
         if self.compression != "powersgd" or self.group.size == 1:
             return None
@@ -156,13 +156,13 @@ class BucketedGradients(Strategy):
             return
         self._has_come[tensor_index] = True
         self._missing[number] -= 1
-        # Strictly in order: every rank must start the same exchanges in the same sequence, whatever the
-        # order in which autograd happens to finish.
+        # Strictly in order: every rank must start the same exchanges in the same sequence, whatever the order
+        # in which autograd finishes.
         while self._next_bucket < len(self._buckets) and self._missing[self._next_bucket] == 0:
             self._launch(self._buckets[self._next_bucket])
 
     def _check_not_gone(self, number: int) -> None:
-        """Refuse what is added to a gradient after its bucket has gone: autograd adds most of them once."""
+        """Refuse an addition to a gradient whose bucket is already sent: autograd adds to most only once."""
         if number < self._next_bucket:
             raise RunError(
                 "a gradient has grown after its exchange had begun: a layer is used several times under "
@@ -179,7 +179,7 @@ class BucketedGradients(Strategy):
             self._works.append(self.group.allreduce_async(bucket.piece, name=name))
             return
         count = self.replica.gradients.extra
-        if self._next_bucket == 1:  # the frame count stands at the end of the first bucket: exact, apart
+        if self._next_bucket == 1:  # it ends with the frame count, which is sent apart, exactly
             self._works.append(self.group.allreduce_async(count, name="gradients.frames"))
         piece = bucket.piece[: -count.numel()] if self._next_bucket == 1 else bucket.piece
         packed = torch.mul(piece, 2.0 ** -self._compression_exponent()).to(dtype)
@@ -187,15 +187,15 @@ class BucketedGradients(Strategy):
         self._works.append(self.group.allreduce_async(packed, name=name))
 
     def _compression_exponent(self) -> int:
-        """Return e: sums are scaled by 2**-e so that half precision neither overflows nor loses small ones.
+        """Return e: sums are scaled by 2**-e so that half precision neither overflows nor loses small values.
 
-        Gradients are sums over frames; dividing by about the global number of frames brings them to the
-        size of a mean.  A power of two loses no bit, and all ranks must use the same one.
+        Gradients are sums over frames; dividing by about the global number of frames scales them to a mean.
+        A power of two loses no bit.  All ranks must use the same one.
         """
         if self._log2_scale is None:
             frames = torch.tensor([float(self.replica.frames)], dtype=torch.float64)
             self.comm.allreduce(frames, name="gradients.scale", op=ReduceOp.MAX)
-            if frames.item() == 0:  # an update without any tells nothing of those to come
+            if frames.item() == 0:  # an update without frames says nothing about later ones
                 return 0
             self._log2_scale = math.ceil(math.log2(frames.item() * self.comm.size))
         return self._log2_scale
@@ -210,7 +210,8 @@ class BucketedGradients(Strategy):
             if self._low_rank is None:
                 self._end_buckets()
             else:
-                # Else they would be owed to parameters that a script lets the optimizer move later.
+                # Otherwise their errors would be kept until a script makes the optimizer update these
+                # parameters.
                 self.replica.clear_left_out(self.replica.gradients.values)
                 self._low_rank.sum(self.replica.loss_scale)
         with self.timeline.span(Span.UPDATE):
@@ -221,20 +222,20 @@ class BucketedGradients(Strategy):
         self._start_round()
 
     def _end_buckets(self) -> None:
-        """Exchange what has not gone during backward, and wait for all."""
+        """Exchange the buckets not sent during backward, and wait for all."""
         while self._next_bucket < len(self._buckets):
             self._launch(self._buckets[self._next_bucket])
         for work in self._works:
             work.wait()
         for piece, packed in self._packed:
-            # In the piece's own format: the sum may be larger than half precision holds.
+            # In the piece's own dtype, because the sum may exceed the range of half precision.
             torch.mul(packed.to(piece.dtype), 2.0 ** self._compression_exponent(), out=piece)
 
     def _frames_of_all(self) -> float | Tensor:
-        """Return the frames behind the summed gradients: a tensor on a GPU, whose host need not wait for it.
+        """Return the frames in the summed gradients; on a GPU a tensor, so that the host need not wait.
 
-        The host must know of a sum that is 0, after which nothing moves.  It waits only where that may be so:
-        a rank with frames of its own knows that it is not.
+        The host must know when the sum is 0, because nothing is updated then.  It waits only if that is
+        possible: a rank with frames of its own knows that the sum is positive.
         """
         frames = self.replica.gradients.extra[0]
         if not frames.is_cuda:
@@ -243,11 +244,11 @@ class BucketedGradients(Strategy):
         return frames if is_positive else 0.0
 
     def apply(self, frames: float | Tensor) -> None:
-        """Update the parameters by the summed gradients of `frames` frames."""
+        """Update the parameters with the summed gradients of `frames` frames."""
         self.replica.apply_gradients(frames)
 
     def finish(self) -> None:
-        if self._passes > 0:  # gradients of an incomplete round count too
+        if self._passes > 0:  # gradients of an incomplete round count, too
             self.replica.gradients.extra[0] = self.replica.frames
             self._update()
 
@@ -265,14 +266,14 @@ class BucketedGradients(Strategy):
             self.replica.frames = state["frames"]
             self.replica.gradients.values.copy_(state["gradients"])
         if self._low_rank is not None:
-            # One rank alone has none.
+            # A single rank saved none.
             part = {k.removeprefix(_LOW_RANK): v for k, v in state.items() if k.startswith(_LOW_RANK)}
             if part:
                 self._low_rank.load_state_dict(part)
 
 
 def _tell(own: weakref.ref[BucketedGradients], tensor_index: int, _: Tensor) -> None:
-    """Tell a strategy, if it is still there, that the gradient of one of its tensors has come."""
+    """Tell a strategy, if it still exists, that the gradient of one of its tensors is complete."""
     strategy = own()
     if strategy is not None:
         strategy._on_gradient(tensor_index)

@@ -1,4 +1,4 @@
-"""Pairwise exchanges of parameters overlapped with training: who starts, who answers, how they end."""
+"""Pairwise exchanges of parameters overlapped with training: who starts, who answers, how a session ends."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from speechdp.strategies.mechanisms.pending_correction import EffectiveParameter
 from speechdp.strategies.mechanisms.topology import BipartiteKind
 from speechdp.timing.timeline import Span, Timeline
 
-#: Tags of headers, one a session, so that a rank which is ahead cannot be taken for one of this session; they
-#: come round again long after.
+#: Number of header tags.  Each session has its own, so that a header from a rank that is ahead is not taken
+#: for one of this session; the tags repeat only long after.
 _NUM_SESSIONS = 500
-#: Tag of parameters.
+#: Tag of messages with parameters.
 _PARAMETERS = 500
-#: What a header says: parameters follow, or nothing more in this session.
+#: Contents of a header: parameters follow, or nothing more in this session.
 _MIX, _DONE = 0, 1
 
 
 @dataclass(frozen=True)
 class Role:
-    """A learner's part in the bipartite graph of learners.
+    """A learner's role in the bipartite graph of learners.
 
     Attributes:
-        learner: its number.
-        is_active: it begins exchanges; else it answers.
-        partners: learners on the other side with which it exchanges; none: it has no part.
+        learner: its index.
+        is_active: whether it starts exchanges; otherwise it answers them.
+        partners: learners on the other side that it exchanges with; empty: it takes no part.
     """
 
     learner: int
@@ -45,31 +45,31 @@ class Role:
 
     @staticmethod
     def of(learner: int, num_learners: int, kind: BipartiteKind) -> Role:
-        """Return the part of `learner` among `num_learners`."""
+        """Return the role of `learner` among `num_learners`."""
         active = topology.is_active(learner)
         find = topology.passive_partners if active else topology.active_partners
         return Role(learner, active, find(learner, num_learners, kind))
 
 
 class Gossip:
-    """The exchanges of one learner: mixings x_i, x_j <- (x_i + x_j) / 2 with one partner after the other.
+    """The exchanges of one learner: mixings x_i, x_j <- (x_i + x_j) / 2 with one partner after another.
 
-    An active learner has a thread that makes one exchange for each `request`, with a partner drawn at
-    random; requests that come while one already waits are skipped, so training never waits.  A passive one
-    has a thread that answers whoever comes.  Both send at the same time.
+    An active learner has a thread that makes one exchange per `request`, with a randomly drawn partner.  A
+    request is skipped if an earlier one still waits, so training never waits.  A passive learner has a thread
+    that answers any partner.  Both send at the same time.
 
-    A session lasts from `start` to `stop`.  An active learner's thread ends by telling all its partners; a
-    passive one's ends when all its partners have told it.  Nobody waits for a learner that still trains but
-    passive ones, and these go on answering meanwhile; since messages of a pair keep their order, none is
-    under way afterwards.  An exchange with a learner that is gone is none, on this side; it is not asked or
-    waited for again.
+    A session lasts from `start` to `stop`.  At its end, an active learner's thread tells all partners that it
+    is done; a passive one's ends when all its partners have told it so.  Only passive learners wait for
+    learners that still train, and they continue to answer meanwhile.  Messages between two ranks keep their
+    order, so none is in flight afterwards.  An exchange with a lost learner is dropped on this side; that
+    learner is not asked or waited for again.
 
     Args:
         peers: the channel.
-        role: this learner's part; may be another one in the next session.
-        ranks: rank of each learner; of a group the first one, which holds the channel's end.
-        effective: what is mixed.
-        timeline: exchanges are recorded there.
+        role: this learner's role; it may change between sessions.
+        ranks: rank of each learner; for a group its first rank, which has access to the channel.
+        effective: the parameters to mix.
+        timeline: where exchanges are recorded.
     """
 
     def __init__(
@@ -86,17 +86,17 @@ class Gossip:
         self._requested = self._stopping = False
         self._session = 0
         self._thread: ExchangeThread | None = None
-        #: Exchanges begun so far; the partner of the next one follows from it.
+        #: Exchanges started so far; it determines the partner of the next one.
         self.num_begun = 0
-        #: Requests that came while another one waited.
+        #: Requests skipped because an earlier one was waiting.
         self.num_skipped = 0
 
     def take_role(self, role: Role, ranks: Sequence[int]) -> None:
-        """Have another part from the next session on, among other learners."""
+        """Change role and learners from the next session on."""
         self._role, self._ranks = role, ranks
 
     def start(self) -> None:
-        """Begin a session."""
+        """Start a session."""
         self._session = (self._session + 1) % _NUM_SESSIONS
         self._requested = self._stopping = False
         if self._role.partners:
@@ -104,7 +104,7 @@ class Gossip:
             self._thread = ExchangeThread(f"gossip of learner {self._role.learner}", run)
 
     def request(self) -> None:
-        """Ask for an exchange, if this learner begins any; raise what the thread has failed with."""
+        """Request an exchange, if this learner starts any; raise the thread's error, if it failed."""
         if self._thread is None:
             return
         self._thread.check()
@@ -115,7 +115,7 @@ class Gossip:
                 self._changed.notify()
 
     def stop(self) -> None:
-        """End the session: make the exchange that is still asked for and wait for the thread's end."""
+        """End the session: make the exchange still requested, and wait for the thread to end."""
         if self._thread is not None:
             with self._changed:
                 self._stopping = True
@@ -124,11 +124,11 @@ class Gossip:
             self._thread = None
 
     def next_partner(self) -> int | None:
-        """Return the partner of the next exchange that this learner begins; None: all are gone."""
+        """Return the partner of the next exchange that this learner starts; None: all are lost."""
         partners = [
             learner for learner in self._role.partners if self._ranks[learner] not in self._peers.lost
         ]
-        # A string is hashed whole: neighbouring learners and numbers have nothing to do with one another.
+        # A string seeds through a hash, so neighbouring learners and numbers give independent draws.
         chance = random.Random(f"{self._role.learner}/{self.num_begun}")
         return chance.choice(partners) if partners else None
 
@@ -149,7 +149,7 @@ class Gossip:
         self._exchange(other, sender)
 
     def _await_request(self) -> bool:
-        """Wait for a request; return False when there is none and the session ends."""
+        """Wait for a request; return False if there is none and the session ends."""
         with self._changed:
             while not self._requested and not self._stopping:
                 self._changed.wait()
@@ -169,7 +169,7 @@ class Gossip:
         header = torch.zeros(1, dtype=torch.int64)
         source = self._peers.recv(header, tag=self._session)
         if source in self._peers.lost:
-            return  # what it had sent before
+            return  # sent before it was lost
         assert source in training, f"rank {source} is no partner, or was done"
         if header.item() == _DONE:
             training.remove(source)
@@ -191,8 +191,8 @@ class Gossip:
 class _Sender:
     """A thread that sends while the exchange's own thread receives.
 
-    Both ranks send their parameters at the same time, which halves an exchange over a network and which two
-    threads that each send first could not do: each would wait for the other to receive.
+    Both ranks send their parameters at the same time, which halves the time of an exchange over a network.
+    If each sent before it received, they would wait for each other.
     """
 
     def __init__(self, peers: PeerCommunicator, effective: EffectiveParameters) -> None:
@@ -209,7 +209,7 @@ class _Sender:
         if error is None:
             self._thread.close()
         else:
-            self._thread.dismiss()  # it may be in a message that nobody will ever take
+            self._thread.dismiss()  # it may be sending a message that nobody will ever receive
 
     def begin(self, x: Tensor, dest: int) -> None:
         """Start sending `x`, which must not be changed before `finish`."""
@@ -217,11 +217,11 @@ class _Sender:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until it is sent; raise what went wrong."""
+        """Wait until it is sent; raise the thread's error, if any."""
         self._thread.wait()
 
     def _send(self) -> None:
         x, dest = self._message
-        # Whether the other one is gone concerns the side that receives: what has come from it counts.
+        # Only the receiving side handles the loss of the other rank: what it sent before still counts.
         with self._effective.side(), contextlib.suppress(PeerLost):
             self._peers.send(x, dest, tag=_PARAMETERS)

@@ -11,19 +11,19 @@ from torch import Tensor
 from speechdp.comm.base import Communicator
 from speechdp.parallel.strategy import Progress
 
-#: The models are spread over the last half epoch, or the last quarter of training where that is shorter.
+#: The models are spread over the last half epoch, or the last quarter of training if that is shorter.
 _LAST_EPOCHS, _LAST_SHARE = 0.5, 0.25
 
 
 class LastModels:
-    """Keeps up to `most` averaged models of the last stretch of training and gives their running means.
+    """Keep up to `most` averaged models of the last stretch of training, and return their running means.
 
-    The stretch is cut into `most` equal parts; the first average that falls into a part or after it is kept,
-    and the final model always.  Vectors are kept in the memory of rank 0's host alone, not on a GPU; every
-    rank knows how many there are.
+    The stretch is cut into `most` equal parts.  The first average within or after a part is kept, and the
+    final model always.  Vectors are kept only in the host memory of rank 0, not on a GPU; every rank knows
+    their number.
 
     Args:
-        most: models kept at most, the final one included.
+        most: largest number of models kept, including the final one.
         comm: the ranks.
     """
 
@@ -32,11 +32,11 @@ class LastModels:
         self._vectors: deque[Tensor] = deque(maxlen=most)  # empty on other ranks than 0
         self._num_kept = 0
         self._parts_done = 0
-        #: The newest average is among those kept.
+        #: Whether the newest average is among those kept.
         self._is_newest_kept = False
 
     def offer(self, values: Tensor, progress: Progress) -> None:
-        """Keep a new average if it is its turn."""
+        """Keep a new average if its part of the stretch has none yet."""
         stretch = min(_LAST_EPOCHS, _LAST_SHARE * progress.num_epochs)
         done = progress.epoch - (progress.num_epochs - stretch)
         parts = int(done / stretch * self._most + 1e-9)
@@ -46,7 +46,7 @@ class LastModels:
             self._keep(values)
 
     def conclude(self, values: Tensor, *, is_new: bool) -> None:
-        """Keep the final model, unless it is an average that has been kept already (`is_new` False)."""
+        """Keep the final model, unless it is an average that is already kept (`is_new` False)."""
         if is_new or not self._is_newest_kept:
             self._keep(values)
         self._is_newest_kept = True
@@ -72,7 +72,7 @@ class LastModels:
         return results
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint needs; the vectors on rank 0."""
+        """Return what a checkpoint needs; on rank 0 that includes the vectors."""
         state: dict[str, Any] = {
             "num_kept": self._num_kept,
             "parts_done": self._parts_done,

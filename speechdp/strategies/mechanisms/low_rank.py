@@ -1,4 +1,4 @@
-"""Sums of gradients over ranks whose matrices travel as two factors of low rank."""
+"""Sum gradients over ranks, with matrices sent as two factors of low rank."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from torch import Tensor
 from speechdp.comm.base import Communicator
 from speechdp.parallel.flat_buffer import FlatBuffer
 
-#: Factors are sent in the place of a matrix that has this many times their elements, or more.
+#: A matrix is sent as factors if it has at least this many times their elements.
 _LEAST_GAIN = 2
-#: Of the first Q: any, but the same on all ranks.
+#: Seed of the first Q: arbitrary, but the same on all ranks.
 _SEED = 0
 
 
 class LowRankSum:
-    """Sums gradients over ranks: matrices as two factors of low rank, everything else in full.
+    """Sum gradients over ranks: matrices as two factors of low rank, everything else in full.
 
     Update rule: for each matrix, G_i its gradient on rank i, r the rank of its factors, orth(X) an
     orthonormal basis of X's columns,
         M_i = G_i + E_i;   P = orth(sum_i M_i Q);   Q_i = M_i^T P;   E_i <- M_i - P Q_i^T
         sum <- P (sum_i Q_i)^T;   Q <- orth(sum_i Q_i).
-    E_i is what of rank i's gradients has not been applied so far: the sum of all sums handed out and of the
-    E_i is the sum of the exact ones.  Q begins at random, the same on all ranks.  A tensor of more than two
-    dimensions is the matrix of its first by all others.
+    E_i is the part of rank i's gradients that has not been applied so far: all returned sums and the E_i add
+    up to the exact sums.  Q starts at random, the same on all ranks.  A tensor of more than two dimensions is
+    treated as the matrix of its first by all others.
 
-    Exchange: two, after backward: all P and in the same vector all that is sent in full; then all Q_i, while
-    E_i is made.  A matrix of m by n goes as factors where they have at most half of its elements:
-    (m + n) r values in the place of m n.
+    Exchange: two, after backward: all P, in one vector with everything sent in full; then all Q_i, while E_i
+    is computed.  A matrix of m by n is sent as factors if they have at most half of its elements: (m + n) r
+    values instead of m n.
 
-    Guarantee: the sums are bitwise the same on all ranks, on processors of one kind and with as many threads
-    on each.  An update that moves nothing, as a gradient has overflowed or no rank has frames, leaves E_i and
-    Q as they were.
+    Guarantee: the sums are bitwise the same on all ranks, if their processors are of one kind and use the
+    same number of threads.  An update that is skipped, because a gradient has overflowed or no rank has
+    frames, leaves E_i and Q unchanged.
 
     Source: PowerSGD (Vogels, Karimireddy, Jaggi 2019, arXiv 1905.13727, recalled; torch's `powerSGD_hook`).
-    Deviations: sums over frames in the place of means; E_i lacks what rank i itself has brought into the sum,
-    P Q_i^T, not the mean of what all have.  The E_i add up to the same, and those of a rank with
-    fewer frames than the others, or none, do not grow with time.  QR in the place of Gram-Schmidt,
-    also of Q: columns that vanish, as those of a gradient that is 0, are replaced.
+    Deviations: sums over frames instead of means; E_i subtracts rank i's own contribution to the sum,
+    P Q_i^T, not the mean that all ranks get.  The E_i add up to the same, and those of a rank with fewer or
+    no frames do not grow with time.  QR instead of Gram-Schmidt, also for Q: columns that vanish, as for a
+    gradient of 0, are replaced.
 
     Args:
-        gradients: summed in place; their layout is what factors follow.
+        gradients: summed in place; the factors follow their layout.
         group: the ranks.
-        rank: of the factors.
+        rank: rank of the factors.
 
     Attributes:
-        largest_rank: with which some matrix has factors that are small enough; 0: none has any.  With a
-            larger one all would be sent in full.
+        largest_rank: largest rank at which some matrix has small enough factors; 0: none has.  With a larger
+            one, all matrices would be sent in full.
     """
 
     def __init__(self, gradients: FlatBuffer, group: Communicator, rank: int) -> None:
@@ -71,7 +71,7 @@ class LowRankSum:
         self._right = values.new_zeros(rank * sum(n for _, n in shapes))
         self._ps = _factors(self._left, [m for m, _ in shapes], rank)
         parts = self._left[self._left.numel() - num_in_full :].split_with_sizes([o.numel() for o in others])
-        #: Where it stands in the gradients, and where in the message.
+        #: For each tensor sent in full: its place in the gradients and in the message.
         self._in_full = list(zip(others, parts, strict=True))
         self._qs = _factors(self._right, [n for _, n in shapes], rank)
         self._own = torch.zeros_like(self._right)
@@ -85,11 +85,11 @@ class LowRankSum:
     def sum(self, loss_scale: float = 1.0) -> None:
         """Replace the gradients, and the frame count behind them, by their sums over ranks.  Collective.
 
-        The host waits for a device: an update that is going to be left out must leave no trace here.  Where
-        the gradient of a rank is not finite, all of them become NaN on all ranks.
+        The host waits for the device, because a skipped update must leave no trace here.  If a rank's
+        gradient is not finite, all gradients become NaN on all ranks.
 
         Args:
-            loss_scale: which the gradients are multiplied by; the same on all ranks.
+            loss_scale: factor of the gradients; the same on all ranks.
         """
         if loss_scale != self._loss_scale:
             self._error.mul_(loss_scale / self._loss_scale)
@@ -101,14 +101,14 @@ class LowRankSum:
         self._group.allreduce(self._left, name="gradients.left")
         for gradient, part in self._in_full:
             gradient.copy_(part)
-        # What is not finite in a matrix is not finite in its P.
+        # A value in a matrix that is not finite makes its P not finite.
         if not bool(self._left.isfinite().all()):
             self._gradients.values.fill_(math.nan)
         elif self._gradients.extra[0].item() > 0:
             self._sum_matrices()
 
     def _sum_matrices(self) -> None:
-        """Make sums of the matrices, whose left factors have been summed.  Collective."""
+        """Compute the sums of the matrices, whose left factors are already summed.  Collective."""
         for matrix, p, own_q in zip(self._matrices, self._ps, self._own_qs, strict=True):
             _orthonormalise(p)
             torch.mm(p, matrix, out=own_q)
@@ -132,7 +132,7 @@ class LowRankSum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state; on another number of ranks nothing is owed."""
+        """Restore a state; for another number of ranks, or another rank's state, E_i starts at 0."""
         self._right.copy_(state["basis"])
         if (state["size"], state["rank"]) == (self._group.size, self._group.rank):
             self._error.copy_(state["error"])
@@ -142,7 +142,7 @@ class LowRankSum:
 
 
 def _largest_rank(shape: Sequence[int]) -> int:
-    """Return the largest rank of which a tensor's factors are small enough; 0: none."""
+    """Return the largest rank at which a tensor's factors are small enough; 0: none."""
     if len(shape) < 2:
         return 0
     m, n = shape[0], math.prod(shape[1:])
@@ -150,20 +150,20 @@ def _largest_rank(shape: Sequence[int]) -> int:
 
 
 def _rest(places: Sequence[tuple[int, int]], end: int) -> list[slice]:
-    """Return the pieces of a vector that are in none of `places`, pairs of offset and length."""
+    """Return the pieces of a vector outside of `places`, pairs of offset and length."""
     borders = [(0, 0), *sorted((start, start + length) for start, length in places), (end, end)]
     return [slice(first, last) for (_, first), (last, _) in pairwise(borders) if first < last]
 
 
 def _factors(vector: Tensor, lengths: Sequence[int], rank: int) -> list[Tensor]:
-    """Return the factors that stand at the beginning of a vector one after another.  (rank, length) each
+    """Return the factors at the start of a vector, one after another.  (rank, length) each
 
-    Their columns are rows here: products with matrices are several times as fast.
+    Their columns are rows here, because products with matrices are then several times faster.
     """
     ends = [rank * sum(lengths[: i + 1]) for i in range(len(lengths))]
     return [vector[end - rank * n : end].view(rank, n) for end, n in zip(ends, lengths, strict=True)]
 
 
 def _orthonormalise(factor: Tensor) -> None:
-    """Replace the rows by an orthonormal basis of what they span, filled up where they span less."""
+    """Replace the rows by an orthonormal basis of their span, completed if the span is smaller."""
     factor.copy_(torch.linalg.qr(factor.T).Q.T)

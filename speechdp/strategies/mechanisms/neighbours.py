@@ -1,4 +1,4 @@
-"""How parameters reach those they are averaged with: one allreduce, or messages between neighbours."""
+"""Exchange parameters with those they are averaged with: by one allreduce, or by neighbours' messages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from speechdp.timing.timeline import Span, Timeline
 
 
 class Route(ABC):
-    """How parameters reach those they are averaged with; at most one exchange is under way."""
+    """A way to exchange parameters for averaging; at most one exchange is in flight."""
 
     def open(self) -> None:
         """Prepare for exchanges."""
         return None
 
     def close(self) -> None:
-        """End what `open` began."""
+        """End what `open` started."""
         return None
 
     @abstractmethod
@@ -38,7 +38,7 @@ class Route(ABC):
         """Wait for the exchange and write the average to the parameters."""
 
     def start_from_here(self) -> None:
-        """Note that the parameters are the same on all ranks."""
+        """Note that the parameters are now the same on all ranks."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Route(ABC):
 
 
 class AllToAll(Route):
-    """One allreduce of a copy: it works in place, and the model is still using the parameters."""
+    """One allreduce of a copy, because it works in place while the model still uses the parameters."""
 
     def __init__(self, comm: Communicator, parameters: Tensor) -> None:
         self._comm, self._parameters = comm, parameters
@@ -68,16 +68,16 @@ class AllToAll(Route):
 
 
 class _Messages(Route):
-    """Messages to and from neighbours, sent and received by a thread each.
+    """Exchange messages with neighbours, with one thread to send and one to receive.
 
-    Two threads, because a rank that sent before it received would wait for one that does the same.
+    If ranks sent before they received, two of them could wait for each other.
     """
 
     def __init__(self, peers: PeerCommunicator, timeline: Timeline, parameters: Tensor) -> None:
         self._peers, self._timeline, self._parameters = peers, timeline, parameters
         self._mixing: Mixing
-        # On a GPU the threads order their copies on a stream of their own: neither waits for the kernels of
-        # the step that runs meanwhile, nor do those wait for them.
+        # On a GPU the threads' copies use a separate stream: otherwise they and the kernels of the concurrent
+        # step would wait for each other.
         self._stream = torch.cuda.Stream(parameters.device) if parameters.is_cuda else None  # type: ignore[no-untyped-call]
 
     def open(self) -> None:
@@ -93,7 +93,8 @@ class _Messages(Route):
     def start(self, mixing: Mixing) -> None:
         self._mixing = mixing
         if self._stream is not None:
-            # After the update that made the parameters, and after the last average that read what had come.
+            # After the update that wrote the parameters, and after the last average, which read the received
+            # data.
             self._stream.wait_stream(torch.cuda.current_stream(self._parameters.device))
         self._sender.start()
         self._receiver.start()
@@ -118,19 +119,19 @@ class _Messages(Route):
 
     @abstractmethod
     def _message(self) -> Tensor:
-        """Return what goes to every neighbour; called in the sender's thread."""
+        """Return the message to every neighbour; called in the sender's thread."""
 
     @abstractmethod
     def _receive(self, number: int, source: int) -> None:
-        """Receive from the mixing's source of this number; called in the receiver's thread."""
+        """Receive from the source of this index in the mixing; called in the receiver's thread."""
 
     @abstractmethod
     def _average(self) -> None:
-        """Write the average to the parameters; neither thread is at work."""
+        """Write the average to the parameters; neither thread is running."""
 
 
 class Neighbours(_Messages):
-    """The parameters, sent from where they lie."""
+    """Send the parameters in full, directly from their memory."""
 
     def __init__(self, peers: PeerCommunicator, timeline: Timeline, parameters: Tensor) -> None:
         super().__init__(peers, timeline, parameters)
@@ -148,30 +149,31 @@ class Neighbours(_Messages):
         self._peers.recv(self._inboxes[number], source)
 
     def _average(self) -> None:
-        # The running mean of the parameters and what has come: one pass over memory for each neighbour.
+        # The running mean of the parameters and the received vectors: one pass over memory per neighbour.
         for number in range(len(self._mixing.sources)):
             self._parameters.lerp_(self._inboxes[number], 1 / (number + 2))
 
 
 class QuantisedNeighbours(_Messages):
-    """Quantised differences to what the neighbours, the same ones at every exchange, know of the parameters.
+    """Send quantised differences to what fixed neighbours know of the parameters.
 
-    Update rule: with x^_i what rank i's neighbours know of x_i, the same bits there and here, Q quantisation,
+    Update rule: with x^_i what rank i's neighbours know of x_i, bitwise the same there and here, Q
+    quantisation,
         rank i:   q_i = Q(x_i - x^_i);   x^_i <- x^_i + q_i
-        of each neighbour j, when q_j has come:   x^_j <- x^_j + q_j
+        for each neighbour j, when q_j is received:   x^_j <- x^_j + q_j
         then      x_i <- x_i + sum_j W_ij (x^_j - x^_i)
-    The last sum vanishes over all ranks, so W's mean is kept whatever Q does.  What rounding took away of x_i
-    is part of the next difference, since x^_i lacks it.  Neighbours' x^_j are kept one by one, where their
-    weighted sum would do: its own rounding errors would never leave it, and move the mean at every exchange.
+    Over all ranks the last sum vanishes, so W's mean is kept whatever Q does.  The rounding error of x_i is
+    part of the next difference, since x^_i lacks it.  The neighbours' x^_j are kept separately, where their
+    weighted sum would do: its own rounding errors would stay in it, and move the mean at every exchange.
 
     Source: CHOCO-SGD, Koloskova, Stich & Jaggi 2019 (arXiv 1902.00340), recalled.  Deviation: its consensus
     step size gamma, small enough for any compression, is 1: an error of Q is at most a 14th of the largest
-    difference of its block, and with the ring's W what comes of it shrinks from exchange to exchange.
+    difference in its block, and with the ring's W its effect shrinks from exchange to exchange.
 
     Args:
-        peers, timeline, parameters: as for others.
-        mixing: of every exchange.
-        compression: of the differences.
+        peers, timeline, parameters: as in other routes.
+        mixing: mixing of every exchange.
+        compression: number format of the differences.
     """
 
     def __init__(
@@ -188,7 +190,7 @@ class QuantisedNeighbours(_Messages):
         self._known = {source: parameters.clone() for source in mixing.sources}
         self._own = parameters.clone()
         bits, length = BITS[compression], parameters.numel()
-        # One for each thread.
+        # One quantiser per thread.
         self._writer, self._reader = Quantiser(bits, parameters), Quantiser(bits, parameters)
         memory = torch.zeros(2, message_bytes(length, bits), dtype=torch.uint8, device=parameters.device)
         self._outgoing = self._writer.message(memory[0], length)
@@ -210,7 +212,7 @@ class QuantisedNeighbours(_Messages):
         for start, end in stretches(self._parameters.numel()):
             difference = self._writer.values[: end - start]
             for known in self._known.values():
-                # A rank and its neighbour have the same difference with opposite signs, to the bit.
+                # A rank and its neighbour compute bitwise the same difference with opposite signs.
                 torch.sub(known[start:end], self._own[start:end], out=difference)
                 self._parameters[start:end].add_(difference, alpha=self._mixing.weight)
 
@@ -218,7 +220,7 @@ class QuantisedNeighbours(_Messages):
         return {"known": self._own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # Neighbours may have been others when it was saved, or none: each is told what it knows now.
+        # The neighbours may have been others, or none, when it was saved: tell each what it knows now.
         self._own.copy_(state.get("known", self._parameters))
         outbox = Outbox(self._peers)
         outbox.open()

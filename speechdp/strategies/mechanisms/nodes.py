@@ -24,15 +24,15 @@ from speechdp.timing.timeline import Span
 
 
 class Nodes:
-    """The ranks in groups, those of one node each, and the first rank of every node, its leader.
+    """The ranks grouped by node, and the first rank of every node, its leader.
 
-    A sum over all ranks is made inside the nodes, then by the leaders alone, then handed on inside: a node
-    sends and receives 2 (M-1)/M times the vector for M nodes, however many ranks it has.
+    A sum over all ranks is computed inside the nodes, then by the leaders alone, then passed on inside: a
+    node sends and receives 2 (M-1)/M times the vector for M nodes, however many ranks it has.
 
     Attributes:
         inside: the ranks of this node.
-        leaders: the leaders; on the other ranks nothing to be used.
-        is_leader: whether this rank is one.
+        leaders: the leaders; not for use on other ranks.
+        is_leader: whether this rank is a leader.
     """
 
     def __init__(self, inside: Communicator, leaders: Communicator) -> None:
@@ -41,11 +41,11 @@ class Nodes:
 
     @classmethod
     def of(cls, comm: Communicator, node_size: int, channels: list[Any]) -> Nodes:
-        """Part the ranks.  Collective.
+        """Group the ranks by node.  Collective.
 
         Args:
-            node_size: consecutive ranks that make a node; 0: those on the same host.
-            channels: what is opened is appended to these.
+            node_size: consecutive ranks that form a node; 0: those on the same host.
+            channels: opened channels are appended to this list.
         """
         node = node_numbers(comm, node_size)[comm.rank]
         inside = comm.split(node)
@@ -58,7 +58,7 @@ class Nodes:
         """Replace `whole[:-1]` by the node's weighted mean, and `whole[-1]` by the sum of its weights.
 
         Args:
-            weight: of this rank, not 0.
+            weight: weight of this rank, not 0.
         """
         if self.inside.size == 1:
             whole[-1] = weight
@@ -66,7 +66,7 @@ class Nodes:
             weighted_mean(self.inside, whole, weight, f"{name}.inside")
 
     def mean_between(self, whole: Tensor, name: str) -> None:
-        """Replace `whole[:-1]`, the same on all ranks of a node, by the mean over nodes by `whole[-1]`."""
+        """Replace `whole[:-1]`, equal on all ranks of a node, by the nodes' mean with weights `whole[-1]`."""
         if self.is_leader:
             whole[:-1].mul_(whole[-1])
             self.leaders.allreduce(whole, name=f"{name}.between")
@@ -74,19 +74,19 @@ class Nodes:
         self.hand_on(whole, name)
 
     def hand_on(self, x: Tensor, name: str) -> None:
-        """Give all ranks of a node what its leader has."""
+        """Send the leader's values to all ranks of a node."""
         self.inside.broadcast(x, name=f"{name}.inside")
 
     @contextlib.contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Leave what is sent in the block out of `sent_bytes`, which is of training alone."""
+        """Leave bytes sent in the block out of `sent_bytes`, which counts only training."""
         before = self.inside.sent_bytes, self.leaders.sent_bytes
         yield
         self.inside.sent_bytes, self.leaders.sent_bytes = before
 
 
 def node_numbers(comm: Communicator, node_size: int) -> list[int]:
-    """Return for each rank which node it is on, counted in the order of their first ranks.  Collective."""
+    """Return the node of each rank, numbered in the order of their first ranks.  Collective."""
     if node_size > 0:
         return [rank // node_size for rank in range(comm.size)]
     hosts = comm.allgather_object(socket.gethostname())
@@ -98,7 +98,7 @@ def check_nodes(strategy: str, comm: Communicator, node_size: int) -> None:
     """Refuse ranks that are all on one node, and back-ends without groups.  Collective.
 
     Raises:
-        ConfigError: there is nothing to average between, or no way to.
+        ConfigError: there is nothing to average between, or the back-end cannot.
     """
     if comm.size == 1:
         return
@@ -118,10 +118,10 @@ def check_nodes(strategy: str, comm: Communicator, node_size: int) -> None:
 
 
 def check_node_size(strategy: str, node_size: int, *, averages_between: bool) -> None:
-    """Refuse a node size that cannot be used.
+    """Refuse an unusable node size.
 
     Raises:
-        ConfigError: likewise.
+        ConfigError: the node size cannot be used.
     """
     if node_size < 0:
         raise ConfigError(f"{strategy}:node_size={node_size}: must be at least 1, or 0: the ranks of a host")
@@ -131,18 +131,18 @@ def check_node_size(strategy: str, node_size: int, *, averages_between: bool) ->
 
 @dataclass(eq=False)
 class NodewiseStrategy(AveragingStrategy):
-    """A strategy whose averages may be made inside each node, and less often over all ranks.
+    """A strategy whose averages may be computed inside each node, and less often over all ranks.
 
-    With `between_nodes` a window still ends once per period.  Most windows end with the mean of the node's
-    ranks, n_j the frames of rank j in the window; every (between_nodes / period)th is an `exchange`, whose
-    means are those over all ranks: of the nodes' means, weighted by the frames of all ranks of a node since
-    the last exchange.  What is compressed is sent between nodes alone.
+    With `between_nodes` a window still ends once per period.  Most windows end with the mean over the node's
+    ranks, weighted by n_j, the frames of rank j in the window.  Every (between_nodes / period)th one ends
+    with an `exchange`, whose means are over all ranks: the nodes' means, weighted by the frames of all ranks
+    of a node since the last exchange.  Only messages between nodes are compressed.
     """
 
-    #: Time between averages over all ranks, as `period`, a multiple of it; others are made inside each node.
-    #: 0: all averages are over all ranks, at once.
+    #: Time between averages over all ranks, written as `period` and a multiple of it; the others are inside
+    #: each node. 0: all averages are over all ranks.
     between_nodes: Beginning = field(default_factory=Beginning)
-    #: Consecutive ranks that make a node; 0: those on the same host.
+    #: Consecutive ranks that form a node; 0: those on the same host.
     node_size: int = 0
 
     @property
@@ -183,11 +183,11 @@ class NodewiseStrategy(AveragingStrategy):
         self._nodes: Nodes | None = None
         if self.between_nodes.value > 0 and self.comm.size > 1:
             self._nodes = Nodes.of(self.comm, self.node_size, self.channels)
-        #: Windows from one exchange to the next.
+        #: Number of windows from one exchange to the next.
         self._windows_between = max(1, rounds_between(self.between_nodes, self.period))
         self._round = 0  # averages inside nodes since the last one over all ranks
-        self._only_inside = False  # whether what is averaged now is so inside the node alone
-        #: Frames of all ranks of this node since then, without those of the window under way.
+        self._only_inside = False  # whether the current average is inside the node alone
+        #: Frames of all ranks of this node since that average, without those of the current window.
         self._node_frames = self.replica.parameters.whole.new_zeros(())
         super().set_up()
 
@@ -223,7 +223,7 @@ class NodewiseStrategy(AveragingStrategy):
         self._round += 1
 
     def _all_together(self) -> None:
-        """Note that all ranks hold what the nodes have brought together."""
+        """Note that all ranks now hold the same average."""
         self._round = 0
         self._node_frames.zero_()
 

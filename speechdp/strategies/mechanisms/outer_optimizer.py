@@ -1,4 +1,4 @@
-"""What strategies share that move one global model by the ranks' mean movement."""
+"""The base class of strategies that move one global model by the ranks' mean movement."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from speechdp.timing.timeline import Span
 class OuterStrategy(NodewiseStrategy):
     """Move a global model once per period; all ranks continue from it.
 
-    Subclasses write `outer_step`.  The global model and its velocity are flat vectors, computed by every rank
-    from the same mean and therefore the same everywhere: nothing but the parameters is exchanged.
+    Subclasses write `outer_step`.  The global model and its velocity are flat vectors.  Every rank computes
+    them from the same mean, so they are the same everywhere, and only the parameters are exchanged.
 
-    Evaluation right after an exchange shows the global model; within a window, as the end of training
-    does, the weighted mean of the replicas: an outer step with a window cut short would add the
-    velocity of whole windows to it.
+    Evaluation right after an exchange shows the global model.  Within a window it shows the weighted mean of
+    the replicas, as the end of training does: an outer step for a shortened window would add the velocity of
+    whole windows.
     """
 
     @property
@@ -32,7 +32,7 @@ class OuterStrategy(NodewiseStrategy):
         return replace(super().traits, has_outer_step=True)
 
     def set_up(self) -> None:
-        #: Where all ranks went on from after the last exchange.
+        #: Where all ranks continued from after the last exchange.
         self._start = self.replica.parameters.values.clone()
         super().set_up()
         self._velocity = self._start.new_zeros(self._start.shape)
@@ -49,17 +49,17 @@ class OuterStrategy(NodewiseStrategy):
         """Move the global model; update `start` and `velocity` in place.
 
         Args:
-            start: where the ranks started from; becomes where they go on from.  (n,)
+            start: where the ranks started from; becomes where they continue from.  (n,)
             movement: mean parameters of the ranks minus `start`; may be overwritten.  (n,)
             velocity: the outer momentum, in the subclass's own scale.  (n,)
         """
 
     def settle(self) -> None:
-        """Treat the optimizer's state after an outer step.  Collective."""
+        """Adjust the optimizer's state after an outer step.  Collective."""
         return None
 
     def to_global_model(self, values: Tensor) -> None:
-        """Turn `values`, where the ranks go on from, into the global model in place."""
+        """Turn `values`, where the ranks continue from, into the global model in place."""
         return None
 
     def exchange(self) -> None:
@@ -75,7 +75,7 @@ class OuterStrategy(NodewiseStrategy):
     def finish(self) -> None:
         if self._together is None:
             self._show_global_model()
-        self.forget_window()  # what was trained apart is in the mean
+        self.forget_window()  # local training is in the mean
         super().finish()
 
     def _show_global_model(self) -> None:
@@ -95,7 +95,7 @@ class OuterStrategy(NodewiseStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         state = {**super().state_dict(), "start": self._start, "velocity": self._velocity}
-        state.pop("reference", None)  # `start` again
+        state.pop("reference", None)  # the same as `start`
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

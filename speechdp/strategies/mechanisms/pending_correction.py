@@ -1,8 +1,8 @@
-"""Parameters that one thread trains while another mixes them with other ranks'.
+"""Let one thread train parameters while another mixes them with other ranks' parameters.
 
-What a mixing adds to a rank's parameters, its *correction*, waits in a buffer of its own until the rank's
-next step, because forward and backward must see one set of parameters.  Parameters and waiting correction
-together are the *effective* parameters: what other ranks get to see.
+What a mixing adds to a rank's parameters, its *correction*, waits in a separate buffer until the rank's next
+step, because forward and backward must use the same parameters.  Parameters plus the waiting correction are
+the *effective* parameters, those that other ranks see.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from torch import Tensor
 
 
 class EffectiveParameters:
-    """A rank's parameters x and the correction c that waits for its next step: effective are x + c.
+    """A rank's parameters x and the correction c that waits for its next step; x + c are effective.
 
-    A mixing x_i, x_j <- (x_i + x_j) / 2 of two ranks is `snapshot` on both, an exchange of the snapshots
-    s_i and s_j, and `correct` on both, which adds (s_j - s_i) / 2 here and its negative there: whatever else
-    is added to either meanwhile, nothing is lost and the mean over ranks stays.  Twice the correction is
-    kept, the bare difference; halving it costs nothing when it is added.
+    A mixing x_i, x_j <- (x_i + x_j) / 2 of two ranks is `snapshot` on both, an exchange of the snapshots s_i
+    and s_j, and `correct` on both, which adds (s_j - s_i) / 2 here and its negative there.  Whatever else is
+    added to either meanwhile, nothing is lost and the mean over ranks is kept.  The buffer holds twice the
+    correction, the plain difference; halving it costs nothing when it is added.
 
-    `snapshot` and `correct` belong to the exchange's thread, inside `side`; `update` and `take` to the
-    training thread.  While one of them touches x or c the other thread waits, at most for a few passes over
+    The exchange's thread calls `snapshot` and `correct`, inside `side`; the training thread calls `update`
+    and `take`.  While one of them accesses x or c the other thread waits, at most for a few passes over
     memory and never for an exchange.
 
     Args:
         values: x, flat.  (n,)
-        exchanging: this rank makes exchanges; one that does not only takes what others share with it.
+        exchanging: whether this rank makes exchanges; otherwise it only takes corrections that others share
+            with it.
 
     Attributes:
-        incoming: where the other rank's snapshot is received.  (n,)
-        num_pending: mixings in the correction that waits.
-        num_mixings: mixings so far.
+        incoming: buffer for the other rank's snapshot.  (n,)
+        num_pending: number of mixings in the waiting correction.
+        num_mixings: number of mixings so far.
     """
 
     def __init__(self, values: Tensor, *, exchanging: bool) -> None:
@@ -49,11 +50,11 @@ class EffectiveParameters:
         self.num_mixings = 0
 
     def side(self) -> AbstractContextManager[object]:
-        """Return the context in which threads of the exchange run: on a GPU, a stream beside training's."""
+        """Return the context for threads of the exchange: on a GPU, a stream beside training's."""
         return self._streams.side()
 
     def snapshot(self) -> Tensor:
-        """Return a copy of the effective parameters, good until the next snapshot.  (n,)"""
+        """Return a copy of the effective parameters, valid until the next snapshot.  (n,)"""
         with self._lock, self._streams.exchanging():
             if self.num_pending:
                 torch.add(self._values, self._pending, alpha=0.5, out=self._own)
@@ -62,9 +63,10 @@ class EffectiveParameters:
         return self._own
 
     def correct(self) -> None:
-        """Mix: half of `incoming` minus the last snapshot waits for the next step."""
+        """Mix: let half of `incoming` minus the last snapshot wait for the next step."""
         torch.sub(self.incoming, self._own, out=self.incoming)
-        # Training must find a correction that is there, not one on which its stream would have to wait.
+        # The correction must be complete when training finds it, so that training's stream need not wait for
+        # it.
         self._streams.finish_side()
         with self._lock, self._streams.exchanging():
             if self.num_pending:
@@ -76,17 +78,17 @@ class EffectiveParameters:
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """Keep snapshots away while the parameters are changed inside the block."""
+        """Hold off snapshots while the block changes the parameters."""
         with self._lock, self._streams.training():
             yield
 
     def take(self, share: Callable[[Tensor], object] | None = None, announced: int = 0) -> int:
-        """Add the correction to the parameters; return how many mixings it held.
+        """Add the correction to the parameters; return the number of mixings in it.
 
         Args:
-            share: called with twice the correction before it is added, to hand it to the ranks that share
+            share: called with twice the correction before it is added, to send it to the ranks that share
                 these parameters, or to receive it.
-            announced: mixings in it where it is received; the sender may have added some since.
+            announced: number of mixings in a received correction; the sender may have added some since.
         """
         num_mixings = max(announced, self.num_pending)
         if num_mixings:
@@ -99,10 +101,10 @@ class EffectiveParameters:
 
 
 class _Streams:
-    """Order the kernels of the two threads on a GPU; nothing is to be done on a CPU.
+    """Order the kernels of the two threads on a GPU; does nothing on a CPU.
 
-    Events say up to where the parameters were last written by training's stream, and read or corrected by
-    the other: each stream waits for copies within the GPU only.
+    Events mark when training's stream last wrote the parameters, and when the other one last read or
+    corrected them: each stream waits only for copies within the GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -117,7 +119,7 @@ class _Streams:
         return contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
     def finish_side(self) -> None:
-        """Sleep until the device has done what the exchange's stream holds."""
+        """Block until the device has finished the work on the exchange's stream."""
         if self._side is not None:
             reached = _event()
             reached.record(self._side)
@@ -144,5 +146,5 @@ class _Streams:
 
 
 def _event() -> torch.cuda.Event:
-    # `blocking` lets the waiting thread sleep, where it would spin.
+    # `blocking` lets the waiting thread sleep instead of spin.
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

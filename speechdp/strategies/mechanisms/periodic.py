@@ -1,4 +1,4 @@
-"""What strategies share that train locally and exchange parameters once per period."""
+"""The base class of strategies that train locally and exchange parameters once per period."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from speechdp.parallel.strategy import Progress, Strategy, Traits
 from speechdp.strategies.mechanisms.bucketed_gradients import BucketedGradients
 from speechdp.timing.timeline import Span
 
-#: Weight of a rank that had no frame since the last average: nothing beside a frame (weight 1), yet an
-#: average in which no rank had one is still their mean.  A power of two scales without rounding.
+#: Weight of a rank without frames since the last average: negligible beside one frame (weight 1), but if no
+#: rank had frames, the average is still their mean.  A power of two scales without rounding.
 NO_FRAMES = 2.0**-64
-#: More steps than any training has, and few enough for a message.
+#: More steps than any training has, but small enough for a message.
 _MOST_STEPS = 2**62
-#: What becomes of the optimizer's state at an exchange: each rank's own, the ranks' mean, or zero.
+#: What happens to the optimizer's state at an exchange: each rank's own, the ranks' mean, or zero.
 MomentumRule = Literal["keep", "average", "reset"]
 
 
 def weighted_mean(
     comm: Communicator, whole: Tensor, weight: float, name: str, result: Tensor | None = None
 ) -> None:
-    """Replace `whole[:-1]`, or `result`, by the mean over ranks by weight, `whole[-1]` by the sum of weights.
+    """Replace `whole[:-1]`, or `result`, by the weighted mean over ranks, `whole[-1]` by the sum of weights.
 
     Collective; one exchange.
     """
     if weight == 0:
-        whole.zero_()  # not multiplied: what is left out may be infinite
+        whole.zero_()  # not multiplied by 0: the values of an excluded rank may be infinite
     else:
         whole[-1] = 1.0
         whole.mul_(weight)
@@ -46,15 +46,15 @@ def weighted_mean(
 class PeriodicStrategy(Strategy):
     """Train locally for a period, then `exchange`; a window is the time since the last exchange.
 
-    Before `begin` ranks train together by gradient averaging, every step, with the replicas bitwise equal
-    (post-local SGD: Lin et al., which switches at the first decay of the learning rate, recalled).
+    Before `begin`, ranks average gradients at every step, and replicas stay bitwise equal (post-local SGD:
+    Lin et al., which switches at the first decay of the learning rate, recalled).
 
-    Subclasses write `exchange` and extend `state_dict` by what else they keep.
+    Subclasses write `exchange`, and extend `state_dict` by their own state.
     """
 
     #: Time between exchanges: steps (16), frames per rank (600kf) or seconds (5s).
     period: Period = field(default_factory=lambda: Period(16))
-    #: Average gradients at every step until then; 0: train locally from the start.
+    #: Average gradients at every step until this point; 0: train locally from the start.
     begin: Beginning = field(default_factory=Beginning)
 
     @property
@@ -78,11 +78,11 @@ class PeriodicStrategy(Strategy):
         self._window_steps = 0
         self._last_frames = 0.0
         self._last_time_s = 0.0
-        #: Steps between exchanges when the period is in seconds: 1 until a step has been timed.
+        #: Steps between exchanges if the period is in seconds: 1 until a step has been timed.
         self._steps_a_period = 1
-        #: The step at which ranks agree next whether a beginning in seconds is over.
+        #: Step at which ranks next agree whether a beginning in seconds is over.
         self._next_look = 0
-        #: Averages gradients until local training starts, then None.
+        #: Averages gradients until local training starts; then None.
         self._together: BucketedGradients | None = None
         if self.begin.value > 0:
             self._together = BucketedGradients().attach(self.replica, self.comm, self.timeline)
@@ -107,7 +107,7 @@ class PeriodicStrategy(Strategy):
             self._start_window(progress)
 
     def update(self, progress: Progress) -> None:
-        """Apply this step's gradients: of all ranks until `begin`, then of this rank alone."""
+        """Apply this step's gradients: those of all ranks until `begin`, then those of this rank alone."""
         if self._together is not None:
             self._together.step(progress)
             return
@@ -121,7 +121,7 @@ class PeriodicStrategy(Strategy):
             return frames_reach(progress.frames_per_rank, self.begin.value)
         if progress.step < self._next_look:
             return False
-        # Rank 0's clock, looked at by all at steps 1, 2, 4, ... at most, and where it says it will be over.
+        # By rank 0's clock, checked at least at steps 1, 2, 4, ... and at the step where it should be over.
         left = round((self.begin.value - progress.time_s) * progress.step / max(progress.time_s, 1e-9))
         over = progress.time_s >= self.begin.value
         left = self._agree(0 if over else min(max(1, left), progress.step), "begin")
@@ -129,7 +129,7 @@ class PeriodicStrategy(Strategy):
         return left == 0
 
     def start_apart(self) -> None:
-        """Called when local training starts, unless it does so at step 1."""
+        """Start local training; called unless it starts at step 1."""
         return None
 
     def is_due(self, progress: Progress) -> bool:
@@ -143,7 +143,7 @@ class PeriodicStrategy(Strategy):
 
     @property
     def trains_together(self) -> bool:
-        """Whether gradients are averaged, before `begin`."""
+        """Whether gradients are still averaged, before `begin`."""
         return self._together is not None
 
     def end_window(self) -> None:
@@ -155,7 +155,7 @@ class PeriodicStrategy(Strategy):
         """Combine the ranks' parameters at the end of a window.  Collective."""
 
     def weight(self) -> float:
-        """Return this rank's weight in an average: its frames of the window."""
+        """Return this rank's weight in an average: its frames in the window."""
         return float(self._window_frames) or NO_FRAMES
 
     def average_parameters(self) -> None:
@@ -169,7 +169,7 @@ class PeriodicStrategy(Strategy):
         weighted_mean(self.comm, whole, self.weight(), name, result)
 
     def settle_momentum(self, rule: MomentumRule) -> None:
-        """Treat the optimizer's state at an exchange as `rule` says.  Collective."""
+        """Adjust the optimizer's state at an exchange according to `rule`.  Collective."""
         if rule == "reset":
             self.replica.reset_optimizer()
         if rule != "average" or self.comm.size == 1:
@@ -179,8 +179,8 @@ class PeriodicStrategy(Strategy):
 
     def _start_window(self, progress: Progress) -> None:
         if self.current_period.unit is PeriodUnit.SECONDS:
-            # Ranks must agree on the step of the next exchange without a message at every step: rank 0
-            # turns the seconds into steps at its own pace, once per period.
+            # Ranks must agree on the step of the next exchange without a message per step: rank 0 converts
+            # the seconds into steps at its own speed, once per period.
             pace_s = (progress.time_s - self._last_time_s) / self._window_steps
             wanted = max(1, round(self.current_period.value / max(pace_s, 1e-9)))
             wanted = min(wanted, _MOST_STEPS)
@@ -197,11 +197,11 @@ class PeriodicStrategy(Strategy):
 
     @property
     def is_apart(self) -> bool:
-        """Whether ranks have trained by themselves since the last exchange."""
+        """Whether ranks have trained separately since the last exchange."""
         return self._window_steps > 0
 
     def forget_window(self) -> None:
-        """Note that what was trained apart has been exchanged, or is in what is shown."""
+        """Note that local training has been exchanged, or is in the evaluated mean."""
         self._window_frames = self._window_steps = 0
 
     def finish(self) -> None:
@@ -232,7 +232,7 @@ class PeriodicStrategy(Strategy):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the window's counters; what a subclass has added is ignored."""
+        """Restore the window's counters; ignore what a subclass has added."""
         for name in (
             "window_frames",
             "window_steps",

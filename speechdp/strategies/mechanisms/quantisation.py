@@ -1,4 +1,4 @@
-"""Vectors as whole numbers of 8 or 4 bits, with one scale for each block of values."""
+"""Represent vectors as integers of 8 or 4 bits, with one scale per block of values."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import Tensor
 
 from speechdp.strategies.mechanisms.number_formats import BLOCK, HEADER_BYTES, SCALE_BYTES, message_bytes
 
-#: Values worked on at a time: what one pass writes the next finds in the cache.
+#: Number of values processed at a time, so that a pass finds the previous one's results in the cache.
 _STRETCH = 512 * BLOCK
-#: Nothing is smaller than this scale, whose inverse is still a number: a block of zeros has it.
+#: Lowest scale, whose inverse is still finite: a block of zeros has it.
 _LEAST_SCALE = float(torch.finfo(torch.float32).tiny)
 
 
 @dataclass(frozen=True)
 class Message:
-    """A quantised vector in the form in which it travels: weight, scales, codes.
+    """A quantised vector as it is sent: weight, scales, codes.
 
     Attributes:
         whole: all its bytes.
-        length: values of the vector.
-        weight: of the rank whose vector it is.  (1,), float64
-        scales: one for each block.  (blocks,), float32
-        codes: of each block, the last one filled up.  (blocks, BLOCK) bytes, or half of it with 4 bits
+        length: number of values in the vector.
+        weight: weight of the sending rank.  (1,), float64
+        scales: one per block.  (blocks,), float32
+        codes: codes of each block, the last one padded.  (blocks, BLOCK) bytes, or half of it with 4 bits
     """
 
     whole: Tensor
@@ -35,7 +35,7 @@ class Message:
 
     @staticmethod
     def over(memory: Tensor, length: int, bits: int) -> Message:
-        """Return the message of `length` values that stands at the beginning of `memory` (uint8, aligned)."""
+        """Return the message of `length` values at the start of `memory` (uint8, aligned)."""
         blocks = -(-length // BLOCK)
         whole = memory[: message_bytes(length, bits)]
         codes_at = HEADER_BYTES + SCALE_BYTES * blocks
@@ -50,22 +50,22 @@ class Message:
 
 
 class Quantiser:
-    """Writes vectors into messages and reads them back, stretch by stretch, in memory that it keeps.
+    """Write vectors into messages and read them back, stretch by stretch, in buffers of its own.
 
-    A code is the nearest whole multiple of its block's scale, the largest magnitude in the block over 127
-    (8 bits) or 7 (4 bits): an error is at most half a scale.  A block that holds something that is not a
-    finite number is read back as such.
+    A code is the nearest integer multiple of its block's scale, which is the largest magnitude in the block
+    over 127 (8 bits) or 7 (4 bits): an error is at most half a scale.  A block with a value that is not
+    finite is read back with values that are not finite.
 
     Args:
-        bits: of a code, 8 or 4.
-        like: a vector of the type and on the device of those to come, float32 or float64.
+        bits: bits per code, 8 or 4.
+        like: a vector of the type and device of those to be written, float32 or float64.
     """
 
     def __init__(self, bits: int, like: Tensor) -> None:
         assert bits in (8, 4), bits
         self.bits = bits
         self._levels = 2 ** (bits - 1) - 1
-        #: For whoever works on a stretch; `write` overwrites it.
+        #: Buffer for the caller's current stretch; `write` overwrites it.
         self.values = like.new_empty(_STRETCH)
         self._decoded = like.new_empty(_STRETCH)
         blocks = _STRETCH // BLOCK
@@ -76,33 +76,33 @@ class Quantiser:
         return Message.over(memory, length, self.bits)
 
     def write(self, message: Message, start: int, length: int) -> None:
-        """Write the first `length` of `values` to where `start` is in a message; `values` are lost.
+        """Write the first `length` of `values` to position `start` in a message; overwrites `values`.
 
         Args:
-            start: a stretch's beginning.
-            length: of the stretch.
+            start: start of a stretch.
+            length: length of the stretch.
         """
         blocks = -(-length // BLOCK)
         self.values[length : blocks * BLOCK] = 0.0
         rows = self.values[: blocks * BLOCK].view(blocks, BLOCK)
         first = start // BLOCK
-        # Many times as fast as one pass of `aminmax`, or of a norm.
+        # Many times faster than one pass of `aminmax`, or of a norm.
         largest = torch.abs(rows, out=self._decoded[: rows.numel()].view_as(rows)).amax(1)
         scales = message.scales[first : first + blocks].copy_(largest.div_(self._levels))
         scales.clamp_(min=_LEAST_SCALE)
-        # As the reader will have them, in single precision.
+        # In single precision, as the reader will have them.
         rows.mul_(scales.to(rows.dtype).reciprocal().unsqueeze(1)).round_()
         codes = message.codes[first : first + blocks]
         if self.bits == 8:
             codes.view(torch.int8).copy_(rows)
             return
-        # Two values a byte, 8 added to each: one after the other, modulo 256.
+        # Two values per byte, with 8 added to each; in separate steps, modulo 256.
         half, whole = BLOCK // 2, self._whole[:blocks]
         whole.view(torch.int8).copy_(rows)
         torch.add(whole[:, :half], whole[:, half:], alpha=16, out=codes).add_(8 + 8 * 16)
 
     def read(self, message: Message, start: int, length: int) -> Tensor:
-        """Return the stretch of a message that begins at `start`, good until the next.  (length,)"""
+        """Return the stretch of a message that starts at `start`, valid until the next.  (length,)"""
         blocks = -(-length // BLOCK)
         rows = self._decoded[: blocks * BLOCK].view(blocks, BLOCK)
         first = start // BLOCK
@@ -118,12 +118,12 @@ class Quantiser:
         return self._decoded[:length]
 
     def write_difference(self, message: Message, x: Tensor, known: Tensor) -> None:
-        """Write Q(x - known) to a message, and add to `known` what its readers will add to theirs.
+        """Write Q(x - known) to a message, and add to `known` what readers will add to theirs.
 
-        What rounding takes away of `x` is thereby part of the next difference.
+        The rounding error of `x` is thereby part of the next difference.
 
         Args:
-            x: of the message's length.  (n,)
+            x: vector of the message's length.  (n,)
             known: the same wherever the message is read.  (n,)
         """
         for start, end in stretches(message.length):
@@ -132,11 +132,11 @@ class Quantiser:
             known[start:end].add_(self.read(message, start, end - start))
 
     def add_difference(self, message: Message, known: Tensor) -> None:
-        """Add to `known` what `write_difference` has added to the sender's.  (n,)"""
+        """Add to `known` what `write_difference` added to the sender's.  (n,)"""
         for start, end in stretches(message.length):
             known[start:end].add_(self.read(message, start, end - start))
 
 
 def stretches(length: int) -> list[tuple[int, int]]:
-    """Return beginning and end of the stretches of a vector."""
+    """Return start and end of each stretch of a vector."""
     return [(start, min(start + _STRETCH, length)) for start in range(0, length, _STRETCH)]

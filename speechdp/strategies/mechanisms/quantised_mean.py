@@ -14,17 +14,17 @@ from speechdp.comm.base import PeerCommunicator
 from speechdp.strategies.mechanisms.number_formats import BITS, BLOCK, Compression, message_bytes
 from speechdp.strategies.mechanisms.quantisation import Message, Quantiser, stretches
 
-#: Tags of what goes to a piece's owner, and of what comes from it.
+#: Tags of messages to a piece's owner, and of those from it.
 _TO_OWNER, _FROM_OWNER = 0, 1
 
 
 class Outbox:
-    """Sends messages one after another, in a thread of its own.
+    """Send messages one after another, in a separate thread.
 
-    Ranks that send to each other before they receive would wait for one another.
+    Ranks that send to each other before they receive would wait for each other.
 
     Args:
-        peers: a channel of nobody else's.
+        peers: a channel that nothing else uses.
     """
 
     def __init__(self, peers: PeerCommunicator) -> None:
@@ -40,7 +40,7 @@ class Outbox:
             self._thread = JobThread(f"averages of rank {self.peers.rank}, sending", self._send)
 
     def close(self) -> None:
-        """End it; nothing is under way."""
+        """Stop the thread; no message is in flight."""
         if self._thread is not None:
             self._thread.close()
             self._thread = None
@@ -53,7 +53,7 @@ class Outbox:
         self._thread.start()
 
     def flush(self) -> None:
-        """Wait until all is sent; raise what went wrong."""
+        """Wait until all messages are sent; raise the thread's error, if any."""
         assert self._thread is not None, "the outbox is closed"
         for _ in range(self._num_posted):
             self._thread.wait()
@@ -63,51 +63,51 @@ class Outbox:
         x, dest, tag, ready = self._messages.get()
         if ready is not None:
             ready.event.synchronize()
-        # A copy to the host is ordered against the stream that wrote the message: this thread's own would be
-        # training's, and the copy wait for its steps.
+        # The copy to the host is ordered after the stream that wrote the message: this thread's default
+        # stream is training's, whose steps the copy would wait for.
         with torch.cuda.stream(ready.stream if ready is not None else None):
             self.peers.send(x, dest, tag=tag)
 
 
 class _Written:
-    """What this thread's stream on a GPU has been given to do so far: the stream, and an event at its end."""
+    """The current stream's position on a GPU: the stream, and an event after all work queued so far."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.current_stream(device)
-        # `blocking` lets the waiting thread sleep, where it would spin.
+        # `blocking` lets the waiting thread sleep instead of spin.
         self.event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(self.stream)
 
 
 class QuantisedMean:
-    """Replaces vectors x_i by their weighted mean over ranks, moved as quantised differences to a reference.
+    """Replace vectors x_i by their weighted mean over ranks, sent as quantised differences to a reference.
 
     Update rule: with a the reference, p_i = n_i / (sum_j n_j) the weights' shares and Q quantisation,
         rank i:   d_i = (x_i - a) + e_i / s_i;   e_i <- e_i + p_i ((x_i - a) - Q(d_i))
         owner:    m = (sum_i p_i Q(d_i)) + f;    f <- m - Q(m)
         all:      mean <- a + Q(m).
-    e_i is what rank i has not brought into the means so far and f what a piece's owner has not handed out,
-    both in the mean's own units: the sum of all means handed out, of the e_i and of f is the sum of the exact
-    means, whatever the weights.  s_i is the largest share that rank i has had so far, at least 1/N: it
-    decides how fast e_i is brought in, not whether.  Were it smaller than p_i time and again, more than e_i
-    would be brought in each time, and e_i grow.
+    e_i is what rank i has not contributed to the means so far, and f what a piece's owner has not
+    distributed, both in the mean's own units: all distributed means, the e_i and f add up to the exact means,
+    whatever the weights.  s_i is the largest share that rank i has had so far, at least 1/N: it determines
+    how fast e_i is contributed, not whether.  If it were repeatedly smaller than p_i, more than e_i would be
+    contributed each time, and e_i would grow.
 
-    Exchange: the vector is cut into N pieces, one owned by each rank.  Every rank sends each owner its
-    piece, the weight and the scales in one message, and gets the mean of it back from each: 2 (N-1)/N times
-    the vector's quantised bytes sent by each rank, as by a ring.  An owner's own part is not quantised.
+    Exchange: the vector is cut into N pieces, one owned by each rank.  Every rank sends each owner its piece,
+    the weight and the scales in one message, and gets the mean of the piece back: 2 (N-1)/N times the
+    vector's quantised bytes sent by each rank, as in a ring.  An owner's own part is not quantised.
 
-    Guarantee: the mean is bitwise the same on every rank, provided the reference is.  A rank of weight 0 adds
+    Guarantee: the mean is bitwise the same on every rank if the reference is.  A rank of weight 0 contributes
     nothing, whatever its vector holds.
 
-    Source: error feedback on both sides of a mean as DoubleSqueeze has it (Tang et al. 2019, arXiv
-    1905.05957); quantised differences to a common model: FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014);
-    both recalled.  Deviations: a piece's owner in place of a server, weights by frames, errors kept in the
-    mean's units so that unequal weights lose nothing.
+    Source: error feedback on both sides of a mean as in DoubleSqueeze (Tang et al. 2019, arXiv 1905.05957);
+    quantised differences to a common model: FedPAQ (Reisizadeh et al. 2020, arXiv 1909.13014); both recalled.
+    Deviations: a piece's owner instead of a server, weights by frames, errors kept in the mean's units so
+    that unequal weights lose nothing.
 
     Args:
         outbox: open while vectors are averaged.
         like: a vector of the length, type and device of those to be averaged.
-        compression: of the differences.
+        compression: number format of the differences.
     """
 
     def __init__(self, outbox: Outbox, like: Tensor, compression: Compression) -> None:
@@ -160,7 +160,7 @@ class QuantisedMean:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state; with other pieces (number of ranks, place among them) nothing is owed."""
+        """Restore a state; with other pieces (number of ranks, this rank's place), errors start at 0."""
         if (state["size"], state.get("rank", self._rank)) == (self._size, self._rank):
             self._error.copy_(state["error"])
             self._owner_error.copy_(state["owner_error"])
@@ -173,20 +173,20 @@ class QuantisedMean:
         return self._quantiser.message(memory, self._length(owner))
 
     def _others(self) -> list[int]:
-        """Return whom to send to; while all send to their k-th, each receives from its k-th source."""
+        """Return the ranks to send to; while all send to their k-th, each receives from its k-th source."""
         return [(self._rank + k) % self._size for k in range(1, self._size)]
 
     def _sources(self) -> list[int]:
         return [(self._rank - k) % self._size for k in range(1, self._size)]
 
     def _stretches(self, owner: int) -> Iterator[tuple[int, int, slice]]:
-        """Yield beginning and length within a piece of each of its stretches, and its place in the vector."""
+        """Yield start and length of each stretch within a piece, and its place in the vector."""
         first = self._borders[owner]
         for start, end in stretches(self._length(owner)):
             yield start, end - start, slice(first + start, first + end)
 
     def _difference(self, own: Tensor, reference: Tensor, place: slice) -> Tensor:
-        """Return a stretch of (x_i - a) + e_i / s_i in the quantiser's memory."""
+        """Return a stretch of (x_i - a) + e_i / s_i in the quantiser's buffer."""
         values = self._quantiser.values[: place.stop - place.start]
         torch.sub(own[place], reference[place], out=values)
         return values.add_(self._error[place], alpha=1 / self._largest_share)
@@ -194,14 +194,14 @@ class QuantisedMean:
     def _write_part(self, owner: int, own: Tensor, reference: Tensor, weight: float) -> None:
         message = self._outgoing[owner]
         message.weight.fill_(weight)
-        if weight == 0:  # the vector may be anything, and nobody will read the codes
+        if weight == 0:  # the vector may hold anything, and no owner reads the codes
             return
         for start, length, place in self._stretches(owner):
             self._difference(own, reference, place)
             self._quantiser.write(message, start, length)
 
     def _gather(self, own: Tensor, reference: Tensor, weight: float) -> tuple[float, float]:
-        """Sum this rank's piece over ranks by weight; return the sum of weights and this rank's share."""
+        """Sum this rank's piece over ranks with weights; return the sum of weights and this rank's share."""
         weights = {self._rank: weight}
         self._mean.zero_()
         if weight > 0:
@@ -219,8 +219,8 @@ class QuantisedMean:
         return total, weight / total
 
     def _write_mean(self, total: float) -> Message:
-        """Quantise the mean of this rank's piece; return the message to all."""
-        # In the place of what this rank would have sent to itself.
+        """Quantise the mean of this rank's piece; return the message for all ranks."""
+        # Reuses the message that this rank would have sent to itself.
         reply = self._outgoing[self._rank]
         for start, length, _ in self._stretches(self._rank):
             mean, error = (x[start : start + length] for x in (self._mean, self._owner_error))
@@ -231,7 +231,7 @@ class QuantisedMean:
         return reply
 
     def _keep_errors(self, own: Tensor, reference: Tensor, share: float) -> None:
-        """Note what of this rank's differences the means lack; of its own piece they lack nothing."""
+        """Add to the errors what the means lack of this rank's differences; its own piece lacks nothing."""
         if share == 0:
             return
         for owner in self._others():

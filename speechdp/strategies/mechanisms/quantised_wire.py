@@ -1,4 +1,4 @@
-"""Between a worker and the server: quantised differences to what the server knows, quantised answers."""
+"""Quantise what workers and the server exchange: differences to what the server knows, and answers."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from speechdp.strategies.mechanisms.server import ANSWER_TAG, GIVEN_TAG, SERVER,
 
 
 class QuantisedWire(Wire):
-    """Vectors and answers as blocks of whole numbers; answers to GIVE alone, since a FETCH wants all of it.
+    """Send vectors and answers quantised in blocks; only answers to GIVE, since a FETCH needs full precision.
 
     Update rule: with x a worker's vector, r what the server knows of it and Q quantisation,
-        worker:  c = Q(x - r);   r <- r + c          server:  r <- r + c, which is what it is given
-        server:  d <- Q(d), and acts by it           worker:  reads the same d
-    What rounding took away of x is part of the next difference, since r lacks it; what it took away of d the
-    server has to keep.
+        worker:  c = Q(x - r);   r <- r + c          server:  r <- r + c, the vector that it is given
+        server:  d <- Q(d), which it applies         worker:  reads the same d
+    The rounding error of x is part of the next difference, since r lacks it; the server has to keep the
+    rounding error of d.
 
     Args:
-        known: r by the rank at the other end, the same there; changed in place.  (n,) each
-        compression: of differences and answers.
+        known: r by the rank at the other end, where it is the same; changed in place.  (n,) each
+        compression: number format of differences and answers.
         like: a vector of their length, type and device.
     """
 
@@ -35,7 +35,7 @@ class QuantisedWire(Wire):
         num_bytes = message_bytes(self._length, BITS[compression])
         memory = torch.zeros(num_bytes, dtype=torch.uint8, device=like.device)
         self._message = self._quantiser.message(memory, self._length)
-        self._has_answer = False  # in the message
+        self._has_answer = False  # whether the message holds an answer
 
     def give(self, peers: PeerCommunicator, x: Tensor) -> None:
         self._quantiser.write_difference(self._message, x, self._known[SERVER])

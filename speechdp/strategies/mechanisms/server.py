@@ -1,7 +1,8 @@
-"""What strategies with a server on rank 0 share: workers ask, the server answers in the order of arrival.
+"""Shared parts of strategies with a server on rank 0: workers ask, the server answers in order of arrival.
 
-Two roles: a `Server` keeps the common vector, on rank 0; a `Link`, one a rank, is how its worker asks.  On
-rank 0 that is the server itself, under a lock; elsewhere messages go to a thread of rank 0, over a `Wire`.
+There are two roles: a `Server` on rank 0 keeps the common vector; a `Link` on each rank lets its worker ask.
+On rank 0 the link calls the server directly, under a lock; elsewhere messages go to a thread of rank 0, over
+a `Wire`.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from speechdp.errors import ConfigError
 from speechdp.parallel.declared import Roster
 
 SERVER = 0
-#: Tags: what is asked, the vector with it, the version in answer, the vector in answer; what a worker tells
-#: before the server begins.
+#: Tags: a request, its vector, the version in the answer, the answer's vector; and what a worker sends before
+#: the server starts.
 _ASKED, GIVEN_TAG, _VERSION, ANSWER_TAG, BEFORE_TAG = range(5)
-#: Replaces, in place, an answer by what the worker will read of it.
+#: Replaces an answer, in place, by what the worker will read.
 Rounding = Callable[[Tensor], None]
 
 
 class Kind(IntEnum):
-    """What a worker wants."""
+    """The kinds of requests."""
 
     FETCH = 0
-    """The common vector."""
+    """Get the common vector."""
     GIVE = 1
-    """To hand over a vector and get one back."""
+    """Hand over a vector and get one back."""
     LEAVE = 2
-    """Nothing more until it comes back with FETCH or GIVE; there is no answer."""
+    """Leave until the next FETCH or GIVE; there is no answer."""
 
 
 @dataclass(frozen=True)
 class ServerRequest:
-    """What comes before the vector.
+    """The message before the vector.
 
     Attributes:
-        kind: what is wanted.
-        version: of the common vector when this worker last had an answer.
-        frames: that the vector stands for.
-        learning_rate: of the worker's schedule.
+        kind: kind of request.
+        version: version of the common vector in this worker's last answer.
+        frames: number of frames in the vector.
+        learning_rate: learning rate of the worker's schedule.
     """
 
     kind: Kind
@@ -68,9 +69,9 @@ class ServerRequest:
 
 
 class Wire:
-    """How vectors travel between workers and the server: as they are.
+    """How vectors travel between workers and the server: in full precision.
 
-    A worker calls `give` and `hear`; the server calls `take`, `round` where it acts by what it answers, and
+    A worker calls `give` and `hear`.  The server calls `take`, `round` if it applies its own answer, and
     `reply`, in this order, for one worker after another.
     """
 
@@ -83,7 +84,7 @@ class Wire:
         peers.recv(out, worker, tag=GIVEN_TAG)
 
     def round(self, answer: Tensor) -> None:
-        """Replace an answer by what the worker will read of it."""
+        """Replace an answer by what the worker will read."""
 
     def reply(self, peers: PeerCommunicator, worker: int, answer: Tensor) -> None:
         """Send an answer to a worker."""
@@ -95,32 +96,33 @@ class Wire:
 
 
 class Server(ABC):
-    """The common vector and how it changes.
+    """The common vector and the rule that changes it.
 
     Attributes:
-        vector: what all workers share.
-        version: changes of the vector so far.
+        vector: the vector that all workers share.
+        version: number of changes of the vector so far.
     """
 
     def __init__(self, vector: Tensor) -> None:
         self.vector = vector
         self.version = 0
         self._lock = threading.Lock()
-        # Without a stream of its own the server would wait, on a GPU, for what its rank's worker has queued.
+        # Without its own stream on a GPU, the server would wait for the work that its rank's worker has
+        # queued.
         self._stream = torch.cuda.Stream(vector.device) if vector.is_cuda else None  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def serve(
         self, request: ServerRequest, given: Tensor, answer: Tensor, rounding: Rounding | None
     ) -> Tensor:
-        """Do what is asked, alone, and return the answer: `answer` filled, or a vector nobody will change.
+        """Serve a request, alone; return the answer: `answer` filled, or a vector that nothing will change.
 
         Args:
             request: FETCH or GIVE.
             given: the vector handed over; undefined with FETCH.  May be overwritten.
-            answer: where to put the answer; it may be the same memory as `given`.
-            rounding: of what the worker will read, for a server that has to act by just that; None: the
-                worker is of this rank and reads all of it.
+            answer: buffer for the answer; it may be the same memory as `given`.
+            rounding: applies the rounding of the wire, for a server that must apply exactly what the worker
+                reads; None: the worker is on this rank and reads full precision.
         """
 
     def serve_here(self, request: ServerRequest, given: Tensor, answer: Tensor) -> int:
@@ -137,13 +139,13 @@ class Server(ABC):
     def serve_messages(self, peers: PeerCommunicator, wire: Wire, buffer: Tensor) -> None:
         """Answer the other ranks' workers until each of them has left.
 
-        The lock is held while the vector is used, not while a message is under way: this rank's worker must
+        The lock is held while the vector is used, not while a message is in flight: this rank's worker must
         not wait for another's network.  Hence the answer is copied out of the vector before it is sent.
 
         Args:
             peers: the channel.
-            wire: what vectors go over.
-            buffer: a vector for what is handed over, and for the answer.
+            wire: how vectors travel.
+            buffer: buffer for the vector handed over, and for the answer.
         """
         asked = ServerRequest(Kind.LEAVE).encode()
         num_workers = peers.size - 1
@@ -163,23 +165,23 @@ class Server(ABC):
                 wire.reply(peers, worker, answer)
 
     def begin_round(self) -> None:
-        """Order what the server does after what this thread has done."""
+        """Order the server's work after this thread's work so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
     def end_round(self) -> None:
-        """Order what this thread does after what the server has done."""
+        """Order this thread's work after the server's work so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     @contextlib.contextmanager
     def on_stream(self) -> Iterator[None]:
-        """Run the block's kernels on the server's stream; on a CPU simply run it."""
+        """Run the block's kernels on the server's stream; no effect on a CPU."""
         with torch.cuda.stream(self._stream):
             yield
 
     def _finish_worker_kernels(self) -> None:
-        """Wait, asleep, until this thread's kernels are done: under the lock they would hold up everybody."""
+        """Wait, asleep, until this thread's kernels are done: under the lock they would delay all workers."""
         if self._stream is not None:
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(torch.cuda.current_stream(self._stream.device))
@@ -187,16 +189,16 @@ class Server(ABC):
 
 
 class Link:
-    """How the worker of one rank asks the server, between `open` and `close`.
+    """Lets the worker of one rank ask the server, between `open` and `close`.
 
     Args:
         peers: the channel.
         server: on rank 0; None elsewhere.
-        wire: what vectors go over; this rank's own.
+        wire: how vectors travel; this rank's own.
 
     Attributes:
-        version: of the common vector when this worker last had an answer.
-        ages: how many answers there were by the number of changes others had made since the answer before.
+        version: version of the common vector in this worker's last answer.
+        ages: number of answers by age: the number of changes by others since the previous answer.
     """
 
     def __init__(self, peers: PeerCommunicator, server: Server | None, wire: Wire) -> None:
@@ -208,7 +210,7 @@ class Link:
         self.ages: list[int] = []
 
     def open(self) -> None:
-        """Begin a round: let rank 0 serve."""
+        """Start a round: let rank 0 serve."""
         if self._server is not None and self._buffer is not None:
             server, buffer = self._server, self._buffer
             server.begin_round()
@@ -217,9 +219,9 @@ class Link:
             )
 
     def close(self) -> None:
-        """End the round on this rank; on rank 0 once every other worker has ended it.
+        """End the round on this rank; on rank 0, once every other worker has ended it.
 
-        No message is under way afterwards: a worker leaves only when it has its last answer.
+        No message is in flight afterwards: a worker leaves only when it has its last answer.
         """
         if self._server is None:
             self._peers.send(ServerRequest(Kind.LEAVE).encode(), SERVER, tag=_ASKED)
@@ -229,7 +231,7 @@ class Link:
             self._server.end_round()
 
     def check(self) -> None:
-        """Raise what the server's thread raised, if it has."""
+        """Raise the error of the server's thread, if it failed."""
         if self._thread is not None:
             self._thread.check()
 
@@ -238,7 +240,7 @@ class Link:
         self.version = self._ask(ServerRequest(Kind.FETCH), answer, answer)
 
     def give(self, given: Tensor, answer: Tensor, *, frames: int = 0, learning_rate: float = 0.0) -> None:
-        """Hand over `given`, put what comes back into `answer`, and count the age."""
+        """Hand over `given`, put the answer into `answer`, and count its age."""
         request = ServerRequest(Kind.GIVE, self.version, frames, learning_rate)
         version = self._ask(request, given, answer)
         age = version - 1 - self.version
@@ -259,18 +261,18 @@ class Link:
 
 
 def worker_roster(size: int, *, dedicated: bool) -> Roster:
-    """Return who trains on what, each at its own pace: a server on a rank of its own trains on nothing."""
+    """Return the roster: each rank trains at its own pace, but a dedicated server has no data."""
     workers = list(range(size - dedicated))
     return Roster([*([None] if dedicated else []), *workers], list(range(size)))
 
 
 def refuse_too_few(strategy: str, size: int, needed: int) -> None:
-    """Raise ConfigError when `dedicated=true` leaves too few workers.
+    """Raise ConfigError if `dedicated=true` leaves too few workers.
 
     Args:
-        strategy: its name.
-        size: ranks there are.
-        needed: ranks there must be.
+        strategy: name of the strategy.
+        size: number of ranks.
+        needed: lowest number of ranks.
     """
     if size < needed:
         raise ConfigError(

@@ -12,12 +12,12 @@ from speechdp.parallel.period import Period, PeriodUnit, frames_reach, plain_num
 from speechdp.parallel.strategy import Progress
 
 _PATTERN = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>%|ep|epochs?)", re.IGNORECASE)
-#: Steps that are a third of all steps are not lost to the rounding of a third.
+#: Tolerance, so that rounding a fraction such as a third does not delay a point by a step.
 _ROUNDING = 1e-9
 
 
 class PointUnit(Enum):
-    """What tells how far training is."""
+    """The unit of a point of training."""
 
     STEPS = "steps"
     FRAMES = "frames"
@@ -37,7 +37,7 @@ class Point:
         """Read a point of training.
 
         Raises:
-            ConfigError: it is none, or is not known to all ranks alike (seconds).
+            ConfigError: it is not one, or ranks could disagree on it (seconds).
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
@@ -61,7 +61,7 @@ class Point:
         return cls(counted.value, PointUnit(counted.unit.value))
 
     def is_reached(self, progress: Progress) -> bool:
-        """Return whether training has come so far; the same on every rank."""
+        """Return whether training has reached the point; the same on every rank."""
         if self.unit is PointUnit.STEPS:
             return progress.step >= self.value
         if self.unit is PointUnit.FRAMES:
@@ -80,7 +80,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Stages:
-    """Periods, each from a point of training on, in the order of the points: `32@30%+64@60%`."""
+    """Periods, each starting at a point of training, in the order of the points: `32@30%+64@60%`."""
 
     stages: tuple[tuple[Period, Point], ...]
 
@@ -89,7 +89,7 @@ class Stages:
         """Read `PERIOD@POINT+PERIOD@POINT...`.
 
         Raises:
-            ConfigError: a period or point is none, or they do not follow one another in one unit.
+            ConfigError: a period or point is invalid, units differ, or points are not in order.
         """
         stages = []
         for part in text.split("+"):
@@ -117,7 +117,7 @@ class Stages:
         return self.stages[0][1].unit
 
     def period_at(self, progress: Progress, first: Period) -> Period:
-        """Return the period of the last point that is reached; before all of them `first`."""
+        """Return the period of the last point reached; before the first point, `first`."""
         reached = [period for period, point in self.stages if point.is_reached(progress)]
         return reached[-1] if reached else first
 

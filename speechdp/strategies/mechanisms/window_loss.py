@@ -1,4 +1,4 @@
-"""Training loss of a rank over a window of steps."""
+"""Compute a rank's training loss over a window of steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from speechdp.parallel.loss_scale import finite_loss
 
 
 class WindowLoss:
-    """Accumulates losses on their device, so that no step synchronises with it.
+    """Accumulate losses on their device, so that no step synchronises with it.
 
     Args:
-        skips_overflows: losses that are not finite do not count: float16 has made them so, and their updates
-            are skipped.
+        skips_overflows: losses that are not finite do not count, because they come from float16 and their
+            updates are skipped.
 
     Attributes:
-        frames: frames of all losses, those that do not count among them.
+        frames: frames of all losses, including those that do not count.
     """
 
     def __init__(self, *, skips_overflows: bool = False) -> None:
@@ -29,7 +29,7 @@ class WindowLoss:
 
     def add(self, total: Tensor, frames: int) -> None:
         """Add a loss summed over `frames` frames."""
-        self._sums = self._sums.to(total.device)  # where they are, but for the first and after a resume
+        self._sums = self._sums.to(total.device)  # a copy only for the first loss and after a resume
         count: Tensor | int = frames
         if self._skips_overflows:
             total, count = finite_loss(total, frames)
@@ -39,19 +39,19 @@ class WindowLoss:
 
     @property
     def sums(self) -> tuple[float, float]:
-        """The losses that count, summed, and their frames; waits for the device."""
+        """Sum of the losses that count, and their frames; waits for the device."""
         total, frames = self._sums.tolist()
         return total, frames
 
     @property
     def mean(self) -> float:
-        """Loss per frame, infinite where there is none or it is no number; waits for the device."""
+        """Loss per frame; infinite if there is none or it is NaN; waits for the device."""
         total, frames = self.sums
         mean = total / frames if frames > 0 else math.inf
         return math.inf if math.isnan(mean) else mean
 
     def reset(self) -> None:
-        """Begin a new stretch."""
+        """Start a new window."""
         self._sums = torch.zeros_like(self._sums)
         self.frames = 0
 
