@@ -47,7 +47,6 @@ class StringHeaps:
     Args:
         raw: the file.
         file: the same file, opened with h5py.
-        file: the same, opened with h5py.
 
     Raises:
         ValueError: a heap is damaged.
