@@ -173,9 +173,9 @@ def confidences(
 ) -> list[float]:
     """Return how confident the network is of each word, 0 to 1.
 
-    It is the share of a frame's scores (normalised to a sum of 1 over all classes) that goes to the states of the
-    phone found there, averaged over the word's frames.  It distinguishes well-heard words from badly heard
-    ones, but takes no account of other words that would sound the same.
+    The confidence is the share of a frame's scores (normalised to a sum of 1 over all classes) that goes to
+    the states of the phone found there, averaged over the word's frames.  It distinguishes well-heard words
+    from badly heard ones, but takes no account of other words that would sound the same.
 
     Args:
         spans: of the words.
