@@ -159,7 +159,7 @@ def _lexicon(corpus: Corpus, options: PrepareOptions) -> tuple[Lexicon, tuple[st
 
 
 def _check_texts(corpus: Corpus, symbols: SymbolInventory) -> None:
-    """Refuse texts that cannot be spelled, before audio is read.  Raises ConfigError naming the utterances."""
+    """Refuse texts that cannot be spelled before audio is read.  Raises ConfigError that names utterances."""
     _of_each_text(corpus, symbols.encode)
 
 
