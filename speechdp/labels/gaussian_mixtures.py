@@ -197,8 +197,8 @@ class GaussianMixtures:
     def split(self, num_gaussians: int, sums: Statistics) -> None:
         """Split the Gaussians with the most frames in two until there are `num_gaussians`.
 
-        The next class to get a Gaussian is chosen by a power of the frames per Gaussian of the class; no
-        Gaussian is split if that leaves too few frames.
+        The next class to get a Gaussian is chosen by a power of its frames over its number of Gaussians.
+        No Gaussian is split if that leaves too few frames.
         """
         frames = sums.occupancy.copy()
         while self.num_gaussians < num_gaussians:

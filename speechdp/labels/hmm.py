@@ -256,14 +256,14 @@ def log_priors(frames_per_class: NDArray[np.int64]) -> FloatArray:
 def scaled_log_likelihoods(
     log_posteriors: FloatArray, log_prior: FloatArray, prior_scale: float
 ) -> FloatArray:
-    """Turn log-posteriors into log-likelihoods up to a constant a frame: log p(c|x) - scale * log p(c).
+    """Convert log-posteriors to log-likelihoods up to a constant per frame: log p(c|x) - scale * log p(c).
 
-    Classes that training never saw (see `log_priors`) get UNSEEN_LOG_LIKELIHOOD whatever the scale.
+    Classes without training frames (see `log_priors`) get UNSEEN_LOG_LIKELIHOOD, whatever the scale.
 
     Args:
         log_posteriors: (T, C), nats.
         log_prior: (C,), from `log_priors`.
-        prior_scale: 1 divides by the prior, 0 leaves the posteriors as they are.
+        prior_scale: 1 divides by the prior, 0 leaves the posteriors unchanged.
 
     Returns:
         Log-likelihoods, (T, C), contiguous.

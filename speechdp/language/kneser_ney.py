@@ -2,7 +2,7 @@
 
 Source: Chen & Goodman, "An empirical study of smoothing techniques for language modeling", Computer Speech
 and Language 13, 1999, sections 2.7 and 3; n-grams at the beginning of a sentence keep their counts, as in
-Heafield et
+Heafield et al., "Scalable modified Kneser-Ney language model estimation", ACL 2013.
 al., "Scalable modified Kneser-Ney language model estimation", ACL 2013.
 """
 

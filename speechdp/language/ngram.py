@@ -125,7 +125,7 @@ class NgramModel:
         """Return the model with words in another spelling; n-grams of words without one are left out.
 
         The remaining n-grams keep their probabilities, which then sum to less than 1.  If several words get
-        the same spelling, the n-grams of one are kept: that with this spelling, else the alphabetically first.
+        the same spelling, the n-grams of one word are kept: the one spelt so already, else the first.
 
         Args:
             spelling: returns the spelling of a word, or None.
