@@ -363,7 +363,7 @@ def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str
 
 @contextmanager
 def results_at(run_dir: Path) -> Iterator[None]:
-    """Convert disk errors while results of the run are written to a message.
+    """Convert disk errors in the block, which writes results of the run, to messages.
 
     Raises:
         RunError: replaces an OSError raised in the block.

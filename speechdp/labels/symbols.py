@@ -108,7 +108,6 @@ class SymbolInventory:
         Raises:
             ConfigError: the text has no words, characters outside the inventory, or words without
                 pronunciation; one line that names them.
-                line that names them.
         """
         words = normalise(text).split()
         if not any(character.isalnum() for word in words for character in word):

@@ -3,7 +3,6 @@
 Source: Chen & Goodman, "An empirical study of smoothing techniques for language modeling", Computer Speech
 and Language 13, 1999, sections 2.7 and 3; n-grams at the beginning of a sentence keep their counts, as in
 Heafield et al., "Scalable modified Kneser-Ney language model estimation", ACL 2013.
-al., "Scalable modified Kneser-Ney language model estimation", ACL 2013.
 """
 
 from __future__ import annotations
