@@ -199,7 +199,7 @@ def decode_split(
         tuning: how the options were chosen, to be recorded.
 
     Raises:
-        Stopped: a rank was asked to.
+        Stopped: a rank was asked to stop.
         ConfigError: the model does not fit the data, or the split has no reference words.
         ShardError: a shard is damaged.
         RunError: the model gives NaN, or the results cannot be written.
