@@ -115,7 +115,7 @@ class FstArrays:
         return cls(start, np.asarray(final, np.float32), *columns)
 
     def where(self, keep: NDArray[np.bool_] | NDArray[np.intp]) -> FstArrays:
-        """Return the FST with the arcs for which `keep`, (A,), is true, or that it lists by index, in order."""
+        """Return the FST with the arcs for which `keep`, (A,), is true, or that it lists, in its order."""
         names = ("source", "ilabel", "olabel", "cost", "target")
         return replace(self, **{name: getattr(self, name)[keep] for name in names})
 
