@@ -1,6 +1,7 @@
-"""Every rank's side of the dealing of an asynchronous run: ask rank 0, over a channel of its own, for work.
+"""Every rank's side of an asynchronous run's dealing: ask rank 0 for work over a dedicated channel.
 
-A rank asks whenever its loader has room.  The answer is a batch, a meeting, or to ask again soon.
+A rank asks whenever its loader has room.  Rank 0 answers with a batch, with a meeting, or with a request to
+ask again soon.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from speechdp.dealing.epoch_batches import Deal
 from speechdp.parallel.declared import Roster
 
 _REQUEST, _ANSWER = 1, 2
-#: Seconds after which a rank asks again that was told to wait.
+#: Seconds that a rank waits before it asks again, if rank 0 had no work for it.
 _WAIT_S = 0.002
 _KINDS = list(MeetingKind)
 _LAST = {MeetingKind.STOP, MeetingKind.END}
-#: First number of an answer: a batch, wait, or 2 + the place of the meeting's kind in _KINDS.
+#: First number of an answer: a batch, wait, or 2 + the index in _KINDS of the meeting's kind.
 _BATCH, _WAIT = 0, 1
 _ANSWER_NUMBERS = 7
 
 
 class Dealing:
-    """The dealing of one run as one rank sees it: its assignments, and on rank 0 the answers to the others.
+    """One rank's view of a run's dealing: its assignments, and on rank 0 also the answers to other ranks.
 
     Args:
-        peers: a channel for the dealing alone.
-        roster: who trains on what.
+        peers: a channel used only for dealing.
+        roster: which rank trains on which parts.
         plan: returns the plan of an epoch.
         desk: on rank 0, else None.
-        stop_asked: tells whether this rank was asked to stop.
-        on_loss: on rank 0, told of every rank that is gone.
+        stop_asked: returns whether this rank was asked to stop.
+        on_loss: on rank 0, called with every rank that was lost.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Dealing:
             self._server = ExchangeThread("dealing", self._serve)
 
     def assignments(self) -> Iterator[Assignment]:
-        """Yield what this rank is to do, to the end of the run; for a loader's thread."""
+        """Yield this rank's assignments until the run ends.  Called in a loader's thread."""
         frames = 0
         while not self._closed.is_set():
             answer = self._ask()
@@ -73,7 +74,8 @@ class Dealing:
                 if answer.item.kind in _LAST:
                     return
             else:
-                # What all ranks together were given since this one last asked: its share of their progress.
+                # Frames that all ranks together were dealt since this rank last asked: its share of their
+                # progress.
                 yield self._batch(answer, answer.item, max(0, answer.frames - frames) if frames else 0)
                 frames = answer.frames
 
@@ -115,21 +117,21 @@ class Dealing:
         request = torch.empty(1, dtype=torch.int64)
         rank = self._peers.recv(request, tag=_REQUEST)
         if rank not in asking:
-            return  # it is gone; this it had asked before
+            return  # the rank was lost after it sent this request
         answer = self._desk.answer(rank, stop=bool(request.item()))
         self._peers.send(_encode(answer), rank, tag=_ANSWER)
         if isinstance(answer.item, Meeting) and answer.item.kind in _LAST:
             asking.remove(rank)
 
     def lose(self, ranks: Collection[int]) -> None:
-        """Go on without `ranks`; on other ranks than 0 there is nothing to do."""
+        """Continue without `ranks`.  Does nothing on ranks other than 0."""
         if self._desk is not None:
             for rank in sorted(ranks):
                 if self._desk.lose(rank):
                     self._on_loss(rank)
 
     def stop_asking(self) -> None:
-        """End `assignments` early: training has failed, and the loader is to be joined."""
+        """End `assignments` early, so that the loader can be joined after training has failed."""
         self._closed.set()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""What rank 0 answers the ranks of an asynchronous run that ask for work: batches, and when all meet.
+"""Rank 0's answers to the ranks of an asynchronous run that ask for work: batches and meetings.
 
-A rank that has no more batches of an epoch meets the others before it gets any of the next.  A meeting is
-named to every rank at the same place between its batches, so all ranks agree on what came before it.
+A rank that has no more batches of an epoch meets the others before it gets a batch of the next epoch.  Every
+rank is given a meeting at the same place between its batches, so all ranks agree on what came before it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from speechdp.parallel.declared import Roster
 
 @dataclass(frozen=True)
 class DealingLimits:
-    """When ranks meet.
+    """The limits that decide when ranks meet.
 
     Attributes:
-        epochs: of the run.
+        epochs: epochs of the run.
         checkpoint_steps: steps between checkpoints, a step being a batch for every team; 0: epochs only.
-        max_steps: steps of the run; 0: all.
-        pause_at: steps of the run after which all stop as if asked; 0: they do not.
+        max_steps: steps of the run; 0: no limit.
+        pause_at: step of the run after which all ranks stop as if asked to; 0: none.
     """
 
     epochs: int
@@ -38,15 +38,15 @@ class DealingLimits:
 
 @dataclass
 class _Where:
-    """Where dealing stands."""
+    """How far dealing has got."""
 
     epoch: int = 0
     batches: int = 0
     frames: int = 0
 
 
-#: What a rank has been given last and may not have come to the end of: a batch or meeting in work, one read
-#: ahead, and one it has asked for meanwhile.
+#: Most items that a rank may have been given without finishing them: the batch or meeting it works on, one
+#: read ahead, and one that it has asked for meanwhile.
 _IN_HAND = 3
 
 Item = Deal | Meeting
@@ -54,11 +54,11 @@ Item = Deal | Meeting
 
 @dataclass(frozen=True)
 class BatchReply:
-    """What a rank is to do next.
+    """The answer to a rank that asks for work.
 
     Attributes:
         item: a batch or a meeting; None: ask again soon.
-        epoch: the batch's.
+        epoch: epoch of the batch.
         frames: frames dealt so far in the run.
         num_dealt: batches dealt in this epoch.
         num_batches: batches of this epoch.
@@ -72,13 +72,13 @@ class BatchReply:
 
 
 class Desk:
-    """What rank 0 answers; thread-safe.
+    """Decides what each rank does next; lives on rank 0.  Thread-safe.
 
     Args:
         plan: returns the plan of an epoch.
-        roster: who trains on what.
+        roster: which rank trains on which parts.
         limits: when ranks meet.
-        state: of a checkpoint, to go on from.
+        state: state from a checkpoint to continue from.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Desk:
         self._at = _Where()
         self._dealer: Dealer | None = None
         self._meetings: list[Meeting] = []
-        # What each team has been given and not all its members have fetched.
+        # What each team has been given but not all its members have fetched yet.
         self._items: list[list[BatchReply]] = [[] for _ in self._parts]
         self._dropped = [0] * len(self._parts)
         self._met = [0] * len(self._parts)
@@ -111,14 +111,14 @@ class Desk:
             if state["dealer"] is not None:
                 self._open_epoch().load_state(state["dealer"])
                 at = self._at.batches
-                if self._is_pause(at) and not self._steps_done(at):  # there already: no batch is dealt
+                if self._is_pause(at) and not self._steps_done(at):  # the pause is reached: deal no batch
                     self._call(MeetingKind.STOP)
 
     def answer(self, rank: int, *, stop: bool) -> BatchReply:
         """Return what `rank` is to do next.
 
         Args:
-            rank: who asks; never again once it has been told to stop or that the run has ended.
+            rank: the rank that asks.  It must not ask again after a STOP or END meeting.
             stop: this rank was asked to stop.
         """
         with self._lock:
@@ -129,9 +129,10 @@ class Desk:
             return answer or BatchReply(None)
 
     def lose(self, rank: int) -> bool:
-        """Go on without `rank`, which is a team of its own; return whether that is news.
+        """Continue without `rank`, a team of its own; return False if it is a server or was lost before.
 
-        The batches that it may not have trained on are dealt again, unless their epoch has been dealt out.
+        The batches that it may not have trained on are dealt again, unless the dealing of their epoch has
+        ended.
         """
         with self._lock:
             seat = self._seats[rank]
@@ -144,7 +145,7 @@ class Desk:
             return True
 
     def _take_back(self, dealer: Dealer, team: int) -> None:
-        """Have dealt again what `team` had in hand, also by a run that goes on from a meeting it missed."""
+        """Deal again what `team` had in hand, also in a run that resumes from a meeting the team missed."""
         deals: list[Deal] = []
         missed = self._meetings[self._met[team] :]
         for answer in self._in_hand[team]:
@@ -159,7 +160,7 @@ class Desk:
         self._at.frames -= sum(deal.frames for deal in deals)
 
     def _correct(self, meeting: Meeting, deals: list[Deal]) -> None:
-        """Note in a meeting's state that `deals`, dealt before it, have come to nothing."""
+        """Remove from a meeting's state the `deals` that were dealt before it but not trained on."""
         state = meeting.state
         if deals and state["epoch"] == self._at.epoch and state["dealer"] is not None:
             dealt = {**state["dealer"], "dealt": state["dealer"]["dealt"] - len(deals)}
@@ -210,7 +211,7 @@ class Desk:
         return BatchReply(deal, self._at.epoch, self._at.frames, dealer.num_dealt, dealer.num_batches)
 
     def _begin_epoch(self) -> bool:
-        """Open the epoch that is due; say whether there is one."""
+        """Open the next epoch if there is one; return whether there is."""
         if self._meetings and self._meetings[-1].kind in {MeetingKind.STOP, MeetingKind.END}:
             return False
         if self._at.epoch >= self._limits.epochs or self._steps_done(self._at.batches):
@@ -250,14 +251,14 @@ class Desk:
         return 0 < self._limits.pause_at * len(self._parts) <= batches
 
     def _call(self, kind: MeetingKind) -> None:
-        """Call a meeting, unless the last is called already or teams have begun to leave the epoch.
+        """Call a meeting, unless the last one has been called or teams have begun to leave the epoch.
 
-        The end waits for no epoch: the batches up to it would be more than --max-steps.
+        END does not wait for the epoch to end: the batches until then would exceed --max-steps.
         """
         if self._meetings and self._meetings[-1].kind in {MeetingKind.STOP, MeetingKind.END}:
             return
         if kind is not MeetingKind.END and self._dealer is not None and self._dealer.any_done:
-            return  # those teams would meet at another place between their batches; the epoch ends soon
+            return  # those teams would meet at a different place between their batches; the epoch ends soon
         dealer = None if self._dealer is None else self._dealer.state()
         state = {**vars(self._at), "dealer": dealer}
         step = -(-self._at.batches // len(self._parts))

@@ -1,8 +1,8 @@
-"""Deal an epoch's batches to teams of ranks as they ask for them: how asynchronous ranks share the data.
+"""Deal an epoch's batches to teams of ranks as they ask for them, so that asynchronous ranks share the data.
 
-A team (a rank, or a group of ranks that step together) gets its own batches first, so that it reads the
-shards of its own part; then it helps the team that has most left.  Every batch is dealt exactly once,
-whatever the teams' speeds.
+A team (a rank, or a group of ranks that step together) first gets the batches of its own part, so that it
+reads that part's shards.  Then it helps the team that has the most batches left.  Every batch is dealt
+exactly once, whatever the teams' speeds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 
 from speechdp.data.plan.epoch_plan import EpochPlan
 
-#: Batches a rank holds that it has not trained on yet: one read ahead, one in work.
+#: Batches that a rank holds but has not finished: one read ahead, one being trained on.
 BACKLOG = 2
-#: Batches after which a team's pace is trusted.
+#: Batches after which the measured pace of a team is trusted.
 _PACED = 3
 
 
@@ -34,12 +34,12 @@ class Dealer:
 
     Args:
         plan: the epoch's plan.
-        parts_of_team: the parts of the plan that each team has; a team's batch k is batch k of them all.
+        parts_of_team: each team's parts of the plan; a team's batch k consists of batch k of all its parts.
     """
 
     def __init__(self, plan: EpochPlan, parts_of_team: list[list[int]]) -> None:
         self._frames = [plan.frames[parts].sum(axis=0) for parts in parts_of_team]
-        # Steps in which none of a team's parts has a frame are no batches.
+        # A step in which none of a team's parts has a frame is not a batch.
         self._batches = [np.flatnonzero(frames) for frames in self._frames]
         self.num_batches = sum(len(batches) for batches in self._batches)
         self.num_dealt = 0
@@ -54,33 +54,33 @@ class Dealer:
 
     @property
     def all_done(self) -> bool:
-        """Whether every team that is left has been told that there is nothing more for it in this epoch."""
+        """Whether every team that is not lost has been told that it gets no more batches in this epoch."""
         return len(self._done | self._lost) == len(self._batches)
 
     @property
     def any_done(self) -> bool:
-        """Whether a team that is left has been told so."""
+        """Whether any team that is not lost has been told so."""
         return bool(self._done - self._lost)
 
     def lose(self, team: int, deals: list[Deal]) -> None:
-        """Go on without `team`; deal to others what it leaves, `deals` of this epoch among it."""
+        """Continue without `team`; deal to others its remaining batches and `deals`, which it had in hand."""
         self._lost.add(team)
         self._returned += deals
         self.num_dealt -= len(deals)
 
     def take(self, team: int, now_s: float) -> Deal | None:
-        """Return the next batch for `team`, or None if there is nothing more for it in this epoch.
+        """Return the next batch for `team`, or None if it gets no more in this epoch.
 
-        A team that was told so may ask again, as often as it likes: others may be lost.
+        A team that got None may ask again at any time: another team may have been lost since.
 
         Args:
-            team: who asks.
-            now_s: the time, s; the pace of the teams decides who gets the last batches.
+            team: the team that asks.
+            now_s: the current time, s; the teams' paces decide who gets the last batches.
         """
         pace_s = self._pace_at(team, now_s)
         deal = self._next_deal(team, pace_s)
         if deal is None:
-            # Nothing is noted of it: a team does not become faster by asking in vain.
+            # Record nothing here: asking in vain does not make a team faster.
             self._done.add(team)
             return None
         self._pace_s[team], self._given_s[team] = pace_s, now_s
@@ -112,7 +112,7 @@ class Dealer:
         return richest if left[richest] else None
 
     def _pace_at(self, team: int, now_s: float) -> float:
-        """Return the time that a batch takes a team which asks now, s; 0 before its second."""
+        """Return the time per batch of a team that asks now, s; 0 before its second request."""
         given_s = self._given_s[team]
         if given_s is None:
             return 0.0
@@ -120,16 +120,16 @@ class Dealer:
         return 0.7 * self._pace_s[team] + 0.3 * latest if self._num_given[team] > 1 else latest
 
     def _would_come_last(self, team: int, pace_s: float) -> bool:
-        """Say whether the others would be waiting for `team` if it took one of the last batches.
+        """Return whether the others would wait for `team` if it took one of the last batches.
 
-        A slow team that takes the last batch keeps all others waiting for the length of its step.
+        If a slow team takes the last batch, all others wait for the length of its step.
         """
         others = [t for t in range(len(self._batches)) if t != team and t not in self._done | self._lost]
         if self._num_given[team] < _PACED or any(self._num_given[t] <= _PACED for t in others) or not others:
             return False
         left = self.num_batches - self.num_dealt
         per_s = sum(1 / max(self._pace_s[t], 1e-9) for t in others)
-        # All hold a backlog; what is left, the others would share.
+        # Every team holds a backlog; the others would share the batches that are left.
         without_s = left / per_s + BACKLOG * max(self._pace_s[t] for t in others)
         return (1 + BACKLOG) * pace_s > without_s
 
@@ -139,13 +139,13 @@ class Dealer:
         return with_returned(state, self._returned)
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a state of the same plan and teams."""
+        """Continue from a state of the same plan and teams."""
         self._next, self._end, self.num_dealt = list(state["next"]), list(state["end"]), state["dealt"]
         self._returned = [Deal(*deal) for deal in state.get("returned", [])]
 
 
 def with_returned(state: dict[str, Any], deals: list[Deal]) -> dict[str, Any]:
-    """Return a dealer's state in which `deals` are to be dealt again, besides what is already."""
+    """Return a dealer's state with `deals` added to the batches that must be dealt again."""
     if not deals:
         return state
     returned = [[deal.owner, deal.index, deal.frames] for deal in deals]

@@ -1,4 +1,4 @@
-"""Forced alignment: which HMM state each frame belongs to, by the network's own posteriors."""
+"""Forced alignment: find the HMM state of each frame from the network's posteriors."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from speechdp.decode.graphs.graph import LexiconTransducer, transcript, word_ids
 from speechdp.decode.search import Searcher, SearchOptions
 from speechdp.labels.hmm import FloatArray, IntArray, count_frames_and_runs
 
-#: `AcousticScorer.score`: features one by one in, (position, log-likelihoods (T, C)) out, in any order.
+#: `AcousticScorer.score`: takes features one by one, yields (position, log-likelihoods (T, C)) in any order.
 Scorer = Callable[[Iterable[FloatArray]], Iterable[tuple[int, FloatArray]]]
 
-#: States of the graphs that are kept, 200 bytes each: those of some 10,000 short transcripts.
+#: Limit for the states of cached graphs, 200 bytes each: enough for some 10,000 short transcripts.
 _MAX_KEPT_STATES = 500_000
 # A transcript's graph is small, so a beam that is practically exact costs little.
 _SEARCH = SearchOptions(beam=200.0)
@@ -52,8 +52,8 @@ class Aligner:
             log_likelihoods: (T, C), nats.
 
         Returns:
-            Classes, (T,), or None if the utterance is too short, has unknown words or no path was found (all
-            are counted).
+            Classes, (T,), or None if the utterance is too short, has unknown words, or no path was found
+            (each case is counted).
 
         Raises:
             RunError: a log-likelihood is NaN or infinite.
@@ -89,8 +89,8 @@ class AlignmentJob:
 
     Attributes:
         shard: the shard.
-        previous: its present targets if they are not those in the shard, else None.
-        output: where the new targets go.
+        previous: file of its present targets if they are not those in the shard, else None.
+        output: file for the new targets.
     """
 
     shard: Path
@@ -100,16 +100,16 @@ class AlignmentJob:
 
 @dataclass
 class AlignmentReport:
-    """What a round of alignment did; `+` joins the reports of several ranks.
+    """Counts from a round of alignment; `merge` sums those of several ranks.
 
     Attributes:
-        utterances: number of utterances seen.
-        too_short: those that kept their old targets because they have fewer frames than states.
-        unknown: those that kept them because they have words that are not in the lexicon.
-        failed: those that kept their old targets because no path was found.
+        utterances: number of utterances aligned or kept.
+        too_short: utterances that kept their old targets because they have fewer frames than states.
+        unknown: utterances that kept them because they have words that are not in the lexicon.
+        failed: utterances that kept them because no path was found.
         frames: number of frames seen.
         changed_frames: frames whose class changed.
-        frames_per_class, runs_per_class: counts of the new targets, (C,) each: for priors and self-loops.
+        frames_per_class, runs_per_class: counts of the new targets, (C,) each, for priors and self-loops.
     """
 
     frames_per_class: NDArray[np.int64]
@@ -123,7 +123,7 @@ class AlignmentReport:
 
     @classmethod
     def empty(cls, num_classes: int) -> AlignmentReport:
-        """Start a report with nothing counted."""
+        """Return a report with all counts 0."""
         return cls(np.zeros(num_classes, np.int64), np.zeros(num_classes, np.int64))
 
     @property
@@ -146,7 +146,7 @@ class AlignmentReport:
 
     @classmethod
     def merge(cls, parts: Iterable[dict[str, Any]]) -> AlignmentReport:
-        """Sum what `to_dict` gave on each rank; at least one part."""
+        """Sum the results of `to_dict` of all ranks; at least one part."""
         values = list(parts)
         return cls(
             frames_per_class=np.sum([part["frames_per_class"] for part in values], axis=0, dtype=np.int64),
@@ -168,18 +168,18 @@ def align_shards(
     alignment: str,
     inputs: InputOptions = FEATURES_ALONE,
 ) -> AlignmentReport:
-    """Align shards anew and write each one's targets beside it.
+    """Align shards again and write each one's targets to a separate file.
 
-    Not collective: every rank gives its own share of the shards and joins the reports afterwards.
+    Not collective: every rank passes its own share of the shards and joins the reports afterwards.
     An utterance that cannot be aligned keeps its old targets and is counted.
 
     Args:
         jobs: the shards.
         aligner: finds the alignments.
         scorer: gives the log-likelihoods, e.g. `AcousticScorer(...).score`.
-        report: where the counts are added; returned.
+        report: the counts are added to it; it is returned.
         alignment: name of the new alignment, e.g. "realigned-1".
-        inputs: what the scorer's model sees of the features.
+        inputs: how the model's input is made from the features.
 
     Raises:
         ShardError: a shard or its previous targets are damaged, or the disk is full.
@@ -208,7 +208,7 @@ def align_shards(
 def _features(
     shard: Shard, inputs: InputOptions, previous: TargetsFile | None, old: list[IntArray]
 ) -> Iterator[FloatArray]:
-    """Read the model's input utterance by utterance; append the present targets of each to `old`."""
+    """Yield the model's input of each utterance; append the present targets of each to `old`."""
     preprocessor = Preprocessor.for_shard(shard.header, inputs)
     for u in range(shard.num_utterances):
         features, targets = preprocessor.read(shard, u)

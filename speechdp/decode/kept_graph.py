@@ -1,7 +1,7 @@
-"""Large decoding graphs: one rank builds, the others read what it wrote, and so does the next command.
+"""Cache large decoding graphs: one rank builds a graph; the other ranks and the next command read its file.
 
-A graph of millions of n-grams takes a minute and gigabytes to build, and a second and a sixth of the memory
-to read.  The newest is kept in the run, with a record of what it was made of.
+A graph of millions of n-grams takes a minute and gigabytes to build, but a second and a sixth of the memory
+to read.  The newest graph is kept in the run, with a record of what it was built from.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from speechdp.files import atomic_path, write_text_atomically
 from speechdp.json_input import parse_json
 from speechdp.process.notices import warn
 
-#: In a run directory; what it holds.
+#: The folder in a run directory, and its files.
 GRAPH_FOLDER, GRAPH_NAME, RECORD_NAME = "decoding-graph", "graph.fst", "graph.json"
 _FORMAT = "speechdp-graph"
-#: Language models of fewer bytes make graphs within a second or two, in which every rank builds its own.
+#: Language models with fewer bytes make graphs within a second or two; then every rank builds its own.
 LARGE_MODEL_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 24
-#: What reads language models and lexicons and makes graphs of them.
+#: The code that reads language models and lexicons and builds graphs from them.
 _CODE = tuple(Path(speechdp.__file__).parent / name for name in ("decode", "labels", "language"))
 
 
 def graph_key(transducer: LexiconTransducer, model: StoredModel, lm_scale: float) -> str:
-    """Return a checksum of all that a graph of n-grams is made of, the code that makes it included."""
+    """Return a checksum of all inputs of an n-gram graph, including the code that builds it."""
     facts = transducer.checksum, model.sha256, lm_scale, kaldifst.__version__
     digest = hashlib.sha256(repr(facts).encode())
     for folder in _CODE:
@@ -51,7 +51,7 @@ class KeptGraph:
 
     Args:
         run_dir: the run directory.
-        comm: the ranks that want the same graph; None: this process alone.
+        comm: the ranks that need the same graph; None: this process alone.
 
     Example::
 
@@ -62,15 +62,15 @@ class KeptGraph:
         self._folder, self._comm = run_dir / GRAPH_FOLDER, comm
 
     def get(self, key: str, words: tuple[str, ...], build: Callable[[], DecodingGraph]) -> DecodingGraph:
-        """Return the graph of a key.  Collective.
+        """Return the graph for a key.  Collective.
 
-        Rank 0 reads it, or builds it and puts it in place of the one that is kept; then the others read it.
-        Where it cannot be kept every rank builds its own, and a warning says so.
+        Rank 0 reads it, or builds it and replaces the kept graph; then the other ranks read it.  If it cannot
+        be kept, every rank builds its own, and a warning says so.
 
         Args:
-            key: `graph_key`.
-            words: of the lexicon.
-            build: makes the graph.
+            key: result of `graph_key`.
+            words: words of the lexicon.
+            build: builds the graph.
 
         Raises:
             ConfigError: as `build`.
@@ -89,26 +89,26 @@ class KeptGraph:
         return build() if graph is None else graph
 
     def put(self, key: str, graph: DecodingGraph) -> None:
-        """Keep a graph that is there already, unless it is the one that is kept.  Rank 0 writes.
+        """Keep a graph that has been built, unless it is kept already.  Rank 0 writes.
 
         Args:
-            key: `graph_key`.
+            key: result of `graph_key`.
             graph: as it was built, without an insertion score.
         """
         if (self._comm is None or self._comm.rank == 0) and self._record().get("key") != key:
             self._keep(key, graph)
 
     def discard(self) -> None:
-        """Remove the graph that is kept, if there is one."""
+        """Remove the kept graph, if there is one."""
         if self._comm is None or self._comm.rank == 0:
             with contextlib.suppress(OSError):
-                left = self._folder.glob(".*.tmp")  # by a command that was killed
+                left = self._folder.glob(".*.tmp")  # left by a command that was killed
                 for path in (self._folder / RECORD_NAME, self._folder / GRAPH_NAME, *left):
                     path.unlink(missing_ok=True)
                 self._folder.rmdir()
 
     def _record(self) -> dict[str, Any]:
-        """Return the record of the graph that is kept; empty: none is, or its record is damaged."""
+        """Return the record of the kept graph; empty if there is none or the record is damaged."""
         try:
             record = parse_json((self._folder / RECORD_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -116,24 +116,24 @@ class KeptGraph:
         return record if isinstance(record, dict) else {}
 
     def _read(self, key: str, words: tuple[str, ...]) -> DecodingGraph | None:
-        """Return the graph that is kept, if it is that of the key and undamaged."""
+        """Return the kept graph if it belongs to the key and is undamaged, else None."""
         try:
             record = self._record()
             if record["key"] != key:
                 return None
-            # Another command may put its own graph in place of this one meanwhile: it is opened once.
+            # Another command may replace the graph meanwhile, so the file is opened only once.
             with (self._folder / GRAPH_NAME).open("rb", buffering=0) as file:
                 if record["crc32"] != _crc32(file):
                     return None
                 fst = kaldifst.StdConstFst.read(f"/proc/self/fd/{file.fileno()}")
             recognised = frozenset(record["recognised"])
             about = bool(record["is_determinised"]), int(record["num_arcs"])
-        except (OSError, ValueError, KeyError, TypeError):  # none is kept, or not one of this program
+        except (OSError, ValueError, KeyError, TypeError):  # none is kept, or another program wrote it
             return None
         return None if fst is None else DecodingGraph(fst, words, *about, recognised)
 
     def _keep(self, key: str, graph: DecodingGraph) -> bool:
-        """Put a graph in place of the one that is kept; return whether that could be done."""
+        """Replace the kept graph; return whether that succeeded."""
         try:
             self._folder.mkdir(exist_ok=True)
             path = self._folder / GRAPH_NAME

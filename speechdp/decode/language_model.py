@@ -27,11 +27,11 @@ _EPSILON_NAME = "<eps>"
 
 @dataclass(frozen=True)
 class GrammarFst:
-    """An acceptor of word sequences with costs, as Kaldi's G.fst.
+    """An acceptor of word sequences with costs, like Kaldi's G.fst.
 
     Attributes:
         fst: the acceptor.
-        names: the word of each label, without epsilon; "#0" is that of back-off arcs.
+        names: the word of each label, without epsilon; "#0" is the label of back-off arcs.
     """
 
     fst: Any
@@ -39,16 +39,16 @@ class GrammarFst:
 
     @cached_property
     def words(self) -> frozenset[str]:
-        """All words that it accepts."""
+        """All words that the acceptor accepts."""
         labels = np.unique(FstArrays.of(self.fst).ilabel).tolist()
         return frozenset(self.names[label] for label in labels if label in self.names) - {BACKOFF_SYMBOL}
 
     def acceptor(self, word_ids: Mapping[str, int], *, scale: float) -> Any:
-        """Return it with labels of `word_ids`; arcs of other words are left out.
+        """Return the acceptor with labels of `word_ids`; arcs of other words are left out.
 
         Args:
             word_ids: label of each word.
-            scale: factor on its costs.
+            scale: factor on the acceptor's costs.
         """
         arrays = FstArrays.of(self.fst)
         labels, label_of = np.unique(arrays.ilabel, return_inverse=True)
@@ -60,9 +60,10 @@ class GrammarFst:
         return replace(arrays, ilabel=ids, olabel=ids).where(ids >= 0).fst()
 
     def respelled(self, spelling: Callable[[str], str | None]) -> GrammarFst:
-        """Return it with words spelt otherwise; arcs with words of no spelling are left out.
+        """Return the acceptor with words in another spelling; arcs of words without one are left out.
 
-        So is what no sentence goes through then: `words` are those that can be recognised.
+        States and arcs that are then on no complete path are left out, too: `words` are those that can be
+        recognised.
         """
         spelt = {
             label: name if name == BACKOFF_SYMBOL else spelling(name) for label, name in self.names.items()
@@ -77,11 +78,11 @@ class GrammarFst:
     def load(cls, path: Path) -> GrammarFst:
         """Read an OpenFst file and the words.txt beside it.
 
-        The ends of sentences, which arpa2fst writes as words without --disambig-symbol, become epsilon:
-        nobody says them.  Arcs of infinite cost, which no sentence takes, are left out.
+        Sentence ends, which arpa2fst writes as words without --disambig-symbol, become epsilon because nobody
+        says them.  Arcs of infinite cost, which no sentence takes, are left out.
 
         Raises:
-            ConfigError: one of them is missing or damaged, or they do not belong together.
+            ConfigError: one of the files is missing or damaged, or they do not belong together.
         """
         fst = read_fst(path)
         names = read_symbols(path.with_name(WORDS_NAME))
@@ -93,7 +94,7 @@ class GrammarFst:
                 "it was made with"
             )
         costs = np.concatenate((arrays.cost, arrays.final))
-        if not (costs > -np.inf).all():  # NaN is not, either
+        if not (costs > -np.inf).all():  # refuses NaN, too
             raise ConfigError(f"{path}: has costs that are no number or minus infinity; make it again")
         ends = [label for label in labels if names.get(label) in (START, END)]
         is_taken = arrays.cost < np.inf
@@ -119,7 +120,7 @@ def read_language_model(path: Path) -> LanguageModel:
     """Read a language model by its name: FILE.arpa, FILE.arpa.gz, or FILE.fst with words.txt beside it.
 
     Raises:
-        ConfigError: none of these names, or it cannot be read.
+        ConfigError: the name is none of these, or the file cannot be read.
     """
     if path.suffix == ".fst":
         return GrammarFst.load(path)
@@ -130,12 +131,12 @@ def read_language_model(path: Path) -> LanguageModel:
 
 @dataclass(frozen=True)
 class RespelledModel:
-    """A language model in the words of a lexicon.
+    """A language model with the words of a lexicon.
 
     Attributes:
-        model: with these words.
-        left_out: its words that the lexicon lacks.
-        without_entry: words of the lexicon that it lacks, and for which it has no <unk>.
+        model: the model with these words.
+        left_out: number of the model's words that the lexicon lacks.
+        without_entry: number of the lexicon's words that the model lacks and for which it has no <unk>.
     """
 
     model: LanguageModel
@@ -144,10 +145,10 @@ class RespelledModel:
 
 
 def read_given_model(path: Path) -> LanguageModel:
-    """Read a model that was made elsewhere.
+    """Read a language model that was made elsewhere.
 
     Raises:
-        ConfigError: it cannot be read, or does not say how probable the end of a sentence is.
+        ConfigError: it cannot be read, or lacks the probability of the end of a sentence.
     """
     given = read_language_model(path)
     if isinstance(given, NgramModel) and (END,) not in given.log10_probs:
@@ -156,12 +157,12 @@ def read_given_model(path: Path) -> LanguageModel:
 
 
 def respelled_model(given: LanguageModel, lexicon: Lexicon) -> RespelledModel | None:
-    """Return a model with its words spelt as in the lexicon; the others are left out.
+    """Return a model with its words spelt as in the lexicon; words that the lexicon lacks are left out.
 
-    Words of the lexicon that it lacks share the probability of its <unk>.
+    Words of the lexicon that the model lacks share the probability of its <unk>.
 
     Returns:
-        The model; None: it has no word of the lexicon, or as a G.fst no sentence of such words.
+        The model; None if it has no word of the lexicon, or as a G.fst no sentence of such words.
     """
     words = given.words.difference(UNKNOWN_NAMES)
     recognised = set(lexicon.recognised_words)
@@ -182,7 +183,7 @@ def respelled_model(given: LanguageModel, lexicon: Lexicon) -> RespelledModel | 
 
 
 def nothing_fits(given_as: Path) -> str:
-    """Return why `respelled_model` finds nothing in a model of this name, a clause about the lexicon."""
+    """Return a clause that says why no word of a model with this name fits the lexicon."""
     what = "sentences has only words of" if given_as.suffix == ".fst" else "words is in"
     return f"none of its {what} the lexicon"
 
@@ -196,10 +197,11 @@ def save_language_model(model: LanguageModel, folder: Path) -> None:
 
 
 def language_model_path(folder: Path) -> Path | None:
-    """Return the file that `save_language_model` wrote; None where there is none.
+    """Return the file that `save_language_model` wrote; None if there is none.
 
     Raises:
-        ConfigError: it is gone, but not what is said of it: nobody would notice that it is not used.
+        ConfigError: the file is gone but its record is there: otherwise nobody would notice that the model is
+            not used.
     """
     paths = (folder / name for name in (ARPA_NAME, GRAMMAR_NAME))
     found = next((path for path in paths if path.exists()), None)
@@ -212,10 +214,10 @@ def language_model_path(folder: Path) -> Path | None:
 
 
 class StoredModel:
-    """The language model of a data directory (or of a trained model), which is read when it is needed.
+    """The language model of a data directory (or of a trained model), read when it is first needed.
 
     Args:
-        path: what `language_model_path` returns.
+        path: result of `language_model_path`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -223,31 +225,31 @@ class StoredModel:
 
     @classmethod
     def in_folder(cls, folder: Path) -> StoredModel | None:
-        """Return the model that `save_language_model` wrote; None where there is none.
+        """Return the model that `save_language_model` wrote; None if there is none.
 
         Raises:
-            ConfigError: it is gone.
+            ConfigError: the model's file is gone.
         """
         path = language_model_path(folder)
         return None if path is None else cls(path)
 
     @cached_property
     def model(self) -> LanguageModel:
-        """Read it.
+        """Read the model.
 
         Raises:
-            ConfigError: it is damaged.
+            ConfigError: the file is damaged.
         """
         return read_language_model(self._path)
 
     @property
     def num_bytes(self) -> int:
-        """Size of its file.  Raises OSError."""
+        """Size of the model's file.  Raises OSError."""
         return self._path.stat().st_size
 
     @property
     def sha256(self) -> str:
-        """Identify it: the checksum of its files.  Raises OSError."""
+        """Checksum of the model's files, which identifies it.  Raises OSError."""
         words = [self._path.with_name(WORDS_NAME)] if self._path.name == GRAMMAR_NAME else []
         facts = self._path.name, *map(sha256_of, (self._path, *words))
         return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -1,9 +1,9 @@
-"""The most probable word sequences of an utterance, from a lattice; and rescoring them.
+"""Find the most probable word sequences of an utterance in a lattice, and rescore them.
 
     LatticeSimpleDecoder -> arcs of words with their costs -> determinised -> the N shortest paths
 
-The lattice has a path for each way to place the words on the frames; determinised, it has one for each
-sequence of words, which costs what the best of those does.
+The lattice has a path for each way to place the words on the frames.  Determinised, it has one path for each
+word sequence, with the cost of the best of those.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from speechdp.labels.hmm import FloatArray
 from speechdp.language.ngram import NgramModel
 
 _LN_10 = math.log(10.0)
-#: A lattice that would have more states when it is determinised is made again with half the lattice beam,
-#: down to this one; then the best path alone is returned.  What a state takes grows with the paths that lead
-#: to it: where scores tell nothing, ten times as many take minutes an utterance.
+#: If a determinised lattice would have more states than this, it is made again with half the lattice beam,
+#: down to the narrowest beam; then only the best path is returned.  The cost of a state grows with the number
+#: of paths that lead to it: with uninformative scores, ten times as many states take minutes an utterance.
 _MAX_STATES = 20_000
 _NARROWEST_BEAM = 0.25
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A word sequence that an utterance may have.
+    """A word sequence that may have been said in an utterance.
 
     Attributes:
         words: the sequence.
-        cost: -log probability of the graph plus the scaled acoustics, nats; after rescoring with the second
-            language model's part.
-        lm_cost: of the language model alone, unscaled, nats; None where there is none.
-        rescored_lm_cost: of the second language model alone, as `lm_cost`.
+        cost: -log probability of the graph plus the scaled acoustics, nats; after rescoring it includes the
+            second language model.
+        lm_cost: cost by the language model alone, unscaled, nats; None without a language model.
+        rescored_lm_cost: cost by the second language model alone, as `lm_cost`.
     """
 
     words: tuple[str, ...]
@@ -51,14 +51,14 @@ class Candidate:
 class NBestSearcher(Searcher):
     """Finds the most probable word sequences in one graph.
 
-    Its decoder knows no `max_active`: with scores of a network that tells nothing, narrow the beam.
+    The decoder has no `max_active`: with scores of a network that has learnt little, use a narrower beam.
 
     Args:
-        graph: what to search.
-        options: how wide; max_active is not looked at.
-        size: at most so many sequences are found.
-        lattice_beam: of the lattice that they are taken from, nats: parts of it that are on no path within
-            so much of the best are left out.
+        graph: the graph to search.
+        options: width of the search; max_active is ignored.
+        size: most sequences to find.
+        lattice_beam: beam of the lattice that they are taken from, nats: parts of it that are on no path
+            within this cost of the best are left out.
     """
 
     def __init__(self, graph: DecodingGraph, options: SearchOptions, size: int, lattice_beam: float) -> None:
@@ -66,7 +66,7 @@ class NBestSearcher(Searcher):
         self._size, self._lattice_beam = size, lattice_beam
 
     def search_nbest(self, log_likelihoods: FloatArray) -> list[Candidate]:
-        """Find the best word sequences that end in a final state, all different, the best first.
+        """Find the best word sequences that end in a final state, all different, best first.
 
         Args:
             log_likelihoods: (T, C), nats; see `hmm.scaled_log_likelihoods`.
@@ -97,11 +97,11 @@ class NBestSearcher(Searcher):
         return None if path is None else [Candidate(path.words, path.cost)]
 
     def _word_lattice(self, matrix: FloatArray, beam: float, lattice_beam: float) -> Any | None:
-        """Return an acceptor of words with the lattice's paths; None where none ends in a final state."""
+        """Return an acceptor of words with the lattice's paths; None if no path ends in a final state."""
         options = kaldi_decoder.LatticeSimpleDecoderConfig(beam=beam, lattice_beam=lattice_beam)
         decoder = kaldi_decoder.LatticeSimpleDecoder(self._graph.fst, options)
         is_complete = decoder.decode(kaldi_decoder.DecodableCtc(matrix))
-        # A decoder that reached no final state takes every state of the last frame for one.
+        # A decoder that reached no final state treats every state of the last frame as final.
         if not is_complete or not math.isfinite(decoder.final_relative_cost()):
             return None
         found, lattice = decoder.get_raw_lattice()
@@ -115,10 +115,10 @@ class NBestSearcher(Searcher):
 
 
 def _word_arcs(lattice: str) -> Iterator[str]:
-    """Turn OpenFst's text of a lattice into that of an acceptor of its words, with sums of the costs."""
+    """Convert OpenFst's text of a lattice to that of an acceptor of its words, with the sums of the costs."""
     for line in lattice.splitlines():
         fields = line.split()
-        is_final = len(fields) <= 2  # a state, and what ending there costs
+        is_final = len(fields) <= 2  # a state and its final cost
         position = 1 if is_final else 4
         cost = sum(map(float, fields[position].split(","))) if len(fields) > position else 0.0
         yield f"{fields[0]} {cost!r}\n" if is_final else f"{fields[0]} {fields[1]} {fields[3]} {cost!r}\n"
@@ -129,20 +129,20 @@ SentenceCost = Callable[[Sequence[str]], float]
 
 
 def ngram_cost(model: NgramModel) -> SentenceCost:
-    """Return what word sequences cost by an n-gram model, their ends included."""
+    """Return the cost function of an n-gram model; costs include the sentence end."""
     return lambda words: -_LN_10 * model.log10_sentence(words)
 
 
 @dataclass(frozen=True)
 class Rescorer:
-    """Puts the costs of a second language model in place of part of the first one's.
+    """Replaces part of the first language model's costs by those of a second one.
 
     Attributes:
-        first: costs of the model that the graph has.
-        first_scale: factor on them there.
-        second: costs of the model to rescore with.
-        second_scale: factor on these.
-        weight: share of the second model, 0 to 1; 0 leaves all as it is, 1 replaces the first.
+        first: costs by the model in the graph.
+        first_scale: factor on these costs in the graph.
+        second: costs by the model to rescore with.
+        second_scale: factor on these costs.
+        weight: share of the second model, 0 to 1; 0 changes nothing, 1 replaces the first.
     """
 
     first: SentenceCost
@@ -152,7 +152,7 @@ class Rescorer:
     weight: float
 
     def rescored(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return candidates with new costs, the best first."""
+        """Return candidates with new costs, best first."""
         each = [self._rescored(candidate) for candidate in candidates]
         return sorted(each, key=lambda candidate: (candidate.cost, candidate.words))
 
@@ -163,10 +163,10 @@ class Rescorer:
 
 
 def nbest_lines(name: str, candidates: Sequence[Candidate]) -> str:
-    """Return the lines of an utterance in a file of n-best lists.
+    """Return an utterance's lines in a file of n-best lists.
 
-    NAME-RANK, the cost, that of the language model, that of the second one, then the words; `-` stands for a
-    cost that there is not.
+    NAME-RANK, the cost, the cost by the language model, that by the second one, then the words; `-` stands
+    for a cost that does not exist.
 
     Example:
         >>> nbest_lines("utt", [Candidate(("one", "two"), 12.5, 3.25)])
@@ -181,18 +181,18 @@ def nbest_lines(name: str, candidates: Sequence[Candidate]) -> str:
 
 
 def joined(first: Sequence[Candidate], second: Sequence[Candidate], size: int) -> list[Candidate]:
-    """Return the best word sequences of two pieces of speech, one after the other.
+    """Return the best word sequences of two consecutive pieces of speech.
 
     A sequence that can be divided in several ways takes several places among `size`, but is returned once.
 
     Args:
-        first: those of the first piece, the best first; empty: nothing was found there.
-        second: those of the second piece.
-        size: at most so many are returned.
+        first: candidates of the first piece, best first; empty if nothing was found there.
+        second: candidates of the second piece.
+        size: most candidates to return.
     """
     if not first or not second:
         return list(first or second)
-    # The one at (i, j) has (i + 1) * (j + 1) - 1 others that cost no more.
+    # The pair at (i, j) has (i + 1) * (j + 1) - 1 others that cost no more.
     pairs = [_pair(a, b) for i, a in enumerate(first[:size]) for b in second[: size // (i + 1)]]
     best: dict[tuple[str, ...], Candidate] = {}
     for each in sorted(pairs, key=lambda pair: (pair.cost, pair.words)):

@@ -1,4 +1,4 @@
-"""What a model's file says of its training: what its classes are, and whether data are of that kind."""
+"""Compare what a model's file says about its training with data that it is used on."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from speechdp.labels.kaldi_pdfs import KaldiPdfs
 
 
 def is_ctc(config: Mapping[str, Any]) -> bool:
-    """Tell by what its file says whether a model's classes are CTC's: phones and a blank, no states."""
+    """Return whether a model's classes are those of CTC, phones and a blank, according to its config."""
     return config.get("criterion") == "ctc"
 
 
 def check_task(dataset: Dataset) -> None:
-    """Refuse data whose speech is not to be recognised; their class list is another's.
+    """Refuse data that are not for recognition; their class list belongs to another task.
 
     Raises:
-        ConfigError: they are for synthesis.
+        ConfigError: the data are for synthesis.
     """
     if dataset.task != "acoustic":
         raise ConfigError(
@@ -28,7 +28,7 @@ def check_task(dataset: Dataset) -> None:
         )
 
 
-#: What makes data fit a model that is to score them.
+#: How to get data that fit a model.
 _AS_TRAINED = "prepare the data with --like RUN, the run of the model"
 
 
@@ -38,16 +38,16 @@ def check_origin(
     classes: StateInventory | KaldiPdfs,
     remedy: str = _AS_TRAINED,
 ) -> None:
-    """Refuse data made otherwise than those of training; nothing else might notice.
+    """Refuse data that differ from those of training; nothing else might notice the difference.
 
     Args:
-        config: what the model's file says of its training; what it lacks is not compared.
+        config: what the model's file records of its training; entries that it lacks are not compared.
         dataset: the data.
-        classes: theirs.
+        classes: classes of the data.
         remedy: how to get data that fit.
 
     Raises:
-        ConfigError: the class list, the sampling rate or the features are others.
+        ConfigError: the class list, the sampling rate or the features differ.
     """
     if config.get("classes_sha256", classes.sha256) != classes.sha256:
         words = (

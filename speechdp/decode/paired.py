@@ -1,4 +1,4 @@
-"""Word errors by utterance: their file, and whether models that heard the same utterances differ in them."""
+"""Read and write word errors by utterance, and test whether models differ on the same utterances."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _MOST = 2**31  # no utterance has as many words or errors
 
 
 class Difference(NamedTuple):
-    """One word error rate less another, 0 to 1, and its 95 % interval.
+    """The difference of two word error rates, as a fraction, and its 95 % interval.
 
     Attributes:
-        has_seeds: the interval covers the chance of training, too; that of two single models does not.
+        has_seeds: whether the interval includes the variance of training; that of two single models does not.
     """
 
     mean: float
@@ -38,17 +38,17 @@ class Difference(NamedTuple):
 
     @property
     def is_sure(self) -> bool:
-        """Whether chance alone does not make the first rate the higher one."""
+        """Whether chance alone is an unlikely reason for the first rate to be higher."""
         return self.has_seeds and self.low > 0
 
 
 class OtherDecodingError(ValueError):
-    """A file of errors by utterance belongs to another decoding than the record that names it."""
+    """A file of errors by utterance belongs to a different decoding than the record that names it."""
 
 
 @dataclass(frozen=True, eq=False)
 class UtteranceErrors:
-    """What models got wrong in the utterances of one split.
+    """Word errors of models in the utterances of one split.
 
     Attributes:
         names: ids of the utterances, in order.  (U)
@@ -62,10 +62,10 @@ class UtteranceErrors:
 
     @classmethod
     def parse(cls, text: str) -> UtteranceErrors:
-        """Read what `errors_text` wrote.
+        """Parse the result of `errors_text`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the text is something else.
         """
         names: list[str] = []
         counts: list[tuple[int, ...]] = []
@@ -82,21 +82,21 @@ class UtteranceErrors:
 
     @classmethod
     def read(cls, run_dir: Path, record: Mapping[str, Any]) -> UtteranceErrors | None:
-        """Read the errors that belong to a decoding of a run; None: it is an older one, which has none.
+        """Read the errors that belong to a decoding of a run; None for older decodings, which have none.
 
         Args:
             run_dir: the run.
-            record: its RUN/wer-NAME.json.
+            record: contents of its RUN/wer-NAME.json.
 
         Raises:
-            OSError: they cannot be read.
-            OtherDecodingError: they are those of another decoding.
-            ValueError: they are damaged.
+            OSError: the file cannot be read.
+            OtherDecodingError: the file belongs to another decoding.
+            ValueError: the file is damaged.
         """
         name = record.get("errors")
         if not isinstance(name, str):
             return None
-        # A name within the run's folder, whatever the record says.
+        # Use only the file name: it stays within the run's folder, whatever the record says.
         path = run_dir / "hypotheses" / Path(name).name
         found = cls.parse(path.read_text(encoding="utf-8"))
         told = [record.get(kind, 0) for kind in ("insertions", "deletions", "substitutions", "words")]
@@ -107,14 +107,14 @@ class UtteranceErrors:
 
     @classmethod
     def join(cls, models: Sequence[UtteranceErrors | None]) -> UtteranceErrors | None:
-        """Return the errors of several models on the same utterances; None where one's are not known."""
+        """Join the errors of several models on the same utterances; None if those of one are unknown."""
         known = [model for model in models if model is not None]
         if not known or len(known) < len(models) or not all(known[0].is_beside(model) for model in known):
             return None
         return cls(known[0].names, known[0].words, np.concatenate([model.errors for model in known]))
 
     def is_beside(self, other: UtteranceErrors) -> bool:
-        """Say whether both are of the same utterances, with the same words said."""
+        """Return whether both are of the same utterances with the same reference words."""
         return self.names == other.names and np.array_equal(self.words, other.words)
 
     @property
@@ -125,35 +125,36 @@ class UtteranceErrors:
 
 
 def errors_text(names: Sequence[str], counts: Counts) -> str:
-    """Write errors by utterance, a line each: ID INSERTIONS DELETIONS SUBSTITUTIONS WORDS.
+    """Return the text of errors by utterance, one line each: ID INSERTIONS DELETIONS SUBSTITUTIONS WORDS.
 
     Args:
         names: ids of the utterances, in order.
-        counts: (U, 4) as `count_errors` gives them.
+        counts: (U, 4) as returned by `count_errors`.
     """
     return "".join(f"{name} {' '.join(map(str, row))}\n" for name, row in zip(names, counts, strict=True))
 
 
 @lru_cache(maxsize=512)
 def rate_difference(one: UtteranceErrors, other: UtteranceErrors, among: int = 2) -> Difference | None:
-    """Return the mean word error rate of some models less that of others, on the same utterances.
+    """Return the mean word error rate of some models minus that of others, on the same utterances.
 
-    The interval is a percentile bootstrap over utterances, of which each is drawn for all models at once, so
-    that what is hard for all of them cancels out.  With several seeds it also has their chance: to draws of
-    utterances one from Student's t distribution is added, as wide as the seeds' common standard deviation
-    leaves the difference of the means open (that of the two-sample t-test).  With a single model on both
-    sides the chance of training is left out.  Models less themselves are 0, without any chance.
+    The interval is a percentile bootstrap over utterances.  Each utterance is drawn for all models at once,
+    so that what is hard for all of them cancels out.  With several seeds it also includes the variance of
+    training: a draw from Student's t distribution is added to each draw of utterances, with the standard
+    error of the difference of the means (from the seeds' common standard deviation, as in the two-sample
+    t-test).  With a single model on both sides the variance of training is left out.  Models minus themselves
+    are 0, without variance.
 
     Args:
-        one, other: of the same utterances.
-        among: number of settings of which the lowest rate is sought; of more than three the interval is wider
-            (`missed_among`).
+        one, other: errors on the same utterances.
+        among: number of settings among which the lowest rate is sought; with more than three the interval is
+            wider (`missed_among`).
 
     Source: Bisani & Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation", ICASSP
     2004, section 4.  Its draws are the matched pairs of Gillick & Cox, ICASSP 1989.
 
     Returns:
-        None where they are of different utterances, or nothing was said.
+        None if the utterances differ or have no reference words.
 
     Example:
         >>> def model(*errors):
@@ -164,7 +165,7 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors, among: int = 2
     total = int(one.words.sum())
     if total == 0 or not one.is_beside(other):
         return None
-    if one is other:  # which no chance sets apart from itself
+    if one is other:  # no chance makes it differ from itself
         return Difference(0.0, 0.0, 0.0, len(one.errors) > 1)
     more: NDArray[np.float64] = one.errors.mean(axis=0) - other.errors.mean(axis=0)
     random = np.random.default_rng(1)
@@ -173,7 +174,7 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors, among: int = 2
     if freedom > 0:
         squares = sum(float(((side.rates - side.rates.mean()) ** 2).sum()) for side in (one, other))
         scale = math.sqrt(squares / freedom * (1 / len(one.errors) + 1 / len(other.errors)))
-        # The ends of t with few degrees of freedom need more draws than utterances do.
+        # The tails of t with few degrees of freedom need more draws than utterances do.
         draws = np.repeat(draws, _TIMES_T)
         draws += scale * random.standard_t(freedom, size=len(draws))
     end = 50 * missed_among(among)
@@ -184,13 +185,13 @@ def rate_difference(one: UtteranceErrors, other: UtteranceErrors, among: int = 2
 def drawn_rates(
     errors: NDArray[np.integer | np.floating], words: Counts, num_resamples: int, random: np.random.Generator
 ) -> NDArray[np.float64]:
-    """Return the error rate of each of several draws of utterances with replacement.  (R,)
+    """Return the error rates of several bootstrap draws of utterances with replacement.  (R,)
 
     Args:
-        errors: of each utterance.  (U,)
+        errors: errors of each utterance.  (U,)
         words: reference words of each.  (U,)
         num_resamples: R.
-        random: what draws.
+        random: the generator.
     """
     num_utterances = len(errors)
     step = max(_DRAWN_AT_ONCE // num_utterances, 1)

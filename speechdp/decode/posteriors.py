@@ -27,20 +27,20 @@ from speechdp.labels.kaldi_pdfs import load_classes
 
 Kind = Literal["log_likelihood", "log_posterior"]
 
-#: Scores held at once until they are written in order: 256 MiB in float32.
+#: Scores held in memory until they are written in order: 256 MiB in float32.
 _MAX_HELD_VALUES = 2**26
 
 
 @dataclass(frozen=True)
 class PosteriorOptions:
-    """What to write.
+    """What to write, and where.
 
     Attributes:
         split: of the data directory.
         archive: the Kaldi archive to write.
         scp: the table to write beside it, or None.
-        kind: log_likelihood: log posterior - prior_scale * log prior; log_posterior: as the network has it.
-        prior_scale: how much of the prior is divided out.
+        kind: log_likelihood: log posterior - prior_scale * log prior; log_posterior: the network's output.
+        prior_scale: exponent of the prior that posteriors are divided by.
     """
 
     split: str
@@ -60,7 +60,7 @@ class PosteriorOptions:
 
 @dataclass(frozen=True)
 class PosteriorResult:
-    """What was written: utterances, frames, and classes (columns)."""
+    """Numbers of utterances, frames and classes (columns) written."""
 
     num_utterances: int
     num_frames: int
@@ -73,18 +73,18 @@ def write_posteriors(
     options: PosteriorOptions,
     advance: Callable[[int, int], None],
 ) -> PosteriorResult:
-    """Write a split's scores: a (T, C) float matrix an utterance, sorted by id.  Whole files or none.
+    """Write a split's scores: a (T, C) float matrix an utterance, sorted by id.  Writes whole files or none.
 
     Args:
         trained: the model.
-        dataset: made with the settings of the training data.
+        dataset: prepared with the settings of the training data.
         options: what to write, and where.
-        advance: told how many utterances are done, and of how many.
+        advance: called with the number of utterances done and the total number.
 
     Raises:
-        ConfigError: the model does not fit the data, or the files cannot be put there.
+        ConfigError: the model does not fit the data, or the files cannot be created.
         ShardError: a shard is damaged.
-        RunError: the model gives NaN, or the disk refuses.
+        RunError: the model gives NaN, or a disk error.
     """
     check_task(dataset)
     check_origin(trained.config, dataset, load_classes(dataset.classes_path))
@@ -110,7 +110,7 @@ def write_posteriors(
 
 @dataclass(frozen=True)
 class _Owned:
-    """An utterance and where it is."""
+    """An utterance and its place."""
 
     name: str
     shard: int
@@ -124,7 +124,7 @@ def _sorted_utterances(shards: Sequence[Shard]) -> list[_Owned]:
         for number, shard in enumerate(shards)
         for utterance, name in enumerate(shard.utterance_ids)
     ]
-    # By bytes (LC_ALL=C), as Kaldi's tools expect it where they read two tables side by side.
+    # By bytes (LC_ALL=C), because Kaldi's tools expect this order when they read two tables side by side.
     return sorted(owned, key=lambda one: one.name.encode())
 
 
@@ -157,7 +157,7 @@ def _scorer(trained: TrainedModel, options: PosteriorOptions) -> AcousticScorer:
 
 
 def _groups(owned: Sequence[_Owned], num_classes: int) -> Iterator[list[_Owned]]:
-    """Cut the utterances into runs whose scores may be held at once."""
+    """Divide the utterances into runs whose scores may be held in memory at once."""
     group: list[_Owned] = []
     num_values = 0
     for one in owned:
@@ -171,7 +171,7 @@ def _groups(owned: Sequence[_Owned], num_classes: int) -> Iterator[list[_Owned]]
 
 
 def _write_scp(scp: Path, archive: Path, starts: Sequence[tuple[str, int]]) -> None:
-    # The archive as it was given: Kaldi, too, looks it up from the working directory.
+    # The archive's path as given: Kaldi also resolves it from the working directory.
     with atomic_path(scp) as temporary, temporary.open("w", encoding="utf-8") as file:
         for name, start in starts:
             file.write(f"{name} {archive}:{start}\n")

@@ -1,4 +1,4 @@
-"""What recognises an utterance: a trained model, a graph of what may be said, and a search of it."""
+"""Recognise utterances: a trained model, a decoding graph, and a search of it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from speechdp.labels.lexicon import Lexicon
 from speechdp.labels.state_tying import StateTying
 from speechdp.language.ngram import NgramModel
 
-#: Graphs of other scales are kept, for a search of scales, while they have fewer arcs together: some 150 MB.
+#: Graphs of other scales are cached for a search of scales up to this total number of arcs: some 150 MB.
 _MOST_KEPT_ARCS = 4_000_000
-#: Word sequences of an utterance that are rescored, where the user does not say how many.
+#: Word sequences of an utterance to rescore, if the user does not say how many.
 _TO_RESCORE = 100
-#: Over what features are normalised: the utterance alone, or all utterances of its speaker in the split.
+#: What features are normalised over: the utterance alone, or all utterances of its speaker in the split.
 Normalise = Literal["utterance", "speaker"]
 
 
 class TrainedModel(Protocol):
-    """What decoding needs of `speechdp.tasks.model_file.LoadedModel`."""
+    """What decoding needs from `speechdp.tasks.model_file.LoadedModel`."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -61,11 +61,11 @@ class TrainedModel(Protocol):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Tell what it was trained on: classes, features and sampling rate are compared."""
+        """What the model was trained on: classes, features and sampling rate are compared."""
 
     @property
     def tying(self) -> StateTying | None:
-        """What its classes are where states depend on context."""
+        """The tying of context-dependent states, if its classes are such states."""
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,19 @@ class DecodingOptions:
         grammar: which word sequences are allowed; None: ngram if there is a language model, else digit-loop
             if all reference words are digits, else word-loop.
         beam: search beam, nats.
-        max_active: at most this many paths a frame.
+        max_active: most paths kept per frame.
         acoustic_scale: factor on the acoustic log-likelihoods.
-        prior_scale: how much of the class priors is divided out of the posteriors.
+        prior_scale: exponent of the class priors that posteriors are divided by.
         insertion_log_prob: added to each word's log-probability in loops and n-grams; negative: fewer words.
         lm_scale: factor on the costs of the language model (ngram).
-        silence_probability: of a pause at a word boundary.
-        normalise: over what features of data that store audio are normalised.
-        graph: Kaldi's own graph to use in place of grammar, lexicon and language model; only the beam,
-            max_active and the scales of the network's scores matter then.
-        nbest: find so many word sequences for each utterance; 0: the best alone, or 100 to rescore.
-        lattice_beam: of the lattice that they are taken from, nats.
-        rescore_lm: file of a language model to weigh these anew with.
-        rescore_weight: its share in their log-probability, 0 to 1.
+        silence_probability: probability of a pause at a word boundary.
+        normalise: what features are normalised over, for data that store audio.
+        graph: a graph made by Kaldi that replaces grammar, lexicon and language model; then only the beam,
+            max_active and the scales of the network's scores matter.
+        nbest: word sequences to find for each utterance; 0: only the best, or 100 to rescore.
+        lattice_beam: beam of the lattice that they are taken from, nats.
+        rescore_lm: file of a language model to rescore them with.
+        rescore_weight: share of that model in their log-probability, 0 to 1.
     """
 
     grammar: Grammar | None = None
@@ -126,11 +126,11 @@ class DecodingOptions:
 
     @property
     def num_candidates(self) -> int:
-        """Word sequences to find for each utterance; 0: the best alone, without a lattice."""
+        """Word sequences to find for each utterance; 0: only the best, without a lattice."""
         return self.nbest or (_TO_RESCORE if self.rescore_lm is not None else 0)
 
     def record(self) -> dict[str, Any]:
-        """Return them as wer-<split>.json records them: but for the graph, which has a record of its own."""
+        """Return the options for wer-<split>.json, without the graph, which has its own record."""
         values = {
             name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()
         }
@@ -146,16 +146,16 @@ class Recogniser:
         lexicon: pronunciations, as the model was trained with.
         inventory: classes, as the model was trained with.
         options: how to decode.
-        transcripts: the corpus's word sequences: they choose the grammar where neither `options` nor a
-            language model does, and are the grammar transcript-set.
-        language_model: that of the grammar ngram, which is the default where there is one.
-        kept: where the graph of a large language model is kept; None: nowhere.
+        transcripts: the corpus's word sequences.  They choose the grammar if neither `options` nor a language
+            model does, and define the grammar transcript-set.
+        language_model: the model for the grammar ngram, which is the default if there is one.
+        kept: cache for the graph of a large language model; None: no cache.
 
     Attributes:
         grammar: the grammar used.
-        transducer: HL, of which graphs are made.
-        graph: what is searched.
-        searcher: searches it.
+        transducer: HL, from which graphs are built.
+        graph: the graph that is searched.
+        searcher: searches the graph.
 
     Raises:
         ConfigError: model and lexicon differ in classes, or the grammar needs words that are missing.
@@ -186,7 +186,7 @@ class Recogniser:
         self._attach(trained, options)
 
     def _sentence_cost(self) -> tuple[SentenceCost, float] | None:
-        """Return what a word sequence costs by the grammar's language model, and its scale in the graph."""
+        """Return the cost of a word sequence by the grammar's language model, and its scale in the graph."""
         if self.grammar is Grammar.NGRAM:
             model = None if self._language_model is None else self._language_model.model
             return (ngram_cost(model), self._options.lm_scale) if isinstance(model, NgramModel) else None
@@ -226,27 +226,27 @@ class Recogniser:
         return ngram_cost(found.model)
 
     def _attach(self, trained: TrainedModel, options: DecodingOptions) -> None:
-        """Take the network and the options of the search."""
+        """Set the network and the search options."""
         log_prior = trained.class_log_prior.detach().cpu().numpy()
         device = next(trained.model.parameters(), trained.class_log_prior).device
         self._scorer = AcousticScorer(trained.model, log_prior, options.prior_scale, device)
-        #: By the scale of the language model.
+        #: By scale of the language model.
         self._graphs: dict[float, DecodingGraph] = {}
         self._num_kept_arcs = 0
         self._second = None
-        #: What to tell the user of --rescore-lm; "": nothing.
+        #: Message for the user of --rescore-lm; "": none.
         self.rescoring_remark = ""
         self.use(options)
 
     def _place_of(self, lm_scale: float) -> tuple[KeptGraph, str] | None:
-        """Return where a graph is kept, and its key; None: it is built quickly, or there is no such place."""
+        """Return the cache for a graph, and its key; None: it is built quickly, or there is no cache."""
         stored = self._language_model if self.grammar is Grammar.NGRAM else None
         if stored is None or self._kept is None or stored.num_bytes < LARGE_MODEL_BYTES:
             return None
         return self._kept, graph_key(self.transducer, stored, lm_scale)
 
     def keep_graph(self, options: DecodingOptions) -> None:
-        """Search with these options, as `use`, and keep their graph, not the one that was made last.
+        """Search with these options, as `use`, and keep their graph instead of the one built last.
 
         Collective among the ranks of `kept`.
         """
@@ -254,7 +254,7 @@ class Recogniser:
         if place is not None:
             kept, key = place
             graph = self._graph_with(options.lm_scale)
-            graph.set_insertion(0.0)  # as it was built
+            graph.set_insertion(0.0)  # as it was when built
             kept.put(key, graph)
         self.use(options)
 
@@ -277,9 +277,9 @@ class Recogniser:
         return kept.get(key, self.transducer.words, build)
 
     def _graph_with(self, lm_scale: float) -> DecodingGraph:
-        """Return a graph that is there, or build it; as many are kept as memory bears."""
+        """Return a graph from memory, or build it; as many are kept in memory as fit the limit."""
         if lm_scale not in self._graphs:
-            if self._num_kept_arcs > _MOST_KEPT_ARCS:  # one of gigabytes, maybe: no two at a time
+            if self._num_kept_arcs > _MOST_KEPT_ARCS:  # it may take gigabytes: never hold two such graphs
                 del self.graph, self.searcher  # `use` sets them again
                 self._forget_graphs()
             graph = self._build(lm_scale)
@@ -294,7 +294,7 @@ class Recogniser:
         self._num_kept_arcs = 0
 
     def use(self, options: DecodingOptions) -> None:
-        """Search with other scales, insertion scores or lengths of lists from now on; other options stay.
+        """Search with other scales, insertion scores or list lengths from now on; other options stay.
 
         Raises:
             ConfigError: as the constructor.
@@ -314,23 +314,23 @@ class Recogniser:
 
     @property
     def gives_lists(self) -> bool:
-        """Whether `candidates` returns more than the best word sequence, by the options."""
+        """Whether, with these options, `candidates` returns more than the best word sequence."""
         return self._options.num_candidates > 0
 
     def score(
         self, utterances: Iterable[FloatArray], outputs: Outputs | None = None
     ) -> Iterator[tuple[int, FloatArray]]:
-        """Yield (position in `utterances`, log-likelihoods (T, C)), in any order; `outputs` is told all."""
+        """Yield (position in `utterances`, log-likelihoods (T, C)), in any order; count all in `outputs`."""
         return self._scorer.score(utterances, outputs)
 
     def candidates(self, log_likelihoods: FloatArray) -> list[Candidate]:
-        """Return the most probable word sequences, the best first: as many as the options ask for.
+        """Return the most probable word sequences, best first: as many as the options request.
 
         Args:
             log_likelihoods: (T, C), nats, of one utterance.
 
         Returns:
-            They are rescored, if that is asked for; empty where no path survived.
+            The sequences, rescored if requested; empty if no path survived.
         """
         if not self.gives_lists:
             path = self.searcher.search(log_likelihoods)
@@ -338,7 +338,7 @@ class Recogniser:
         return self.rescored(self.searcher.search_nbest(log_likelihoods))
 
     def rescored(self, found: Sequence[Candidate]) -> list[Candidate]:
-        """Return what `searcher.search_nbest` found with the costs of the language models, the best first."""
+        """Add the language models' costs to results of `searcher.search_nbest`; return them best first."""
         if self._rescore is not None:
             return self._rescore.rescored(found)
         first = self._sentence_cost()
@@ -355,7 +355,7 @@ class Recogniser:
 
 
 class GraphRecogniser(Recogniser):
-    """Recognises with a graph that is there already, in place of lexicon and grammar."""
+    """Recognises with a ready graph instead of lexicon and grammar."""
 
     def __init__(self, trained: TrainedModel, graph: DecodingGraph, options: DecodingOptions) -> None:
         self.grammar = Grammar.GRAPH
@@ -373,12 +373,12 @@ def recogniser_for(
     transcripts: Sequence[Sequence[str]],
     kept: KeptGraph | None = None,
 ) -> Recogniser:
-    """Make a recogniser with the lexicon, the classes and the language model of a data directory.
+    """Make a recogniser with the lexicon, classes and language model of a data directory.
 
     Collective among the ranks of `kept`.
 
     Raises:
-        ConfigError: model and lexicon differ in classes, or the grammar needs what is missing.
+        ConfigError: model and lexicon differ in classes, or something that the grammar needs is missing.
     """
     if options.graph is not None:
         graph = read_kaldi_graph(options.graph, dataset.num_classes)

@@ -1,4 +1,4 @@
-"""What a decoding comes to: its figures, the recognised words, and their files in the run's folder."""
+"""The results of a decoding: error rates, recognised words, and their files in the run's folder."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Hypothesis:
     """One recognised utterance.
 
     Attributes:
-        utterance_id: its name.
-        speaker: "" where the data do not know.
-        ref: what was said.
-        num_candidates: word sequences that were found; 0: no path survived.
-        hyp: the best of them.
-        oracle: the one with the fewest errors; "" where nothing was said.
+        utterance_id: name of the utterance.
+        speaker: its speaker; "" if the data have none.
+        ref: the reference words.
+        num_candidates: number of word sequences found; 0: no path survived.
+        hyp: the best word sequence.
+        oracle: the word sequence with the fewest errors; "" without reference words.
     """
 
     utterance_id: str
@@ -50,11 +50,11 @@ class Hypothesis:
 
     @classmethod
     def of(cls, utterance_id: str, speaker: str, ref: str, candidates: Sequence[Candidate]) -> Hypothesis:
-        """Take what is needed of the word sequences found; there may be hundreds.
+        """Keep only what is needed of the word sequences found, of which there may be hundreds.
 
         Args:
             utterance_id, speaker, ref: as the attributes.
-            candidates: the best first; none where no path survived.
+            candidates: best first; empty if no path survived.
         """
         said = [" ".join(candidate.words) for candidate in candidates]
         oracle = oracle_of(ref, said) if ref else ""
@@ -66,23 +66,24 @@ class DecodingResult:
     """A decoded split.
 
     Attributes:
-        split: its name.
-        name: how its files are called, as `results_name` has it.
+        split: name of the split.
+        name: base name of its files, from `results_name`.
         data: path and checksum of the data.
         grammar: the grammar used.
         wer: word errors.
-        speakers: those of each speaker, the worst first; empty where the data know none.
+        speakers: word errors of each speaker, worst first; empty if the data have no speakers.
         retried: utterances that needed a wider beam.
         failed: utterances without any hypothesis: counted as deletions.
-        unknown_words: reference words that cannot be recognised, each of which is an error.
+        unknown_words: reference words that cannot be recognised; each is an error.
         hypotheses: the file of hypotheses.
-        utterances: what was recognised, by utterance id.
+        utterances: recognised utterances, by utterance id.
         settings: what was searched (`graph`), how (`options`), and how that was chosen (`tuning`).
-        nbest: the lists of the most probable word sequences, if they were asked for.
-        speed: what it took.
-        rescoring_remark: what to tell of the language model that rescored; "": nothing.
-        learnt_remark: what to tell of a model that has learnt little; "": nothing.
-        are_speakers_new: False: the model was trained on some of them, or that is not known of its own data.
+        nbest: the lists of the most probable word sequences, if they were requested.
+        speed: time and memory used.
+        rescoring_remark: message about the language model used for rescoring; "": none.
+        learnt_remark: message about a model that has learnt little; "": none.
+        are_speakers_new: False if the model was trained on some of them, or if that is unknown for its own
+            data.
     """
 
     split: str
@@ -105,15 +106,15 @@ class DecodingResult:
 
     @property
     def untranscribed(self) -> int:
-        """Number of utterances without a transcript: recognised, and counted in no error rate."""
+        """Number of utterances without a transcript: recognised, but not counted in error rates."""
         return len(self.utterances) - self.wer.utterances
 
     @property
     def of_new_speakers(self) -> tuple[float, float] | None:
-        """The WER's interval for speakers like these, fractions; None where too little is known of them.
+        """The WER's interval for speakers like these, as fractions; None if too little is known.
 
-        That is where the model was trained on some, where not every word has a speaker, or as
-        `interval_of_new_speakers` says.
+        That is the case if the model was trained on some of them, if some words have no speaker, or if
+        `interval_of_new_speakers` returns None.
         """
         if (
             not self.are_speakers_new
@@ -124,7 +125,7 @@ class DecodingResult:
 
     @property
     def speakers_remark(self) -> str:
-        """What to tell of the chance in the choice of speakers; "": nothing is known of it."""
+        """Message about the chance in the choice of speakers; "": unknown."""
         if self.of_new_speakers is None:
             return ""
         low, high = (f"{100 * rate:.1f}" for rate in self.of_new_speakers)
@@ -134,7 +135,7 @@ class DecodingResult:
 
     @property
     def unknown_remark(self) -> str:
-        """What to tell of the reference words that cannot be recognised; "": there are none."""
+        """Message about reference words that cannot be recognised; "": there are none."""
         if not self.unknown_words:
             return ""
         share = 100 * self.unknown_words / self.wer.words
@@ -144,14 +145,14 @@ class DecodingResult:
 
 @dataclass(frozen=True)
 class DecodingSpeed:
-    """What decoding took, over all ranks.
+    """Time and memory that decoding used, over all ranks.
 
     Attributes:
         speech_s: seconds of speech.
-        graph_s: CPU seconds of one rank until the graph was there.
+        graph_s: CPU seconds of one rank until the graph was ready.
         network_s: CPU seconds of all ranks and their threads for reading and scoring.
         search_s: CPU seconds of all ranks for the search, and for rescoring.
-        peak_bytes: largest memory of a rank.
+        peak_bytes: largest memory of any rank.
     """
 
     speech_s: float
@@ -162,7 +163,7 @@ class DecodingSpeed:
 
     @classmethod
     def over(cls, parts: Sequence[Mapping[str, float]]) -> DecodingSpeed:
-        """Join what ranks took, each given by `vars` of its own."""
+        """Combine the values of all ranks, each given as `vars` of its own object."""
         speech, network, search = (
             sum(part[name] for part in parts) for name in ("speech_s", "network_s", "search_s")
         )
@@ -170,7 +171,7 @@ class DecodingSpeed:
         return cls(speech, graph, network, search, int(peak))
 
     def summary(self) -> str:
-        """Say it in one line."""
+        """Return a summary of one line."""
         network, search = (
             seconds / self.speech_s if self.speech_s else 0.0 for seconds in (self.network_s, self.search_s)
         )
@@ -188,8 +189,8 @@ class NBestLists:
     Attributes:
         path: the file of all lists.
         size: the longest that a list may be.
-        mean: how many a list has on average.
-        oracle: word errors of the best sequence of each list, by whoever knows the reference.
+        mean: mean number of sequences per list.
+        oracle: word errors if the best sequence of each list is chosen, knowing the reference.
     """
 
     path: Path
@@ -199,15 +200,15 @@ class NBestLists:
 
     @classmethod
     def of(cls, hypotheses: Sequence[Hypothesis], path: Path, size: int) -> NBestLists | None:
-        """Judge the lists of a split.
+        """Evaluate the lists of a split.
 
         Args:
-            hypotheses: of all its utterances.
-            path: the file that the lists are to stand in.
-            size: the longest that a list may be; 0: none were asked for.
+            hypotheses: all utterances of the split.
+            path: the file that will hold the lists.
+            size: the longest that a list may be; 0: no lists were requested.
 
         Returns:
-            None where none were asked for.
+            None if no lists were requested.
         """
         if size == 0:
             return None
@@ -216,7 +217,7 @@ class NBestLists:
         return cls(path, size, mean, word_error_rate([h.ref for h in told], [h.oracle for h in told]))
 
     def summary(self) -> str:
-        """Say in one line how good the lists are."""
+        """Return one line on how good the lists are."""
         return (
             f"{self.size}-best lists ({self.mean:.1f} sequences on average): oracle WER "
             f"{100 * self.oracle.wer:.2f} %, {self.path}"
@@ -224,12 +225,12 @@ class NBestLists:
 
 
 def judged(hypotheses: Sequence[Hypothesis]) -> list[Hypothesis]:
-    """Return those with a transcript, by which errors are counted."""
+    """Return the utterances with a transcript, which are those that errors are counted on."""
     return [h for h in hypotheses if h.ref]
 
 
 def errors_by_speaker(hypotheses: Sequence[Hypothesis]) -> Mapping[str, WerResult]:
-    """Count the errors of each speaker that the data know, the worst first."""
+    """Count the errors of each speaker named in the data, worst first."""
     known = [h for h in hypotheses if h.speaker]
     return errors_by_group([h.speaker for h in known], [h.ref for h in known], [h.hyp for h in known])
 
@@ -245,14 +246,15 @@ def errors_path(hypotheses: Path) -> Path:
 
 
 def wer_path(run_dir: Path, name: str) -> Path:
-    """Return the record of a decoding's word errors: a file for each, so that none overwrites another."""
+    """Return the file with a decoding's word errors; each has its own, so that none overwrites another."""
     return run_dir / f"wer-{name}.json"
 
 
 def has_word_errors(run_dir: Path, split: str) -> bool:
-    """Tell whether a split of the run's own data is decoded; a damaged record is none.
+    """Return whether a split of the run's own data has been decoded; a damaged record does not count.
 
-    Neither is one whose errors by utterance are gone or damaged.  Those of older decodings never were there.
+    Neither does a record whose errors by utterance are missing or damaged, unless it is of an older decoding,
+    which has none.
     """
     try:
         record = parse_json(wer_path(run_dir, split).read_text(encoding="utf-8"))
@@ -263,18 +265,18 @@ def has_word_errors(run_dir: Path, split: str) -> bool:
 
 
 def results_name(run_dir: Path, split: str, dataset: Dataset, trained_on: object) -> str:
-    """Return how the files of a decoding are called: SPLIT, or SPLIT@FOLDER for other data than the run's.
+    """Return the base name of a decoding's files: SPLIT, or SPLIT@FOLDER for other data than the run's.
 
-    Where other data of a folder of that name have it, too, some of their checksum comes after it.
+    If other data from a folder of the same name use that name already, part of the checksum is appended.
 
-    Data that the run was not trained on have the plain name where its own have no such split, and nothing
-    else has taken it: a test set that was prepared by itself.
+    Data that the run was not trained on get the plain name if the run's own data have no such split and
+    nothing else uses it: for example a test set that was prepared separately.
 
     Args:
         run_dir: the run.
-        split: of `dataset`.
-        dataset: what is decoded.
-        trained_on: checksum of the data that the model was trained on; None: not known.
+        split: a split of `dataset`.
+        dataset: the data to decode.
+        trained_on: checksum of the data that the model was trained on; None: unknown.
     """
     if trained_on is None or dataset.checksum == trained_on:
         return split
@@ -286,12 +288,12 @@ def results_name(run_dir: Path, split: str, dataset: Dataset, trained_on: object
 
 
 def _is_free(record: Path, checksum: str) -> bool:
-    """Say whether a decoding's record may be replaced by that of data with a checksum."""
+    """Return whether a decoding's record may be replaced by that of data with this checksum."""
     return bool(_object_in(record, "data").get("checksum", checksum) == checksum)
 
 
 def _object_in(path: Path, key: str) -> dict[str, Any]:
-    """Return an object in a file of JSON; empty where there is none."""
+    """Return an object from a JSON file; empty if there is none."""
     try:
         values = parse_json(path.read_bytes())
     except (OSError, ValueError):
@@ -301,7 +303,7 @@ def _object_in(path: Path, key: str) -> dict[str, Any]:
 
 
 def _record_of(run_dir: Path, result: DecodingResult) -> dict[str, Any]:
-    """Return what RUN/wer-<name>.json holds of a decoding (docs/run-directory.md); paths are below RUN."""
+    """Return the contents of RUN/wer-<name>.json (docs/run-directory.md); its paths are relative to RUN."""
     nbest = result.nbest
     record = {
         "split": result.split,
@@ -329,15 +331,15 @@ def _record_of(run_dir: Path, result: DecodingResult) -> dict[str, Any]:
 
 
 def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str]) -> None:
-    """Write all that a decoding leaves in the run's folder.
+    """Write all files of a decoding to the run's folder.
 
     Args:
         run_dir: the run.
-        result: what was found.
-        lists: `nbest_lines` of each utterance, by its id, where lists were asked for.
+        result: the results.
+        lists: `nbest_lines` of each utterance, by its id, if lists were requested.
 
     Raises:
-        RunError: the disk refuses it.
+        RunError: a disk error.
     """
     nbest, record = result.nbest, _record_of(run_dir, result)
     lines = (f"{h.utterance_id} {h.hyp}".rstrip() + "\n" for h in result.utterances)
@@ -348,23 +350,23 @@ def write_results(run_dir: Path, result: DecodingResult, lists: Mapping[str, str
     earlier = nbest_path(result.hypotheses)
     with results_at(run_dir):
         if nbest is None and earlier.exists():
-            earlier.unlink()  # of another decoding
+            earlier.unlink()  # belongs to another decoding
         if nbest is not None:
             write_text_atomically(nbest.path, "".join(lists[h.utterance_id] for h in result.utterances))
         write_text_atomically(result.hypotheses, "".join(lines))
         write_text_atomically(errors_path(result.hypotheses), errors)
         write_text_atomically(wer_path(run_dir, result.name), json.dumps(record, indent=2) + "\n")
-        if "tuning" in result.settings:  # apart: a later decoding of this split may use other values
+        if "tuning" in result.settings:  # separate file: a later decoding of this split may use other values
             tuned = {name: record[name] for name in ("grammar", "options", "tuning")}
             write_text_atomically(run_dir / TUNED_NAME, json.dumps(tuned, indent=2) + "\n")
 
 
 @contextmanager
 def results_at(run_dir: Path) -> Iterator[None]:
-    """Put into words that the disk refuses results of the run.
+    """Convert disk errors in the block, which writes results of the run, to messages.
 
     Raises:
-        RunError: in place of the OSError of the block.
+        RunError: replaces an OSError raised in the block.
     """
     try:
         yield

@@ -22,14 +22,14 @@ _MIN_ACTIVE = 20  # paths kept however narrow the beam; Kaldi's default
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How wide to search.
+    """Width and scale of the search.
 
     Attributes:
         beam: paths that cost this much more than the best are dropped (nats, after scaling).
-        max_active: at most this many paths are kept a frame; 2 or more.
+        max_active: most paths kept per frame; 2 or more.
         acoustic_scale: factor on the acoustic log-likelihoods before they meet the graph's costs.
-        max_beam_doublings: how often a search that ends in no final state is repeated with twice the
-            beam and twice max_active.
+        max_beam_doublings: how often a search that ends in no final state is repeated, each time with twice
+            the beam and twice max_active.
     """
 
     beam: float = 16.0
@@ -87,13 +87,14 @@ class Searcher:
 
         Args:
             log_likelihoods: (T, C), nats.
-            attempt: given them, scaled, and how many times wider than asked for; None: nothing was found.
+            attempt: called with the scaled log-likelihoods and the factor on the beam; returns None if it
+                found nothing.
         """
         if not np.isfinite(log_likelihoods).all():
             raise RunError(
                 "the model's output is NaN or infinite; train it again with a smaller learning rate"
             )
-        # DecodableCtc knows nothing of CTC: it returns matrix[t, label - 1], so labels are class + 1.
+        # DecodableCtc does nothing specific to CTC: it returns matrix[t, label - 1], so labels are class + 1.
         matrix = np.multiply(log_likelihoods, self._options.acoustic_scale, dtype=np.float32, order="C")
         for doubling in range(self._options.max_beam_doublings + 1):
             found = attempt(matrix, 2**doubling)
@@ -114,7 +115,7 @@ class Searcher:
         )
         decoder = kaldi_decoder.FasterDecoder(self._graph.fst, options)
         decoder.decode(kaldi_decoder.DecodableCtc(matrix))
-        # get_best_path would hand out a path that ends anywhere if none ends in a final state.
+        # If no path ends in a final state, get_best_path returns one that ends anywhere.
         if not decoder.reached_final():
             return None
         found, lattice = decoder.get_best_path()

@@ -1,4 +1,4 @@
-"""Recognise a split of a data directory with a trained model, over N ranks, and write what came out."""
+"""Recognise a split of a data directory with a trained model on N ranks, and write the results."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ from speechdp.labels.kaldi_pdfs import is_kaldi_pdfs, load_classes, refuse_kaldi
 from speechdp.process.ending import Stopped
 from speechdp.timing.memory import peak_rss_bytes
 
-#: Utterances of a rank whose n-best lists are passed on at once.
+#: Utterances of a rank whose n-best lists are gathered at a time.
 _PORTION = 256
 
 
 class SpokenSplit:
-    """A split to be recognised, over N ranks: rank r takes utterances r, r + N, ...
+    """A split to be recognised on N ranks: rank r takes utterances r, r + N, ...
 
     Attributes:
         transcripts: the words of all utterances.
-        own: those of this rank, each given by its shard and its place there.
+        own: this rank's utterances, each as its shard and its place there.
     """
 
     def __init__(self, dataset: Dataset, split: str, shards: Sequence[Shard], comm: Communicator) -> None:
         self.transcripts = [text.split() for shard in shards for text in shard.texts]
         if not any(self.transcripts):
             remedy = "recognise its recordings with speechdp transcribe RUN FILES"
-            if is_kaldi_pdfs(dataset.classes_path):  # which transcribe refuses
+            if is_kaldi_pdfs(dataset.classes_path):  # transcribe refuses these
                 remedy = "write its scores with speechdp posteriors"
             raise ConfigError(
                 f"{dataset.path}: split {split!r} has no transcripts to count errors by; {remedy}"
@@ -87,7 +87,7 @@ class SpokenSplit:
             yield cls(dataset, split, shards, comm)
 
     def features(self, inputs: InputOptions, normalise: Normalise = "utterance") -> Iterator[FloatArray]:
-        """Return what the network sees of each own utterance, (T, F), one by one.  Collective.
+        """Return the network's input of each own utterance, (T, F), one by one.  Collective.
 
         Raises:
             ShardError: a shard is damaged.
@@ -101,7 +101,7 @@ class SpokenSplit:
         )
 
     def _moments_by_speaker(self, inputs: InputOptions) -> list[Moments]:
-        """Return what each utterance of the split is normalised by.  Collective."""
+        """Return the moments that each utterance of the split is normalised with.  Collective."""
         preprocessor = Preprocessor.for_shard(self._all[0][0].header, inputs)
         sums = torch.zeros(len(self._all), 1 + 2 * preprocessor.base_dim, dtype=torch.float64)
         for place, (shard, i) in zip(sums[self._comm.rank :: self._comm.size], self.own, strict=True):
@@ -115,7 +115,7 @@ class SpokenSplit:
         return moments_by_speaker(sums, known, self._comm)
 
     def reference(self, position: int) -> str:
-        """Return the words of an own utterance."""
+        """Return the reference words of an own utterance."""
         shard, i = self.own[position]
         return " ".join(shard.text(i).split())
 
@@ -126,10 +126,10 @@ def check_decodable(trained: TrainedModel, dataset: Dataset, options: DecodingOp
     Args:
         trained: the model.
         dataset: the data to be decoded.
-        options: how; of them the graph and what features are normalised over.
+        options: how to decode; only the graph and the normalisation are checked.
 
     Raises:
-        ConfigError: the data are refused; the line says what would fit.
+        ConfigError: the data do not fit; the message says what would.
     """
     check_task(dataset)
     if options.graph is None:
@@ -156,9 +156,9 @@ def opened_split(
     options: DecodingOptions,
     comm: Communicator,
 ) -> Iterator[tuple[SpokenSplit, str]]:
-    """Open a split to be decoded, and say how the files of its decoding are called.  Collective.
+    """Open a split to be decoded; return it with the base name of the decoding's files.  Collective.
 
-    What `decode_split` would refuse is refused, as far as that is known before the work.
+    Refuses what `decode_split` would refuse, as far as that is known before the work begins.
 
     Raises:
         ConfigError, ShardError, RunError: as `decode_split`.
@@ -181,7 +181,7 @@ def decode_split(
 ) -> DecodingResult:
     """Decode a split and write RUN/hypotheses/<name>.txt (Kaldi `text`) and RUN/wer-<name>.json.
 
-    The name is that of `results_name`.
+    The name is the result of `results_name`.
 
     Collective.
 
@@ -199,7 +199,7 @@ def decode_split(
         tuning: how the options were chosen, to be recorded.
 
     Raises:
-        Stopped: a rank was asked to.
+        Stopped: a rank was asked to stop.
         ConfigError: the model does not fit the data, or the split has no reference words.
         ShardError: a shard is damaged.
         RunError: the model gives NaN, or the results cannot be written.
@@ -262,13 +262,13 @@ def _are_new(speakers: Collection[str], trained: TrainedModel, dataset: Dataset,
         try:
             with dataset.open_shards("train") as shards:
                 are_new = all(names.isdisjoint(map(original_name, set(shard.speakers))) for shard in shards)
-        except ShardError:  # as where only the shards to be decoded were copied here
-            are_new = False  # for all that is known
+        except ShardError:  # e.g. only the shards to be decoded were copied here
+            are_new = False  # unknown
     return bool(comm.broadcast_object(are_new))
 
 
 def _gathered(own: Mapping[str, str], comm: Communicator) -> dict[str, str]:
-    """Return on rank 0 what all ranks have; collective.  In portions: long lists of a large split are GB."""
+    """Gather all ranks' entries on rank 0, in portions: a large split's lists take gigabytes.  Collective."""
     names, lists = list(own), dict[str, str]()
     for first in range(0, max(comm.allgather_object(len(names))), _PORTION):
         portion = {name: own[name] for name in names[first : first + _PORTION]}
@@ -281,7 +281,7 @@ def _gathered(own: Mapping[str, str], comm: Communicator) -> dict[str, str]:
 def _settings(
     recogniser: Recogniser, options: DecodingOptions, tuning: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return what is to be recorded of the search."""
+    """Return what is recorded about the search."""
     settings = options.record() | {"grammar": recogniser.grammar.value}
     graph = recogniser.graph
     values = {"states": graph.num_states, "arcs": graph.num_arcs, "determinised": graph.is_determinised}
@@ -290,11 +290,11 @@ def _settings(
 
 
 class _OwnUtterances:
-    """What this rank recognises, and what that takes.
+    """What this rank recognises, and the time it takes.
 
     Attributes:
         hypotheses: in the order in which they were found.
-        lists: lines of n-best lists, by utterance, where they were asked for.
+        lists: lines of n-best lists, by utterance, if they were requested.
     """
 
     def __init__(self, frame_shift_s: float, graph_s: float, outputs: Outputs) -> None:
@@ -332,18 +332,18 @@ class _OwnUtterances:
             before = found
 
     def speed(self) -> DecodingSpeed:
-        """Return what it took so far."""
+        """Return the time and memory used so far."""
         speech = self._frames * self._frame_shift_s
         return DecodingSpeed(speech, self._graph_s, self._network_s, self._search_s, peak_rss_bytes())
 
 
 class _Found(NamedTuple):
-    """What all ranks have recognised.
+    """Results of all ranks.
 
     Attributes:
-        hypotheses: by utterance id.
+        hypotheses: sorted by utterance id.
         num_retried: utterances that needed a wider beam.
-        speed: of all ranks.
+        speed: time and memory of all ranks.
     """
 
     hypotheses: tuple[Hypothesis, ...]
@@ -354,10 +354,10 @@ class _Found(NamedTuple):
 def _found_by_all(
     own: _OwnUtterances, recogniser: Recogniser, reader: SpokenSplit, comm: Communicator
 ) -> _Found:
-    """Return what all ranks have recognised, on every rank.  Collective.
+    """Return the results of all ranks, on every rank.  Collective.
 
     Raises:
-        Stopped: a rank was asked to.
+        Stopped: a rank was asked to stop.
     """
     parts = comm.allgather_object(
         {

@@ -1,4 +1,4 @@
-"""Recognise recordings that belong to no data directory: a model, its lexicon and its language model."""
+"""Recognise recordings outside of a data directory with a model, its lexicon and its language model."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from speechdp.labels.lexicon import Lexicon
 from speechdp.parallel.run_files import TRAINED_ON
 
 _MAX_PIECE_S = 3600.0
-#: Pieces are at most half as long again as what the model has learnt from, but between these lengths, s: each
-#: is normalised by itself, which shorter ones bear badly.
+#: Pieces are at most one and a half times as long as the mean utterance of training, but between these
+#: limits, s: each is normalised by itself, which does not work well for shorter ones.
 _USUAL_PIECE_S, _OF_TRAINING = (5.0, 30.0), 1.5
 
 
 def kept_data(run_dir: Path) -> Dataset:
-    """Open what a run keeps of the data it was trained on, without shards.
+    """Open the copy of the training data's description that a run keeps, without shards.
 
     Raises:
-        RunError: it keeps nothing, or no lexicon.
-        ConfigError: its classes are pdfs of Kaldi's.
+        RunError: the run keeps nothing, or no lexicon.
+        ConfigError: the run's classes are Kaldi pdfs.
         ShardError: damaged.
     """
     folder = run_dir / TRAINED_ON
@@ -64,15 +64,15 @@ def kept_data(run_dir: Path) -> Dataset:
 
 
 def grammar_of(kept: Dataset) -> Grammar:
-    """Return which word sequences are recognised with what a run keeps."""
+    """Return the grammar for recognition with the data that a run keeps."""
     return Grammar.WORD_LOOP if language_model_path(kept.path) is None else Grammar.NGRAM
 
 
 def usual_piece_s(kept: Dataset) -> float:
-    """Return how long pieces of a recording are at most, s, that a model hears as it heard its utterances.
+    """Return the longest piece of a recording, s, that resembles the utterances the model was trained on.
 
     Args:
-        kept: what its run keeps of the data.
+        kept: the description of the data that the run keeps.
 
     Example:
         A model trained on utterances of 4 s in the mean gets pieces of at most 6 s, one trained on digits
@@ -88,12 +88,12 @@ def usual_piece_s(kept: Dataset) -> float:
 
 @dataclass(frozen=True)
 class Recording:
-    """What is transcribed: a file, or one of its channels.
+    """A recording to transcribe: a file, or one of its channels.
 
     Attributes:
-        name: of its transcript, without blanks.
-        file: the name of its file in CTM.
-        audio: where it is.
+        name: name of its transcript, without blanks.
+        file: name of its file in CTM.
+        audio: the file or channel.
     """
 
     name: str
@@ -102,19 +102,19 @@ class Recording:
 
 
 def recordings_of(name: str, path: Path, channel: Channel | Literal["each"] | None) -> list[Recording]:
-    """Return what is transcribed of a file: of several channels that which is chosen, or each by itself.
+    """Return the recordings to transcribe from a file: the chosen channel, or each channel by itself.
 
     Args:
-        name: of the file, without blanks; that of a channel is NAME-1, NAME-2 and so on.
-        path: of the file.
-        channel: what is read of several; None: they are refused when it is read.
+        name: name of the file, without blanks; channels are named NAME-1, NAME-2 and so on.
+        path: the file.
+        channel: what is read if there are several; None: reading such a file fails.
     """
     if channel != "each":
         return [Recording(name, name, with_channel(path, channel))]
     try:
         count = num_channels(path)
     except ConfigError:
-        count = 1  # transcribing it says why it cannot be read
+        count = 1  # transcribing the file reports why it cannot be read
     if count == 1:
         return [Recording(name, name, path)]
     return [
@@ -147,15 +147,15 @@ class Transcription:
     """What was recognised in a recording.
 
     Attributes:
-        name: of the recording, without blanks.
+        name: name of the recording, without blanks.
         words: in order.
-        duration_s: of the recording, seconds.
+        duration_s: duration of the recording, seconds.
         sampling_rate: of its file, in Hz.
         failed_s: seconds of it for which nothing was found.
         candidates: the most probable word sequences of the recording, `words` first.
-        is_too_short: there is not a single frame of features in it.
-        file: the name of its file, where it is one of several channels of it; "": as `name`.
-        channel: of the file, counted from 1.
+        is_too_short: whether it has not a single frame of features.
+        file: name of its file, if the recording is one of its channels; "": as `name`.
+        channel: channel of the file, counted from 1.
     """
 
     name: str
@@ -174,15 +174,15 @@ class Transcription:
         return " ".join(word.word for word in self.words)
 
     def line(self) -> str:
-        """Return its line of a text file: name and words."""
+        """Return the recording's line in a text file: name and words."""
         return f"{self.name} {self.text}".rstrip() + "\n"
 
     def nbest(self) -> str:
-        """Return its lines of a file of n-best lists."""
+        """Return the recording's lines in a file of n-best lists."""
         return nbest_lines(self.name, self.candidates)
 
     def ctm(self) -> str:
-        """Return its lines of a CTM file: name, channel, start, duration, word, confidence."""
+        """Return the recording's lines in a CTM file: name, channel, start, duration, word, confidence."""
         beginning = f"{self.file or self.name} {self.channel}"
         lines = (
             f"{beginning} {w.start_s:.2f} {w.duration_s:.2f} {w.word} {w.confidence:.2f}\n"
@@ -193,7 +193,7 @@ class Transcription:
 
 @dataclass(frozen=True)
 class _FoundPiece:
-    """The words of a piece of a recording, None where no path was found, and the sequences to choose from."""
+    """Words of a piece of a recording, None if no path was found, and its candidates."""
 
     num_frames: int
     words: list[TimedWord] | None
@@ -205,13 +205,13 @@ class Transcriber:
 
     Args:
         trained: the model.
-        kept: what its run keeps of the data it was trained on: lexicon, classes, language model.
+        kept: description of the training data that the run keeps: lexicon, classes, language model.
         options: how to decode.
-        longest_s: recordings are cut at pauses into pieces of at most so many seconds; None: `usual_piece_s`.
-        kept_graph: where the graph of a large language model is kept; None: nowhere.
+        longest_s: recordings are cut at pauses into pieces of at most this length, s; None: `usual_piece_s`.
+        kept_graph: cache for the graph of a large language model; None: no cache.
 
     Raises:
-        ConfigError: it was trained on features that audio alone does not give.
+        ConfigError: the model was trained on features that cannot be computed from audio.
     """
 
     def __init__(
@@ -246,15 +246,15 @@ class Transcriber:
 
     @property
     def remark(self) -> str:
-        """What to tell of the language model that rescores; "": nothing."""
+        """Message about the language model used for rescoring; "": none."""
         return self._recogniser.rescoring_remark
 
     def transcribe(self, recording: Recording) -> Transcription:
         """Recognise a recording of any length and sampling rate.
 
         Raises:
-            SeveralChannelsError: of several channels, none of which is chosen.
-            ConfigError: not audio, or without the channel that is chosen.
+            SeveralChannelsError: the file has several channels, and none is chosen.
+            ConfigError: not audio, or without the chosen channel.
         """
         info = probe(recording.audio)
         found = self.hear(recording.name, read_audio(recording.audio, self._sampling_rate))
@@ -269,8 +269,8 @@ class Transcriber:
         """Recognise samples (S,) in [-1, 1] at the sampling rate of the model.
 
         Args:
-            name: of the recording, without blanks.
-            samples: as many as there are.
+            name: name of the recording, without blanks.
+            samples: any number of samples.
         """
         pieces = cut_at_pauses(samples, self._sampling_rate, self._longest_s)
         words: list[TimedWord] = []
@@ -296,7 +296,7 @@ class Transcriber:
         )
 
     def _recognise(self, pieces: Iterable[npt.NDArray[np.int16]]) -> Iterator[tuple[int, _FoundPiece]]:
-        """Yield (number of the piece, what was found in it), in any order."""
+        """Yield (number of the piece, its results), in any order."""
         inputs = (self._preprocessor.whole(piece) for piece in pieces)
         for number, scores in self._recogniser.score(inputs):
             found = self._recogniser.candidates(scores)
@@ -326,6 +326,6 @@ class Transcriber:
 
 
 def _moved(words: Sequence[TimedWord], piece: Piece, sampling_rate: int) -> list[TimedWord]:
-    """Count times from the beginning of the recording instead of the piece's."""
+    """Convert times from the beginning of the piece to the beginning of the recording."""
     offset = piece.first / sampling_rate
     return [TimedWord(w.word, w.start_s + offset, w.duration_s, w.confidence) for w in words]

@@ -1,4 +1,4 @@
-"""Choose scales and insertion scores on a development split, from posteriors that the network gives once."""
+"""Choose scales and insertion scores on a development split, from posteriors computed once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from speechdp.labels.hmm import FloatArray, scaled_log_likelihoods
 from speechdp.parallel.run_files import TUNED_NAME, WEIGHTS
 from speechdp.process.ending import Stopped
 
-#: Values tried of each option.
+#: Values to try for each option.
 _VALUES = {
     "acoustic_scale": (0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.4, 2.0),
     "prior_scale": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
@@ -41,33 +41,34 @@ _VALUES = {
     "insertion_log_prob": (-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0, 6.0, 8.0),
 }
 _RESCORE_WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-#: Options compared by their ratio; the others are compared by their difference.
+#: Options whose values are compared by their ratio; the others are compared by their difference.
 _RATIOS = ("acoustic_scale", "lm_scale")
-#: Options whose values above end where they have no meaning beyond, so that a best one at the end is no sign.
+#: Options whose range of meaning ends with the values above: a best value at the end is not reported.
 _BOUNDED = ("prior_scale",)
 _ROUNDS = 2
-#: Paths a frame with which settings are compared; more take long with small acoustic scales, and changed no
+#: Most paths per frame while settings are compared; more take long with small acoustic scales, and changed no
 #: word of AN4 (docs/decoding.md).
 _FEW_ACTIVE = 2000
-_SILENCE_S = 30.0  # after which a line says how far a setting that takes long has come
-_PATIENCE = 3  # values in a row that are worse than the best, beyond which none is tried
+_SILENCE_S = 30.0  # after this, a line reports the progress of a setting that takes long
+_PATIENCE = 3  # values in a row that are worse than the best, after which no more are tried
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was chosen.
+    """The values chosen by tuning.
 
     Attributes:
-        options: those given, with the chosen values.
-        record: for wer-<split>.json: the split, the most paths a frame (`max_active`), the chosen values,
-            which of them are the smallest or largest tried (`at_edge`), the errors with them and all trials.
+        options: the given options with the chosen values.
+        record: for wer-<split>.json: the split, the limit on paths per frame (`max_active`), the chosen
+            values, which of them are the smallest or largest tried (`at_edge`), the errors with them and all
+            trials.
     """
 
     options: DecodingOptions
     record: dict[str, Any]
 
     def summary(self) -> str:
-        """Say in one line what was chosen, how it does, and what may be better beyond the values tried."""
+        """Return one line: chosen values, their WER, and which values beyond those tried may be better."""
         values = self.record["chosen"]
         chosen = _listed(values)
         percent, trials = 100 * self.record["errors"] / self.record["words"], len(self.record["trials"])
@@ -82,15 +83,15 @@ class Tuned:
 
 @dataclass(frozen=True)
 class EarlierTuning:
-    """What `decode --tune-on` has chosen for a run.
+    """The values that `decode --tune-on` has chosen for a run.
 
     Attributes:
-        path: its record.
-        split: what it was tuned on.
-        grammar: what it was tuned for.
-        normalise: over what features were normalised.
-        chosen: the values that were chosen.
-        weights: these and the others that they go with, by their names in `DecodingOptions`.
+        path: the file of its record.
+        split: the split it was tuned on.
+        grammar: the grammar it was tuned for.
+        normalise: what features were normalised over.
+        chosen: the chosen values.
+        weights: these and the values they are used with, by their names in `DecodingOptions`.
     """
 
     path: Path
@@ -101,23 +102,23 @@ class EarlierTuning:
     weights: dict[str, Any]
 
     def is_for(self, grammar: Grammar) -> bool:
-        """Tell whether the values fit a grammar; all loops weigh words alike."""
+        """Return whether the values fit a grammar; all loops weigh words in the same way."""
         return grammar is self.grammar or {grammar, self.grammar} <= LOOPS
 
     def summary(self) -> str:
-        """Say in one line which values are used."""
+        """Return one line on which values are used."""
         how = "" if self.normalise == "utterance" else f" with --normalise {self.normalise}"
         return f"{_listed(self.chosen)}, as decode --tune-on {self.split}{how} chose them ({self.path})"
 
     def refusal(self, grammar: Grammar) -> str:
-        """Say in one line why the values are not used for another grammar."""
+        """Return one line on why the values are not used for another grammar."""
         return (
             f"{self.path}: what decode --tune-on {self.split} chose is for the grammar {self.grammar.value} "
             f"and not used; this is {grammar.value}"
         )
 
     def set_aside(self, given: Collection[str]) -> str:
-        """Say in one line that the values are not used because others are given, by their names."""
+        """Return one line saying that the values are not used because the options `given` are set."""
         options = " and ".join(f"--{name.replace('_', '-')}" for name in given)
         return (
             f"{options} {'is' if len(given) == 1 else 'are'} given, so what decode --tune-on {self.split} "
@@ -127,14 +128,14 @@ class EarlierTuning:
 
 
 def earlier_tuning(run_dir: Path, rescore_lm: Path | None = None) -> EarlierTuning | None:
-    """Read what the latest decoding with --tune-on chose for a run; None where there was none.
+    """Read what the latest decoding with --tune-on chose for a run; None if there was none.
 
     Args:
         run_dir: the run.
         rescore_lm: the language model to rescore with; its weight is among the values if it was tuned.
 
     Raises:
-        RunError: its record is damaged.
+        RunError: the record is damaged.
     """
     path = run_dir / TUNED_NAME
     try:
@@ -155,12 +156,12 @@ def earlier_tuning(run_dir: Path, rescore_lm: Path | None = None) -> EarlierTuni
 
 
 class EarlierWeights(NamedTuple):
-    """What is taken from an earlier tuning.
+    """Weights taken from an earlier tuning.
 
     Attributes:
         weights: by their names in `DecodingOptions`; empty: none.
-        line: tells of them, or why there are none; empty: nothing was tuned.
-        normalise: over what features were normalised where the weights were chosen; None without any.
+        line: says which weights are used, or why none are; empty: nothing was tuned.
+        normalise: what features were normalised over when the weights were chosen; None without weights.
     """
 
     weights: dict[str, Any]
@@ -173,7 +174,7 @@ def earlier_weights(run_dir: Path, grammar: Grammar, rescore_lm: Path | None = N
 
     Args:
         run_dir: the run.
-        grammar: what is searched; weights of another are not taken, which the line says.
+        grammar: the grammar to search; weights for another one are not taken, and the line says so.
         rescore_lm: as for `earlier_tuning`.
 
     Raises:
@@ -190,17 +191,17 @@ def earlier_weights(run_dir: Path, grammar: Grammar, rescore_lm: Path | None = N
 def weights_set_aside(
     run_dir: Path, grammar: Grammar, given: Collection[str], rescore_lm: Path | None = None
 ) -> str:
-    """Return a line on what was tuned for a run and is not used because weights are given; "": nothing was.
+    """Return a line on tuned weights that are not used because weights are given; "": none were tuned.
 
     Args:
         run_dir: the run.
-        grammar: what is searched.
-        given: names of the weights that are given.
+        grammar: the grammar to search.
+        given: names of the given weights.
         rescore_lm: as for `earlier_tuning`.
     """
     try:
         earlier = earlier_tuning(run_dir, rescore_lm)
-    except RunError:  # it would not have been used
+    except RunError:  # the record would not have been used
         return ""
     return "" if earlier is None or not earlier.is_for(grammar) else earlier.set_aside(given)
 
@@ -219,28 +220,28 @@ def tune(
 
     Collective.
 
-    One option after the other, twice: the value with the fewest errors, among equals that which changes
-    least, on the way up and down from the present one, each until three in a row had more errors than the
-    best; then the weight of the language model to rescore with, on the lists that these values give.  The
-    network runs once; its posteriors stay in memory, 4 bytes a frame and class, divided among the ranks.
-    Values are compared with at most 2,000 paths a frame.  The result is the same for any number of ranks, and
-    on every rank.  Of a model that has learnt little (`Outputs.remark`) the setting to start from is tried
-    alone, and kept.
+    Options are tuned one after the other, twice.  Values are tried upwards and downwards from the present
+    one, each way until three in a row had more errors than the best; the value with the fewest errors is
+    chosen, among equals the one that changes least.  Last comes the weight of the language model to rescore
+    with, on the lists that these values give.  The network runs once; its posteriors stay in memory, 4 bytes
+    per frame and class, divided among the ranks.  Values are compared with at most 2,000 paths per frame.
+    The result is the same for any number of ranks, and on every rank.  For a model that has learnt little
+    (`Outputs.remark`), only the initial setting is tried, and kept.
 
     Args:
         trained: the model.
         dataset: the data directory.
-        split: a development split, which is not judged afterwards.
-        options: how to decode; where to start from.
+        split: a development split, not the one to be evaluated afterwards.
+        options: how to decode; the initial setting.
         comm: the ranks to share the work.
-        is_asked_to_stop: looked at before every utterance.
-        say: takes a line about each setting that was tried, and at times one about how long it takes; on
-            rank 0.
-        kept: where the graph of a large language model is kept; None: nowhere.
+        is_asked_to_stop: called before every utterance.
+        say: on rank 0, called with a line about each setting that was tried, and from time to time with a
+            line on progress.
+        kept: cache for the graph of a large language model; None: no cache.
 
     Raises:
-        Stopped: a rank was asked to.
-        as `decode_split`, but for results, which are not written.
+        Stopped: a rank was asked to stop.
+        as `decode_split`, except for results, which are not written.
     """
     check_decodable(trained, dataset, options)
     scored = _Scored.of(trained, dataset, split, options, comm, kept)
@@ -260,7 +261,7 @@ def tune(
         tried_weights = trials.rescored(best)
         chosen["rescore_weight"], errors = _fewest_errors(tried_weights, best.rescore_weight)
         best = dataclasses.replace(best, rescore_weight=chosen["rescore_weight"])
-    recogniser.keep_graph(best)  # which is decoded with next
+    recogniser.keep_graph(best)  # the next decoding uses it
     record = {
         "split": split,
         "max_active": min(options.max_active, _FEW_ACTIVE),
@@ -273,20 +274,20 @@ def tune(
 
 
 def _fewest_errors(tried: Sequence[Mapping[str, float]], given: float) -> tuple[float, int]:
-    """Return the weight to rescore with, and its word errors: among equals the one nearest to that given."""
+    """Return the best weight to rescore with and its word errors: among equals the nearest to `given`."""
     fewest = min(tried, key=lambda trial: (trial["errors"], abs(trial["rescore_weight"] - given)))
     return fewest["rescore_weight"], int(fewest["errors"])
 
 
 class _Scored(NamedTuple):
-    """What the network says of a split.
+    """The network's output on a split.
 
     Attributes:
-        recogniser: of scores without priors.
-        log_prior: of the classes, (C,).
-        utterances: this rank's: what was said, and log-posteriors (T, C).
-        num_words: of all ranks' utterances.
-        outputs: what this rank's posteriors say of the network.
+        recogniser: decodes scores without priors.
+        log_prior: log-priors of the classes, (C,).
+        utterances: this rank's: the reference, and log-posteriors (T, C).
+        num_words: reference words of all ranks' utterances.
+        outputs: statistics of this rank's posteriors.
     """
 
     recogniser: Recogniser
@@ -321,7 +322,7 @@ class _Scored(NamedTuple):
 
 
 def _tunable(grammar: Grammar) -> tuple[str, ...]:
-    """Return the options that matter to a grammar."""
+    """Return the options that have an effect with a grammar."""
     if grammar is Grammar.NGRAM:
         return tuple(_VALUES)
     of_network = ("acoustic_scale", "prior_scale")
@@ -333,12 +334,12 @@ def _listed(values: Mapping[str, float]) -> str:
 
 
 def _values(name: str, given: DecodingOptions) -> list[Any]:
-    """Return the values of an option to be tried, in order: the usual ones and the one given."""
+    """Return the values of an option to try, in order: the usual ones and the given one."""
     return sorted({*_VALUES[name], getattr(given, name)})
 
 
 def _edge(name: str, value: float, given: DecodingOptions) -> str:
-    """Return "smallest" or "largest" if a value is the last one tried on that side; "": neither."""
+    """Return "smallest" or "largest" if a value is the last one tried on that side, else ""."""
     values = _values(name, given)
     if name in _BOUNDED or value not in (values[0], values[-1]):
         return ""
@@ -346,25 +347,25 @@ def _edge(name: str, value: float, given: DecodingOptions) -> str:
 
 
 def _change(name: str, options: DecodingOptions, now: DecodingOptions) -> tuple[float, float]:
-    """Return how much an option changes, and its value, so that no two are equal."""
+    """Return how much an option changes, and its value as a tie-breaker."""
     value, old = getattr(options, name), getattr(now, name)
     change = math.log(value / old) if name in _RATIOS else value - old
     return round(abs(change), 9), value
 
 
 class _Clock:
-    """How long tuning takes, and when it is time to tell of it."""
+    """Measures how long tuning takes, and decides when a progress line is due."""
 
     def __init__(self) -> None:
         self._began = self._told = time.monotonic()
 
     @property
     def seconds(self) -> float:
-        """Seconds since it began."""
+        """Seconds since tuning began."""
         return time.monotonic() - self._began
 
     def is_time_for_a_line(self) -> bool:
-        """Tell whether the last line was long ago; if so, this is when the last one was."""
+        """Return whether a line is due; if so, the next one is due a while later."""
         if time.monotonic() - self._told < _SILENCE_S:
             return False
         self._told = time.monotonic()
@@ -373,14 +374,14 @@ class _Clock:
 
 @dataclass
 class _Trials:
-    """Counts the word errors of settings over all ranks, each once.
+    """Counts the word errors of settings over all ranks, each setting once.
 
     Attributes:
-        scored: what is searched.
-        split: its name.
+        scored: the network's output.
+        split: name of the split.
         comm: the ranks.
-        is_asked_to_stop: looked at before every utterance.
-        say: takes a line about each new setting, and at times one about how long it takes; on rank 0.
+        is_asked_to_stop: called before every utterance.
+        say: on rank 0, called with a line about each new setting, and from time to time with one on progress.
     """
 
     scored: _Scored
@@ -390,33 +391,33 @@ class _Trials:
     say: Callable[[str], None]
     _errors: dict[DecodingOptions, int] = field(default_factory=dict)
     _most_settings: int = 1
-    _are_words_found: bool = False  # by this rank, with the setting searched last
+    _are_words_found: bool = False  # by this rank, with the latest setting
     _clock: _Clock = field(default_factory=_Clock)
 
     @property
     def recogniser(self) -> Recogniser:
-        """That of what is searched."""
+        """The recogniser of the network's output."""
         return self.scored.recogniser
 
     def begin(self, given: DecodingOptions, names: Sequence[str]) -> bool:
-        """Try the setting given; return whether the model has learnt little, and others would do as badly.
+        """Try the given setting; return whether the model has learnt so little that others would do as badly.
 
         Collective.
 
         Raises:
-            Stopped: a rank was asked to.
+            Stopped: a rank was asked to stop.
         """
         self._most_settings = 1 + _ROUNDS * sum(len(_values(name, given)) - 1 for name in names)
         self.errors(given, names[0])
         return bool(self.scored.outputs.remark(self.comm, are_words_found=self._are_words_found))
 
     def best(self, given: DecodingOptions, names: Sequence[str]) -> DecodingOptions:
-        """Return the best setting found from `given` on, one option after the other, and again.
+        """Return the best setting found from `given` on, tuning one option after the other, twice.
 
         Collective.
 
         Raises:
-            Stopped: a rank was asked to.
+            Stopped: a rank was asked to stop.
         """
         best = given
         for _ in range(_ROUNDS):
@@ -428,7 +429,7 @@ class _Trials:
         return best
 
     def _walk(self, now: DecodingOptions, name: str, values: Sequence[Any]) -> DecodingOptions:
-        """Return the best value of an option near the present one.  Collective.  Raises Stopped."""
+        """Return the setting with an option's best value near the present.  Collective.  Raises Stopped."""
         here = values.index(getattr(now, name))
         found = [(self.errors(now, name), _change(name, now, now), now)]
         fewest = found[0][0]
@@ -445,7 +446,7 @@ class _Trials:
         return min(found, key=lambda each: each[:2])[2]
 
     def errors(self, options: DecodingOptions, name: str) -> int:
-        """Return the word errors of a setting, told by its value of `name`.  Collective.  Raises Stopped."""
+        """Return a setting's word errors; messages name its value of `name`.  Collective.  Raises Stopped."""
         if options not in self._errors:
             few = min(options.max_active, _FEW_ACTIVE)
             self.recogniser.use(dataclasses.replace(options, max_active=few))
@@ -461,10 +462,10 @@ class _Trials:
     def rescored(self, options: DecodingOptions) -> list[dict[str, float]]:
         """Return the word errors with each weight of the language model to rescore with.
 
-        Collective.  The lists are found once.
+        Collective.  The lists are searched only once.
 
         Raises:
-            Stopped: a rank was asked to.
+            Stopped: a rank was asked to stop.
         """
         self.recogniser.use(options)
         lists = []
@@ -484,7 +485,7 @@ class _Trials:
         return scaled_log_likelihoods(log_posteriors, self.scored.log_prior, options.prior_scale)
 
     def _count(self, hypotheses: Sequence[str]) -> int:
-        """Return the errors of all ranks' hypotheses; fewer than utterances: this one was asked to stop."""
+        """Count the errors of all ranks' hypotheses, of which a rank asked to stop has too few."""
         utterances = self.scored.utterances
         own = count_errors([ref for ref, _ in utterances[: len(hypotheses)]], hypotheses)
         mine = {"errors": int(own[:, :3].sum()), "stopped": len(hypotheses) < len(utterances)}
@@ -505,7 +506,7 @@ class _Trials:
         return hypotheses
 
     def _say_how_far(self, utterances: int, setting: str) -> None:
-        """Say how many of rank 0's utterances a setting has done, and how long all others may take."""
+        """Report how many of rank 0's utterances a setting has done, and how long all others may take."""
         whole = max(1, len(self.scored.utterances))
         done = len(self._errors) + utterances / whole
         minutes = math.ceil(self._clock.seconds * (self._most_settings - done) / done / 60)

@@ -1,4 +1,4 @@
-"""Word and sentence error rates with their parts (jiwer) and bootstrap confidence intervals."""
+"""Compute word and sentence error rates (jiwer) and their bootstrap confidence intervals."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from speechdp.chance import missed_among, t_quantile
 from speechdp.decode.paired import INTERVAL, drawn_rates
 
-#: Samples that an interval is drawn by, and the seed of drawing.
+#: Number of bootstrap samples for an interval, and the seed.
 _RESAMPLES, _SEED = 1000, 1
-#: Of two speakers nothing can be said of others: the factor of Student's t is 12.7.
+#: Two speakers say nothing about others: the factor of Student's t is 12.7.
 _FEWEST_SPEAKERS = 3
 ErrorKind = Literal["substitution", "deletion", "insertion"]
 
@@ -34,7 +34,7 @@ class WerResult:
         insertions, deletions, substitutions: counts.
         sentence_errors: utterances with at least one error.
         ser: sentence_errors / utterances, a fraction.
-        ser_low, ser_high: its interval, as that of `wer`.
+        ser_low, ser_high: 95 % bootstrap interval of `ser`.
     """
 
     utterances: int
@@ -56,7 +56,7 @@ class WerResult:
         return self.insertions + self.deletions + self.substitutions
 
     def summary(self) -> str:
-        """Say it in one line, as Kaldi's compute-wer does, with the interval."""
+        """Return one line in the style of Kaldi's compute-wer, with the interval."""
         return (
             f"WER {100 * self.wer:.2f} % [95 % interval {100 * self.wer_low:.2f}, {100 * self.wer_high:.2f}] "
             f"({self.errors} / {self.words} words, {self.insertions} ins, {self.deletions} del, "
@@ -64,7 +64,7 @@ class WerResult:
         )
 
     def sentence_summary(self) -> str:
-        """Say in one line how many utterances have an error."""
+        """Return one line on how many utterances have an error."""
         return (
             f"SER {100 * self.ser:.2f} % [95 % interval {100 * self.ser_low:.2f}, {100 * self.ser_high:.2f}] "
             f"({self.sentence_errors} / {self.utterances} utterances have an error)"
@@ -73,14 +73,14 @@ class WerResult:
 
 @dataclass(frozen=True)
 class AlignedWord:
-    """A word of a reference beside the one recognised in its place; "" where there is none."""
+    """A reference word and the word recognised in its place; "" where there is none."""
 
     reference: str
     hypothesis: str
 
     @property
     def error(self) -> ErrorKind | None:
-        """What is wrong; None where nothing is."""
+        """The kind of error; None if the word is correct."""
         if self.reference == self.hypothesis:
             return None
         if not self.reference:
@@ -135,7 +135,7 @@ def count_errors(references: Sequence[str], hypotheses: Sequence[str]) -> NDArra
 
 
 def oracle_of(reference: str, candidates: Sequence[str]) -> str:
-    """Return the candidate with the fewest word errors, the first of several; nothing without candidates."""
+    """Return the candidate with the fewest word errors, the first of equals; "" without candidates."""
     if not candidates:
         return ""
     errors = count_errors([reference] * len(candidates), candidates)[:, :3].sum(axis=1)
@@ -145,19 +145,19 @@ def oracle_of(reference: str, candidates: Sequence[str]) -> str:
 def word_error_rate(references: Sequence[str], hypotheses: Sequence[str]) -> WerResult:
     """Compute word and sentence error rate and their 95 % intervals over utterances.
 
-    An interval is the percentile bootstrap: utterances are drawn with replacement, and errors and
-    reference words are summed before dividing.  It covers the chance in the choice of utterances, not the
-    chance in training, and no other speakers (`interval_of_new_speakers`).  Where nothing is wrong, or
-    everything is, draws would all be alike, and say that there is no chance: then the interval is that of a
-    share of as many utterances, which are wrong as a whole.  A single utterance that is wrong in part tells
-    nothing: the interval is 0 to 1, or to the WER where that is higher.  Without reference words the WER is
+    An interval is the percentile bootstrap: utterances are drawn with replacement, and errors and reference
+    words are summed before dividing.  It covers the chance in the choice of utterances, but not the chance in
+    training, and not other speakers (`interval_of_new_speakers`).  If no utterance or every utterance is
+    wrong, all draws would be alike and suggest that there is no chance.  Then the interval is that of a
+    proportion over as many utterances, which are wrong as a whole.  A single utterance that is partly wrong
+    says nothing: the interval is 0 to 1, or to the WER if that is higher.  Without reference words the WER is
     0, or infinite if anything was inserted.
 
     Source: Bisani & Ney, "Bootstrap estimates for confidence intervals in ASR performance evaluation",
     ICASSP 2004, section 3; Clopper & Pearson, Biometrika 26, 1934 (recalled).
 
     Args:
-        references, hypotheses: one string of words an utterance, in the same order; both may be empty.
+        references, hypotheses: one string of words per utterance, in the same order; strings may be empty.
     """
     return _result(count_errors(references, hypotheses))
 
@@ -165,7 +165,7 @@ def word_error_rate(references: Sequence[str], hypotheses: Sequence[str]) -> Wer
 def errors_by_group(
     groups: Sequence[str], references: Sequence[str], hypotheses: Sequence[str]
 ) -> Mapping[str, WerResult]:
-    """Compute the error rates of each group of utterances that has reference words, the worst first.
+    """Compute the error rates of each group of utterances that has reference words, worst first.
 
     Args:
         groups: the group of each utterance, e.g. its speaker.
@@ -178,22 +178,22 @@ def errors_by_group(
 
 
 def interval_of_new_speakers(speakers: Iterable[WerResult]) -> tuple[float, float] | None:
-    """Return the 95 % interval of the WER of speakers like these, of whom these are a few.
+    """Return the 95 % interval of the WER for speakers like these, which are a sample of them.
 
     The error rates of speakers differ by more than the choice of their sentences explains, so the interval
-    of `word_error_rate` is too narrow for anybody else.  Here each speaker is one observation: the variance
-    of a ratio of sums over clusters, and Student's t on the logarithm of the rate.  Drawing whole speakers,
-    as a bootstrap does, gives intervals that are too narrow with few of them: 5 whose rates have a standard
-    deviation of 0.8 of their mean are within it in 81 % of cases, within this one in 95 %.
+    of `word_error_rate` is too narrow for other speakers.  Here each speaker is one observation: the variance
+    of a ratio of sums over clusters, and Student's t on the logarithm of the rate.  A bootstrap that draws
+    whole speakers gives intervals that are too narrow with few speakers: for 5 speakers whose rates have a
+    standard deviation of 0.8 of their mean, it covers the rate in 81 % of cases, this interval in 95 %.
 
     Source: Cochran, Sampling Techniques, 1977, section 6.4 (recalled).
 
     Args:
-        speakers: the errors of each, of whom all utterances were decoded.
+        speakers: errors of each speaker, from all of their decoded utterances.
 
     Returns:
-        Fractions, the upper one at most 1, or the WER where that is higher; None: fewer than 3 speakers, no
-        errors, or the same rate for all of them, which tells of no chance.
+        Fractions, the upper one at most 1, or the WER if that is higher; None: fewer than 3 speakers, no
+        errors, or the same rate for all of them, which says nothing about chance.
 
     Example:
         >>> one, two, three = (
@@ -205,7 +205,7 @@ def interval_of_new_speakers(speakers: Iterable[WerResult]) -> tuple[float, floa
     """
     counts = np.array([(one.errors, one.words) for one in speakers], dtype=np.int64).reshape(-1, 2)
     errors, words = (int(n) for n in counts.sum(axis=0))
-    apart = counts[:, 0] * words - errors * counts[:, 1]  # times the words of all, so that equal is equal
+    apart = counts[:, 0] * words - errors * counts[:, 1]  # scaled by all words, so that equality is exact
     if len(counts) < _FEWEST_SPEAKERS or not errors or not apart.any():
         return None
     spread = math.sqrt(len(counts) / (len(counts) - 1)) * float(np.linalg.norm(apart)) / (errors * words)
@@ -214,7 +214,7 @@ def interval_of_new_speakers(speakers: Iterable[WerResult]) -> tuple[float, floa
 
 
 def _result(counts: NDArray[np.int64]) -> WerResult:
-    """Sum up errors of utterances, (U, 4) as `count_errors` gives them."""
+    """Sum up the errors of utterances, (U, 4) as returned by `count_errors`."""
     insertions, deletions, substitutions, words = (int(n) for n in counts.sum(axis=0))
     errors = counts[:, :3].sum(axis=1)
     wrong = (errors > 0).astype(np.int64)
@@ -254,11 +254,11 @@ def _rate_interval(errors: NDArray[np.int64], words: NDArray[np.int64]) -> tuple
 def ratio_interval(
     values: NDArray[np.integer | np.floating], weights: NDArray[np.int64]
 ) -> tuple[float, float]:
-    """Return the 95 % interval of the sum of values over that of weights: the bootstrap over utterances.
+    """Return the 95 % bootstrap interval over utterances of the sum of values over the sum of weights.
 
     Args:
         values: of each utterance, e.g. errors.  (U,)
-        weights: of each, e.g. words; ones: the interval is that of the mean of `values`.  (U,)
+        weights: of each utterance, e.g. words; with ones it is the interval of the mean of `values`.  (U,)
     """
     ratios = drawn_rates(values, weights, _RESAMPLES, np.random.default_rng(_SEED))
     low, high = np.percentile(ratios, INTERVAL)

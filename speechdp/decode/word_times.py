@@ -1,4 +1,4 @@
-"""When each word of an alignment was spoken, and how sure the network was of it."""
+"""Find when each word of an alignment was spoken, and how confident the network was."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from speechdp.labels.hmm import (
 from speechdp.labels.lexicon import SILENCE, Lexicon
 from speechdp.labels.transcript_hmm import BLANK
 
-#: A word's visits to states, or to classes: [first, end).
+#: Range [first, end) of a word's visits to states or classes.
 _Place = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class WordSpan:
-    """A word on frames [first, end) of an utterance."""
+    """A word and its frames [first, end) in an utterance."""
 
     word: str
     first: int
@@ -37,13 +37,13 @@ def word_spans(
 
     Args:
         words: the transcript.
-        states: the state of each frame without context, (T,): what `Aligner.align` gives, or, of a model with
-            context, `StateTying.states` of that.
-        lexicon: with the pronunciation that was spoken.
+        states: the context-independent state of each frame, (T,): the result of `Aligner.align`, or for a
+            model with context, `StateTying.states` of that.
+        lexicon: contains the pronunciation that was spoken.
         inventory: numbers the states.
 
     Returns:
-        One span a word, in order.  Frames of silence belong to none.
+        One span per word, in order.  Frames of silence belong to none.
 
     Example:
         >>> lexicon, inventory = Lexicon({"a": (("A",),)}), StateInventory(("A",))
@@ -76,20 +76,20 @@ def word_spans(
 def ctc_word_spans(
     words: Sequence[str], classes: IntArray, lexicon: Lexicon, inventory: StateInventory
 ) -> list[WordSpan]:
-    """Find the frames of each word in an alignment by a model of CTC's.
+    """Find the frames of each word in an alignment by a CTC model.
 
-    A word lasts from the first frame of its first phone to the last of its last phone, blanks between them
-    included.  Where a word ends with the phone that the next begins with, and no blank is between, the frames
-    of that phone are divided evenly.  CTC learns words, not times: phones may be heard late, and briefly.
+    A word lasts from the first frame of its first phone to the last of its last phone, including the blanks
+    between them.  If a word ends with the phone that the next begins with, without a blank between, the
+    frames of that phone are divided evenly.  CTC learns words, not times: phones may appear late and briefly.
 
     Args:
         words: the transcript.
-        classes: the class of each frame, (T,), as `Aligner.align` gives them for a `CtcTransducer`.
-        lexicon: with the pronunciation that was spoken.
-        inventory: of the HMM states of the same phones.
+        classes: the class of each frame, (T,), as returned by `Aligner.align` for a `CtcTransducer`.
+        lexicon: contains the pronunciation that was spoken.
+        inventory: HMM states of the same phones.
 
     Returns:
-        One span a word, in order.
+        One span per word, in order.
 
     Example:
         >>> lexicon, inventory = Lexicon({"a": (("A",),)}), StateInventory(("A",))
@@ -107,7 +107,7 @@ def ctc_word_spans(
     ]
 
     def places(visit: int, number: int) -> Iterator[_Place]:
-        for first in (visit - 1, visit) if visit else (visit,):  # the last is tried first
+        for first in (visit - 1, visit) if visit else (visit,):  # the last yielded is tried first
             for variant in reversed(variants[number]):
                 if visited[first : first + len(variant)] == variant and (variant or first == visit):
                     yield first, first + len(variant)
@@ -121,16 +121,17 @@ def _placed(
 ) -> tuple[_Place, ...]:
     """Return the visits [first, end) of each word of an alignment.
 
-    Depth first: a pronunciation may be the beginning of another, and may itself begin or end with silence.
+    Searches depth first: a pronunciation may be the beginning of another, and may itself begin or end with
+    silence.
 
     Args:
-        num_words: of the transcript.
-        places: given the visit behind the word before and a word's number, where it may be; the last is
-            tried first.
-        is_end: whether no word is missing where the last one ends.
+        num_words: number of words in the transcript.
+        places: given the visit after the previous word and a word's number, yields where that word may be;
+            the last is tried first.
+        is_end: returns whether the alignment has no word left from a visit on.
     """
     paths: list[tuple[int, tuple[_Place, ...]]] = [(0, ())]
-    tried: set[tuple[int, int]] = set()  # in vain, by now: else there may be as many paths as 2 ** words
+    tried: set[tuple[int, int]] = set()  # dead ends: without it there may be 2 ** words paths
     while paths:
         visit, placed = paths.pop()
         if (visit, len(placed)) in tried:
@@ -146,7 +147,7 @@ def _placed(
 def _divided(
     words: Sequence[str], placed: Sequence[_Place], begins: IntArray, ends: IntArray
 ) -> list[WordSpan]:
-    """Return the words' frames; a visit to a phone that several words share has a part for each."""
+    """Return the words' frames; those of a visit to a phone that several words share are divided."""
     sharing: dict[int, list[int]] = {}
     for number, (first, end) in enumerate(placed):
         for visit in range(first, end):
@@ -158,7 +159,7 @@ def _divided(
     spans = []
     for number, (first, end) in enumerate(placed):
         word = words[number]
-        if first == end:  # it is written with silence alone
+        if first == end:  # the word's pronunciation is silence alone
             at = int(begins[first]) if first < len(begins) else int(ends[-1]) if len(ends) else 0
             spans.append(WordSpan(word, at, at))
             continue
@@ -170,11 +171,11 @@ def _divided(
 def confidences(
     spans: Sequence[WordSpan], classes: IntArray, log_likelihoods: FloatArray, phones: IntArray
 ) -> list[float]:
-    """Return how sure the network is of each word, 0 to 1.
+    """Return how confident the network is of each word, 0 to 1.
 
-    It is the share of a frame's scores (made to add up to 1 over all classes) that goes to the states of the
-    phone that was found there, averaged over the word's frames.  It tells well-heard words from badly heard
-    ones; it knows nothing of other words that would sound the same.
+    The confidence is the share of a frame's scores (normalised to a sum of 1 over all classes) that goes to
+    the states of the phone found there, averaged over the word's frames.  It distinguishes well-heard words
+    from badly heard ones, but takes no account of other words that would sound the same.
 
     Args:
         spans: of the words.

@@ -25,10 +25,10 @@ from speechdp.labels.transcript_hmm import TranscriptHmms
 
 
 class Feeders:
-    """Opens sources on the ranks that feed this one.
+    """Opens sources on the feeders of this rank.
 
     Args:
-        link: to them; closed by whoever made it.
+        link: to the feeders; its creator closes it.
     """
 
     def __init__(self, link: FeederLink) -> None:
@@ -52,7 +52,7 @@ class FedSource(SplitSource):
 
     Args:
         link: to the feeders.
-        number: of the source; no other of this link's has it.
+        number: of the source; unique within this link.
         request: what its batches hold.
     """
 
@@ -82,7 +82,7 @@ class FedSource(SplitSource):
         return FedBatch(self, segments, self._link.ask_for_batch(head, [pack_segments(segments)]))
 
     def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
-        # Shard by shard, in turn among the feeders: each answer is a sign of progress.
+        # One request per shard, in turn among the feeders: each answer is a sign of progress.
         num_shards = int(self.index.shard.max(initial=-1)) + 1
         answers = [
             self._ask(feeder, {
@@ -99,7 +99,7 @@ class FedSource(SplitSource):
         return counts
 
     def feeder_times(self) -> list[dict[str, Any]]:
-        """Return what each feeder of this rank has done for this source so far, for all whom it feeds."""
+        """Return each feeder's times for this source so far, summed over all trainers that it feeds."""
         answers = [self._ask(feeder, {"op": "times"}) for feeder in self._link.feeders]
         return [answer.result().head["times"] for answer in answers]
 
@@ -112,7 +112,7 @@ class FedSource(SplitSource):
             self._ask(feeder, {"op": "close"})
 
     def arrived(self, packet: Packet, segments: Segments) -> Batch:
-        """Return the batch of these segments, which is in a packet, and count it."""
+        """Return the batch of `segments` that `packet` holds, and count it."""
         features, targets, lengths, *hmms = packet.tensors
         transcripts = TranscriptHmms(*(tensor.numpy() for tensor in hmms)) if hmms else None
         num_frames = int(packet.head["num_frames"])
@@ -128,7 +128,7 @@ class FedSource(SplitSource):
 
 
 class FedBatch:
-    """A batch that a feeder has been asked for, or will be."""
+    """A batch that a feeder has been asked for, or will be once one has room."""
 
     def __init__(self, source: FedSource, segments: Segments, answer: Future[Packet]) -> None:
         self._source, self._segments, self._answer = source, segments, answer
@@ -140,23 +140,23 @@ class FedBatch:
         return self._answer.done()
 
     def result(self) -> Batch:
-        """Wait for the batch.  Raises what went wrong on the feeder, with its rank."""
+        """Wait for the batch.  Raises the error that occurred on the feeder, with its rank."""
         if self._batch is None:
             self._batch = self._source.arrived(self._answer.result(), self._segments)
         return self._batch
 
 
 def gather_feeder_times(source: SplitSource, comm: Communicator) -> list[dict[str, Any]]:
-    """Return what every feeder has done for a source, by rank; nothing where ranks read themselves.
+    """Return what every feeder has done for a source, by rank; empty where ranks read the data themselves.
 
     Collective.
 
     Args:
-        source: of this rank.
+        source: this rank's source.
         comm: the ranks that train.
 
     Returns:
-        What stands in timing.json as `feeders`: rank in the job, host, and as `data` the stages' summary.
+        The list `feeders` of timing.json: rank in the job, host, and as `data` the summary of the stages.
     """
     comm.barrier()  # all batches have been made
     own = source.feeder_times() if isinstance(source, FedSource) else []
@@ -171,7 +171,7 @@ def pack_segments(segments: Segments) -> Tensor:
 
 
 def transcript_tensors(hmms: TranscriptHmms | None) -> list[Tensor]:
-    """Return the arrays of a batch's HMMs, in the order of their fields; none where it has none."""
+    """Return the arrays of a batch's HMMs, in the order of their fields; empty if it has none."""
     return [] if hmms is None else [torch.from_numpy(array) for array in vars(hmms).values()]
 
 

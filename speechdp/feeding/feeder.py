@@ -1,4 +1,4 @@
-"""A feeder: makes the batches that trainers ask for and sends them, until all trainers have finished."""
+"""A feeder: makes and sends the batches that trainers ask for, until all trainers have finished."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ from speechdp.feeding.feeder_link import TRAVELLING
 
 
 def feed(channel: PacketChannel, trainers: Sequence[int], dataset: Dataset, workshop: Workshop) -> int:
-    """Serve trainers till the last says goodbye; return the exit code they have agreed on.
+    """Serve trainers until the last one says goodbye; return the exit code they have agreed on.
 
-    One thread makes batches, in the order asked for; this one moves packets meanwhile, so that a batch leaves
-    while the next is made.
+    A second thread makes batches in the order in which they are requested.  Meanwhile this thread sends and
+    receives packets, so that a batch leaves while the next one is made.
 
     Args:
-        channel: nobody else receives from it here.
+        channel: packets between this feeder and its trainers; nobody else on this rank receives from it.
         trainers: ranks in the channel.
         dataset: the data.
-        workshop: how batches are made here.
+        workshop: how batches are made on this rank.
 
     Raises:
         CommunicationError: the transport has failed.
-        Exception: a defect in making a batch; damaged data is told to the trainer that asked, who raises it.
+        Exception: a defect in making a batch.  Errors of damaged data are sent to the trainer that asked,
+            which raises them.
     """
     maker = _Maker(channel, dataset, workshop)
     exit_codes: dict[int, int] = {}
@@ -81,7 +82,7 @@ class _Begun:
 
 
 class _Maker:
-    """Makes batches in a thread, and answers what else trainers ask about sources.
+    """Makes batches in a thread and answers the trainers' other requests about sources.
 
     Args: as `feed`'s.
     """
@@ -97,16 +98,16 @@ class _Maker:
         self._thread.start()
 
     def take(self, packet: Packet) -> None:
-        """Do what a packet asks for, after all before it."""
+        """Do what a packet asks for, after all packets before it."""
         self._packets.put(packet)
 
     def check(self) -> None:
-        """Raise what has ended the thread, if anything has."""
+        """Raise the error that has ended the thread, if there is one."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Finish what has been asked for, join the thread, close all sources."""
+        """Finish all requests, join the thread and close all sources."""
         self._packets.put(None)
         self._thread.join()
         for opened in self._shared.values():
@@ -116,12 +117,12 @@ class _Maker:
         try:
             while self._step():
                 pass
-        except BaseException as error:  # handed to the main thread, which raises it
+        except BaseException as error:  # the main thread raises it
             self._error = error
 
     def _step(self) -> bool:
-        """Begin a batch, finish one, or answer something else; return False at the end."""
-        # As many batches are in work as threads preprocess them, and one that is read meanwhile.
+        """Start a batch, finish one, or answer another request; return False at the end."""
+        # Keep as many batches in work as there are preprocessing threads, and one more that is being read.
         if self._begun and (len(self._begun) > self._workshop.num_threads or self._packets.empty()):
             self._finish(self._begun.popleft())
             return True

@@ -1,4 +1,4 @@
-"""A trainer's link to the ranks that feed it: whoever is free is asked, replies come as they are ready."""
+"""A trainer's link to its feeders: requests go to whichever is free, replies come as they are ready."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor
 from speechdp.comm.packets import Pacing, Packet, PacketChannel
 from speechdp.errors import CommunicationError, ConfigError, RunError, ShardError, SpeechDPError
 
-#: Batches asked of a feeder that have not come yet: one is on its way while it makes the next.  More would
-#: bind batches to a slow feeder that a faster one could make.
+#: Most batches outstanding per feeder: one is on its way while the feeder makes the next.  With more, batches
+#: would wait for a slow feeder although a faster one could make them.
 DEPTH = 2
-#: Errors that travel, by name.
+#: Errors that are sent from a feeder to a trainer, by name.
 TRAVELLING: dict[str, type[SpeechDPError]] = {
     error.__name__: error for error in (ConfigError, ShardError, RunError, CommunicationError)
 }
@@ -33,13 +33,13 @@ class _Question:
 
 
 class FeederLink:
-    """One trainer's link; safe from several threads.
+    """One trainer's link to its feeders; thread-safe.
 
-    A thread receives: it sleeps while nothing is expected.  Batches beyond `DEPTH` a feeder wait here and go
-    to whichever feeder answers first, so faster feeders make more of them.
+    One thread receives; it sleeps while nothing is expected.  Requests beyond `DEPTH` per feeder wait here
+    and go to the next feeder that answers, so faster feeders make more batches.
 
     Args:
-        channel: nobody else receives from it here.
+        channel: packets between this trainer and its feeders; nobody else on this rank receives from it.
         feeders: ranks in the channel, in the order in which they are asked first.
     """
 
@@ -63,7 +63,7 @@ class FeederLink:
         return self._error is None and not self._ending
 
     def ask(self, feeder: int, head: dict[str, Any], tensors: Sequence[Tensor] = ()) -> Future[Packet]:
-        """Ask this feeder; its answer raises what went wrong there."""
+        """Send a request to this feeder.  The future raises the error that occurred there."""
         answer: Future[Packet] = Future()
         with self._changed:
             self._check()
@@ -71,7 +71,7 @@ class FeederLink:
         return answer
 
     def ask_for_batch(self, head: dict[str, Any], tensors: Sequence[Tensor]) -> Future[Packet]:
-        """Ask for a batch, of whichever feeder has least to do, as soon as one has room."""
+        """Request a batch from the feeder with the fewest outstanding, as soon as one has room."""
         question = _Question(head, tuple(tensors))
         with self._changed:
             self._check()
@@ -88,10 +88,10 @@ class FeederLink:
             question.answer.cancel()
 
     def close(self, exit_code: int = 0) -> None:
-        """Wait for what is on its way, say goodbye to the feeders, and join the thread; safe to call twice.
+        """Wait for outstanding answers, say goodbye to the feeders, and join the thread; safe to call twice.
 
         Args:
-            exit_code: the one this job's ranks have agreed on, for the feeders to leave with.
+            exit_code: the exit code that this job's ranks have agreed on; the feeders exit with it.
         """
         with self._changed:
             self._waiting.clear()
@@ -105,7 +105,7 @@ class FeederLink:
             raise self._error
 
     def abandon(self) -> None:
-        """Join the thread without a word to the feeders: the job is ending."""
+        """Join the thread without a goodbye to the feeders: the job is ending."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
@@ -124,7 +124,7 @@ class FeederLink:
             self._send(feeder, question.head, question.tensors, question.answer)
 
     def _free_feeder(self) -> int | None:
-        """Return the feeder with the fewest batches to make, in turn among equals; None: all have enough."""
+        """Return the feeder with the fewest batches to make, in turn among equals; None: none has room."""
         in_turn = self.feeders[self._turn :] + self.feeders[: self._turn]
         feeder = min(in_turn, key=self._batches.__getitem__)
         if self._batches[feeder] >= DEPTH:
@@ -149,13 +149,13 @@ class FeederLink:
                     pacing.reset()
                 else:
                     pacing.sleep(moving=self._channel.is_moving)
-        except BaseException as error:  # handed to those who wait, who raise it
+        except BaseException as error:  # those who wait for answers raise it
             self._fail(error)
             if not isinstance(error, SpeechDPError):
                 raise
 
     def _wait_for_need(self, pacing: Pacing) -> bool:
-        """Sleep until there is something to receive or to move; return False at the end."""
+        """Sleep until there is something to receive or to send; return False at the end."""
         with self._changed:
             while not self._expected and not self._channel.is_moving:
                 if self._ending:
@@ -167,7 +167,8 @@ class FeederLink:
     def _take_one(self) -> bool:
         """Hand over a packet to whoever waits for it, if one has come; return whether one had.
 
-        No trace of it stays in this thread, which may sleep for long: its batch goes with its user.
+        This thread keeps no reference to the packet: it may sleep for long, and the batch's memory must be
+        freed as soon as its user is done.
         """
         packet = self._channel.receive()
         if packet is None:
@@ -177,7 +178,7 @@ class FeederLink:
             feeder, answer = self._expected[number]
             if packet.head.get("op") == "batch":
                 self._batches[feeder] -= 1
-                self._deal()  # may fail: whoever waits for this packet is then told, too
+                self._deal()  # may fail: then whoever waits for this packet gets the error, too
             del self._expected[number]
             self._changed.notify_all()
         error = packet.head.get("error")

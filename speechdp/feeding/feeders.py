@@ -1,4 +1,4 @@
-"""Both ends of the feeding of a job, for as long as the job lasts."""
+"""Open and close both ends of a job's feeding."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from speechdp.data.shards.dataset import Dataset
 from speechdp.feeding.feeder import feed
 from speechdp.feeding.feeder_link import FeederLink
 
-#: Smaller tensors than this are not worth a place in the pool, bytes.
+#: Tensors smaller than this, in bytes, do not come from the pool.
 _SMALL_BYTES = 1 << 16
 
 
 @dataclass
 class Goodbye:
-    """A trainer's link to its feeders, and the exit code to leave them with."""
+    """A trainer's link to its feeders, and the exit code that its goodbye tells them."""
 
     link: FeederLink
     exit_code: int = 0
@@ -37,9 +37,9 @@ def open_link(job: Communicator, roles: Roles, device: torch.device) -> Iterator
     The feeders call `serve_trainers` meanwhile.
 
     Args:
-        job: all ranks.
-        roles: of the ranks.
-        device: batches for a GPU arrive in page-locked memory.
+        job: all ranks of the job.
+        roles: which ranks train and which feed.
+        device: of the batches; for a GPU they arrive in page-locked memory.
     """
     channel = job.packets(_into(BufferPool(pin=device.type == "cuda")))
     goodbye = Goodbye(FeederLink(channel, roles.feeders_of(job.rank)))
@@ -53,13 +53,13 @@ def open_link(job: Communicator, roles: Roles, device: torch.device) -> Iterator
 
 
 def serve_trainers(job: Communicator, roles: Roles, dataset: Dataset, num_threads: int = 1) -> int:
-    """Feed the trainers of this rank to their end; return their exit code.  Collective over the job.
+    """Feed the trainers of this rank until they finish; return their exit code.  Collective over the job.
 
     Args:
-        job: all ranks.
-        roles: of the ranks.
+        job: all ranks of the job.
+        roles: which ranks train and which feed.
         dataset: the data.
-        num_threads: threads that preprocess.
+        num_threads: preprocessing threads.
 
     Raises:
         as `feed`.

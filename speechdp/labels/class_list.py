@@ -1,4 +1,4 @@
-"""The file of a data directory or run that names the classes of a network, of whatever kind they are."""
+"""Read and write classes.txt, the file of a data directory or run that names the classes of a network."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from speechdp.errors import ConfigError
 from speechdp.files import record_cannot_be_read, write_text_atomically
 
-#: Of a damaged classes.txt; it may be the copy that a run keeps, which no `prepare` mends.
+#: Remedy for a damaged classes.txt; it may be the copy that a run keeps, which no `prepare` repairs.
 _REMEDY = "copy it from the data that were trained on, or prepare these again"
 
 
 class ClassList(ABC):
-    """Classes with names, which `classes.txt` keeps: a line `<index> <name>` for each.
+    """Named classes; `classes.txt` has a line `<index> <name>` for each.
 
     Example:
         >>> from speechdp.labels.kaldi_pdfs import KaldiPdfs
@@ -24,31 +24,31 @@ class ClassList(ABC):
 
     @abstractmethod
     def class_names(self) -> tuple[str, ...]:
-        """Name every class, in class order; a name has no blanks."""
+        """Return the name of every class, in class order; names have no blanks."""
 
     def text(self) -> str:
-        """Return what `save` writes."""
+        """Return the text that `save` writes."""
         return "".join(f"{index} {name}\n" for index, name in enumerate(self.class_names()))
 
     @property
     def sha256(self) -> str:
-        """Identify the classes: the checksum of their `classes.txt`."""
+        """Checksum of the `classes.txt`, which identifies the classes."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
     def save(self, path: Path) -> None:
         """Write `classes.txt` atomically.
 
         Raises:
-            OSError: the disk refuses it.
+            OSError: a disk error.
         """
         write_text_atomically(path, self.text())
 
 
 def read_class_list(path: Path) -> str:
-    """Return what a `classes.txt` holds, of whatever classes.
+    """Return the text of a `classes.txt`, whatever its classes are.
 
     Raises:
-        ConfigError: it is missing, or cannot be read.
+        ConfigError: the file is missing, or cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8")
@@ -59,5 +59,5 @@ def read_class_list(path: Path) -> str:
 
 
 def no_class_list(path: Path) -> ConfigError:
-    """Return the error for a `classes.txt` that does not hold what `ClassList.save` writes."""
+    """Return the error for a `classes.txt` that `ClassList.save` did not write."""
     return ConfigError(f"{path}: not a class list of speechdp; {_REMEDY}")

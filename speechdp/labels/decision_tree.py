@@ -1,8 +1,8 @@
-"""Decision trees that tie states in context, grown from Gaussian statistics of an alignment.
+"""Grow decision trees that tie context-dependent states, from Gaussian statistics of an alignment.
 
-As in Kaldi's build-tree: questions are the sets of phones that a clustering of the phones themselves joins
-(its cluster-phones), a leaf is split by the question that raises the likelihood most, each leaf being one
-Gaussian with diagonal covariance, and the split that raises it most comes first.
+As in Kaldi's build-tree, each leaf is one Gaussian with diagonal covariance.  The questions are the sets of
+phones that arise when the phones themselves are clustered (Kaldi's cluster-phones).  A leaf is split by the
+question that raises the likelihood most, and the split with the largest gain of all leaves comes first.
 
 Legend: K contexts seen, D dimensions of the input, Q questions, P phones with silence.
 """
@@ -23,22 +23,22 @@ from speechdp.labels.hmm import STATES_PER_PHONE, FloatArray, IntArray, StateInv
 from speechdp.labels.lexicon import SILENCE
 from speechdp.labels.state_tying import Context, Node, Side, Split, StateTying, contexts_of, num_phones
 
-#: Frames that a tied state has at least.
+#: Least number of frames of a tied state.
 MIN_FRAMES = 100
-#: Nats by which a split raises the likelihood at least (Kaldi's default).
+#: Least gain in likelihood by a split, in nats (Kaldi's default).
 _MIN_GAIN = 300.0
-_VARIANCE_FLOOR = 0.01  # of the variance of all frames
-_SAME = 1e-9  # of a log-likelihood: what rounding may change
+_VARIANCE_FLOOR = 0.01  # as a share of the variance of all frames
+_SAME = 1e-9  # relative difference of log-likelihoods that rounding may cause
 
 Rows = NDArray[np.int64]
 
 
 class ContextStatistics:
-    """Frames, their sum and the sum of their squares, of each state in each context; silence is left out.
+    """Number, sum and sum of squares of the frames of each state in each context; silence is left out.
 
     Args:
         inventory: the states without context.
-        context: contexts that differ only in neighbours of which nothing depends are one.
+        context: the side or sides that states depend on; contexts that differ only on the other side are one.
 
     Example:
         >>> statistics = ContextStatistics(StateInventory(("A",)), "left")
@@ -49,7 +49,7 @@ class ContextStatistics:
 
     def __init__(self, inventory: StateInventory, context: Context) -> None:
         self.inventory, self.context = inventory, context
-        #: By a number that stands for left phone, phone, right phone and state: (1 + 2 D,).
+        #: (1 + 2 D,) each, by a code for left phone, phone, right phone and state.
         self.sums: dict[int, DoubleArray] = {}
         self._shape = (*[num_phones(inventory)] * 3, STATES_PER_PHONE)
 
@@ -70,7 +70,7 @@ class ContextStatistics:
             self.sums[code] = values if before is None else before + values
 
     def matrix(self, codes: Sequence[int], dim: int) -> DoubleArray:
-        """Return the sums of some contexts, (K, 1 + 2 D), 0 for those that were not seen here."""
+        """Return the sums of some contexts, (K, 1 + 2 D); 0 for contexts that were not seen here."""
         nothing = np.zeros(1 + 2 * dim)
         return np.array([self.sums.get(code, nothing) for code in codes]).reshape(-1, 1 + 2 * dim)
 
@@ -81,12 +81,12 @@ class ContextStatistics:
 
 @dataclass(frozen=True)
 class _Gaussians:
-    """Sums of frames, from which the likelihood of describing them by one Gaussian follows."""
+    """Computes the likelihood of frames under their best single Gaussian, from sums of frames."""
 
     floor: DoubleArray
 
     def log_likelihood(self, sums: DoubleArray) -> DoubleArray:
-        """Return it for sums (..., 1 + 2 D), nats."""
+        """Return the log-likelihood for sums (..., 1 + 2 D), nats."""
         dim = len(self.floor)
         frames = sums[..., :1]
         some = np.maximum(frames, 1e-10)
@@ -97,7 +97,7 @@ class _Gaussians:
 
 
 def check_max_classes(inventory: StateInventory, max_classes: int) -> None:
-    """Refuse fewer tied states than there are without context.  Raises ConfigError."""
+    """Refuse fewer tied states than there are states without context.  Raises ConfigError."""
     if max_classes < inventory.num_classes:
         raise ConfigError(
             f"--tied-states {max_classes}: there are {inventory.num_classes} without context; give more"
@@ -114,14 +114,14 @@ def grow(
     """Grow the trees of all states.
 
     Args:
-        statistics: says what the contexts are.
-        codes: of K contexts seen.
-        sums: theirs, (K, 1 + 2 D).
-        max_classes: so many tied states at most, those of silence included.
-        min_frames: that each half of a split has at least.
+        statistics: decodes the codes of contexts.
+        codes: codes of the K contexts seen.
+        sums: sums of these contexts, (K, 1 + 2 D).
+        max_classes: most tied states, including those of silence.
+        min_frames: least number of frames in each half of a split.
 
     Raises:
-        ConfigError: `max_classes` is less than the states without context, or the phones are too many.
+        ConfigError: `max_classes` is less than the states without context, or there are too many phones.
     """
     inventory = statistics.inventory
     check_max_classes(inventory, max_classes)
@@ -157,9 +157,9 @@ def grow(
 def _questions(
     states: Rows, sums: DoubleArray, gaussians: _Gaussians, inventory: StateInventory
 ) -> NDArray[np.bool_]:
-    """Return sets of phones that sound alike, (Q, P): single ones, and those that clustering joins.
+    """Return sets of phones that sound alike, (Q, P): single phones, and the clusters that merging gives.
 
-    The clusters are joined two at a time, those first whose states lose the least likelihood by sharing
+    Clusters are merged in pairs; the first pair is the one whose states lose the least likelihood by sharing
     Gaussians.
     """
     size = num_phones(inventory)
@@ -184,7 +184,7 @@ def _questions(
         queue += zip(losses(cluster, others).tolist(), [cluster] * len(others), others, strict=True)
     heapq.heapify(queue)
     following = size
-    while len(clusters) > 2:  # to ask for one of the last two is to ask for the other
+    while len(clusters) > 2:  # the question about one of the last two is the opposite of that about the other
         _, a, b = heapq.heappop(queue)
         if a not in clusters or b not in clusters:
             continue
@@ -200,12 +200,12 @@ def _questions(
 
 
 class _Leaf:
-    """A node while trees grow.
+    """A node of a growing tree.
 
     Attributes:
-        rows: of the contexts that belong to it.
-        halves: what it was split into, yes first.
-        asked: the question, and the side.
+        rows: rows of the contexts that belong to the node.
+        halves: the nodes it was split into, yes first.
+        asked: the question, and the side it is about.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -219,8 +219,8 @@ class _Growth:
     """Splits leaves.
 
     Attributes:
-        sums: of the contexts, (K, 1 + 2 D).
-        sides: the neighbours that may be asked for, (K,) each.
+        sums: sums of the contexts, (K, 1 + 2 D).
+        sides: the neighbours that questions may be about, (K,) each.
         sets: the questions, (Q, P).
     """
 
@@ -231,7 +231,7 @@ class _Growth:
     min_frames: float
 
     def split(self, leaves: Sequence[_Leaf], max_leaves: int) -> None:
-        """Split the leaf that gains most, again and again, until there are enough."""
+        """Split the leaf with the largest gain, repeatedly, until there are enough leaves."""
         queue: list[tuple[float, int, _Leaf, tuple[int, Side]]] = []
         numbers = itertools.count()
 
@@ -253,7 +253,7 @@ class _Growth:
                 consider(half)
 
     def _best(self, rows: Rows) -> tuple[float, tuple[int, Side]]:
-        """Return what the best question to a leaf gains, and which it is."""
+        """Return the gain of the best question for a leaf, and the question."""
         best: tuple[float, tuple[int, Side]] = (-np.inf, (0, "left"))
         if len(rows) < 2:
             return best
@@ -265,7 +265,8 @@ class _Growth:
             no = total - yes
             gain = self.gaussians.log_likelihood(yes) + self.gaussians.log_likelihood(no) - before
             gain[np.minimum(yes[:, 0], no[:, 0]) < self.min_frames] = -np.inf
-            # The first of those that part the contexts seen alike: not the one that rounding favours.
+            # Take the first of the questions that divide the contexts equally, not the one that rounding
+            # favours.
             question = int(np.argmax(gain >= gain.max() - _SAME * abs(before)))
             if gain[question] > best[0] + _SAME * abs(before):
                 best = float(gain[question]), (question, side)

@@ -1,11 +1,11 @@
-"""Sums over all state sequences of transcripts, for a batch at a time.
+"""Sum over all state sequences of transcripts, one batch at a time.
 
-The sums are exact: log domain, float64, no pruning.  Both passes loop over frames only.  The backward pass
-needs no backward probabilities: it hands the occupancies of a frame on to the states of the frame before,
-each state's to its predecessors in proportion to what each contributed to it, so that they sum to 1 in every
-frame by construction, and what underflows is an occupancy below 1e-308.
+The sums are exact: log domain, float64, no pruning.  Both passes loop only over frames.  The backward pass
+needs no backward probabilities.  It passes the occupancies of a frame on to the states of the previous frame:
+each state's occupancy is divided among its predecessors in proportion to their contributions.  So occupancies
+sum to 1 in every frame by construction, and only occupancies below 1e-308 underflow.
 
-Source: Baum et al. 1970, with the forward recursion alone kept in memory.
+Source: Baum et al. 1970; only the forward recursion is kept in memory.
 
 Legend: B utterances, T frames of the longest, S states, K predecessors of a state, C classes, N = B * S.
 """
@@ -26,13 +26,13 @@ from speechdp.labels.transcript_hmm import LOG_ZERO, TranscriptHmms
 
 @dataclass(frozen=True)
 class Occupancies:
-    """What the forward-backward algorithm finds.
+    """Result of the forward-backward algorithm.
 
     Attributes:
-        log_probs: (B,) float64, log p(x | transcript) of each utterance; 0 where it does not fit.
+        log_probs: (B,) float64, log p(x | transcript) of each utterance; 0 if it does not fit.
         classes: (B, T, C) probability of each class in each frame given the whole utterance, in the dtype of
-            the log-likelihoods; 0 past the end of an utterance, and throughout one that does not fit.
-        fits: (B,) bool, on the CPU: the utterance has as many frames as its transcript needs.
+            the log-likelihoods; 0 past the end of an utterance, and everywhere if it does not fit.
+        fits: (B,) bool, on the CPU: whether the utterance has as many frames as its transcript needs.
     """
 
     log_probs: Tensor
@@ -48,11 +48,11 @@ def full_sum(log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) -> 
     Args:
         log_likelihoods: (B, T, C), nats, finite (up to a constant a frame).
         lengths: (B,) frames of each utterance, on the CPU.
-        hmms: of the transcripts, B of them.
+        hmms: HMMs of the B transcripts.
 
     Returns:
-        log p (B,) float64, and which utterances fit, (B,) bool on the CPU.  One that has fewer frames than
-        its transcript needs has log p 0 and no gradient: count it.
+        log p (B,) float64, and which utterances fit, (B,) bool on the CPU.  An utterance with fewer frames
+        than its transcript needs has log p 0 and no gradient; the caller should count it.
 
     Example::
 
@@ -65,7 +65,7 @@ def full_sum(log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) -> 
 
 
 def occupancies(log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) -> Occupancies:
-    """Find the probability of each class in each frame, given the utterance and its transcript.
+    """Compute the probability of each class in each frame, given the utterance and its transcript.
 
     Args, Returns: see `full_sum` and `Occupancies`.
     """
@@ -77,7 +77,7 @@ def occupancies(log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) 
 
 
 class _FullSum(torch.autograd.Function):
-    """log p (B,) of log-likelihoods (B, T, C); its gradient is the occupancies'."""
+    """log p (B,) of log-likelihoods (B, T, C); its gradient is the occupancies."""
 
     @staticmethod
     def forward(ctx: Any, log_likelihoods: Tensor, lengths: Tensor, hmms: TranscriptHmms) -> Tensor:
@@ -99,9 +99,9 @@ class _FullSum(torch.autograd.Function):
 class _Trellis:
     """The states of all utterances of a batch side by side, over its frames.
 
-    Most states have two predecessors, themselves and the one before; where a word or a pause begins there are
-    more.  So each frame takes one pass over all states for the first two, and one over those few states for
-    the others.
+    Most states have two predecessors, themselves and the state before; states at the beginning of a word or a
+    pause have more.  So each frame takes one pass over all states for the first two predecessors, and one
+    over those few states for the others.
 
     Attributes:
         fits: (B,) bool, on the CPU.
@@ -140,11 +140,11 @@ class _Trellis:
         """Compute the forward log-probabilities.
 
         Args:
-            keep: return those of all frames.
+            keep: return the log-probabilities of all frames.
 
         Returns:
-            (T, N) float64, without `keep` of some frames only; and the log-probabilities of ending with each
-            utterance's last frame in each state, (B, S).
+            (T, N) float64, or without `keep` only some frames; and the log-probabilities of ending in each
+            state at each utterance's last frame, (B, S).
         """
         emissions = self._emissions
         kept = len(emissions) if keep else min(2, len(emissions))
@@ -171,22 +171,22 @@ class _Trellis:
         return alphas, ended
 
     def totals(self, ended: Tensor) -> Tensor:
-        """Return log p (B,) by what `forward` gave of the ends; 0 of utterances that do not fit."""
+        """Return log p (B,) from the second result of `forward`; 0 for utterances that do not fit."""
         return torch.logsumexp(ended, 1).where(self.fits.to(ended.device), 0.0)
 
     def class_occupancies(self, alphas: Tensor, ended: Tensor, log_probs: Tensor) -> Tensor:
         """Return the probability of each class in each frame, (B, T, C); 0 in utterances that do not fit.
 
         Args:
-            alphas: (T, N) of `forward`, of all frames; overwritten with the occupancies of states.
-            ended: (B, S) of `forward`.
-            log_probs: (B,) of `totals`.
+            alphas: (T, N) from `forward`, for all frames; overwritten with the occupancies of states.
+            ended: (B, S) from `forward`.
+            log_probs: (B,) from `totals`.
         """
         batch, states = self._shape
         occupied = torch.zeros_like(self._log_likelihoods)
         fits = self.fits.to(ended.device).unsqueeze(1)
         at_end = (ended - log_probs.unsqueeze(1)).exp().where(fits, 0.0)  # (B, S)
-        occupancy = torch.zeros_like(self._stay)  # (N,) of the frame at hand
+        occupancy = torch.zeros_like(self._stay)  # (N,) of the current frame
         for frame in range(len(alphas) - 1, -1, -1):
             if frame in self._rows_by_end:
                 rows = self._rows_by_end[frame]
@@ -212,5 +212,5 @@ class _Trellis:
         return earlier
 
     def _wide_terms(self, before: Tensor) -> Tensor:
-        """Return what states with more than two predecessors have from the third on, (K-2, W)."""
+        """Return the terms of predecessors from the third on, for states with more than two, (K-2, W)."""
         return before[self._others].add_(self._other_log_probs)

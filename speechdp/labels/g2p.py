@@ -2,7 +2,7 @@
 
     phonetisaurus-align -> estimate-ngram -> phonetisaurus-arpa2wfst -> phonetisaurus-g2pfst
 
-The optional package phonetisaurus brings these programs.  They learn from a lexicon, or are given a model;
+The optional package phonetisaurus contains these programs.  They learn from a lexicon, or use a given model;
 no network is used.
 
 Source: Novak, Minematsu & Hirose, "Phonetisaurus: exploring grapheme-to-phoneme conversion with joint n-gram
@@ -21,11 +21,11 @@ from typing import Any
 from speechdp.errors import ConfigError
 from speechdp.labels.lexicon import Lexicon, Pronunciation, is_mark
 
-_ORDER = 8  # of the n-grams, as phonetisaurus-train has it
-#: One or two letters are one or two phones, or none.
+_ORDER = 8  # of the n-grams, as in phonetisaurus-train
+#: One or two letters align with one or two phones, or none.
 _ALIGNING = ("--seq1_del=false", "--seq2_del=true", "--seq1_max=2", "--seq2_max=2", "--grow=false")
 _APPLYING = "phonetisaurus-g2pfst"
-#: What Phonetisaurus writes between letters and phones.
+#: Signs that Phonetisaurus writes between letters and phones.
 _RESERVED = frozenset("}|_")
 
 
@@ -34,20 +34,21 @@ def guess_pronunciations(
 ) -> dict[str, Pronunciation]:
     """Guess the pronunciation of each word, in any case.
 
-    Words with hyphens are their parts, one after another: those that the lexicon has as it says them, the
-    others guessed.
+    A word with hyphens is the sequence of its parts: parts in the lexicon have its pronunciation, the others
+    are guessed.
 
     Args:
         words: the words.
-        lexicon: with the parts of words with hyphens; to learn from where there is no model.
-        model: that `phonetisaurus-train` made, of words in lower case; its phones must be the lexicon's.
-        phones: that it may give besides those of the lexicon.
+        lexicon: has the parts of words with hyphens, and is what to learn from if there is no model.
+        model: a model made by `phonetisaurus-train`, of words in lower case; its phones must be the
+            lexicon's.
+        phones: phones that it may return besides those of the lexicon.
 
     Returns:
-        One pronunciation a word; marks and words with letters that were never learnt have none.
+        One pronunciation per word; marks and words with letters that were never learnt have none.
 
     Raises:
-        ConfigError: Phonetisaurus is needed, and is not installed, fails, or gives phones that the lexicon
+        ConfigError: Phonetisaurus is needed and is not installed, fails, or returns phones that the lexicon
             lacks.
     """
     parts = {word: parts_of(word) for word in words}
@@ -67,7 +68,7 @@ def guess_pronunciations(
 
 
 def parts_of(word: str) -> list[str]:
-    """Return what hyphens join, or the word itself: it is a mark, or has none.
+    """Return the parts that hyphens join, or the word itself if it is a mark or has no hyphen.
 
     Example:
         >>> parts_of("well-known")
@@ -90,7 +91,7 @@ def _guess(
                 raise ConfigError(f"--g2p-model {model}: no such file; give what phonetisaurus-train wrote")
             found = _apply(programs, Path(folder), wanted, model)
         else:
-            # Phones have names of our own there: those of a lexicon may be made of reserved signs.
+            # Phones get names of our own here: those of a lexicon may contain reserved signs.
             codes = {phone: f"P{i}" for i, phone in enumerate(_phones(lexicon))}
             letters = _write_entries(Path(folder) / "entries", lexicon, codes)
             wanted = [word for word in wanted if set(word.lower()) <= letters]
@@ -108,14 +109,14 @@ def _guess(
 
 
 def _phones(lexicon: Lexicon) -> list[str]:
-    """Return all phones of a lexicon, sorted; silence within a word is one, too."""
+    """Return all phones of a lexicon, sorted, including silence within a word."""
     return sorted(
         {p for variants in lexicon.pronunciations.values() for variant in variants for p in variant}
     )
 
 
 def _write_entries(path: Path, lexicon: Lexicon, codes: Mapping[str, str]) -> set[str]:
-    """Write what is to be learnt; return all letters."""
+    """Write the entries to learn from; return all letters."""
     entries = [
         (word.lower(), " ".join(codes[phone] for phone in variant))
         for word, variants in lexicon.pronunciations.items()
@@ -136,7 +137,7 @@ def _learn(programs: _Programs, folder: Path) -> Path:
             "g2p has no pronunciation to learn from: there is none with a phone or two for a letter; give a "
             "larger lexicon, or --g2p-model"
         )
-    # n-grams that are longer than any entry end that program by a segmentation fault.
+    # With n-grams longer than any entry, that program ends with a segmentation fault.
     longest = max(len(line.split()) for line in aligned)
     programs.run("estimate-ngram", "-o", str(min(_ORDER, longest)), "-t", str(corpus), "-wl", str(arpa))
     programs.run("phonetisaurus-arpa2wfst", f"--lm={arpa}", f"--ofile={model}")
@@ -144,13 +145,13 @@ def _learn(programs: _Programs, folder: Path) -> Path:
 
 
 def _apply(programs: _Programs, folder: Path, words: Sequence[str], model: Path) -> dict[str, Pronunciation]:
-    """Return the pronunciation of each word by a model, in its phones."""
+    """Return the pronunciation of each word according to a model, in its phones."""
     listed = folder / "words"
     listed.write_text("".join(f"{word.lower()}\n" for word in words), encoding="utf-8")
     if not words:
         return {}
     said = programs.run(_APPLYING, f"--model={model}", f"--wordlist={listed}", "--nbest=1")
-    # Letters that it does not know are left out, which it says on standard error, each in quotation marks.
+    # Unknown letters are skipped; standard error has a line for each, in quotation marks.
     unheard = {line.split("'")[1] for line in said.stderr.splitlines() if line.startswith("Symbol: '")}
     rows = (line.split("\t") for line in said.stdout.splitlines())
     found = {row[0]: tuple(row[2].split()) for row in rows if len(row) == 3}  # word, cost, phones
@@ -162,11 +163,11 @@ def _apply(programs: _Programs, folder: Path, words: Sequence[str], model: Path)
 
 
 class _Programs:
-    """The programs of the package phonetisaurus.  Raises ConfigError where it is not installed."""
+    """The programs of the package phonetisaurus.  Raises ConfigError if it is not installed."""
 
     def __init__(self) -> None:
         try:
-            # By name: it has no types, and is optional.
+            # Imported by name because it is optional and has no types.
             module: Any = importlib.import_module("phonetisaurus")
         except ImportError as error:
             raise ConfigError(
@@ -176,7 +177,7 @@ class _Programs:
         self._folder = Path(self._environment["PATH"].split(":", maxsplit=1)[0])
 
     def run(self, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a program to its end.  Raises ConfigError where it fails."""
+        """Run a program to its end.  Raises ConfigError if it fails."""
         try:
             return subprocess.run(
                 [str(self._folder / name), *arguments],

@@ -1,9 +1,9 @@
-"""Gaussian mixtures of the HMM's states: a model that needs no alignment to begin with.
+"""Gaussian mixtures for the HMM's states: a model that needs no initial alignment.
 
-A network that is trained on uniform targets learns where words stand in the middle of their sentence at best,
-and aligns by that.  Gaussians start from next to nothing and find the states within some ten rounds, because
-each of them has few parameters and is estimated in closed form: Kaldi's monophone stage (steps/train_mono.sh,
-S. Young et al., The HTK Book, section 8).  Their alignment is what a network's training begins with.
+A network trained on uniform targets learns at best the positions of words in the middle of their sentence,
+and aligns accordingly.  Gaussians start with almost no knowledge and find the states within some ten rounds,
+because each has few parameters and is estimated in closed form: Kaldi's monophone stage (steps/train_mono.sh,
+S. Young et al., The HTK Book, section 8).  The training of a network begins with their alignment.
 
 Legend: T frames, D dimensions of the input, C classes, G Gaussians.
 """
@@ -20,27 +20,27 @@ from speechdp.labels.hmm import FloatArray, IntArray
 
 DoubleArray = NDArray[np.float64]
 
-#: Cepstral coefficients; with their differences they are the input.
+#: Number of cepstral coefficients; these and their differences are the input.
 NUM_CEPSTRA = 13
-_LEAST_FRAMES = 4.0  # with which a Gaussian is estimated; with fewer it stays as it is
-_VARIANCE_FLOOR = 0.01  # of the variance of all frames
+_LEAST_FRAMES = 4.0  # to estimate a Gaussian; with fewer it stays unchanged
+_VARIANCE_FLOOR = 0.01  # as a share of the variance of all frames
 _LEAST_WEIGHT = 1e-4
-_NOT_WANTED = -1e4  # nats: no path goes through a class like this
+_NOT_WANTED = -1e4  # nats: no path goes through a class with this value
 _SMALLEST = 1e-37
-_SHIFT = 0.2  # standard deviations by which the halves of a Gaussian are moved apart
-#: Gaussians go to the classes by this power of their frames, so that silence does not get most of them.
+_SHIFT = 0.2  # standard deviations by which the halves of a split Gaussian are moved apart
+#: Gaussians are allotted to classes by this power of their frames, so that silence does not get most of them.
 _POWER = 0.25
 
 
 def cepstra_of(features: FloatArray, *, are_cepstra: bool = False) -> FloatArray:
-    """Return what Gaussians with diagonal covariances describe well: cepstra and their differences.
+    """Return features that Gaussians with diagonal covariances describe well: cepstra and their differences.
 
     Args:
-        features: (T, F), log-mel spectra, of which the cosine transform is taken.
-        are_cepstra: they are cepstra already, the most important first.
+        features: (T, F), log-mel spectra, to which the cosine transform is applied.
+        are_cepstra: whether the features are cepstra already, the most important first.
 
     Returns:
-        (T, 2 * min(F, 13)), float32; the mean over the utterance of each coefficient is 0.
+        (T, 2 * min(F, 13)), float32; each coefficient's mean over the utterance is 0.
     """
     x = np.asarray(features, dtype=np.float64)
     static = x[:, :NUM_CEPSTRA].copy() if are_cepstra else x @ _cosines(x.shape[1])
@@ -57,10 +57,10 @@ def _cosines(size: int) -> DoubleArray:
 
 
 def _differences(x: DoubleArray) -> DoubleArray:
-    """Return the slope of each column over three frames; beyond the ends the outermost frames count.
+    """Return the slope of each column over three frames; beyond the ends the outermost frames are repeated.
 
-    Over five, and with the slope of the slopes besides, as in Kaldi, nine frames feel a change: the last
-    state of a phone then takes what is first of the next, 30 to 110 ms.
+    Over five frames, and with second-order slopes as in Kaldi, a change affects nine frames: the last state
+    of a phone then takes the beginning of the next phone, 30 to 110 ms.
     """
     if len(x) == 0:
         return x
@@ -70,12 +70,12 @@ def _differences(x: DoubleArray) -> DoubleArray:
 
 @dataclass
 class Statistics:
-    """Sums over frames from which mixtures are estimated; those of several ranks are added up.
+    """Sums over frames from which mixtures are estimated; the sums of several ranks are added.
 
     Attributes:
-        occupancy: frames of each Gaussian, (G,); a frame may be divided between the Gaussians of its class.
-        first: their sum, (G, D).
-        second: the sum of their squares, (G, D).
+        occupancy: frames of each Gaussian, (G,); a frame may be divided among the Gaussians of its class.
+        first: sum of these frames, (G, D).
+        second: sum of their squares, (G, D).
         log_likelihood: of all frames, nats.
     """
 
@@ -86,22 +86,22 @@ class Statistics:
 
     @classmethod
     def empty(cls, num_gaussians: int, dim: int) -> Statistics:
-        """Return sums of nothing."""
+        """Return sums over no frames."""
         return cls(np.zeros(num_gaussians), np.zeros((num_gaussians, dim)), np.zeros((num_gaussians, dim)))
 
     def to_vector(self) -> DoubleArray:
-        """Return everything in one vector, (G + 2 G D + 1,), so that ranks add theirs up in one exchange."""
+        """Return everything in one vector, (G + 2 G D + 1,), so that ranks can sum in one exchange."""
         parts = (self.occupancy, self.first.ravel(), self.second.ravel(), [self.log_likelihood])
         return np.concatenate(parts)
 
     @classmethod
     def from_vector(cls, vector: DoubleArray, num_gaussians: int, dim: int) -> Statistics:
-        """Return what `to_vector` has put into one vector, or a sum of such vectors.
+        """Return the statistics from a result of `to_vector`, or a sum of such results.
 
         Args:
             vector: (G + 2 G D + 1,).
-            num_gaussians: G, of all classes.
-            dim: D, of a frame.
+            num_gaussians: G, Gaussians of all classes.
+            dim: D, values per frame.
         """
         occupancy, first, second, rest = np.split(
             vector, np.cumsum([num_gaussians, num_gaussians * dim, num_gaussians * dim])
@@ -115,7 +115,7 @@ class GaussianMixtures:
 
     Args:
         num_classes: C.
-        mean, variance: of all frames, (D,): every class begins with one Gaussian like this.
+        mean, variance: of all frames, (D,): every class begins with one such Gaussian.
 
     Attributes:
         classes: the class of each Gaussian, (G,).
@@ -150,7 +150,7 @@ class GaussianMixtures:
 
         Args:
             x: inputs.
-            classes: those wanted, e.g. of a transcript: the others get -1e4.  None: all.
+            classes: the classes to compute, e.g. those of a transcript; the others get -1e4.  None: all.
         """
         wanted = np.arange(self.num_classes) if classes is None else np.array(sorted(set(classes)))
         own = np.flatnonzero(np.isin(self.classes, wanted))
@@ -161,17 +161,17 @@ class GaussianMixtures:
         starts = np.searchsorted(self.classes[own], wanted)
         sums = np.add.reduceat(np.exp(scores, out=scores), starts, axis=1)
         result = np.full((len(x), self.num_classes), _NOT_WANTED, np.float32)
-        # A class far from the best would be log 0.
+        # Without the floor, a class far from the best would give log 0.
         result[:, wanted] = np.log(np.maximum(sums, _SMALLEST)) + best
         return result
 
     def accumulate(self, x: FloatArray, alignment: IntArray, into: Statistics) -> None:
-        """Add an utterance's frames to `into`, each divided between the Gaussians of its class.
+        """Add an utterance's frames to `into`; each frame is divided among the Gaussians of its class.
 
         Args:
             x: inputs, (T, D).
             alignment: the class of each frame, (T,).
-            into: sums for as many Gaussians as there are.
+            into: sums for all Gaussians.
         """
         for c in np.unique(alignment):
             frames = x[alignment == c]
@@ -185,7 +185,7 @@ class GaussianMixtures:
             into.log_likelihood += float(total.sum())
 
     def update(self, sums: Statistics) -> None:
-        """Estimate all Gaussians anew from `sums`; those with next to no frames stay as they are."""
+        """Estimate all Gaussians again from `sums`; those with too few frames stay unchanged."""
         ok = sums.occupancy >= _LEAST_FRAMES
         occupancy = sums.occupancy[ok, np.newaxis]
         self._mean[ok] = sums.first[ok] / occupancy
@@ -195,10 +195,10 @@ class GaussianMixtures:
         self._weight = np.maximum(share, _LEAST_WEIGHT)
 
     def split(self, num_gaussians: int, sums: Statistics) -> None:
-        """Halve the Gaussians with the most frames until there are `num_gaussians`.
+        """Split the Gaussians with the most frames in two until there are `num_gaussians`.
 
-        Which class a new one goes to is decided by a power of the frames a Gaussian of that class has, and
-        no Gaussian is halved that would be left with too few frames.
+        The next class to get a Gaussian is chosen by a power of its frames over its number of Gaussians.
+        No Gaussian is split if that leaves too few frames.
         """
         frames = sums.occupancy.copy()
         while self.num_gaussians < num_gaussians:
@@ -223,12 +223,12 @@ class GaussianMixtures:
         self.classes = np.append(self.classes, self.classes[g])
 
     def _of_gaussians(self, x: FloatArray, which: NDArray[np.int64]) -> FloatArray:
-        """Return log w_g N(x_t; g) of the Gaussians chosen, (T, number chosen)."""
+        """Return log w_g N(x_t; g) of the chosen Gaussians, (T, number chosen)."""
         mean, variance = self._mean[which], self._variance[which]
         precision = 1 / variance
         terms = np.log(2 * np.pi * variance) + mean**2 * precision
         constant = np.log(self._weight[which]) - 0.5 * terms.sum(axis=1)
-        # One product: [x, x^2, 1] with what each Gaussian makes of them.
+        # A single product: [x, x^2, 1] with the coefficients of each Gaussian.
         columns = np.concatenate([mean * precision, -0.5 * precision, constant[:, np.newaxis]], axis=1)
         rows = np.concatenate([x, x * x, np.ones((len(x), 1))], axis=1, dtype=np.float32)
         return np.asarray(rows @ columns.astype(np.float32).T)

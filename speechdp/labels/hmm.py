@@ -16,7 +16,7 @@ from speechdp.labels.lexicon import SILENCE, Lexicon
 
 STATES_PER_PHONE = 3
 
-#: log-likelihood of a class that no training frame carries, in nats per frame; see `log_priors`.
+#: Log-likelihood of a class without training frames, in nats per frame; see `log_priors`.
 UNSEEN_LOG_LIKELIHOOD = -100.0
 
 _MIN_SELF_LOOP = 0.05
@@ -44,7 +44,7 @@ class StateInventory(ClassList):
 
     @property
     def num_classes(self) -> int:
-        """Count the classes, silence included."""
+        """Number of classes, silence included."""
         return STATES_PER_PHONE * (len(self.phones) + 1)
 
     @cached_property
@@ -74,10 +74,10 @@ class StateInventory(ClassList):
 
     @classmethod
     def load(cls, path: Path) -> StateInventory:
-        """Read a `classes.txt` back.
+        """Read a `classes.txt`.
 
         Raises:
-            ConfigError: the file cannot be read or is not one that `save` wrote.
+            ConfigError: the file cannot be read, or `save` did not write it.
         """
         lines = read_class_list(path).splitlines()
         phones = tuple(
@@ -91,7 +91,7 @@ class StateInventory(ClassList):
 
 
 def states_of(phones: Iterable[str], inventory: StateInventory) -> list[int]:
-    """Return the classes a sequence of phones passes through, in order."""
+    """Return the classes that a sequence of phones passes through, in order."""
     return [state for phone in phones for state in inventory.classes_of(phone)]
 
 
@@ -110,8 +110,8 @@ def flat_alignment(
 ) -> IntArray:
     """Spread the frames uniformly over the HMM states of the words' first pronunciations.
 
-    With fewer frames than states the states are subsampled in order.  An utterance without words is
-    silence throughout.  Silence that would leave no frame to the words is left out.
+    If there are fewer frames than states, the states are subsampled in order.  An utterance without words is
+    silence throughout.  Silence that would leave no frame for the words is left out.
 
     Args:
         words: the transcript.
@@ -157,10 +157,10 @@ def alignment_from_phone_times(
     frame_shift_s: float,
     inventory: StateInventory,
 ) -> IntArray:
-    """Turn phone times into classes: each phone in three equal thirds, everything between them silence.
+    """Convert phone times to classes: each phone in three equal thirds, with silence between phones.
 
     A frame belongs to the phone that is spoken at its centre, (t + 1/2) * frame_shift_s: Kaldi's frames
-    with snip_edges off.
+    without snip_edges.
 
     Args:
         phones: (phone, start_s, end_s), in order and without overlap.
@@ -184,7 +184,7 @@ def alignment_from_phone_times(
 
 
 def _fill_silence(targets: IntArray, inventory: StateInventory) -> IntArray:
-    """Give each run of frames marked -1 the three silence states in equal thirds."""
+    """Fill each run of frames marked -1 with the three silence states in equal thirds."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], targets < 0, [False])).astype(np.int8)))
     for start, end in edges.reshape(-1, 2):
         targets[start:end] = _spread(inventory.classes_of(SILENCE), int(end - start))
@@ -194,15 +194,15 @@ def _fill_silence(targets: IntArray, inventory: StateInventory) -> IntArray:
 def count_frames_and_runs(
     targets: IntArray, num_classes: int, begins: NDArray[np.int64] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Count each class's frames and its runs (visits) in the alignment of one utterance, or of several.
+    """Count each class's frames and its runs (visits) in the alignment of one or several utterances.
 
     Args:
-        targets: (T,) classes; of several utterances one after another.
+        targets: (T,) classes; several utterances are concatenated.
         num_classes: C.
-        begins: (U,) where each of several utterances begins in `targets`; a run does not go on there.
+        begins: (U,) where each of several utterances begins in `targets`; no run continues across it.
 
     Returns:
-        Frames and runs a class, each (C,); add them up over utterances (and ranks).
+        Frames and runs of each class, each (C,); add them up over utterances (and ranks).
     """
     frames = np.bincount(targets, minlength=num_classes)
     starts = np.concatenate(([True], targets[1:] != targets[:-1])) if len(targets) else np.zeros(0, bool)
@@ -217,7 +217,7 @@ def self_loop_probabilities(
     """Estimate each state's self-loop probability from an alignment's counts.
 
     A visit of n frames takes the self-loop n - 1 times and leaves once, so the maximum-likelihood estimate
-    is p = 1 - runs / frames.  It is kept within [0.05, 0.98]: a state must be able both to last and to be
+    is p = 1 - runs / frames.  It is limited to [0.05, 0.98]: a state must be able both to last and to be
     left.  Classes without frames get 0.5.
 
     Args:
@@ -233,12 +233,12 @@ def self_loop_probabilities(
 
 
 def log_priors(frames_per_class: NDArray[np.int64]) -> FloatArray:
-    """Take the log of each class's share of the frames, ready to be subtracted from log-posteriors.
+    """Return the log of each class's share of the frames, to be subtracted from log-posteriors.
 
-    A hybrid divides posteriors by priors, so a tiny prior makes a class likely.  Two guards:
-    classes with few frames are floored at 1 % of the uniform prior; classes without any frame get
-    100 (-UNSEEN_LOG_LIKELIHOOD), not log 0, so that subtracting it makes them all but impossible instead
-    of certain.  The value is finite, so that a transcript that needs such a class can still be aligned.
+    A hybrid divides posteriors by priors, so a tiny prior makes a class likely.  Two guards prevent that.
+    Classes with few frames are floored at 1 % of the uniform prior.  Classes without any frame get
+    100 (-UNSEEN_LOG_LIKELIHOOD) instead of log 0: subtracting it makes them nearly impossible instead of
+    certain.  The value is finite, so that a transcript that needs such a class can still be aligned.
 
     Args:
         frames_per_class: frames aligned with each class, (C,); at least one frame in all.
@@ -256,14 +256,14 @@ def log_priors(frames_per_class: NDArray[np.int64]) -> FloatArray:
 def scaled_log_likelihoods(
     log_posteriors: FloatArray, log_prior: FloatArray, prior_scale: float
 ) -> FloatArray:
-    """Turn log-posteriors into log-likelihoods up to a constant a frame: log p(c|x) - scale * log p(c).
+    """Convert log-posteriors to log-likelihoods up to a constant per frame: log p(c|x) - scale * log p(c).
 
-    Classes that training never saw (see `log_priors`) get UNSEEN_LOG_LIKELIHOOD whatever the scale.
+    Classes without training frames (see `log_priors`) get UNSEEN_LOG_LIKELIHOOD, whatever the scale.
 
     Args:
         log_posteriors: (T, C), nats.
         log_prior: (C,), from `log_priors`.
-        prior_scale: 1 divides by the prior, 0 leaves the posteriors as they are.
+        prior_scale: 1 divides by the prior, 0 leaves the posteriors unchanged.
 
     Returns:
         Log-likelihoods, (T, C), contiguous.

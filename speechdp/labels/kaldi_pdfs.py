@@ -1,4 +1,4 @@
-"""Tell class lists apart: our own phones' states, or the pdfs of a Kaldi system, which only Kaldi decodes."""
+"""Distinguish class lists: states of our own phones, or pdfs of a Kaldi system, which only Kaldi decodes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class KaldiPdfs(ClassList):
 
     @property
     def silence(self) -> tuple[int, ...]:
-        """The pdfs of silence are not known."""
+        """Empty: the pdfs of silence are not known."""
         return ()
 
     def class_names(self) -> tuple[str, ...]:
-        """Name every class `pdf-<index>`, in class order."""
+        """Return the names `pdf-<index>` of all classes, in class order."""
         return tuple(f"pdf-{index}" for index in range(self.num_classes))
 
     @classmethod
     def load(cls, path: Path) -> KaldiPdfs:
-        """Read a `classes.txt` back.  Raises ConfigError if it is not one that `save` wrote."""
+        """Read a `classes.txt`.  Raises ConfigError if `save` did not write it."""
         text = read_class_list(path)
         pdfs = cls(text.count("\n"))
         if text != pdfs.text():
@@ -39,7 +39,7 @@ class KaldiPdfs(ClassList):
 
 
 def is_kaldi_pdfs(path: Path) -> bool:
-    """Tell whether a class list is of Kaldi's pdfs; False also where it cannot be read."""
+    """Return whether a class list consists of Kaldi's pdfs; False also if it cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
             return file.readline() == _FIRST_LINE
@@ -56,7 +56,7 @@ def classes_of(dataset: Dataset) -> StateInventory | KaldiPdfs:
     """Read a data directory's class list.
 
     Raises:
-        ConfigError: there is none, or it has another number of classes than data.json.
+        ConfigError: there is none, or its number of classes differs from data.json.
     """
     classes = load_classes(dataset.classes_path)
     dataset.check_num_classes(dataset.classes_path, classes.num_classes)
@@ -70,11 +70,11 @@ _WITH_KALDI = (
 
 
 def refuse_kaldi_pdfs(path: Path, what: str, remedy: str = _WITH_KALDI) -> None:
-    """Refuse what needs pronunciations where the targets are Kaldi's pdfs.
+    """Refuse an operation that needs pronunciations if the targets are Kaldi's pdfs.
 
     Args:
         path: the class list.
-        what: what was asked for, e.g. "decode".
+        what: the operation, e.g. "decode".
         remedy: what to do instead.
 
     Raises:

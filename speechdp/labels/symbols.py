@@ -1,4 +1,4 @@
-"""Number the symbols that a synthesiser reads: characters, or phones by a lexicon."""
+"""Number the symbols that a synthesiser reads: characters, or the phones of a lexicon."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _MAX_NAMED = 20
 
 @dataclass(frozen=True)
 class SymbolInventory:
-    """The symbols of a synthesiser; the place of a name is its class.
+    """The symbols of a synthesiser; the position of a name is its class.
 
     Attributes:
-        kind: what the symbols are.
+        kind: kind of symbols.
         names: <end>, <space>, punctuation, then letters or phones.
-        pronunciations: of phones: word (in lower case) -> its phones; empty for characters.
+        pronunciations: for phones: word (in lower case) -> its phones; empty for characters.
     """
 
     kind: SymbolKind
@@ -55,10 +55,10 @@ class SymbolInventory:
 
     @classmethod
     def of_kind(cls, kind: SymbolKind, lexicon: Lexicon | None = None) -> SymbolInventory:
-        """Make the inventory of characters, or that of a lexicon's phones: each word's first variant.
+        """Make the inventory of characters, or of the phones in each word's first variant in a lexicon.
 
         Raises:
-            ConfigError: phones without a lexicon.
+            ConfigError: phones are requested without a lexicon.
         """
         if kind == "characters":
             return cls(kind, _CHARACTERS)
@@ -69,10 +69,10 @@ class SymbolInventory:
         return cls(kind, (END, SPACE, *PUNCTUATION, *phones), spoken)
 
     def with_words_of(self, texts: Iterable[str], lexicon: Lexicon) -> SymbolInventory:
-        """Let texts be said as a lexicon says their words; those that it lacks as before.
+        """Add a lexicon's pronunciations of the words of texts; words it lacks keep theirs.
 
         Raises:
-            ConfigError: these are characters, or a word has a phone that is none of the symbols.
+            ConfigError: the symbols are characters, or a word has a phone that is not among the symbols.
         """
         if self.kind != "phones":
             raise ConfigError("--lexicon goes with a model of phones; this one reads characters")
@@ -101,13 +101,13 @@ class SymbolInventory:
         return {name: number for number, name in enumerate(self.names)}
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
-        """Turn a text into the classes of its symbols: (S,) int32, the last one being <end>'s.
+        """Convert a text to the classes of its symbols: (S,) int32, with <end> last.
 
-        The text is normalised (text_normalise.py): any case, digits and small numbers are welcome.
+        The text is normalised (text_normalise.py): any case, digits and small numbers are allowed.
 
         Raises:
-            ConfigError: nothing to say, characters outside the inventory, or words without pronunciation; one
-                line that names them.
+            ConfigError: the text has no words, characters outside the inventory, or words without
+                pronunciation; one line that names them.
         """
         words = normalise(text).split()
         if not any(character.isalnum() for word in words for character in word):
@@ -116,7 +116,7 @@ class SymbolInventory:
         return np.array([self._index[symbol] for symbol in (*symbols, END)], dtype=np.int32)
 
     def decode(self, classes: Iterable[int]) -> tuple[str, ...]:
-        """Return the names of classes, e.g. for the axis of a picture."""
+        """Return the names of classes, e.g. to label the axis of a picture."""
         return tuple(self.names[number] for number in classes)
 
     def _characters(self, words: list[str]) -> list[str]:
@@ -149,7 +149,7 @@ class SymbolInventory:
         raise ConfigError(f"{what}{plural} outside {where}: {named}{more}; {remedy}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the inventory as it stands in JSON."""
+        """Return the inventory as JSON-like values."""
         values: dict[str, Any] = {"kind": self.kind, "names": list(self.names)}
         if self.kind == "phones":
             values["pronunciations"] = {word: list(phones) for word, phones in self.pronunciations.items()}
@@ -157,7 +157,7 @@ class SymbolInventory:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SymbolInventory:
-        """Read what `to_dict` gave.  Raises ConfigError on anything else."""
+        """Read the result of `to_dict`.  Raises ConfigError on anything else."""
         try:
             spoken = {str(word): tuple(phones) for word, phones in values.get("pronunciations", {}).items()}
             return cls(values["kind"], tuple(str(name) for name in values["names"]), spoken)
@@ -170,13 +170,13 @@ class SymbolInventory:
         write_text_atomically(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
     def save_classes(self, path: Path) -> None:
-        """Write classes.txt, one line `<index> <name>` a symbol, atomically."""
+        """Write classes.txt, one line `<index> <name>` per symbol, atomically."""
         lines = (f"{number} {name}\n" for number, name in enumerate(self.names))
         write_text_atomically(path, "".join(lines))
 
     @classmethod
     def load(cls, path: Path) -> SymbolInventory:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
             ConfigError: missing, damaged, or of another version.
@@ -206,7 +206,7 @@ def symbols_of(dataset: Dataset) -> SymbolInventory:
     """Read a data directory's symbols.
 
     Raises:
-        ConfigError: there are none, or another number of them than data.json says.
+        ConfigError: there are none, or their number differs from data.json.
     """
     symbols = SymbolInventory.load(dataset.symbols_path)
     dataset.check_num_classes(dataset.symbols_path, symbols.num_symbols)

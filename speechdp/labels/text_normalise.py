@@ -1,4 +1,4 @@
-"""Normalise texts: transcripts to plain words; for synthesis, to what is spoken letter by letter."""
+"""Normalise texts: transcripts to plain words; texts for synthesis to the form that is spoken."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import unicodedata
 from speechdp.errors import ConfigError
 from speechdp.labels.lexicon import SIGNS_IN_WORDS, is_mark, lower_case
 
-#: Signs that are kept, for they are heard as pauses or intonation; the apostrophe belongs to its word.
+#: Signs that are kept because they are heard as pauses or intonation; an apostrophe belongs to its word.
 PUNCTUATION = ("!", ",", ".", "?")
 _ALL_PUNCTUATION = "".join(PUNCTUATION)
 
@@ -24,7 +24,7 @@ _MAX_DIGITS = len(str(_MAX_NUMBER))
 _SHOWN_DIGITS = 12
 _LETTERS = r"[^\W\d_]"
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?"
-#: A number, and letters right behind it: "3rd", "1990's", "'80s"; those of names such as "b2b" are others.
+#: A number, and the letters directly after it: "3rd", "1990's", "'80s"; not within names such as "b2b".
 _NUMBER = re.compile(rf"(?<!{_LETTERS})'?(?P<counted>{_DIGITS})(?P<letters>'?{_LETTERS}+)|{_DIGITS}")
 _ORDINAL = ("st", "nd", "rd", "th")
 _IRREGULAR_ORDINALS = {
@@ -44,7 +44,7 @@ _SIGNS = str.maketrans(
         **dict.fromkeys(":;\u2013\u2014", ", "),  # the blank keeps "1:100" from being read as "1,100"
     }
 )
-#: A hyphen or minus sign before a number, where no word or number stands before it: "-5" is not "well-known".
+#: A hyphen or minus sign before a number, if no word or number is before it: "-5" is not "well-known".
 _MINUS = re.compile(r"(?<![^\s(\[\"\u201c\u00ab])[-\u2010\u2212](?=[0-9])")
 _SPACE_BEFORE_SIGN = re.compile(r"\s+([!,.?])")
 
@@ -64,22 +64,22 @@ _OF_TRANSCRIPTS = (
             # Brackets, quotation marks, dots and colons, of the width of Chinese characters.
             **dict.fromkeys([*map(chr, range(0x3008, 0x3012)), *map(chr, range(0x3014, 0x301C))], " "),
             **dict.fromkeys("\u30fb\uff08\uff09\uff0e\uff1a\uff1b\uff61\uff62\uff63\uff64\uff65", " "),
-            **dict.fromkeys("\ufeff\u200b\u2060\u00ad", ""),  # nobody sees them: byte order mark, soft hyphen
-            # Directions of writing, and what draws out Arabic letters (tatweel).
+            **dict.fromkeys("\ufeff\u200b\u2060\u00ad", ""),  # invisible: byte order mark, soft hyphen
+            # Writing direction marks, and the sign that elongates Arabic letters (tatweel).
             **dict.fromkeys("\u200e\u200f\u061c\u202a\u202b\u202c\u202d\u202e", ""),
             **dict.fromkeys("\u2066\u2067\u2068\u2069\u0640", ""),
         }
     )
     | SIGNS_IN_WORDS
 )
-#: Signs that part words where there is no blank: "yes,no", "well...no"; but "3.5" and "o.k." are one word.
+#: Signs that separate words without a blank: "yes,no", "well...no"; but "3.5" and "o.k." are one word.
 _BETWEEN_LETTERS = re.compile(r"(?<=[^\W\d_])(?:[,;:!?\u2026]|\.{2,})+(?=[^\W\d_])")
-#: Signs that belong to words, and are punctuation where they stand alone: "well -- no".
+#: Signs that belong to words, but are punctuation by themselves: "well -- no".
 _IN_WORDS = "'-"
 
 
 def plain_transcript(text: str) -> str:
-    """Return a transcript in lower case, without punctuation, with single spaces; marks stay as they are.
+    """Return a transcript in lower case, without punctuation, with single spaces; marks are unchanged.
 
     Example:
         >>> plain_transcript("Well, !SIL it's <noise> ME!")
@@ -94,7 +94,7 @@ def without_punctuation(text: str, *, keeps_case: bool = False) -> str:
 
     Args:
         text: any.
-        keeps_case: else it is brought to lower case.
+        keeps_case: keep the case; else the text is converted to lower case.
     """
     composed = unicodedata.normalize("NFC", text) if keeps_case else lower_case(text)
     apart = _BETWEEN_LETTERS.sub(" ", composed)
@@ -105,10 +105,10 @@ def without_punctuation(text: str, *, keeps_case: bool = False) -> str:
 def normalise(text: str) -> str:
     """Return a text in lower case, with numbers in words and single spaces: "3 5 7" -> "three five seven".
 
-    Brackets and quotation marks are dropped, hyphens part words (before a number that begins a word they are
-    "minus"), and so do other signs between letters; colons and dashes become commas; ordinals and decades are
-    spoken ("3rd", "1990s"), other letters behind a number are a word of their own ("7am").  Characters that
-    mean nothing here stay, for the inventory to refuse by name.
+    Brackets and quotation marks are dropped.  Hyphens separate words, as do other signs between letters;
+    before a number that begins a word, a hyphen is "minus".  Colons and dashes become commas.  Ordinals and
+    decades are spoken ("3rd", "1990s"); other letters after a number are a separate word ("7am").  Characters
+    that have no meaning here are kept, so that the inventory refuses them by name.
 
     Raises:
         ConfigError: a number above 999,999.
@@ -127,10 +127,10 @@ def plain_words(text: str) -> list[str]:
 
 
 def number_in_words(number: int) -> str:
-    """Return a number of 0 to 999,999 in English words, as they are said: 342 -> three hundred forty two.
+    """Return a number of 0 to 999,999 in English words, as spoken: 342 -> three hundred forty two.
 
     Raises:
-        ConfigError: the number is outside.
+        ConfigError: the number is outside this range.
     """
     if not 0 <= number <= _MAX_NUMBER:
         raise _not_spoken(str(number))
@@ -145,7 +145,7 @@ def number_in_words(number: int) -> str:
 
 
 def _in_words(match: re.Match[str]) -> str:
-    """Return the words of a number and of the letters behind it.  Raises ConfigError."""
+    """Return the words of a number and of the letters after it.  Raises ConfigError."""
     digits, letters = match["counted"], match["letters"]
     if digits is None:
         return _spoken(match.group())
@@ -153,7 +153,7 @@ def _in_words(match: re.Match[str]) -> str:
         return _ordinal(_spoken(digits))
     if "." not in digits and letters.removeprefix("'") == "s" and digits[-1] == "0":
         return _decade(digits.replace(",", ""))
-    # One abbreviation must not stop the preparation of hundreds of hours.
+    # Do not refuse: one abbreviation must not stop the preparation of hundreds of hours.
     between = "" if letters[0] == "'" else " "
     return f"{_spoken(digits)}{between}{letters}"
 
@@ -166,7 +166,7 @@ def _ordinal(words: str) -> str:
 
 
 def _decade(digits: str) -> str:
-    """Return the words of a decade, years from 1100 on as they are said: "1990" -> "nineteen nineties"."""
+    """Return the words of a decade; from 1100 on as years are spoken: "1990" -> "nineteen nineties"."""
     century, year = digits[:-2], digits[-2:]
     if len(digits) == len("1990") and century[0] != "0" and (century[1] != "0" or year != "00"):
         words = f"{_spoken(century)} {'hundred' if year == '00' else _spoken(year)}"
@@ -176,14 +176,14 @@ def _decade(digits: str) -> str:
 
 
 def _spoken(digits: str) -> str:
-    """Return the words of a number as it is written; one that begins with zero is read digit by digit.
+    """Return the words of a written number; one that begins with zero is read digit by digit.
 
     Raises:
-        ConfigError: it is too large.
+        ConfigError: the number is too large.
     """
     whole, point, fraction = digits.replace(",", "").partition(".")
     leading_zero = len(whole) > 1 and whole[0] == "0"
-    if not leading_zero and len(whole) > _MAX_DIGITS:  # before int, which refuses thousands of digits
+    if not leading_zero and len(whole) > _MAX_DIGITS:  # checked first: int refuses thousands of digits
         raise _not_spoken(whole)
     words = _one_by_one(whole) if leading_zero else number_in_words(int(whole))
     return f"{words} point {_one_by_one(fraction)}" if point else words

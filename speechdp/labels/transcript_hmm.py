@@ -1,10 +1,10 @@
-"""The HMM of a transcript: every state sequence that a recording of these words may pass through.
+"""The HMM of a transcript: every state sequence that a recording of its words may pass through.
 
-The HMM is what decoding's HL composed with the transcript is (`decode.graphs.graph.LexiconTransducer`),
-without its epsilon arcs: all pronunciations of a word side by side, silence optional at both ends and between
-words, 3-state left-to-right phones.  Where classes depend on the neighbours of a phone, also across word
-boundaries, a phone with several possible neighbours stands there once for each that makes a difference.  The
-HMM is kept as arrays, so that `labels.forward_backward` can pass through those of a whole batch at a time.
+The HMM equals decoding's HL composed with the transcript (`decode.graphs.graph.LexiconTransducer`), without
+epsilon arcs: all pronunciations of a word in parallel, optional silence at both ends and between words,
+3-state left-to-right phones.  If classes depend on the neighbours of a phone, also across word boundaries, a
+phone with several possible neighbours has a copy for each that makes a difference.  The HMM is stored as
+arrays, so that `labels.forward_backward` can process those of a whole batch at a time.
 
 Legend: B utterances, S states, K predecessors of a state, C classes.
 """
@@ -23,10 +23,10 @@ from speechdp.labels.hmm import STATES_PER_PHONE, IntArray, StateInventory, phon
 from speechdp.labels.lexicon import SILENCE, Lexicon
 from speechdp.labels.state_tying import EDGE, StateTying, first_equal
 
-#: Log-probability of what cannot be.  Finite, so that no difference of two of them is NaN.
+#: Log-probability of impossible events.  It is finite, so that the difference of two of them is not NaN.
 LOG_ZERO = -1e30
 
-#: Frames that no recording has: the `min_frames` of a transcript that cannot be pronounced.
+#: More frames than any recording has: the `min_frames` of a transcript that cannot be pronounced.
 NO_PATH = int(np.iinfo(np.int64).max)
 
 #: The class of CTC's blank; the other classes are the phones.
@@ -34,18 +34,18 @@ BLANK = 0
 
 LogProbs = NDArray[np.float64]
 States = NDArray[np.int64]
-#: (state it comes from, log-probability of the arc)
+#: (source state, log-probability of the arc)
 _Arc = tuple[int, float]
 
 
 @dataclass(frozen=True)
 class TranscriptOptions:
-    """What the HMMs of transcripts are.
+    """Options for the HMMs of transcripts.
 
     Attributes:
         topology: hmm: `TranscriptCompiler`; ctc: `CtcCompiler`, which has no probabilities.
-        self_loop: of every class.
-        silence_probability: of a pause at a word boundary.
+        self_loop: self-loop probability of every class.
+        silence_probability: probability of a pause at a word boundary.
         transition_scale: factor on all log-probabilities of the HMM.
     """
 
@@ -57,16 +57,16 @@ class TranscriptOptions:
 
 @dataclass(frozen=True)
 class TranscriptHmm:
-    """The HMM of one transcript; states are in order, each after all its predecessors but itself.
+    """The HMM of one transcript; each state comes after all its predecessors except itself.
 
     Attributes:
         classes: (S,) class that each state emits.
-        predecessors: (S, K) states that it may be entered from; the first is the state itself (its
-            self-loop).  Where there are fewer than K, the state itself stands there again.
-        log_probs: (S, K) log-probability of each of these arcs; LOG_ZERO where there is none.
-        initial: (S,) log-probability of beginning there.
-        final: (S,) log-probability of ending there.
-        min_frames: frames of the shortest path; a recording with fewer has none.  NO_PATH: none has one.
+        predecessors: (S, K) states from which it may be entered; the first is the state itself (its
+            self-loop).  If there are fewer than K, the state itself fills the rest.
+        log_probs: (S, K) log-probability of each of these arcs; LOG_ZERO if there is none.
+        initial: (S,) log-probability of beginning in the state.
+        final: (S,) log-probability of ending in the state.
+        min_frames: frames of the shortest path; a recording with fewer has no path.  NO_PATH: none has one.
     """
 
     classes: States
@@ -78,7 +78,7 @@ class TranscriptHmm:
 
     @classmethod
     def without_path(cls) -> TranscriptHmm:
-        """Make the HMM that no recording fits: one state, which is neither entered nor left."""
+        """Return an HMM that no recording fits: one state, which is neither entered nor left."""
         never = np.full(1, LOG_ZERO)
         return cls(
             np.zeros(1, np.int64),
@@ -94,7 +94,7 @@ class TranscriptHmm:
 class TranscriptHmms:
     """The HMMs of a batch, padded with states that cannot be reached.
 
-    Attributes: those of `TranscriptHmm` with B in front, all arrays: (B, S), (B, S, K), (B,).
+    Attributes: as for `TranscriptHmm`, with B in front; all are arrays: (B, S), (B, S, K), (B,).
     """
 
     classes: States
@@ -109,7 +109,7 @@ class TranscriptHmms:
 
     @classmethod
     def of(cls, hmms: Sequence[TranscriptHmm]) -> TranscriptHmms:
-        """Pad HMMs to the most states and the most predecessors among them; at least one HMM."""
+        """Pad HMMs to the largest numbers of states and predecessors among them; at least one HMM."""
         shape = (len(hmms), max(len(hmm.classes) for hmm in hmms))
         widest = max(hmm.predecessors.shape[1] for hmm in hmms)
         classes = np.zeros(shape, np.int64)
@@ -128,19 +128,19 @@ class TranscriptHmms:
 
 
 class TranscriptCompiler:
-    """Makes the HMMs of transcripts; safe from several threads.
+    """Makes the HMMs of transcripts; thread-safe.
 
     Probabilities are those of `decode.graphs.graph.LexiconTransducer`: a pause has `silence_probability` at
-    each word boundary, variants of a word have those of the lexicon, or 1 each, a visit of n frames to a
+    each word boundary; variants of a word have those of the lexicon, or 1 each; a visit of n frames to a
     state takes its self-loop n - 1 times and leaves it once.
 
     Args:
         lexicon: the words.
         inventory: numbers the states without context.
         self_loop: each of these states' self-loop probability, (C,), within (0, 1); or one for all.
-        silence_probability: of a pause at a word boundary, within [0, 1); 0 leaves silence out.
+        silence_probability: probability of a pause at a word boundary, within [0, 1); 0: no silence.
         transition_scale: factor on all log-probabilities of the HMM, at least 0.
-        tying: the classes where they depend on the neighbours of a phone; None: they are the states.
+        tying: the classes if they depend on the neighbours of a phone; None: each state is a class.
 
     Example::
 
@@ -175,16 +175,17 @@ class TranscriptCompiler:
     def compile(self, words: Sequence[str]) -> TranscriptHmm:
         """Make the HMM of a transcript; without words it is silence.
 
-        A word that is not in the lexicon is its `<unk>`; where it has none, no recording fits the transcript.
+        A word that is not in the lexicon becomes its `<unk>`; if it has none, no recording fits the
+        transcript.
 
         Raises:
-            ConfigError: there is neither a word nor silence.
+            ConfigError: there are no words, and silence is left out.
         """
         known = self._lexicon.pronounceable(words)
         if len(known) < len(words):
             return TranscriptHmm.without_path()
         chains = _Chains(self._stay, self._leave)
-        # What leads to the next word boundary; state -1 is the beginning of the recording.
+        # Arcs that lead to the next word boundary; state -1 is the beginning of the recording.
         boundary: list[_Arc] = [(-1, 0.0)]
         min_frames = 0
         for word in known:
@@ -202,7 +203,7 @@ class TranscriptCompiler:
         return hmm if self._contexts is None else self._contexts.expand(hmm)
 
     def _pass_boundary(self, chains: _Chains, boundary: list[_Arc]) -> list[_Arc]:
-        """Return the arcs behind a word boundary, past a pause or without one."""
+        """Return the arcs that leave a word boundary, with and without a pause."""
         without = [(state, log_prob + self._no_pause) for state, log_prob in boundary]
         if self._pause is None:
             return without
@@ -224,11 +225,11 @@ class TranscriptCompiler:
 
 
 class CtcCompiler:
-    """Makes the graphs of connectionist temporal classification over phones; safe from several threads.
+    """Makes the graphs of connectionist temporal classification (CTC) over phones; thread-safe.
 
-    A phone is one state, a blank may stand before and after it, and has to between two of the same phone;
-    every arc has probability 1.  Pronunciations of a word stand side by side, as in `TranscriptCompiler`, so
-    with one a word the sum over all paths is CTC's.
+    A phone is one state.  A blank may precede and follow it, and must separate two equal phones.  Every arc
+    has probability 1.  Pronunciations of a word are in parallel, as in `TranscriptCompiler`, so with one per
+    word the sum over all paths is that of CTC.
 
     Source: Graves et al. 2006.
 
@@ -244,14 +245,14 @@ class CtcCompiler:
     def compile(self, words: Sequence[str]) -> TranscriptHmm:
         """Make the graph of a transcript; without words it is blank.
 
-        Words that are not in the lexicon: as in `TranscriptCompiler`.
+        Words that are not in the lexicon are treated as by `TranscriptCompiler`.
         """
         known = self._lexicon.pronounceable(words)
         if len(known) < len(words):
             return TranscriptHmm.without_path()
         chains = _Chains(self._certain, self._certain)
         start: _Arc = (-1, 0.0)
-        # What leads to the next word boundary, and the phone that it comes from.
+        # Arcs that lead to the next word boundary, each with the phone that it comes from.
         boundary: list[tuple[_Arc, int]] = [(start, BLANK), (chains.add_state(BLANK, [start]), BLANK)]
         for word in known:
             ends = [self._add_phones(chains, phones, boundary) for phones in self._variants_of(word)]
@@ -262,7 +263,7 @@ class CtcCompiler:
     def _add_phones(
         self, chains: _Chains, phones: Sequence[int], boundary: list[tuple[_Arc, int]]
     ) -> tuple[_Arc, int]:
-        """Add a pronunciation behind a word boundary; return the arc that leaves it and its last phone."""
+        """Add a pronunciation after a word boundary; return the arc that leaves it, and its last phone."""
         entries = boundary
         for place, phone in enumerate(phones):
             if place > 0:
@@ -276,20 +277,20 @@ class CtcCompiler:
 
 
 def num_ctc_classes(num_states: int) -> int:
-    """Return how many classes CTC has where the HMMs of the same phones have `num_states`."""
-    return num_states // STATES_PER_PHONE  # silence's place is the blank's
+    """Return the number of CTC's classes if the HMMs of the same phones have `num_states`."""
+    return num_states // STATES_PER_PHONE  # the blank takes the place of silence
 
 
 def make_compiler(
     lexicon: Lexicon, inventory: StateInventory, options: TranscriptOptions, tying: StateTying | None = None
 ) -> TranscriptCompiler | CtcCompiler:
-    """Return what makes the HMMs of transcripts that the options describe.
+    """Return the compiler for the HMMs of transcripts that the options describe.
 
     Args:
         lexicon: the words that transcripts may have.
-        inventory: the states of its phones.
+        inventory: the states of the lexicon's phones.
         options: topology, transitions and pauses.
-        tying: the classes of states in context; None: each state is a class.  CTC has none.
+        tying: the classes of states in context; None: each state is a class.  CTC needs None.
     """
     if options.topology == "ctc":
         assert tying is None  # CTC's classes are phones
@@ -300,7 +301,7 @@ def make_compiler(
 
 
 def _shortest_path(hmm: TranscriptHmm) -> int:
-    """Return the frames of the shortest path through an HMM."""
+    """Return the number of frames of the shortest path through an HMM."""
     frames: list[float] = []
     for state, (predecessors, log_probs) in enumerate(zip(hmm.predecessors, hmm.log_probs, strict=True)):
         before = [frames[p] for p, arc in zip(predecessors[1:], log_probs[1:], strict=True) if arc > LOG_ZERO]
@@ -312,10 +313,10 @@ class _PhoneGraph:
     """The phones of an HMM whose classes are states without context, in order.
 
     Attributes:
-        phones: of each place, its phone.
-        entries: of each place, the places that it may be entered from, with the log-probability of the arc.
-        begins, ends: of each place, the log-probability of beginning and of ending there.
-        lefts, rights: of each place, the phones that may be next to it, in order; beyond the ends EDGE.
+        phones: the phone at each place.
+        entries: for each place, the places from which it may be entered, with the arcs' log-probabilities.
+        begins, ends: for each place, the log-probability of beginning and of ending there.
+        lefts, rights: for each place, the phones that may be next to it, sorted; EDGE beyond the ends.
     """
 
     def __init__(self, hmm: TranscriptHmm) -> None:
@@ -341,11 +342,12 @@ class _PhoneGraph:
 
 @dataclass(frozen=True)
 class _Copies:
-    """What a phone's possible neighbours make of it: a copy for each pair of groups of them.
+    """The copies of a phone for its possible neighbours: one for each pair of groups of neighbours.
 
     Attributes:
-        left, right: the group of each possible neighbour on that side; those of a group make no difference.
-        classes: of the states of each copy, (left groups, right groups, states).
+        left, right: the group of each possible neighbour on that side; within a group they make no
+            difference.
+        classes: classes of the states of each copy, (left groups, right groups, states).
     """
 
     left: dict[int, int]
@@ -354,25 +356,25 @@ class _Copies:
 
 
 class _Contexts:
-    """Gives the phones of HMMs the classes that they have between their neighbours.
+    """Gives the phones of HMMs their context-dependent classes.
 
     Args:
-        tying: says which classes those are.
+        tying: maps states in context to classes.
         stay, leave: log-probabilities of the states without context, scaled.
     """
 
     def __init__(self, tying: StateTying, stay: LogProbs, leave: LogProbs) -> None:
         self._tying = tying
         self._stay, self._leave = stay[tying.states], leave[tying.states]
-        # Most phones have one neighbour on each side, and the same ones come again and again.
+        # Most phones have one neighbour on each side, and the same combinations recur.
         self._known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], _Copies] = {}
 
     def expand(self, hmm: TranscriptHmm) -> TranscriptHmm:
-        """Return an HMM with the copies of each phone instead of the phone."""
+        """Return an HMM in which each phone is replaced by its copies."""
         graph = _PhoneGraph(hmm)
         copies = [self._copies(*it) for it in zip(graph.phones, graph.lefts, graph.rights, strict=True)]
         chains = _Chains(self._stay, self._leave)
-        # Of each place and group of right neighbours: the last states of the copies that these may follow.
+        # For each place and group of right neighbours: the last states of the copies that these may follow.
         leaving: list[list[list[int]]] = []
         for place, (phone, own) in enumerate(zip(graph.phones, copies, strict=True)):
             leaving.append([[] for _ in range(own.classes.shape[1])])
@@ -413,7 +415,7 @@ class _Contexts:
 
 
 def _groups_of(rows: IntArray) -> tuple[list[int], list[int]]:
-    """Return the first row of each group of equal ones, and the group of each row."""
+    """Return the first row of each group of equal rows, and the group of each row."""
     first = first_equal(rows)
     kept = sorted(set(first))
     return kept, [kept.index(row) for row in first]
@@ -440,10 +442,10 @@ class _Chains:
         return self.add(np.array([state_class], np.int64), arcs)
 
     def finish(self, last: Iterable[_Arc], min_frames: int) -> TranscriptHmm:
-        """Return the HMM that ends by the arcs `last`."""
+        """Return the HMM that ends with the arcs `last`."""
         classes = np.concatenate(self._classes)
         num_states = self.num_states
-        # A state is in a chain behind the state before it; the first of a chain has the chain's arcs instead.
+        # Within a chain, a state follows the one before it; the first state has the chain's arcs instead.
         width = 1 + max(1, *(len(arcs) for _, arcs in self._entries))
         predecessors = np.repeat(np.arange(num_states)[:, np.newaxis], width, axis=1)
         log_probs = np.full((num_states, width), LOG_ZERO)

@@ -16,16 +16,16 @@ from speechdp.files import atomic_path, named_file_cannot_be_read
 from speechdp.language.ngram import NEVER, Ngram, NgramModel
 
 _DATA, _END = "\\data\\", "\\end\\"
-#: What parts fields; other blanks, such as the no-break space of "10 000", belong to their word.
+#: Field separators; other blanks, such as the no-break space of "10 000", belong to their word.
 _BLANKS = " \t\r\n\f\v"
 _BETWEEN_FIELDS = re.compile(f"[{_BLANKS}]+")
 
 
 def write_arpa(model: NgramModel, path: Path) -> None:
-    """Write a model, atomically, gzipped where the name ends in .gz; the same model gives the same bytes.
+    """Write a model, atomically, gzipped if the name ends in .gz; the same model gives the same bytes.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: a disk error.
     """
     content = "".join(_lines(model)).encode()
     if path.suffix == ".gz":
@@ -51,10 +51,10 @@ def _lines(model: NgramModel) -> Iterator[str]:
 
 
 def read_arpa(path: Path) -> NgramModel:
-    """Read an ARPA file; one whose name ends in .gz is unpacked.
+    """Read an ARPA file; decompress it if its name ends in .gz.
 
     Raises:
-        ConfigError: it cannot be read, is cut off, or a line is malformed; names file and line.
+        ConfigError: the file cannot be read or is truncated, or a line is malformed; names file and line.
     """
     with _opened(path) as file:
         return _Parser(path).parse(file)
@@ -62,7 +62,7 @@ def read_arpa(path: Path) -> NgramModel:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """Open a file and put what may go wrong in reading it into words."""
+    """Open a file; convert errors in reading it to messages."""
     try:
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="utf-8-sig", newline="\n") as file:
@@ -76,7 +76,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
 
 
 class _Parser:
-    """Reads the lines of one file; `number` is the present one, for messages."""
+    """Parses the lines of one file; `number` is the current line, for messages."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,8 +1,8 @@
 """Estimate n-gram models by interpolated modified Kneser-Ney smoothing.
 
 Source: Chen & Goodman, "An empirical study of smoothing techniques for language modeling", Computer Speech
-and Language 13, 1999, sections 2.7 and 3; n-grams that begin a sentence keep their counts, as in Heafield et
-al., "Scalable modified Kneser-Ney language model estimation", ACL 2013.
+and Language 13, 1999, sections 2.7 and 3; n-grams at the beginning of a sentence keep their counts, as in
+Heafield et al., "Scalable modified Kneser-Ney language model estimation", ACL 2013.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from speechdp.errors import ConfigError
 from speechdp.language.ngram import END, NEVER, START, Ngram, NgramModel
 
-#: Discounts of n-grams seen once, twice, and more often, where too few were counted to estimate them.
+#: Discounts of n-grams seen once, twice, and more often, if too few were counted to estimate them.
 _USUAL_DISCOUNTS = (0.5, 1.0, 1.5)
 _CLASSES = 3  # n-grams seen once, twice, and more often
 
 
 def estimate(texts: Iterable[Sequence[str]], order: int, vocabulary: Collection[str] = ()) -> NgramModel:
-    """Estimate a model, whose probabilities sum to 1 in every context.
+    """Estimate a model; its probabilities sum to 1 in every context.
 
     Args:
         texts: the words of each sentence.
@@ -41,7 +41,7 @@ def estimate(texts: Iterable[Sequence[str]], order: int, vocabulary: Collection[
 
 
 def discounts_of(counts: Iterable[int]) -> tuple[float, float, float]:
-    """Return what is taken off n-grams seen once, twice and more often, from how many there are of each.
+    """Return the discounts for n-grams seen once, twice and more often, from the numbers of each.
 
     With few texts the estimate may be undefined or negative; then 0.5, 1 and 1.5 are used.
     """
@@ -54,13 +54,13 @@ def discounts_of(counts: Iterable[int]) -> tuple[float, float, float]:
 
 
 def _count(texts: Iterable[Sequence[str]], order: int) -> list[Counter[Ngram]]:
-    """Count n-grams of each order: how often the longest occur, and after how many words the others do."""
+    """Count n-grams by order: occurrences of the longest, different previous words of the others."""
     counts: list[Counter[Ngram]] = [Counter() for _ in range(order)]
     for text in texts:
         if START in text or END in text:
             raise ConfigError(f"a text of the language model holds {START} or {END}; leave them out")
         padded = (START, *text, END)
-        # What begins a sentence has no word before it: how often it occurs counts at all orders.
+        # The beginning of a sentence has no word before it: there, occurrences count at all orders.
         for n in range(2, min(order, len(padded) + 1)):
             counts[n - 1][padded[:n]] += 1
         first = 1 if order == 1 else 0

@@ -11,7 +11,7 @@ from functools import cached_property
 START = "<s>"
 END = "</s>"
 UNKNOWN_NAMES = ("<unk>", "<UNK>")
-#: log10 probability of what never happens, as ARPA files write it: that of <s>.
+#: log10 probability of impossible events in ARPA files: that of <s>.
 NEVER = -99.0
 
 Ngram = tuple[str, ...]
@@ -19,13 +19,13 @@ Ngram = tuple[str, ...]
 
 @dataclass(frozen=True)
 class TextFit:
-    """How well a model fits a text; `+` is not defined, since texts are measured as a whole.
+    """How well a model fits a text; `+` is not defined because texts are measured as a whole.
 
     Attributes:
         sentences: number of sentences, each of which ends in a </s> that is predicted as well.
         words: number of words.
-        unknown: those of them that the model does not know (OOV); they have no probability.
-        log10_prob: log10 probability of all known words and of the ends.
+        unknown: number of these that the model does not know (OOV); they have no probability.
+        log10_prob: log10 probability of all known words and of the sentence ends.
     """
 
     sentences: int
@@ -35,7 +35,7 @@ class TextFit:
 
     @property
     def perplexity(self) -> float:
-        """Perplexity a known word or end of a sentence; NaN without any, infinite beyond 1e308."""
+        """Perplexity per known word or sentence end; NaN without any, infinite beyond 1e308."""
         predicted = self.words - self.unknown + self.sentences
         if not predicted:
             return math.nan
@@ -49,12 +49,11 @@ class TextFit:
 class NgramModel:
     """An n-gram model in back-off form.
 
-    p(w | h) is that of the n-gram (*h, w) where it is listed, else backoff(h) * p(w | h without its first
-    word).
+    p(w | h) is that of the n-gram (*h, w) if it is listed, else backoff(h) * p(w | h without its first word).
 
     Attributes:
-        log10_probs: n-grams of all orders -> log10 p(last word | those before).  That of <s> is -99.
-        log10_backoffs: contexts -> log10 back-off weight; absent ones have weight 1.
+        log10_probs: n-grams of all orders -> log10 p(last word | previous words).  That of <s> is -99.
+        log10_backoffs: contexts -> log10 back-off weight; missing ones have weight 1.
     """
 
     log10_probs: Mapping[Ngram, float]
@@ -81,7 +80,7 @@ class NgramModel:
 
         Args:
             word: the word to predict.
-            history: the words before it, from <s> on; as many as the order needs are looked at.
+            history: the previous words, beginning with <s>; only as many as the order needs are used.
         """
         history = history[max(0, len(history) - self.order + 1) :]
         weight = 0.0
@@ -91,7 +90,7 @@ class NgramModel:
         return weight + found
 
     def log10_sentence(self, words: Sequence[str]) -> float:
-        """Return log10 of the probability of a sentence, its end included; unknown words never happen."""
+        """Return the log10 probability of a sentence, including its end; unknown words are impossible."""
         history: Ngram = (START,)
         total = 0.0
         for word in (*words, END):
@@ -123,13 +122,13 @@ class NgramModel:
         return TextFit(sentences, words, unknown, total)
 
     def respelled(self, spelling: Callable[[str], str | None]) -> NgramModel:
-        """Return the model with its words spelt otherwise; n-grams with a word of no spelling are left out.
+        """Return the model with words in another spelling; n-grams of words without one are left out.
 
-        The others keep their probabilities, which then sum to less than 1.  Where several words get one
-        spelling, the n-grams of the first, in order of their letters, are kept.
+        The remaining n-grams keep their probabilities, which then sum to less than 1.  If several words get
+        the same spelling, the n-grams of one word are kept: the one spelt so already, else the first.
 
         Args:
-            spelling: of a word, or None.
+            spelling: returns the spelling of a word, or None.
         """
         spelt: dict[str, str] = {START: START, END: END}
         taken: set[str] = set()
@@ -141,7 +140,7 @@ class NgramModel:
         return NgramModel(*(_respell(each, spelt) for each in (self.log10_probs, self.log10_backoffs)))
 
     def with_words(self, words: Sequence[str], log10_prob: float) -> NgramModel:
-        """Return the model with more words, which share a probability, e.g. that of <unk>, equally."""
+        """Return the model with additional words, which share a probability, e.g. that of <unk>, equally."""
         share = log10_prob - math.log10(len(words))
         return NgramModel({**self.log10_probs, **{(word,): share for word in words}}, self.log10_backoffs)
 

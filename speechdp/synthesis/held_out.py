@@ -1,4 +1,4 @@
-"""Say the texts of a split that training has not seen, and measure what comes out.
+"""Say the texts of a held-out split, and measure the resulting speech.
 
 Legend: T frames, M mel bins, L linear bins, S symbols (or samples, of sound).
 """
@@ -30,21 +30,21 @@ from speechdp.tasks.model_file import LoadedSynthesis
 
 FloatArray = npt.NDArray[np.float32]
 
-#: Utterances whose spectrograms and samples are held at once.
+#: Utterances whose spectrograms and samples are in memory at a time.
 _GROUP_SIZE = 64
 
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What is measured, and where it goes.
+    """What is measured, and where results go.
 
     Attributes:
         run_dir: the run; pictures and sound go to RUN/synthesis.
         split: name of the split.
-        max_utterances: as many at most, spread evenly over the split; 0: all.
-        num_pictures: utterances that are drawn and written as sound.
-        listener: hears the speech; None: nobody.
-        grammar: what the listener allows; None: chosen by the texts.
+        max_utterances: most utterances, spread evenly over the split; 0: all.
+        num_pictures: utterances to draw and to write as sound.
+        listener: recogniser of the speech; None: no recognition.
+        grammar: grammar of the listener; None: chosen by the texts.
     """
 
     run_dir: Path
@@ -61,7 +61,7 @@ class EvaluationRequest:
 
 @dataclass(frozen=True)
 class HeldOutSpeech:
-    """An utterance of the split: id, text, symbols (S,), and the recording's mel (T, M) and linear (T, L)."""
+    """An utterance of the split: id, text, symbols (S,), and its recording's mel (T, M) and linear (T, L)."""
 
     utterance_id: str
     text: str
@@ -71,7 +71,7 @@ class HeldOutSpeech:
 
 
 def check_data(dataset: Dataset, loaded: LoadedSynthesis) -> None:
-    """Refuse data made otherwise than those of training, by ConfigError."""
+    """Refuse data made with other settings than those of training.  Raises ConfigError."""
     if not dataset.has_texts:
         raise ConfigError(
             f"{dataset.path}: holds {dataset.stored}, not spectrograms; prepare it with --task synthesis"
@@ -100,18 +100,18 @@ def evaluate_split(
     request: EvaluationRequest,
     advance: Callable[[int, int], None],
 ) -> SynthesisResult:
-    """Say every held-out text (free running), compare with the recordings, draw a few.
+    """Say every held-out text (free running), compare with the recordings, and draw a few.
 
     Args:
         synthesiser: the model.
-        dataset: a data directory made as that of training.
+        dataset: a data directory made with the settings of the training data.
         request: what to measure.
-        advance: told how many utterances are done, and of how many.
+        advance: called with the number of utterances done and the total number.
 
     Raises:
         ConfigError: the data do not fit the model or the listener.
         ShardError: a shard is damaged, or there is no such split.
-        RunError: the model gives NaN, or the disk refuses.
+        RunError: the model gives NaN, or a disk error.
     """
     check_data(dataset, synthesiser.loaded)
     with dataset.open_shards(request.split) as shards:
@@ -124,7 +124,7 @@ def evaluate_split(
                 name = printable(shard.utterance_id(i))
                 raise ShardError(f"{shard.path}: utterance {name} has no frame or no text; leave it out")
         evaluation = _Evaluation(synthesiser, request, dataset, [shard.text(i) for shard, i in owners])
-        clear(request.run_dir, request.split)  # nothing is refused any more
+        clear(request.run_dir, request.split)  # nothing can be refused after this point
         for first in range(0, len(owners), _GROUP_SIZE):
             advance(first, len(owners))
             group = owners[first : first + _GROUP_SIZE]
@@ -134,14 +134,14 @@ def evaluate_split(
 
 
 def spread(size: int, at_most: int) -> list[int]:
-    """Choose places of `size`, all (0) or so many, evenly spaced: shards may be sorted by speaker or text."""
+    """Choose `at_most` of `size` places, 0: all, evenly spaced: shards may be sorted by speaker or text."""
     if at_most == 0 or at_most >= size:
         return list(range(size))
     return [number * size // at_most for number in range(at_most)]
 
 
 class _Evaluation:
-    """Collects what was said, group by group; `texts` are all that will come, in their order."""
+    """Collects the results group by group; `texts` are all texts to come, in order."""
 
     def __init__(
         self, synthesiser: Synthesiser, request: EvaluationRequest, dataset: Dataset, texts: Sequence[str]
@@ -157,7 +157,7 @@ class _Evaluation:
         self._pictures: list[str] = []
 
     def add(self, group: Sequence[HeldOutSpeech]) -> None:
-        """Say a group's texts, measure, listen and draw."""
+        """Say a group's texts; measure, recognise and draw the speech."""
         speeches = dict(self._synthesiser.say([one.symbols for one in group]))
         drawn = {number for number in range(len(group)) if len(self._said) + number in self._drawn}
         wanted = set(range(len(group))) if self._ear is not None else drawn
@@ -169,11 +169,11 @@ class _Evaluation:
             self._said.append(self._measure(one, speeches[number], heard.get(number, {})))
 
     def result(self, of_split: int) -> SynthesisResult:
-        """Sum up."""
+        """Return the overall result."""
         errors = {}
         for source in SOURCES if self._ear is not None else ():
             heard = [one.heard.get(source) for one in self._said]
-            # A source that some utterances lack would be counted over other words than the rest.
+            # A source missing for some utterances would be counted over other words than the other sources.
             if None not in heard:
                 errors[source] = word_error_rate(self._references, [words or "" for words in heard])
         said = tuple(sorted(self._said, key=lambda one: one.utterance_id))
@@ -182,7 +182,7 @@ class _Evaluation:
         )
 
     def _sound(self, one: HeldOutSpeech, speech: Speech) -> dict[Source, FloatArray]:
-        """Make the samples of an utterance from each source there is."""
+        """Make the samples of an utterance from each available source."""
         sound: dict[Source, FloatArray] = {
             "synthetic": self._synthesiser.samples(speech.linear),
             "copy": self._synthesiser.samples(one.linear),

@@ -1,4 +1,4 @@
-"""Pictures of synthetic speech: what the decoder attended to, and the spectrograms.
+"""Draw pictures of synthetic speech: the decoder's attention, and the spectrograms.
 
 Legend: T frames, M mel bins, L linear bins, N decoder steps, S symbols.
 """
@@ -25,21 +25,21 @@ _WIDTH_INCHES = 8.0
 _PANEL_INCHES = 2.1
 _MIN_ATTENTION_INCHES, _INCHES_A_SYMBOL, _MAX_ATTENTION_INCHES = 2.1, 0.15, 6.0
 _DPI = 120
-#: More symbols than this cannot be labelled one by one.
+#: More symbols than this are not labelled one by one.
 _MAX_LABELS = 40
 _MAX_TITLE = 90
 
 
 @dataclass(frozen=True)
 class SpeechPicture:
-    """What a picture shows.
+    """The contents of a picture.
 
     Attributes:
         title: the text that was said.
         symbols: names of the symbols, (S,).
         attention: (N, S).
         mel, linear: (T, M) and (T, L), in [0, 1].
-        recorded_mel: (T', M) of the recording; None: there is none.
+        recorded_mel: (T', M) of the recording; None: there is no recording.
         sampling_rate: in Hz.
         frame_shift_s: time between frames.
     """
@@ -55,10 +55,10 @@ class SpeechPicture:
 
 
 def draw_picture(picture: SpeechPicture, path: Path) -> None:
-    """Write a PNG: attention over time, mel spectrogram (the recording's too), linear spectrogram.
+    """Write a PNG: attention over time, mel spectrogram (also of the recording), linear spectrogram.
 
     Raises:
-        RunError: the disk refuses.
+        RunError: a disk error.
     """
     spectrograms = [("Mel spectrogram, synthetic", picture.mel, "mel bin")]
     if picture.recorded_mel is not None:
@@ -79,7 +79,7 @@ def draw_picture(picture: SpeechPicture, path: Path) -> None:
         others[-1].set_xlabel("s", color=PRINT.muted, loc="right")
         try:
             with atomic_path(path) as temporary:
-                # Not `savefig`, which draws everything once more before this, only to lay it out.
+                # Not `savefig`, which first draws everything once more, only for the layout.
                 FigureCanvasAgg(figure).print_png(temporary)  # type: ignore[no-untyped-call]
         except OSError as error:
             raise RunError(cannot_be_written(path, error)) from error

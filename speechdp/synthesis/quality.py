@@ -1,4 +1,4 @@
-"""How near synthetic speech is to a recording, and how well the decoder attends to the text.
+"""Measure how close synthetic speech is to a recording, and how well the decoder attends to the text.
 
 Legend: T frames, M mel bins, K cepstra, N decoder steps, S symbols.
 """
@@ -15,24 +15,24 @@ from speechdp.errors import RunError
 
 FloatArray = npt.NDArray[np.float64]
 
-#: Cepstra that are compared: 1 to 13.  Coefficient 0 is the level, which a recording has by chance.
+#: Cepstra to compare: 1 to 13.  Coefficient 0 is the level, which is accidental in a recording.
 NUM_CEPSTRA = 13
-#: Turns a distance of cepstra, in nats of amplitude, into dB; see `mel_cepstral_distortion`.
+#: Converts a distance of cepstra, in nats of amplitude, to dB; see `mel_cepstral_distortion`.
 MCD_SCALE = 10.0 * np.sqrt(2.0) / np.log(10.0)
 
 
 def cepstra(mel: npt.NDArray[Any], features: FeatureConfig) -> FloatArray:
-    """Return the mel cepstra of a spectrogram as it is stored, (T, M) in [0, 1]: (T, K), K = min(13, M - 1).
+    """Return the mel cepstra of a stored spectrogram, (T, M) in [0, 1]: (T, K), K = min(13, M - 1).
 
-    The stored values are turned back into the natural logarithm of the mel filters' amplitude,
+    The stored values are converted back to the natural logarithm of the mel filters' amplitude,
 
         ln a = (ref_level_db + min_level_db - min_level_db * value) * ln(10) / 20,
 
-    of which the cepstra are the coefficients of the cosine series, without the constant one:
+    The cepstra are the coefficients of its cosine series, without the constant one:
 
         c_k = 2 / M * sum_m ln a_m cos(pi k (m + 1/2) / M),   k = 1, ..., K,
 
-    so that, were there all of them, ln a_m = c_0 / 2 + sum_k c_k cos(pi k (m + 1/2) / M).
+    With all of them, ln a_m would be c_0 / 2 + sum_k c_k cos(pi k (m + 1/2) / M).
     """
     level_db = features.ref_level_db + features.min_level_db - features.min_level_db * mel.astype(np.float64)
     log_amplitude = level_db * (np.log(10.0) / 20.0)
@@ -49,16 +49,16 @@ def mel_cepstral_distortion(
 
         MCD = 10 sqrt(2) / ln 10 * mean over the path of sqrt(sum_k (c_k - c'_k)^2)
 
-    The path is that of dynamic time warping (Euclidean distance of the cepstra, steps of one frame in
-    either or both, all of one weight), so a difference in speed costs nothing.  Silence counts as speech
-    does.  A frame's term is the root mean square, over the mel bins, of the difference of the two
-    smoothed spectra in dB, their levels taken out: with all cepstra instead of 13 it is so exactly.
+    The path is that of dynamic time warping (Euclidean distance of the cepstra; steps of one frame in either
+    or both, with equal weights), so a difference in speed costs nothing.  Silence counts like speech.  A
+    frame's term is the root mean square, over the mel bins, of the difference of the two smoothed spectra in
+    dB, with their levels removed; with all cepstra instead of 13 this would be exact.
 
     Source: Kubichek, "Mel-cepstral distance measure for objective speech quality assessment", IEEE PACRIM
     1993, equation 1; the warping as in later work (often called MCD-DTW).
 
     Raises:
-        RunError: a spectrogram holds values that are no finite numbers.
+        RunError: a spectrogram holds values that are not finite.
     """
     from_synthetic, from_recorded = cepstra(synthetic, features), cepstra(recorded, features)
     squares = (from_synthetic**2).sum(axis=1)[:, None] + (from_recorded**2).sum(axis=1)
@@ -70,10 +70,10 @@ def mel_cepstral_distortion(
 def warping_path(distances: FloatArray) -> npt.NDArray[np.int64]:
     """Return the cheapest path through (T1, T2) distances from corner to corner: (P, 2) places.
 
-    Of steps that cost the same the one in both is taken, else the one in the second.
+    Among steps with the same cost, the one in both directions is taken, else the one in the second.
 
     Raises:
-        RunError: a distance is no finite number.
+        RunError: a distance is not finite.
     """
     if not np.isfinite(distances).all():
         raise RunError(
@@ -81,7 +81,7 @@ def warping_path(distances: FloatArray) -> npt.NDArray[np.int64]:
             "loss of the run, and at the data"
         )
     rows, columns = distances.shape
-    costs = np.full((rows + 1, columns + 1), np.inf)  # of the cheapest path to a place, beyond it a border
+    costs = np.full((rows + 1, columns + 1), np.inf)  # of the cheapest path to each place; a border around it
     costs[0, 0] = 0.0
     for diagonal in range(rows + columns - 1):
         row = np.arange(max(0, diagonal - columns + 1), min(diagonal + 1, rows))
@@ -98,7 +98,7 @@ def warping_path(distances: FloatArray) -> npt.NDArray[np.int64]:
 
 
 def focus_rate(attention: npt.NDArray[Any]) -> float:
-    """Return the mean over the steps of attention (N, S) of its largest weight: 1 is a clear choice.
+    """Return the mean over the steps of attention (N, S) of the largest weight: 1 is a clear choice.
 
     Source: Ren et al., "FastSpeech: fast, robust and controllable text to speech", NeurIPS 2019,
     section 3.3, equation 1 (there over target frames, here over decoder steps).
@@ -107,9 +107,9 @@ def focus_rate(attention: npt.NDArray[Any]) -> float:
 
 
 def diagonality(attention: npt.NDArray[Any]) -> float:
-    """Return how near attention (N, S) is to the diagonal: 1 on it, 0 if spread evenly, less if far off.
+    """Return how close attention (N, S) is to the diagonal: 1 on it, 0 if spread evenly, less if far off.
 
-    One step, or one symbol, has no diagonal: 0.
+    With a single step or symbol there is no diagonal: 0.
 
         1 - d(attention) / d(even),   d(a) = 1 / N sum_n sum_s a_ns |s / (S - 1) - n / (N - 1)|
 

@@ -1,4 +1,4 @@
-"""Let our own recogniser hear speech, as a listener that never tires: word errors of waveforms.
+"""Measure synthetic speech with our own recogniser: word errors of waveforms.
 
 Legend: S samples.
 """
@@ -39,9 +39,9 @@ class SpeechListener:
     """A trained recogniser, with the settings it was trained with.
 
     Attributes:
-        run_dir: its run.
+        run_dir: the recogniser's run.
         trained: the model.
-        dataset: its data directory: classes, features and sampling rate are taken from there.
+        dataset: its data directory, which determines classes, features and sampling rate.
         lexicon: the words it knows.
         weights: scales and scores of the search, named as in `DecodingOptions`; others have the defaults.
     """
@@ -54,12 +54,12 @@ class SpeechListener:
 
     @classmethod
     def load(cls, run_dir: Path, data: Path, device: torch.device) -> SpeechListener:
-        """Load the run of a recogniser and its data directory.
+        """Load a recogniser's run and its data directory.
 
         Raises:
             ConfigError: the two do not belong together, or the features are Kaldi's own.
-            RunError: no finished run of a recogniser.
-            ShardError: no complete data directory.
+            RunError: it is not a finished run of a recogniser.
+            ShardError: it is not a complete data directory.
         """
         dataset = Dataset.open(data)
         if dataset.features.kind not in ("log_mel", "mfcc"):
@@ -73,12 +73,12 @@ class SpeechListener:
         return cls(run_dir, trained, dataset, Lexicon.load(dataset.lexicon_path))
 
     def references(self, texts: Iterable[str]) -> list[str]:
-        """Turn texts into words as the lexicon spells them: normalised, without punctuation.
+        """Convert texts to words as the lexicon spells them: normalised, without punctuation.
 
-        Words that it lacks stay as they are: each will be an error.
+        Words that the lexicon lacks are kept: each will count as an error.
 
         Raises:
-            ConfigError: it has none of the words.
+            ConfigError: the lexicon has none of the words.
         """
         spoken = [plain_words(normalise(text)) for text in texts]
         spelt = {word: self.lexicon.spelling_of(word) for words in spoken for word in words}
@@ -90,12 +90,12 @@ class SpeechListener:
         return [" ".join(spelt[word] or word for word in words) for words in spoken]
 
     def ear(self, references: Sequence[str], grammar: Grammar | None = None) -> Ear:
-        """Return what hears the words of `references`.
+        """Return a recogniser for the words of `references`.
 
         Args:
-            references: words as the lexicon spells them, from `references`.
-            grammar: word sequences allowed; None: as `speechdp decode` chooses: n-grams if the data directory
-                has a language model, else digit-loop if all references are digits, else word-loop.
+            references: words in the lexicon's spelling, from `references`.
+            grammar: allowed word sequences; None: chosen as by `speechdp decode`: n-grams if the data
+                directory has a language model, else digit-loop if all references are digits, else word-loop.
         """
         options = RecognitionOptions().with_weights(self.weights).decoding(grammar=grammar)
         transcripts = [text.split() for text in references]
@@ -104,13 +104,13 @@ class SpeechListener:
 
 @dataclass(frozen=True)
 class Ear:
-    """A listener who expects one grammar."""
+    """A listener with one grammar."""
 
     listener: SpeechListener
     recogniser: Recogniser
 
     def unknown(self, references: Iterable[str]) -> int:
-        """Count the words of references that it cannot recognise: each is an error."""
+        """Count the words of references that cannot be recognised: each is an error."""
         return sum(word not in self.recogniser.words for text in references for word in text.split())
 
     def hear(self, utterances: Sequence[Samples], sampling_rate: int) -> list[str]:
@@ -118,18 +118,18 @@ class Ear:
 
         Args:
             utterances: samples (S,) in [-1, 1] of each.
-            sampling_rate: theirs, in Hz; they are resampled to the recogniser's.
+            sampling_rate: their rate, in Hz; they are resampled to the recogniser's.
 
         Returns:
-            The words of each; "" where no path was found, where an utterance is too short for one frame, or
-            is nothing but digital silence.
+            The words of each; "" if no path was found, or if the utterance is shorter than a frame or only
+            digital silence.
         """
         own_rate = self.listener.dataset.sampling_rate
         resampled = [resample(samples, sampling_rate, own_rate) for samples in utterances]
         audible = [index for index, samples in enumerate(resampled) if self._is_audible(samples)]
         hypotheses = [""] * len(utterances)
         for position, found in self.recogniser.recognise(self._inputs(resampled[i] for i in audible)):
-            # Hyphens part words in the references.
+            # The references have words without hyphens.
             hypotheses[audible[position]] = " ".join(found[0].words).replace("-", " ") if found else ""
         return hypotheses
 
@@ -140,7 +140,7 @@ class Ear:
         )
 
     def _inputs(self, utterances: Iterable[Samples]) -> Iterator[FloatArray]:
-        """Yield the model's input for each utterance, made as its training data were."""
+        """Yield the model's input for each utterance, computed as for its training data."""
         rate, features = self.listener.dataset.sampling_rate, self.listener.dataset.features
         inputs = inputs_of(self.listener.trained.config)
         preprocessor = Preprocessor(features, rate, "features", inputs)

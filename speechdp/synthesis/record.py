@@ -1,4 +1,4 @@
-"""What was measured on held-out texts, and its record RUN/synthesis.json."""
+"""Results of measuring synthetic speech on held-out texts, and their record RUN/synthesis.json."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ FORMAT = "speechdp-synthesis"
 VERSION = 1
 RECORD_NAME = "synthesis.json"
 
-#: Whose samples the recogniser hears: the model's speech; the recording's spectrogram through the same
-#: Griffin-Lim, which says what that alone costs; the recording itself.
+#: Sources of the samples that the recogniser hears: the model's speech; the recording's spectrogram through
+#: the same Griffin-Lim, which shows the effect of that alone; the recording itself.
 Source = Literal["synthetic", "copy", "recorded"]
 SOURCES: tuple[Source, ...] = ("recorded", "copy", "synthetic")
-#: What may end an utterance; see `generate.Speech`.
+#: Ways in which an utterance ends; see `generate.Speech`.
 Ending = Literal["stop", "attention", "limit"]
 ENDINGS: tuple[Ending, ...] = ("stop", "attention", "limit")
 
 
 @dataclass(frozen=True)
 class SaidUtterance:
-    """One held-out text, as the model says it.
+    """One held-out text as said by the model.
 
     Attributes:
-        utterance_id, text: as the data have them.
+        utterance_id, text: as in the data.
         frames, recorded_frames: lengths of the synthetic speech and of the recording.
         mcd_db: mel-cepstral distortion, in dB (quality.py).
         focus_rate, diagonality: of the attention (quality.py).
@@ -56,8 +56,8 @@ class SaidUtterance:
     def mcd_sl_db(self) -> float:
         """Mel-cepstral distortion times the longer length over the shorter one.
 
-        Warping alone is kind to speech that does not end: all that is too much is laid upon the frames of
-        the recording that it resembles most.
+        Warping alone favours speech that does not end: all surplus frames are matched to the frames of the
+        recording that they resemble most.
 
         Source: Chen et al., "V2C: visual voice cloning", CVPR 2022 (there MCD-DTW-SL).
         """
@@ -75,22 +75,22 @@ class Mean:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Mean:
-        """Compute it, and its interval as that of word error rates."""
+        """Compute the mean, and its interval in the same way as for word error rates."""
         array = np.asarray(values, dtype=np.float64)
         return cls(float(array.mean()), *ratio_interval(array, np.ones(len(array), dtype=np.int64)))
 
 
 @dataclass(frozen=True)
 class SynthesisResult:
-    """A split as the model says it.
+    """Results for a split.
 
     Attributes:
-        split: its name.
+        split: name of the split.
         of_split: utterances of the whole split; fewer may have been said.
         said: the utterances, sorted by id.
-        word_errors: of the recogniser, by source; empty without one.
-        facts: JSON-like; how it was made (data, options, recogniser and its grammar).
-        pictures: files drawn, relative to the run.
+        word_errors: the recogniser's word errors, by source; empty without a recogniser.
+        facts: JSON-like; how the speech was made (data, options, recogniser and its grammar).
+        pictures: pictures that were drawn, relative to the run.
     """
 
     split: str
@@ -107,7 +107,7 @@ class SynthesisResult:
 
     @cached_property
     def mcd_sl_db(self) -> Mean:
-        """The same, times the longer length over the shorter one."""
+        """Mel-cepstral distortion times the longer length over the shorter one, in dB."""
         return Mean.of([one.mcd_sl_db for one in self.said])
 
     @cached_property
@@ -117,12 +117,12 @@ class SynthesisResult:
 
     @cached_property
     def diagonality(self) -> Mean:
-        """Nearness of the attention to the diagonal."""
+        """Closeness of the attention to the diagonal."""
         return Mean.of([one.diagonality for one in self.said])
 
     @property
     def endings(self) -> dict[Ending, int]:
-        """How many utterances were ended by what."""
+        """Number of utterances by the way they ended."""
         found = Counter(one.ending for one in self.said)
         return {ending: found[ending] for ending in ENDINGS}
 
@@ -154,7 +154,7 @@ class SynthesisResult:
         return json.dumps(values, indent=2) + "\n"
 
     def write(self, run_dir: Path) -> Path:
-        """Write RUN/synthesis.json.  Raises RunError if the disk refuses."""
+        """Write RUN/synthesis.json.  Raises RunError on a disk error."""
         path = run_dir / RECORD_NAME
         try:
             write_text_atomically(path, self.to_json())

@@ -1,4 +1,4 @@
-"""Put a few held-out utterances where they can be seen and heard: RUN/synthesis."""
+"""Write pictures and sound of a few held-out utterances to RUN/synthesis."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from speechdp.tasks.model_file import LoadedSynthesis
 
 FOLDER = "synthesis"
 _UNSAFE = re.compile(r"[^\w.+-]+")
-#: With "-recorded.wav" and what a file is called while it is written, 255 bytes are not reached.
+#: Leaves room within 255 bytes for "-recorded.wav" and for the suffix of a file being written.
 _MAX_NAME_BYTES = 160
 _ENDINGS = {"stop": "", "attention": " (ended by its attention)", "limit": " (did not stop; cut)"}
 
 
 @dataclass(frozen=True)
 class Example:
-    """One utterance: what was said, and the recording.
+    """One utterance: the model's speech and the recording.
 
     Attributes:
-        utterance_id, text: as the data have them; the id names the files.
+        utterance_id, text: as in the data; the id names the files.
         symbols: (S,) of the text.
-        speech: what the model said.
+        speech: the model's speech.
         recorded_mel: (T, M); None: there is no recording.
         sound: samples by source.
     """
@@ -53,7 +53,7 @@ def picture_of(
     loaded: LoadedSynthesis,
     recorded_mel: npt.NDArray[np.float32] | None = None,
 ) -> SpeechPicture:
-    """Return the picture of what was said."""
+    """Return the picture of an utterance."""
     names = loaded.symbols.decode(symbols.tolist())
     return SpeechPicture(
         title=text + _ENDINGS[speech.ending],
@@ -68,12 +68,12 @@ def picture_of(
 
 
 def show(example: Example, loaded: LoadedSynthesis, run_dir: Path, split: str) -> str:
-    """Write RUN/synthesis/SPLIT-ID.png and a WAV a source beside it; return the picture's name in the run.
+    """Write RUN/synthesis/SPLIT-ID.png and a WAV per source beside it; return the picture's path in the run.
 
-    Of an id that cannot stand in a file's name as it is, or is long, the name ends in part of a checksum.
+    If an id is long or has characters unsuitable for a file name, the name ends in part of a checksum.
 
     Raises:
-        RunError: the disk refuses.
+        RunError: a disk error.
     """
     folder = run_dir / FOLDER
     try:
@@ -89,10 +89,10 @@ def show(example: Example, loaded: LoadedSynthesis, run_dir: Path, split: str) -
 
 
 def clear(run_dir: Path, split: str) -> None:
-    """Delete what an earlier measurement of a split has shown, and see that a new one can be written.
+    """Delete the pictures and sound of an earlier measurement, and check that new ones can be written.
 
     Raises:
-        RunError: the disk refuses.
+        RunError: a disk error.
     """
     folder = run_dir / FOLDER
     try:
@@ -107,11 +107,11 @@ def clear(run_dir: Path, split: str) -> None:
 
 
 def _file_name(wanted: str) -> str:
-    """Return a name without signs and not too long, another one for each name that is wanted."""
+    """Return a file name without special characters and not too long; different names stay different."""
     cleaned = _UNSAFE.sub("_", wanted)
     encoded = cleaned.encode()
     if cleaned == wanted and len(encoded) <= _MAX_NAME_BYTES:
         return wanted
     digest = hashlib.sha256(wanted.encode(errors="backslashreplace")).hexdigest()[:8]
-    # "~" is no sign of a cleaned name, so that none of those ends like this.
+    # A cleaned name has no "~", so none of those ends like this.
     return f"{encoded[:_MAX_NAME_BYTES].decode(errors='ignore')}~{digest}"

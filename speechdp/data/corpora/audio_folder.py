@@ -19,24 +19,24 @@ from speechdp.labels.lexicon import digit_words
 from speechdp.labels.text_normalise import plain_transcript
 from speechdp.ownership.overwrite import is_record
 
-#: The pattern tried where there is neither a transcript nor --pattern: FSDD's file names.
+#: The pattern to try if there are neither transcripts nor --pattern: FSDD's file names.
 DEFAULT_PATTERN = "{digit}_{speaker}_{index}"
 
-#: Of what libsndfile reads.
+#: Suffixes of formats that libsndfile reads.
 _AUDIO_SUFFIXES = frozenset(
     {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".aifc", ".au", ".sph"}
     | {".caf", ".rf64", ".w64"}
 )
-#: Of what it does not read.
+#: Suffixes of formats that it does not read.
 _OTHER_SUFFIXES = frozenset({".m4a", ".aac", ".amr", ".webm", ".wma", ".mka", ".3gp", ".wv", ".ape"})
 # Lists of checksums (FSDD has a SHA256SUMS.wav) and the hidden files some systems put beside each file.
 _NO_AUDIO = re.compile(r"\.|(md5|sha[0-9]+)sums?\b", re.IGNORECASE)
-#: What prepared data and runs have, with their format in it.
+#: Files that identify prepared data and runs, by the format recorded in them.
 _RECORDS = frozenset({"data.json", "run.json"})
 _TRANSCRIPTS = ".trans.txt"
-#: How TIMIT's transcripts begin.
+#: Beginning of TIMIT's transcripts.
 _OF_TIMIT = re.compile(r"0 [0-9]{4,} ")
-#: Of lists of transcripts in forms that are not read.
+#: Suffixes of transcript lists in forms that are not read.
 _TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 _MAX_NAMED = 5
 _FIELDS = {"digit": r"[0-9]", "word": r"[^/]+?", "speaker": r"[^/]+?", "index": r"[0-9]+"}
@@ -47,15 +47,16 @@ _FSDD_NAME = re.compile(r"[0-9]_[A-Za-z][^_]*_[0-9]+")
 def read_audio_folder(source: Path, pattern: str | None = None, rules: ReadingRules = PLAIN_RULES) -> Corpus:
     """Find the audio below a folder and its transcripts, which keep their case and punctuation.
 
-    Transcripts are, in this order: labels in the file names if a pattern is given; a Kaldi-form file
-    `text` (and `utt2spk`) in the folder; `*.trans.txt` files as LibriSpeech has them; a .txt file beside
-    each audio file; labels in the names by FSDD's pattern.
+    Sources of transcripts are tried in this order: labels in the file names if a pattern is given; a
+    Kaldi-form file `text` (and `utt2spk`) in the folder; `*.trans.txt` files in LibriSpeech's form; a .txt
+    file beside each audio file; labels in the names by FSDD's pattern.
 
     Args:
         source: the folder; subfolders are searched too.
         pattern: a file name without suffix, with the fields {digit} (0-9), {word}, {speaker} and {index};
             with a slash it covers the last folders too, e.g. "{word}/{speaker}_nohash_{index}".
-        rules: whether transcripts are needed, and whether audio or transcripts by themselves are left out.
+        rules: whether transcripts are needed, and whether audio without transcript, or the reverse, is left
+            out.
 
     Raises:
         ConfigError: no audio, or an audio file without transcript; names it.
@@ -93,8 +94,8 @@ def find_audio(source: Path, *, unreadable: bool = False) -> list[Path]:
 
     Args:
         source: the folder.
-        unreadable: also those in formats that cannot be read, so that reading them says so, but for those
-            that have been converted.
+        unreadable: include formats that cannot be read, so that reading them reports that, unless a converted
+            file is beside them.
 
     Raises:
         ConfigError: no such folder, or no audio in it.
@@ -118,7 +119,7 @@ def find_audio(source: Path, *, unreadable: bool = False) -> list[Path]:
 
 
 def without_converted(files: Iterable[Path]) -> list[Path]:
-    """Return files without those that cannot be read and have been converted to one that can, beside them."""
+    """Return files without those in an unreadable format that have a converted, readable file beside them."""
     every = list(files)
     readable = {path.with_suffix("") for path in every if path.suffix.lower() in _AUDIO_SUFFIXES}
     return [
@@ -129,10 +130,10 @@ def without_converted(files: Iterable[Path]) -> list[Path]:
 
 
 def _files_below(source: Path) -> Iterator[Path]:
-    """Yield all files below a folder, through links to folders, each folder once: links may make circles.
+    """Yield all files below a folder, following links to folders, each folder once: links may form cycles.
 
-    Without those of hidden folders, and of prepared data and runs that somebody keeps in the corpus: their
-    recordings are the corpus' own once more, or synthetic.
+    Skips hidden folders, and prepared data and runs kept inside the corpus: their recordings are copies of
+    the corpus's own, or synthetic.
     """
     seen: set[str] = set()
     for folder, below, names in os.walk(source, followlinks=True):
@@ -146,7 +147,7 @@ def _files_below(source: Path) -> Iterator[Path]:
 
 
 def _is_made_here(folder: Path, names: list[str]) -> bool:
-    """Return whether a folder with files of these names is a data directory or a run."""
+    """Return whether a folder that holds files with these names is a data directory or a run."""
     return any(is_record(folder / record) for record in _RECORDS.intersection(names))
 
 
@@ -201,7 +202,7 @@ def _labelled(utterance_id: str, file: Path, fields: dict[str, str]) -> CorpusUt
 
 
 def recording_names(source: Path, files: list[Path]) -> dict[Path, str]:
-    """Name each file by its stem, or by its path below the source where stems repeat; without blanks.
+    """Name each file by its stem, or by its path below the source if stems repeat; names have no blanks.
 
     Raises:
         ConfigError: two files would have the same name.
@@ -267,7 +268,7 @@ def _by_text_beside(source: Path, files: list[Path], every_text: list[Path], rul
 
 
 def _texts_alone(texts: list[Path], files: list[Path]) -> tuple[str, ...]:
-    """Tell of .txt files without audio that is read beside them: one is no transcript, many are a mistake."""
+    """Report .txt files without readable audio beside them: one is no transcript, many suggest a mistake."""
     beside = {file.with_suffix(".txt") for file in files}
     alone = [path for path in texts if path not in beside and not _NO_AUDIO.match(path.name)]
     if not alone:
@@ -320,10 +321,10 @@ def _with_transcripts(
 
 
 def _speakers_of_folders(source: Path, files: Iterable[Path]) -> dict[Path, str]:
-    """Take folders with audio as speakers, by their names.
+    """Use the folders that hold audio as speakers, with the folders' names.
 
-    Where names repeat (ann/wav, bob/wav) they are no speakers: the folders right below the source are, or if
-    there is one only, the whole paths.
+    If names repeat (ann/wav, bob/wav), the folders directly below the source are the speakers instead, or the
+    whole paths if there is only one such folder.
     """
     below = {
         folder: tuple(map(_plain_name, folder.relative_to(source).parts))
@@ -342,18 +343,18 @@ def _speakers_of_folders(source: Path, files: Iterable[Path]) -> dict[Path, str]
 
 
 def _plain_name(name: str) -> str:
-    """Return a name without blanks, in composed letters (NFC): names of files from a Mac are not."""
+    """Return a name without blanks, in composed letters (NFC): file names from a Mac are decomposed."""
     return unicodedata.normalize("NFC", "_".join(name.split()))
 
 
 @dataclasses.dataclass(frozen=True)
 class _FileNames:
-    """What tables may call the audio files of a corpus.
+    """The names that tables may use for the audio files of a corpus.
 
     Attributes:
-        ids: of all files.
-        of_blank: the id of each file whose name has blanks, by that name without them.
-        most_words: of a file's name.
+        ids: ids of all files.
+        of_blank: for file names with blanks: the id, by the name without blanks.
+        most_words: largest number of words in a file's name.
     """
 
     ids: frozenset[str]
@@ -362,17 +363,17 @@ class _FileNames:
 
     @classmethod
     def of(cls, source: Path, files: list[Path]) -> _FileNames:
-        """Name the files.  Raises ConfigError as `recording_names`."""
+        """Collect the names of the files.  Raises ConfigError as `recording_names`."""
         names = recording_names(source, files)
         num_words = {file: len(file.stem.split()) for file in files}
         of_blank = {_plain_name(file.stem): name for file, name in names.items() if num_words[file] > 1}
         return cls(frozenset(names.values()), of_blank, max(num_words.values()))
 
     def refuse_blanks(self, path: Path) -> None:
-        """Refuse a table that has a file's name with its blanks: the first of them would end the id."""
+        """Refuse a table that has a file's name with its blanks: the first blank would end the id."""
         if not self.of_blank:
             return
-        seen: set[str] = set()  # an id that stands there a second time may be the start of another
+        seen: set[str] = set()  # an id that occurs a second time may be the beginning of another one
         for number, line in file_lines(path):
             first, *others = line.split()[: self.most_words]
             plain = _plain_name(first)
@@ -390,10 +391,10 @@ class _FileNames:
 
 
 def _named_table(path: Path, names: _FileNames, *, may_be_empty: bool = False) -> dict[str, str]:
-    """Read a table of utterances, which are named as their files are.
+    """Read a table of utterances that are named like their files.
 
     Raises:
-        ConfigError: as `read_table`, an utterance is in it twice, or by a name with blanks.
+        ConfigError: as `read_table`, or an utterance occurs twice or under a name with blanks.
     """
     names.refuse_blanks(path)
     table: dict[str, str] = {}

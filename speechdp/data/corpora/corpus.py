@@ -1,4 +1,4 @@
-"""Hold what a corpus says of its utterances, before any audio is read."""
+"""Describe the utterances of a corpus before any audio is read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from speechdp.data.corpora.same_sound import SameFiles
 from speechdp.data.signal.audio import AudioSource, file_of
 from speechdp.errors import ConfigError
 
-#: Speaker of audio that names none.
+#: Speaker of audio whose source names none.
 UNKNOWN_SPEAKER = "unknown"
 SPLIT_NAMES = ("train", "dev", "test")
 
@@ -21,9 +21,9 @@ class CorpusUtterance:
     """One utterance: who said which words, and in which file.
 
     Attributes:
-        index: the number of the take where the corpus counts them (FSDD), else None.
-        split: `train`, `dev` or `test` where the corpus or the user says so, else None.
-        own_id: that of its source where the utterance has another beside other sources, else None.
+        index: number of the take if the corpus counts takes (FSDD), else None.
+        split: `train`, `dev` or `test` if the corpus or the user specifies it, else None.
+        own_id: id in its source if the id was changed because of other sources, else None.
     """
 
     utterance_id: str
@@ -42,14 +42,14 @@ class CorpusUtterance:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Utterances of one source or several, sorted by id.
+    """Utterances of one or several sources, sorted by id.
 
     Attributes:
-        source: what they were read from, as messages name it; of several, those that a rule divides.
-        notices: what to tell the user, e.g. what was left out.
-        held_out: dev and test, where they are sources of their own, with the names of these; a rule divides
-            the other utterances only.
-        files: what several sources were found to have in common; None: nothing has been asked of the disk.
+        source: origin of the utterances, as named in messages; of several sources, those that a rule divides.
+        notices: messages for the user, e.g. what was left out.
+        held_out: names of the sources that are dev or test as a whole; a rule divides only the other
+            utterances.
+        files: which files of several sources are the same; None: not looked up.
     """
 
     source: Path | str
@@ -74,11 +74,11 @@ class Corpus:
         Args:
             source, notices, held_out, files: see Corpus.
             utterances: in any order.
-            may_lack_text: empty transcripts are no fault.
+            may_lack_text: whether empty transcripts are allowed.
 
         Raises:
-            ConfigError: no utterance, two of one id, an empty transcript, an unknown split, or a name that no
-                file of ours can hold; names it.
+            ConfigError: no utterance, two with the same id, an empty transcript, an unknown split, or a name
+                that our files cannot hold; names it.
         """
         ordered = sorted(utterances, key=lambda utterance: utterance.utterance_id)
         if not ordered:
@@ -94,7 +94,7 @@ class Corpus:
         for utterance in ordered:
             try:
                 f"{utterance.utterance_id}{utterance.speaker}{file_of(utterance.audio)}".encode()
-            except UnicodeEncodeError as error:  # names of files are bytes, in whatever encoding
+            except UnicodeEncodeError as error:  # file names are bytes, in any encoding
                 raise ConfigError(f"{utterance.audio}: its name is not UTF-8; rename it") from error
             if not (utterance.words or may_lack_text):
                 raise ConfigError(
@@ -115,7 +115,7 @@ class Corpus:
 
     @property
     def to_divide(self) -> Corpus:
-        """The utterances that are in no source of dev or test."""
+        """The utterances outside of the sources of dev and test."""
         if not self.held_out:
             return self
         others = tuple(u for u in self.utterances if u.split not in self.held_out)
@@ -123,12 +123,12 @@ class Corpus:
 
     @property
     def has_index(self) -> bool:
-        """Whether every utterance carries the number of its take."""
+        """Whether every utterance has the number of its take."""
         return all(utterance.index is not None for utterance in self.utterances)
 
     @property
     def has_splits(self) -> bool:
-        """Whether every utterance says which split it is in."""
+        """Whether every utterance has a split."""
         return all(utterance.split is not None for utterance in self.utterances)
 
     @property
@@ -142,10 +142,10 @@ class Corpus:
         return frozenset(word for utterance in self.utterances for word in utterance.words)
 
     def respelled(self, spelling: dict[str, str], *, needs_text: bool = True) -> Corpus:
-        """Replace words of the transcripts, e.g. by the upper-case form a lexicon has; "" drops a word.
+        """Replace words of the transcripts, e.g. by the upper-case form of a lexicon; "" drops a word.
 
         Raises:
-            ConfigError: a transcript comes out empty, and texts are needed.
+            ConfigError: a transcript becomes empty although texts are needed.
         """
         if not spelling:
             return self
@@ -164,7 +164,7 @@ class Corpus:
 
 
 def file_lines(path: Path) -> list[tuple[int, str]]:
-    """Return the non-empty lines of a UTF-8 text file with their numbers from 1, without space around them.
+    """Return the non-empty lines of a UTF-8 text file, stripped, with their numbers from 1.
 
     Raises:
         ConfigError: as `whole_lines`.
@@ -173,7 +173,7 @@ def file_lines(path: Path) -> list[tuple[int, str]]:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """Return the lines of a UTF-8 text file as they are, empty ones too.
+    """Return the lines of a UTF-8 text file unchanged, empty ones included.
 
     Raises:
         ConfigError: the file is missing or is not UTF-8.

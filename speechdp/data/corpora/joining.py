@@ -1,4 +1,4 @@
-"""Join recordings of single words into longer utterances, so that strings of words can be learnt."""
+"""Join recordings of single words into longer utterances, so that word sequences can be learnt."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from speechdp.errors import ConfigError
 #: Pauses between words, and at the edges, in seconds.
 PAUSE_S = (0.06, 0.12)
 EDGE_S = 0.05
-#: Root mean square every recording is brought to, and the peak it may have at most.  Takes of one speaker may
-#: differ by 20 dB, which within an utterance nobody could foresee from its text.
+#: Root mean square to which every recording is scaled, and its largest peak.  Takes of one speaker may differ
+#: by 20 dB, which nobody could predict from the text of an utterance.
 _LEVEL = 10.0 ** (-25.0 / 20.0)
 _MOST_PEAK = 0.95
 _FADE_S = 0.005
-#: Pauses are noise as loud as this share of a recording's frames are at most; zeros would be heard as holes.
+#: Level of the noise in pauses: this share of a recording's frames is quieter; zeros would sound like gaps.
 _QUIET_SHARE = 0.05
 _QUIET_FRAME_S = 0.01
 _TRIES = 20
@@ -29,7 +29,7 @@ _TRIES = 20
 
 @dataclass(frozen=True)
 class JoinRule:
-    """How many recordings make an utterance (`fewest` to `most`), and how often each is used (`times`)."""
+    """How many recordings form an utterance (`fewest` to `most`), and how often each is used (`times`)."""
 
     fewest: int
     most: int
@@ -43,7 +43,7 @@ class JoinRule:
 
     @classmethod
     def parse(cls, text: str, times: int) -> JoinRule:
-        """Read "A-B" or "A".  Raises ConfigError."""
+        """Parse "A-B" or "A".  Raises ConfigError."""
         fewest, dash, most = text.partition("-")
         try:
             numbers = int(fewest), int(most if dash else fewest)
@@ -53,13 +53,13 @@ class JoinRule:
 
     @property
     def spec(self) -> str:
-        """The rule as it stands in data.json."""
+        """The rule as written in data.json."""
         return f"join={self.fewest}-{self.most},times={self.times}"
 
 
 @dataclass(frozen=True)
 class JoinedUtterance:
-    """An utterance made of one or more recordings of a speaker, in their order."""
+    """An utterance that consists of one or more recordings of a speaker, in this order."""
 
     utterance_id: str
     speaker: str
@@ -71,7 +71,7 @@ Splits = dict[str, list[JoinedUtterance]]
 
 
 def unjoined(splits: Mapping[str, Sequence[CorpusUtterance]]) -> Splits:
-    """Take every recording as an utterance of its own."""
+    """Make every recording an utterance of its own."""
     return {
         name: [JoinedUtterance(u.utterance_id, u.speaker, u.text, (u.audio,)) for u in utterances]
         for name, utterances in splits.items()
@@ -79,11 +79,11 @@ def unjoined(splits: Mapping[str, Sequence[CorpusUtterance]]) -> Splits:
 
 
 def plan_joins(splits: Mapping[str, Sequence[CorpusUtterance]], rule: JoinRule, seed: int) -> Splits:
-    """Decide which recordings are joined: of one split and one speaker, at random by the seed.
+    """Choose which recordings are joined: at random by the seed, within one split and one speaker.
 
-    Every recording is used `rule.times` times.  Texts of several words that the other splits hold are avoided
-    in train where its recordings allow it.  The last utterance of a speaker may have fewer recordings than
-    the rule's fewest, where the numbers do not come out even.
+    Every recording is used `rule.times` times.  For train, texts of several words that occur in the other
+    splits are avoided if its recordings allow it.  A speaker's last utterance may have fewer recordings than
+    the rule's fewest if the numbers do not come out even.
     """
     planned: Splits = {}
     held_out: set[str] = set()
@@ -107,7 +107,7 @@ def plan_joins(splits: Mapping[str, Sequence[CorpusUtterance]], rule: JoinRule, 
 def _groups(
     utterances: Sequence[CorpusUtterance], rule: JoinRule, rng: random.Random, avoided: Iterable[str]
 ) -> Iterator[list[CorpusUtterance]]:
-    """Cut a shuffled list of recordings into groups whose texts are not among those avoided, if possible."""
+    """Shuffle recordings and cut them into groups, if possible without the texts to be avoided."""
     rest = list(utterances)
     rng.shuffle(rest)
     while rest:
@@ -120,7 +120,8 @@ def _groups(
         for _ in range(_TRIES):
             if size == 1 or _text(rest[:size]) not in avoided:
                 break
-            # Another recording of those left for one of the group; near the end only the order changes.
+            # Exchange a recording of the group for any other that is left; near the end only the order
+            # changes.
             one, other = rng.randrange(size), rng.randrange(len(rest))
             rest[one], rest[other] = rest[other], rest[one]
         yield rest[:size]
@@ -134,12 +135,12 @@ def _text(group: Iterable[CorpusUtterance]) -> str:
 def join_recordings(
     recordings: Sequence[npt.NDArray[np.float32]], sampling_rate: int, rng: np.random.Generator
 ) -> npt.NDArray[np.float32]:
-    """Concatenate (S,) recordings, brought to one level, with short pauses of low noise.
+    """Concatenate (S,) recordings, scaled to one level, with short pauses of low noise.
 
     Args:
         recordings: float32 in [-1, 1], of one speaker.
         sampling_rate: in Hz.
-        rng: of the pauses' lengths and noise.
+        rng: draws the pauses' lengths and noise.
     """
     levelled = [_faded(_levelled(samples), sampling_rate) for samples in recordings]
     noise_level = min(_quiet_level(samples, sampling_rate) for samples in levelled)
@@ -165,7 +166,7 @@ def _levelled(samples: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 
 
 def _faded(samples: npt.NDArray[np.float32], sampling_rate: int) -> npt.NDArray[np.float32]:
-    """Fade both edges, or the cut would click."""
+    """Fade both edges, which would click otherwise."""
     num_samples = min(round(_FADE_S * sampling_rate), len(samples) // 2)
     ramp = np.linspace(0.0, 1.0, num_samples, endpoint=False, dtype=np.float32)
     faded = samples.copy()

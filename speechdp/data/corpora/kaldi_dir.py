@@ -18,14 +18,14 @@ from speechdp.errors import ConfigError
 from speechdp.labels.text_normalise import plain_transcript
 
 _Value = TypeVar("_Value")
-#: As wav-copy writes them into an scp.
+#: An entry of an scp as wav-copy writes it.
 _IN_ARCHIVE = re.compile(r"(?P<file>.+):\d+")
-#: What follows a recording in reco2file_and_channel.
+#: The part of a line of reco2file_and_channel after the recording.
 _CHANNEL = re.compile(r"\S+\s+(?P<channel>[1-9][0-9]?|[A-Za-z])")
 
 
 def is_kaldi_dir(source: Path) -> bool:
-    """Tell whether a folder is a Kaldi data directory."""
+    """Return whether a folder is a Kaldi data directory."""
     return (source / "wav.scp").is_file()
 
 
@@ -34,13 +34,11 @@ class ReadingRules:
     """How the files of a corpus are read.
 
     Attributes:
-        path_map: beginnings of paths in tables, and what stands in their place here.
+        path_map: replaces the beginnings of paths in tables.
         pipes: runs the programs of pipes; None: pipes are refused.
-        skip_incomplete: leave out utterances that lack audio that can be read, a transcript or a speaker, and
-            count them.
+        skip_incomplete: leave out, and count, utterances that lack readable audio, a transcript or a speaker.
         needs_text: refuse, or leave out, utterances without a transcript.
-        channel: what is read of audio files of several channels, where no table says it; None: they are
-            refused.
+        channel: what is read of files with several channels if no table specifies it; None: they are refused.
     """
 
     path_map: PathMap = field(default_factory=PathMap)
@@ -50,19 +48,19 @@ class ReadingRules:
     channel: Channel | None = None
 
     def find_file(self, folder: Path, value: str) -> Path:
-        """Look up a path of a table as Kaldi does: from the working directory, then from the table's."""
+        """Resolve a path of a table as Kaldi does, from the working directory, or else from the table's."""
         path = Path(self.path_map.mapped(value))
         if not path.is_absolute() and not path.exists() and (folder / path).exists():
             return folder / path
-        return path  # if it is missing, opening it says so
+        return path  # if it is missing, opening it reports that
 
     def run_pipes(self, texts: Mapping[str, str], path: Path, numbers: Mapping[str, int]) -> dict[str, Path]:
-        """Run the entries of a table that end with | and return the files that hold what they wrote.
+        """Run the entries of a table that end with | and return the files with their output.
 
         Args:
             texts: the entries, by key.
             path: the table.
-            numbers: of the lines.
+            numbers: line numbers of the entries, by key.
 
         Raises:
             ConfigError: pipes are not allowed, need a shell, or fail.
@@ -88,11 +86,11 @@ PLAIN_RULES = ReadingRules()
 def read_kaldi_dir(source: Path, rules: ReadingRules = PLAIN_RULES) -> Corpus:
     """Read the utterances of a Kaldi data directory; transcripts keep their case.
 
-    Audio paths are looked up as Kaldi does (from the working directory), then from the directory itself.
+    Audio paths are resolved as by Kaldi (from the working directory), or else from the directory itself.
 
     Raises:
-        ConfigError: a pipe that may not run or fails, a malformed line, an id given twice, or ids that do not
-            agree between the files; names the file and line, and the remedy.
+        ConfigError: a pipe that may not run or fails, a malformed line, a repeated id, or ids that differ
+            between the files; names the file and line, and the remedy.
     """
     audio = read_audio_table(source, rules)
     tables = {"utt2spk": read_speakers(source)}
@@ -132,16 +130,16 @@ def read_table(path: Path, *, may_be_empty: bool = False) -> dict[str, str]:
     """Read lines of a key and a value; the value is the rest of the line.
 
     Raises:
-        ConfigError: a key without value (unless `may_be_empty`) or a key given twice.
+        ConfigError: a key without value (unless `may_be_empty`) or a repeated key.
     """
     return {key: value for key, (_, value) in _numbered_table(path, may_be_empty=may_be_empty).items()}
 
 
 def read_speakers(source: Path) -> dict[str, str]:
-    """Read the speaker of each utterance from utt2spk, or from spk2utt where only that is there.
+    """Read the speaker of each utterance from utt2spk, or from spk2utt if there is only that.
 
     Raises:
-        ConfigError: there is neither, a malformed line, or an utterance given twice.
+        ConfigError: neither file exists, a line is malformed, or an utterance is repeated.
     """
     path, inverse = source / "utt2spk", source / "spk2utt"
     if path.is_file() or not inverse.is_file():
@@ -181,11 +179,11 @@ def _numbered_table(path: Path, *, may_be_empty: bool = False) -> dict[str, tupl
 
 
 def read_wav_scp(source: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, AudioSource]:
-    """Read which audio file each recording is; pipes are run, if they may.
+    """Read the audio file of each recording; pipes are run if the rules allow it.
 
     Raises:
         ConfigError: no such file, a pipe that may not run or fails, audio inside an archive, a malformed line
-            or an id given twice.
+            or a repeated id.
     """
     path = source / "wav.scp"
     table = _numbered_table(path)
@@ -207,13 +205,14 @@ def read_wav_scp(source: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, A
 
 
 def read_audio_table(source: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, AudioSource]:
-    """Read where the audio of each utterance is: wav.scp, cut by segments where there are any.
+    """Read the audio of each utterance: the entries of wav.scp, cut by segments if there is such a file.
 
-    Of files of several channels it is that which segments names, else reco2file_and_channel, else the rules.
+    Of files with several channels, the channel is the one given by segments, else by reco2file_and_channel,
+    else by the rules.
 
     Raises:
-        ConfigError: as `read_wav_scp`; a segment of a recording that is not in wav.scp; a line of
-            reco2file_and_channel that is none.
+        ConfigError: as `read_wav_scp`; a segment of a recording that is not in wav.scp; a malformed line of
+            reco2file_and_channel.
     """
     channels = read_channels(source)
     recordings = {
@@ -238,10 +237,10 @@ def read_audio_table(source: Path, rules: ReadingRules = PLAIN_RULES) -> dict[st
 
 
 def read_channels(source: Path) -> dict[str, Channel]:
-    """Read the channel of each recording from reco2file_and_channel, if it is there: 1 or A is the first.
+    """Read the channel of each recording from reco2file_and_channel, if it exists: 1 or A is the first.
 
     Raises:
-        ConfigError: a line that is none, or a recording given twice.
+        ConfigError: a malformed line, or a repeated recording.
     """
     path = source / "reco2file_and_channel"
     if not path.is_file():
@@ -261,7 +260,7 @@ def read_channels(source: Path) -> dict[str, Channel]:
 
 @dataclass(frozen=True)
 class Segment:
-    """A line of segments: an utterance is a stretch of a recording; `end_s` None: up to its end."""
+    """A line of segments: the stretch of a recording that is an utterance; `end_s` None: up to its end."""
 
     recording: str
     start_s: float
@@ -279,7 +278,7 @@ def read_segments(path: Path) -> dict[str, Segment]:
     """Read a table of utterances that are stretches of recordings.
 
     Raises:
-        ConfigError: a line that is none, or an utterance given twice.
+        ConfigError: a malformed line, or a repeated utterance.
     """
     return {
         utterance: _segment(f"{path}:{number}", value.split())
@@ -302,11 +301,11 @@ def _segment(where: str, fields: Sequence[str]) -> Segment:
 
 
 def left_out(reasons: Mapping[str, Sequence[str]], max_named: int = 1) -> tuple[str, ...]:
-    """Say which utterances are left out, by the reason ("have no text"), with the first of each.
+    """Return messages on the utterances left out, one per reason ("have no text"), naming the first ones.
 
     Args:
-        reasons: the ids, by reason.
-        max_named: ids to name of each reason.
+        reasons: ids of the utterances, by reason.
+        max_named: how many ids to name per reason.
     """
     return tuple(
         f"left out: {counted(len(names), 'utterance')} that {agreeing(len(names), reason)}, "
@@ -317,7 +316,7 @@ def left_out(reasons: Mapping[str, Sequence[str]], max_named: int = 1) -> tuple[
 
 
 def _lacking(tables: Iterable[Mapping[str, object]], there: Mapping[str, object]) -> list[str]:
-    """Return the ids of tables that another one lacks, sorted."""
+    """Return the ids in `tables` that are not in `there`, sorted."""
     return sorted({key for table in tables for key in table} - there.keys())
 
 

@@ -1,4 +1,4 @@
-"""Read a manifest: a table, or JSON, that names the audio and the words of each utterance."""
+"""Read a manifest: a table, or JSON, with the audio and the words of each utterance."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from speechdp.json_input import parse_json
 
 _JSON = frozenset({".jsonl", ".json", ".list"})
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
-#: How files call what is read of them, in any case: ours first, then NeMo, Common Voice, SpeechBrain,
+#: Column names of each kind, in any case: ours first, then those of NeMo, Common Voice, SpeechBrain,
 #: DeepSpeech, Hugging Face's audio folders, WeNet, Common Voice's spontaneous speech and Coqui TTS, and
-#: other names that NeMo and Hugging Face take.
+#: other names that NeMo and Hugging Face accept.
 _COLUMNS = {
     "id": ("id", "utterance_id", "key"),
     "audio": (
@@ -36,27 +36,27 @@ _COLUMNS = {
     "channel": ("channel",),
     "split": ("split",),
 }
-#: What stands between fields where it is neither of ours, mostly in a file without a header.
+#: Other characters that may separate fields, mostly in a file without a header.
 _OTHER_DELIMITERS = "|;\t"
-#: LJSpeech's form: a table of ID|TEXT, or ID|TEXT|TEXT AS SPOKEN, beside the folder that has ID.wav.
+#: LJSpeech's form: a table of ID|TEXT, or ID|TEXT|TEXT AS SPOKEN, beside the folder that holds ID.wav.
 _LJSPEECH_DELIMITER = "|"
 _LJSPEECH_FIELDS = (2, 3)
 _LJSPEECH_TABLE, _LJSPEECH_AUDIO = "metadata.csv", "wavs"
-#: The folder beside Common Voice's lists whose files they name without it, by the column that does: of what
-#: was read aloud, and of spontaneous speech.
+#: Folder beside Common Voice's lists for file names without a folder, by column: of read speech, and of
+#: spontaneous speech.
 _COMMON_VOICE_FOLDERS = {"path": Path("clips"), "audio_file": Path("audios")}
 
 
 def is_manifest(source: Path) -> bool:
-    """Return whether a source is a file of a manifest's kind, by its name; it need not be there."""
+    """Return whether a source is a manifest according to its name; it need not exist."""
     return source.suffix.lower() in _JSON | _DELIMITERS.keys() and not source.is_dir()
 
 
 def is_ljspeech_folder(source: Path) -> bool:
-    """Return whether a source is a folder in LJSpeech's form, with the audio of its table.
+    """Return whether a source is a folder in LJSpeech's form, including the audio of its table.
 
-    Not one with transcripts that a folder of audio has: a file `text`, LibriSpeech's *.trans.txt, or .txt
-    files beside the audio.
+    A folder of audio with its own transcripts is not: a file `text`, LibriSpeech's *.trans.txt, or .txt files
+    beside the audio.
     """
     table, audio = source / _LJSPEECH_TABLE, source / _LJSPEECH_AUDIO
     if not (table.is_file() and audio.is_dir()):
@@ -78,8 +78,8 @@ def read_manifest(source: Path, rules: ReadingRules = PLAIN_RULES) -> Iterator[C
         rules: how paths are mapped, and whether transcripts are needed.
 
     Raises:
-        ConfigError: it cannot be read, has no column of audio or of words or two of one kind, a line that
-            is none, two lines of one id or no line; one line that names file, line and remedy.
+        ConfigError: the file cannot be read, has no column of audio or of words, two columns of one kind, a
+            malformed line, a repeated id or no line; one line that names file, line and remedy.
 
     Example::
 
@@ -111,7 +111,7 @@ def read_manifest(source: Path, rules: ReadingRules = PLAIN_RULES) -> Iterator[C
 
 
 class _Row(NamedTuple):
-    """A line: where it is, where its fields have their names, and these."""
+    """A line: its place in the file, the place that names its fields, and the fields."""
 
     where: str
     named_at: str
@@ -132,7 +132,7 @@ def _table_rows(source: Path, rules: ReadingRules) -> Iterator[_Row]:
     table = csv.reader(
         (f"{line}\n" for line in lines),  # fields of tabs may be empty
         delimiter=delimiter,
-        # In tables of tabs quotes are part of sentences (Common Voice).
+        # In tab-separated tables, quotes are part of sentences (Common Voice).
         quoting=csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL,
         skipinitialspace=delimiter == ",",  # before a quotation mark (SpeechBrain)
         strict=True,
@@ -159,31 +159,31 @@ def _table_rows(source: Path, rules: ReadingRules) -> Iterator[_Row]:
 
 
 def _names_columns(fields: Sequence[str]) -> bool:
-    """Return whether a first line is a header: one of its fields names what is read."""
+    """Return whether a first line is a header: one of its fields is a known column name."""
     return any(name.strip().lower() in known for known in _COLUMNS.values() for name in fields)
 
 
 def _begins_as_ljspeech(lines: Sequence[str]) -> bool:
-    """Return whether a table's first line that is not empty is one of LJSpeech's form."""
+    """Return whether a table's first non-empty line is in LJSpeech's form."""
     first = next((line for line in lines if line.strip()), "")
     fields = first.split(_LJSPEECH_DELIMITER)
     return len(fields) in _LJSPEECH_FIELDS and not _names_columns(fields)
 
 
 def _ljspeech_audio(line: str) -> str:
-    """Return the audio of a line of LJSpeech's form, relative to the table's folder."""
+    """Return the audio of a line in LJSpeech's form, relative to the table's folder."""
     return f"{_LJSPEECH_AUDIO}/{line.partition(_LJSPEECH_DELIMITER)[0].strip()}.wav"
 
 
 def _has_ljspeech_audio(lines: Sequence[str], places: _Places) -> bool:
-    """Return whether any line has its audio where LJSpeech has it: of another table with | none has."""
+    """Return whether any line has its audio in LJSpeech's place; no line of another table with | has."""
     paths = (places.path_of(_ljspeech_audio(line)) for line in lines if line.strip())
-    # Path.is_file raises where a line is too long for a name.
+    # Path.is_file raises if a line is too long for a name.
     return any(os.path.isfile(places.source.parent / path) for path in paths)  # noqa: PTH113
 
 
 def _refuse_without_audio(source: Path, lines: Sequence[str], rules: ReadingRules) -> None:
-    """Refuse a table that has the signs of LJSpeech's form and none of its audio."""
+    """Refuse a table that looks like LJSpeech's form but has none of its audio."""
     if not _has_ljspeech_audio(lines, _Places(source, Path(), rules)):
         first = next(number for number, line in enumerate(lines, start=1) if line.strip())
         raise ConfigError(
@@ -194,7 +194,7 @@ def _refuse_without_audio(source: Path, lines: Sequence[str], rules: ReadingRule
 
 
 def _ljspeech_rows(source: Path, lines: Sequence[str]) -> Iterator[_Row]:
-    """Yield each line of LJSpeech's table, with its words as spoken; quotation marks are part of them."""
+    """Yield each line of LJSpeech's table, with its words as spoken; quotation marks belong to them."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -212,7 +212,7 @@ def _ljspeech_rows(source: Path, lines: Sequence[str]) -> Iterator[_Row]:
 
 
 def _refuse_no_header(where: str, header: Sequence[str], delimiter: str) -> None:
-    """Refuse a first line that names nothing which is read."""
+    """Refuse a first line without any known column name."""
     if _names_columns(header):
         return
     ours = "tabs" if delimiter == "\t" else "commas"
@@ -231,7 +231,7 @@ def _refuse_no_header(where: str, header: Sequence[str], delimiter: str) -> None
 
 
 def _json_rows(source: Path) -> Iterator[_Row]:
-    """Yield the object of each line, or each one that the object has by its id."""
+    """Yield the object of each line, or each object of a file that is one object of objects by id."""
     lines = file_lines(source)
     by_id = _objects_by_id(lines) if source.suffix.lower() == ".json" else None
     if by_id is not None:
@@ -250,7 +250,7 @@ def _json_rows(source: Path) -> Iterator[_Row]:
 
 
 def _objects_by_id(lines: Sequence[tuple[int, str]]) -> dict[str, dict[str, Any]] | None:
-    """Return what a file holds that is one object of objects (SpeechBrain); None: it is something else."""
+    """Return the contents of a file that is one object of objects (SpeechBrain), else None."""
     if len(lines) > 1 and _is_json(lines[0][1]):
         return None
     try:
@@ -271,7 +271,7 @@ def _is_json(line: str) -> bool:
 
 
 def _columns_of(where: str, names: frozenset[str], *, needs_text: bool) -> dict[str, str]:
-    """Return the column of each kind that there is."""
+    """Return the name of the column of each kind, for the kinds that exist."""
     columns: dict[str, str] = {}
     for kind, known in _COLUMNS.items():
         found = sorted(
@@ -294,7 +294,7 @@ def _columns_of(where: str, names: frozenset[str], *, needs_text: bool) -> dict[
 
 
 def _folder_of(source: Path, columns: Mapping[str, str]) -> Path:
-    """Return the folder below the manifest's in which audio is that is named without one."""
+    """Return the folder below the manifest's that holds audio named without a folder."""
     is_common_voice = columns.get("speaker") == "client_id"
     folder = _COMMON_VOICE_FOLDERS.get(columns["audio"]) if is_common_voice else None
     return folder if folder is not None and (source.parent / folder).is_dir() else Path()
@@ -302,17 +302,17 @@ def _folder_of(source: Path, columns: Mapping[str, str]) -> Path:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where files are: `folder` is that below the manifest's of names without one."""
+    """Resolves file names; names without a folder are in `folder`, which is below the manifest's."""
 
     source: Path
     folder: Path
     rules: ReadingRules
 
     def path_of(self, name: str) -> Path:
-        """Return where a file is here, absolute or relative to the manifest's folder.
+        """Return the path of a file, absolute or relative to the manifest's folder.
 
-        A map may begin as the manifest says it, or with the manifest's folder, as messages name the file.
-        What it leads to is a path of the folder worked in.
+        A mapping may start with the path as the manifest has it, or with the manifest's folder, as messages
+        name the file.  Its result is relative to the working directory.
         """
         path = self.folder / name if Path(name).name == name else Path(name)
         for known in (name, str(self.source.parent / path)):
@@ -324,7 +324,7 @@ class _Places:
 
 @dataclass(frozen=True)
 class _Line:
-    """What a line says, by kind of column; `where` names it in messages."""
+    """The values of a line, by kind of column; `where` names the line in messages."""
 
     where: str
     said: Mapping[str, Any]
@@ -386,7 +386,7 @@ class _Line:
 
 
 def _own_id(stem: str, start: float | None, end: float | None) -> str:
-    """Return an id for a line that has none: the file's name and, where it has a start, its times."""
+    """Return an id for a line that has none: the file's name and, if it has a start, its times."""
     name = "_".join(stem.split())
     if start is None:
         return name

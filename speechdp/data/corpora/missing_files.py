@@ -1,4 +1,4 @@
-"""Find files that tables name and that are not there, or empty, and where they may be instead."""
+"""Find files named in tables that are missing or empty, and where they may be instead."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from speechdp.data.corpora.path_map import PathMap
 from speechdp.errors import ConfigError
 
-#: Look through at most this many files for those that are missing: a folder may be a whole disk.
+#: Most files to search for the missing ones: a folder may be a whole disk.
 _MOST_FILES = 500_000
 _MOST_TRIED = 200
 
@@ -22,14 +22,14 @@ def find_unusable(
     """Return the files that do not exist, and those of 0 bytes.
 
     Args:
-        files: any number of times each.
+        files: the files; repetitions are allowed.
         where: the table that names them, or the corpus.
         folder: as in missing_error.
-        may_be_left_out: they are no error as long as others are left.
+        may_be_left_out: whether they are tolerated as long as others are left.
         path_map: as in missing_error.
 
     Raises:
-        ConfigError: there are such files, and they may not be left out; or one cannot be looked at.
+        ConfigError: there are such files and they may not be left out, or one cannot be examined.
     """
     every = list(dict.fromkeys(files))
     missing = [path for path in every if not path.exists()]
@@ -39,14 +39,14 @@ def find_unusable(
     if num_unusable and not (may_be_left_out and num_unusable < len(every)):
         if missing:
             if folder is not None:
-                path_map.refuse_unused(folder)  # a typo in it may be why they are not found
+                path_map.refuse_unused(folder)  # a typo in the map may be the reason
             raise missing_error(sorted(missing), len(every), where, folder, path_map)
         raise _empty_error(empty, len(every), where)
     return gone, frozenset(empty)
 
 
 def _empty_files(paths: Sequence[Path]) -> list[Path]:
-    """Return those of 0 bytes, as downloads and copies leave them that failed.  Raises ConfigError."""
+    """Return the files of 0 bytes, which failed downloads and copies leave.  Raises ConfigError."""
     try:
         return [path for path in paths if path.stat().st_size == 0 and path.is_file()]
     except OSError as error:
@@ -54,7 +54,7 @@ def _empty_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _empty_error(empty: Sequence[Path], num_files: int, where: str) -> ConfigError:
-    """Return the error for files without a byte.
+    """Return the error for empty files.
 
     Args:
         empty, num_files, where: as in missing_error.
@@ -71,14 +71,14 @@ def missing_error(
     folder: Path | None = None,
     path_map: PathMap | None = None,
 ) -> ConfigError:
-    """Return the error for files that are not there; its remedy is a --path-map that would find them.
+    """Return the error for files that do not exist; its remedy is a --path-map that would find them.
 
     Args:
         missing: the files, at least one.
-        num_files: how many there are with those that exist.
+        num_files: number of all files, including those that exist.
         where: the table that names them, or the corpus.
         folder: the corpus, which is searched for files of the same names; None: its paths are not mapped.
-        path_map: what has made the paths what they are.
+        path_map: the map that has been applied to the paths.
     """
     first = missing[0]
     given = None if path_map is None else path_map.leading_to(first)
@@ -109,11 +109,11 @@ def missing_error(
 
 
 def suggest_mapping(missing: Sequence[Path], folder: Path) -> tuple[str, str] | None:
-    """Find the beginning of missing paths that has to be replaced, by files of the same names in a folder.
+    """Find the beginning of missing paths to replace, by looking for files of the same names in a folder.
 
     Returns:
-        What to replace and by what, for the path whose end is longest among those found; None: nothing is
-        found.
+        What to replace and by what, for the path with the longest common end among those found; None: none
+        was found.
     """
     tried = missing[:_MOST_TRIED]
     wanted = {path.name for path in tried}
@@ -124,9 +124,9 @@ def suggest_mapping(missing: Sequence[Path], folder: Path) -> tuple[str, str] | 
     best: tuple[int, Path, Path] | None = None
     for path in tried:
         for candidate in found[path.name]:
-            # Something has to be left of the path that is replaced, and "/" alone is no beginning.
+            # Part of the replaced path must remain, and "/" alone is no beginning.
             length = min(_common_end(path, candidate), len(path.parts) - (2 if path.is_absolute() else 1))
-            # A symbolic link may be there without its file.
+            # A symbolic link may exist without its target.
             if length > 0 and (best is None or length > best[0]) and candidate.exists():
                 best = (length, path, candidate)
     if best is None:
@@ -142,7 +142,7 @@ def _files_below(folder: Path) -> Iterable[Path]:
 
 
 def _common_end(path: Path, other: Path) -> int:
-    """Return how many of their last parts two paths share."""
+    """Return how many of their last parts two paths have in common."""
     length = 0
     for part, another in zip(reversed(path.parts), reversed(other.parts), strict=False):
         if part != another:
@@ -156,7 +156,7 @@ def _mapped(path: Path, old: str, new: str) -> Path:
 
 
 def _of_table(given: tuple[str, str], old: str, new: str) -> tuple[str, str]:
-    """Return a map for the paths of the table that does what old -> new would do after the `given` one."""
+    """Return a map for the table's own paths that has the effect of old -> new after the `given` one."""
     if Path(old).is_relative_to(given[1]):
         return str(_mapped(Path(old), given[1], given[0])), new
     return given[0], str(_mapped(Path(given[1]), old, new))

@@ -1,4 +1,4 @@
-"""Where files of tables are that were written on another machine: --path-map OLD=NEW."""
+"""Map paths of tables that were written on another machine: --path-map OLD=NEW."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from speechdp.errors import ConfigError
 
 
 class PathMap:
-    """Beginnings of paths in tables and what stands in their place here; remembers which began any path.
+    """Replaces the beginnings of paths in tables; remembers which replacements were used.
 
     Args:
-        pairs: old and new beginnings, of whole names of folders.
+        pairs: old and new beginnings; they consist of whole folder names.
     """
 
     def __init__(self, pairs: Iterable[tuple[str, str]] = ()) -> None:
@@ -22,7 +22,7 @@ class PathMap:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> PathMap:
-        """Read OLD=NEW, any number of them.  Raises ConfigError."""
+        """Parse any number of OLD=NEW.  Raises ConfigError."""
         pairs = []
         for text in texts:
             old, equals, new = text.partition("=")
@@ -34,8 +34,8 @@ class PathMap:
         return cls(pairs)
 
     def mapped(self, path: str) -> str:
-        """Return a path of a table as it is here: the longest beginning that fits is replaced."""
-        # Words of pipes come here, too: programs and options, which are no paths to show to anybody.
+        """Return a table's path with the longest beginning that fits replaced."""
+        # Words of pipes come here, too: programs and options, which are no paths to show in messages.
         if self._first_path is None and "/" in path:
             self._first_path = path
         fitting = [(old, new) for old, new in self._pairs if path == old or path.startswith(old + "/")]
@@ -46,12 +46,12 @@ class PathMap:
         return new + path[len(old) :]
 
     def leading_to(self, path: Path) -> tuple[str, str] | None:
-        """Return the old and new beginning that has made a path what it is here, if any has."""
+        """Return the old and new beginning that was replaced in this mapped path, if any was."""
         ends = sorted(self._used, key=lambda pair: -len(pair[1]))
         return next(((old, new) for old, new in ends if path.is_relative_to(new or "/")), None)
 
     def refuse_unused(self, folder: Path) -> None:
-        """Refuse a map that has begun no path of the tables in a folder: it has a typo, or is for others.
+        """Refuse a replacement that fitted no path in a folder's tables: a typo, or meant for other tables.
 
         Raises:
             ConfigError: there is one; names it, and the first path of the tables.

@@ -1,4 +1,4 @@
-"""Run the commands of Kaldi's tables that stand in place of files (`sph2pipe a.sph |`), without a shell."""
+"""Run the commands in Kaldi's tables that replace files (`sph2pipe a.sph |`), without a shell."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import IO
 
 from speechdp.errors import ConfigError
 
-#: Of each program: its name and its arguments.
+#: Name and arguments of each program.
 _Commands = tuple[tuple[str, ...], ...]
 
-#: Told what is being done, how much of it is done, and how much there is.
+#: Called with what is being done, how much is done, and how much there is.
 _Progress = Callable[[str, int, int], None]
 
-#: What only a shell understands; within single quotes all of it is text.
+#: Characters that only a shell interprets; within single quotes all of them are plain text.
 _OF_A_SHELL = frozenset("<>&;()$`*?[]{}~#!\n")
 _OF_A_SHELL_IN_QUOTES = frozenset("$`")
 _TOKEN = re.compile(
@@ -31,14 +31,14 @@ _TOKEN = re.compile(
     r"""|(?P<plain>[^\s|'"\\]+)""",
     re.DOTALL,
 )
-#: Within double quotes a backslash stands for what follows it only before these.
+#: Within double quotes a backslash is an escape only before these.
 _KEPT_ESCAPE = re.compile(r"""\\(["\\$`])""")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _SHOWN = 100
 
 
 class _Running:
-    """The programs that run, of all threads, to end them together."""
+    """The running programs of all threads, to kill them together."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class _Running:
             return child
 
     def end(self, child: subprocess.Popen[bytes]) -> None:
-        """See that a program has ended, by force if need be."""
+        """Make sure that a program has ended; kill it if necessary."""
         if child.poll() is None:
             child.kill()
             child.wait()
@@ -65,7 +65,7 @@ class _Running:
             self._children.discard(child)
 
     def kill_all(self) -> None:
-        """Kill what runs, and start nothing any more."""
+        """Kill all running programs, and let none start any more."""
         with self._lock:
             self._is_over = True
             for child in self._children:
@@ -74,11 +74,11 @@ class _Running:
 
 @dataclass(frozen=True)
 class Pipe:
-    """Programs with their arguments, each reading what the one before writes.
+    """Programs with their arguments; each reads the output of the one before.
 
     Attributes:
         where: file and line, for messages.
-        commands: of each program: its name and its arguments.
+        commands: name and arguments of each program.
     """
 
     where: str
@@ -86,15 +86,15 @@ class Pipe:
 
     @classmethod
     def parse(cls, text: str, where: str, mapped: Callable[[str], str] = str) -> Pipe:
-        """Read `program argument ... | program argument ... |`.
+        """Parse `program argument ... | program argument ... |`.
 
         Args:
-            text: as it stands in the table.
+            text: the entry of the table.
             where: file and line, for messages.
-            mapped: changes each word, e.g. the beginning of a path.
+            mapped: applied to each word, e.g. to replace the beginning of a path.
 
         Raises:
-            ConfigError: it needs a shell (redirections, variables, patterns), or is none.
+            ConfigError: it needs a shell (redirections, variables, patterns), or is no pipe.
         """
         commands = _split(text.strip().removesuffix("|"), where)
         if not all(commands):
@@ -107,15 +107,15 @@ class Pipe:
         return tuple(command[0] for command in self.commands)
 
     def run(self, output: Path, running: _Running | None = None) -> None:
-        """Write what the last program writes into the file `output`.
+        """Write the output of the last program to the file `output`.
 
         Args:
             output: the file.
-            running: told of the programs; another thread may kill them.
+            running: keeps the programs, so that another thread can kill them.
 
         Raises:
-            ConfigError: a program is not there or fails, or nothing is written.
-            OSError: the file cannot be made.
+            ConfigError: a program does not exist or fails, or nothing is written.
+            OSError: the file cannot be created.
         """
         running = running or _Running()
         with output.open("wb") as file, tempfile.TemporaryFile() as errors:
@@ -126,7 +126,7 @@ class Pipe:
             finally:
                 for child in children:
                     running.end(child)
-            # One that is not listened to any more ends by SIGPIPE: `head` does so to the one before it.
+            # A program whose reader has gone ends by SIGPIPE: `head` does that to the one before it.
             for number, (command, code) in enumerate(zip(self.commands, codes, strict=True), 1):
                 if code != 0 and not (code == -signal.SIGPIPE and number < len(codes)):
                     raise ConfigError(
@@ -162,12 +162,12 @@ class Pipe:
 
 @dataclass
 class PipeRunner:
-    """Runs pipes, several at a time and each once, and keeps what they write as files.
+    """Runs pipes, several at a time and each only once, and keeps their output as files.
 
     Attributes:
-        folder: where the files go.
-        workers: pipes at a time; None: as many as there are cores.
-        progress: told how many are done.
+        folder: folder for the files.
+        workers: pipes to run at a time; None: one per core.
+        progress: called with the number of finished pipes.
         programs: how often each program has been run.
     """
 
@@ -178,7 +178,7 @@ class PipeRunner:
     _files: dict[_Commands, Path] = field(default_factory=dict)
 
     def run(self, pipes: Mapping[str, Pipe]) -> dict[str, Path]:
-        """Return the file that holds what each pipe has written: the same for the same commands.
+        """Return the file with the output of each pipe: the same file for the same commands.
 
         Raises:
             ConfigError: from the first pipe that failed.
@@ -195,7 +195,7 @@ class PipeRunner:
             finally:
                 for future in futures:
                     future.cancel()
-                running.kill_all()  # else leaving the block would wait for what nobody wants any more
+                running.kill_all()  # else leaving the block would wait for programs no longer needed
         for pipe in new.values():
             self.programs.update(pipe.programs)
         self._files |= files
@@ -203,12 +203,12 @@ class PipeRunner:
 
     def _await(self, futures: Sequence[Future[None]]) -> None:
         for done, future in enumerate(as_completed(futures), 1):
-            future.result()  # raises what the pipe raised
+            future.result()  # raises the pipe's exception
             self.progress("running pipes", done, len(futures))
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What to tell the user: which programs were run."""
+        """Messages for the user: which programs were run."""
         if not self.programs:
             return ()
         named = ", ".join(f"{name} ({count} times)" for name, count in sorted(self.programs.items()))
@@ -216,7 +216,7 @@ class PipeRunner:
 
 
 def _split(text: str, where: str) -> list[list[str]]:
-    """Split a line into commands at |, and these into words as a shell does; refuse what needs a shell."""
+    """Split a line into commands at |, and these into words like a shell; refuse what needs a shell."""
     commands: list[list[str]] = [[]]
     word: str | None = None
     position = 0
@@ -239,7 +239,7 @@ def _split(text: str, where: str) -> list[list[str]]:
 
 
 def _unquoted(token: re.Match[str], where: str) -> str:
-    """Return the text of a piece of a word.  Raises ConfigError on what only a shell understands."""
+    """Return the text of a part of a word.  Raises ConfigError on what only a shell interprets."""
     plain, double = token["plain"] or "", token["double"] or ""
     special = _OF_A_SHELL.intersection(plain) | _OF_A_SHELL_IN_QUOTES.intersection(_ESCAPED.sub("", double))
     if special:

@@ -1,7 +1,7 @@
-"""What reads a corpus: a class by its name, ours or one from outside.
+"""Choose and run the reader of a corpus: a class found by its name, ours or another package's.
 
-Others register a class of their own with `corpus`, offer it by an entry point of the group
-`speechdp.corpora`, or name it as MODULE:CLASS.
+Other packages register a class with `corpus`, offer it by an entry point of the group `speechdp.corpora`, or
+name it as MODULE:CLASS.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from speechdp.labels.text_normalise import plain_transcript
 
 
 class CorpusReader(ABC):
-    """Reads one kind of corpus; a dataclass, whose fields are its options."""
+    """Reads one kind of corpus; subclasses are dataclasses whose fields are their options."""
 
     name: ClassVar[str]
 
@@ -37,11 +37,11 @@ class CorpusReader(ABC):
     def read(self, source: Path) -> Iterable[CorpusUtterance]:
         """Yield the utterances of a corpus, in any order.
 
-        Audio is opened later: a path is absolute, or relative to `source`.  Where every utterance names its
-        split, the corpus is divided so unless --split says otherwise.
+        Audio is opened later: a path is absolute, or relative to `source`.  If every utterance has a split,
+        the corpus is divided accordingly unless --split says otherwise.
 
         Args:
-            source: as the user gives it.
+            source: as given by the user.
 
         Raises:
             ConfigError: it is no such corpus; one line that names file and remedy.
@@ -52,18 +52,18 @@ _Class = TypeVar("_Class", bound=type[CorpusReader])
 
 
 _OURS = ("folder", "kaldi", "manifest")
-#: All of them; packages offer theirs by the entry points of this group.
+#: All readers; packages offer theirs by the entry points of this group.
 CORPORA = ExtensionPoint[CorpusReader]("corpus", "speechdp.corpora", CorpusReader, lambda: _OURS)
 
 
 def corpus(name: str) -> Callable[[_Class], _Class]:
-    """Return a decorator that registers a reader of corpora under a name of its own.
+    """Return a decorator that registers a reader of corpora under a name.
 
     Args:
-        name: letters, digits and underscores, as `speechdp prepare --corpus` takes it.
+        name: letters, digits and underscores, for `speechdp prepare --corpus`.
 
     Raises:
-        ConfigError: the class is no reader, a field cannot be an option, or the name is none or another's.
+        ConfigError: the class is no reader, a field cannot be an option, or the name is invalid or taken.
 
     Example::
 
@@ -81,12 +81,12 @@ def corpus(name: str) -> Callable[[_Class], _Class]:
 
 
 def reader_of(source: Path, given: str | None, pattern: str | None = None) -> str:
-    """Return what reads a corpus: what is `given`, else `kaldi`, `manifest` or `folder`, whichever it is.
+    """Return the reader's name: `given` if there is one, else `kaldi`, `manifest` or `folder` by detection.
 
     Args:
         source: the folder or file.
-        given: what --corpus said.
-        pattern: of labels in file names: with one a folder's metadata.csv is not looked at.
+        given: value of --corpus.
+        pattern: pattern of labels in file names; with one, a folder's metadata.csv is ignored.
 
     Raises:
         ConfigError: a folder's metadata.csv cannot be read.
@@ -107,13 +107,13 @@ def read_corpus(
 
     Args:
         source: the folder or file.
-        reader: `folder`, `kaldi`, `manifest`, or `NAME` or `MODULE:CLASS` from outside, with
-            `:option=value,...` behind it; None: one of the first three, whichever it is.
-        pattern: of labels in file names, for a folder of audio.
-        rules: how files are read; of a reader from outside, only what becomes of empty transcripts.
+        reader: `folder`, `kaldi`, `manifest`, or another package's `NAME` or `MODULE:CLASS`, followed by
+            `:option=value,...`; None: one of the first three by detection.
+        pattern: pattern of labels in file names, for a folder of audio.
+        rules: how files are read; for another package's reader only those on empty transcripts apply.
 
     Raises:
-        ConfigError: there is no such reader, it fails, or what it reads is no corpus.
+        ConfigError: there is no such reader, it fails, or its result is no corpus.
     """
     text = reader_of(source, reader, pattern)
     name, _, options = text.partition(":")
@@ -145,7 +145,7 @@ def read_corpus(
 
 
 def _read_from_outside(source: Path, text: str, rules: ReadingRules) -> Corpus:
-    """Read a corpus by a class that others have written."""
+    """Read a corpus by another package's class."""
     cls, options = CORPORA.named(text)
     values = read_options(cls.name, cls, options, kind="corpus")
     with code_of(cls, f"corpus {cls.name}", f"mend the reader, or what it reads in {source}"):
@@ -154,7 +154,7 @@ def _read_from_outside(source: Path, text: str, rules: ReadingRules) -> Corpus:
 
 
 def _corpus_of(name: str, source: Path, utterances: Iterable[CorpusUtterance], rules: ReadingRules) -> Corpus:
-    """Return the corpus of what a reader yields; leave out what has no words, if it may be."""
+    """Make a corpus of the utterances from a reader; leave out those without words if that is allowed."""
     folder = source if source.is_dir() else source.parent
     checked = [_checked(name, source, folder, each) for each in utterances]
     empty: list[str] = []
@@ -165,21 +165,21 @@ def _corpus_of(name: str, source: Path, utterances: Iterable[CorpusUtterance], r
     return Corpus.of(source, checked, may_lack_text=not rules.needs_text, notices=notices)
 
 
-#: What the fields of an utterance may be, and what to give instead of anything else.
+#: Allowed types of an utterance's fields, and the remedy for any other.
 _KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "utterance_id": (str, "give a text without spaces"),
     "speaker": (str, f"give a text, {UNKNOWN_SPEAKER!r} where it is not known"),
     "text": (str, "give the words as a text"),
     "audio": ((str, Path, AudioPart), "give a path"),
     "index": (
-        (type(None), SupportsIndex),  # None first: to ask for a protocol takes long
+        (type(None), SupportsIndex),  # None first: isinstance with a protocol is slow
         "give a whole number or None",
     ),
 }
 
 
 def _checked(name: str, source: Path, folder: Path, utterance: object) -> CorpusUtterance:
-    """Return an utterance with its audio's path from `folder`; refuse anything else that a reader gives."""
+    """Return an utterance with its audio's path resolved from `folder`; refuse anything else."""
     if not isinstance(utterance, CorpusUtterance):
         raise ConfigError(f"corpus {name}: read() yields {utterance!r}; yield CorpusUtterance objects")
     for field, (kind, remedy) in _KINDS.items():

@@ -1,4 +1,4 @@
-"""Find sound that stands twice: the same file by another path, a copy of it, or parts that overlap."""
+"""Find sound that occurs twice: the same file under another path, a copy of it, or overlapping parts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from speechdp.data.signal.audio import AudioPart, AudioSource, file_of, named_ch
 from speechdp.data.signal.channel import Channel
 from speechdp.errors import ConfigError
 
-#: Segments are cut with some tenths of a second around them: parts of a recording have sound in common from
-#: this many seconds on, or from half of the shorter one.
+#: Segments are cut with some tenths of a second around them.  So parts of a recording count as having sound
+#: in common only from this many seconds on, or from half of the shorter part on.
 _LEAST_SHARED_S = 1.0
 _PIECE_BYTES = 1 << 14
 _READ_BYTES = 1 << 20
@@ -28,22 +28,21 @@ _Item = TypeVar("_Item")
 
 
 class SameFiles:
-    """Which files are one: by whatever path or link they are reached, and copies of the same bytes.
+    """Identifies files that are the same: reached by different paths or links, or copies of the same bytes.
 
-    The disk is asked once for each file.  Copies are looked for among files of one size, first by a piece
-    from their middles, and only where they are on different sides.  Headers are read where tables name the
-    channel of a file in several ways.
+    Each file is looked up on the disk only once.  Copies are searched among files of the same size, first by
+    a piece from their middle, and only between different sides.  Headers are read if tables specify a file's
+    channel in several ways.
     """
 
     def __init__(
         self, audio: Iterable[tuple[AudioSource, Hashable]], earlier: SameFiles | None = None
     ) -> None:
-        """Look at files.
+        """Examine files.
 
         Args:
-            audio: all that will be asked for, and what each is to be compared with others for: copies on one
-                side are not looked for.
-            earlier: the disk is not asked again what it was asked for these.
+            audio: all audio to be looked up, and the side of each: copies are not searched within a side.
+            earlier: what was looked up on the disk for these is reused.
         """
         self._disk: _Disk = _Disk() if earlier is None else earlier._disk
         sides: defaultdict[str, set[Hashable]] = defaultdict(set)
@@ -61,14 +60,14 @@ class SameFiles:
         self._of_one_channel = set(filter(_is_mono, in_several_ways))
 
     def of(self, audio: AudioSource) -> Hashable:
-        """Return what is equal for the same channel of the same file, however the tables name it."""
+        """Return a key that is equal for the same channel of the same file, however tables name it."""
         real = self._disk.real_path(file_of(audio))
         first = self._first_of_copies.get(real, real)
         return first, None if first in self._of_one_channel else named_channel(audio)
 
 
 class _Disk:
-    """What files and folders are, asked once each."""
+    """Properties of files and folders, each looked up only once."""
 
     def __init__(self) -> None:
         self._folders: dict[str, str] = {}
@@ -84,7 +83,7 @@ class _Disk:
         return self._files[file]
 
     def mark(self, told_by: Callable[[str], Hashable], path: str) -> Hashable:
-        """Return what a file is told by; None of one that cannot be read, which is for others to refuse."""
+        """Return the mark of a file; None if it cannot be read, which other code reports."""
         asked = told_by, path
         if asked not in self._marks:
             try:
@@ -95,7 +94,7 @@ class _Disk:
 
 
 def _copies(sides: Mapping[str, Collection[Hashable]], disk: _Disk) -> dict[str, str]:
-    """Return the first of the files of the same bytes, of each that has copies on another side."""
+    """Map each file that has copies on another side to the first file with the same bytes."""
     groups = [list(sides)]
     for told_by in (_size, _middle, _whole):
         groups = [
@@ -108,7 +107,7 @@ def _copies(sides: Mapping[str, Collection[Hashable]], disk: _Disk) -> dict[str,
 
 
 def _is_mono(path: str) -> bool:
-    """Return whether a file has one channel; what cannot be read is for others to refuse."""
+    """Return whether a file has one channel; other code reports files that cannot be read."""
     try:
         return num_channels(Path(path)) == 1
     except ConfigError:
@@ -116,7 +115,7 @@ def _is_mono(path: str) -> bool:
 
 
 def _grouped(paths: Iterable[str], told_by: Callable[[str], Hashable]) -> list[list[str]]:
-    """Put files together that are alike; one without a mark is like no other."""
+    """Group files with equal marks; a file without a mark equals no other."""
     groups: defaultdict[Hashable, list[str]] = defaultdict(list)
     for path in paths:
         if (mark := told_by(path)) is not None:
@@ -125,7 +124,7 @@ def _grouped(paths: Iterable[str], told_by: Callable[[str], Hashable]) -> list[l
 
 
 def _size(path: str) -> int | None:
-    """Return the size of a file that holds anything; None of what is none."""
+    """Return the size of a non-empty regular file; None for anything else."""
     found = Path(path).stat()
     return found.st_size if stat.S_ISREG(found.st_mode) and found.st_size else None
 
@@ -146,11 +145,11 @@ def _whole(path: str) -> bytes:
 
 @dataclass(frozen=True)
 class _Stretches(Generic[_Item]):
-    """Stretches of one file, in order of their beginnings.
+    """Stretches of one file, sorted by their beginnings.
 
     Attributes:
-        parts: beginning and end, seconds, and what stands for each.
-        reach_s: where the last one ends of those up to each.
+        parts: beginning and end, seconds, and the item of each.
+        reach_s: the latest end among the stretches up to each.
     """
 
     parts: list[tuple[float, float, _Item]]
@@ -158,20 +157,20 @@ class _Stretches(Generic[_Item]):
 
     @classmethod
     def of(cls, parts: Iterable[tuple[float, float, _Item]]) -> _Stretches[_Item]:
-        """Put stretches in order."""
+        """Sort stretches."""
         in_order = sorted(parts, key=lambda part: part[:2])
         return cls(in_order, list(itertools.accumulate((end for _, end, _ in in_order), max)))
 
 
 class SoundIndex(Generic[_Item]):
-    """Stretches of files, each with something that stands for it, in which sound is looked up."""
+    """Finds stretches of files, each with an item, that have sound in common with given audio."""
 
     def __init__(self, files: SameFiles, sounds: Iterable[tuple[AudioSource, _Item]]) -> None:
-        """Take up stretches.
+        """Collect stretches.
 
         Args:
-            files: which ones are the same.
-            sounds: where each is, and what stands for it.
+            files: knows which files are the same.
+            sounds: the audio and the item of each stretch.
         """
         self._files = files
         stretches: defaultdict[Hashable, list[tuple[float, float, _Item]]] = defaultdict(list)
@@ -180,12 +179,12 @@ class SoundIndex(Generic[_Item]):
         self._stretches = {place: _Stretches.of(parts) for place, parts in stretches.items()}
 
     def find(self, audio: AudioSource) -> _Item | None:
-        """Return what stands for one that has sound in common with this; None: none has, or too little."""
+        """Return the item of a stretch that has enough sound in common with this; None: there is none."""
         there = self._stretches.get(self._files.of(audio))
         if there is None:
             return None
         start, end = times_of(audio)
-        # Parts that touch need no adding up: one of those that cover half of this, or a second, does alone.
+        # Overlaps need not be added up: if several cover half of this, or a second, one of them does alone.
         for number in range(bisect_right(there.reach_s, start), len(there.parts)):
             other_start, other_end, item = there.parts[number]
             if other_start >= end:
@@ -197,7 +196,7 @@ class SoundIndex(Generic[_Item]):
 
 
 def times_of(audio: AudioSource) -> tuple[float, float]:
-    """Return where audio begins and ends in its file, seconds; infinity: where the file does."""
+    """Return where audio begins and ends in its file, seconds; infinity: at the end of the file."""
     if not isinstance(audio, AudioPart):
         return 0.0, float("inf")
     return audio.start_s, float("inf") if audio.end_s is None else audio.end_s

@@ -1,4 +1,4 @@
-"""Make one corpus of several sources: what is divided by a rule, and what is dev or test as a whole."""
+"""Make one corpus of several sources: some are divided by a rule, others are dev or test as a whole."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from speechdp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Source:
-    """One place that a corpus is read from.
+    """One place from which a corpus is read.
 
     Attributes:
-        path: as the user gives it.
-        split: `dev` or `test` where all of it is that; None: a rule divides it.
+        path: as given by the user.
+        split: `dev` or `test` if all of it is that; None: a rule divides it.
     """
 
     path: Path
     split: str | None = None
 
     def __str__(self) -> str:
-        """Return it as it stands on the command line."""
+        """Return the source as written on the command line."""
         return str(self.path) if self.split is None else f"--{self.split} {self.path}"
 
 
 def joined(parts: Sequence[tuple[Source, Corpus]], *, is_ruled: bool = False) -> Corpus:
     """Return the utterances of all sources as one corpus.
 
-    What lies in a source that is divided and also in one that is dev or test, e.g. in a folder of that
-    source, as a copy or in another cut of a recording, stays in the latter only; copies of it that Kaldi's
-    scripts changed are left out.  Where two sources call different utterances alike, all ids get the name of
-    their folder.  Speakers of one name are one speaker.
+    Audio in a source that is divided may also be in one that is dev or test, e.g. in a folder of that source,
+    as a copy or in another cut of a recording.  It then stays only in the latter; copies of it that Kaldi's
+    scripts changed are left out.  If two sources use an id for different utterances, all ids get the name of
+    their folder.  Speakers of the same name are one speaker.
 
     Args:
-        parts: what was read from each source.
-        is_ruled: --split divides them, whatever division of their own they have.
+        parts: each source and the corpus read from it.
+        is_ruled: --split divides the sources, whatever division of their own they have.
 
     Raises:
         ConfigError: the same audio is in two sources that are divided, or in dev and test; nothing is left to
-            be divided; or a source has a division of its own that goes against this.
+            be divided; or a source's own division conflicts with this.
     """
     if len(parts) == 1 and parts[0][0].split is None:
         return parts[0][1]
@@ -75,7 +75,7 @@ def joined(parts: Sequence[tuple[Source, Corpus]], *, is_ruled: bool = False) ->
             (corpus if source.split is None else _in_split(corpus, source.split)).utterances
             for source, corpus in parts
         ),
-        may_lack_text=True,  # each has been looked at
+        may_lack_text=True,  # each has been checked
         notices=(*(f"{each.source}: {notice}" for _, each in parts for notice in each.notices), *notices),
         held_out=held_out,
         files=files,
@@ -85,11 +85,11 @@ def joined(parts: Sequence[tuple[Source, Corpus]], *, is_ruled: bool = False) ->
 def _with_one_division(
     parts: Sequence[tuple[Source, Corpus]], *, is_ruled: bool
 ) -> Sequence[tuple[Source, Corpus]]:
-    """Let all sources have a division of their own, or none.
+    """Make sure that all sources have a division of their own, or none has.
 
     Raises:
-        ConfigError: only some of those have one that --split would have to divide else; or one fills a split
-            that is a source of its own.
+        ConfigError: only some of the sources to be divided have their own division and --split is not given;
+            or one fills a split that is a separate source.
     """
     if is_ruled:
         return [(source, _in_split(corpus, None)) for source, corpus in parts]
@@ -100,7 +100,7 @@ def _with_one_division(
     if not own or not others:
         return parts
     given = {source.split for source, _ in parts}
-    if "dev" not in given:  # else all that says nothing is train
+    if "dev" not in given:  # else everything without a split is train
         rule = without_test(RANDOM_DEFAULT) if "test" in given else RANDOM_DEFAULT
         raise ConfigError(
             f"{others[0]}: has no division into train, dev and test of its own, and {own[0]} has one; divide "
@@ -115,7 +115,7 @@ def _in_split(corpus: Corpus, split: str | None) -> Corpus:
 
 
 def _refuse_own_splits(parts: Sequence[tuple[Source, Corpus]]) -> None:
-    """Refuse a division of a source's own beside utterances that are given for one of its splits."""
+    """Refuse a source's own division if it has a split that is also given as a separate source."""
     given = {source.split for source, _ in parts}
     for source, corpus in parts:
         own = {utterance.split for utterance in corpus.utterances} if source.split is None else set()
@@ -129,7 +129,7 @@ def _refuse_own_splits(parts: Sequence[tuple[Source, Corpus]]) -> None:
 def _without_held_out(
     parts: Sequence[tuple[Source, Corpus]], files: SameFiles
 ) -> list[tuple[Source, Corpus]]:
-    """Take out of what is divided the utterances whose sound is given for dev or test."""
+    """Remove from the sources to be divided those utterances whose sound is given for dev or test."""
     held_out = SoundIndex(
         files,
         (
@@ -148,7 +148,7 @@ def _without_held_out(
         there = {utterance_id: source for utterance_id, source in where if source is not None}
         if not there:
             return corpus
-        # At another speed, say, what is tested would be trained on all the same.
+        # A copy at another speed, for example, would train on what is tested.
         taken = set(map(original_name, there))
         stay = tuple(u for u in corpus.utterances if original_name(u.utterance_id) not in taken)
         counts = Counter(there.values())
@@ -190,7 +190,7 @@ def _are_ids_apart(parts: Sequence[tuple[Source, Corpus]]) -> bool:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a name of each folder without spaces, unlike those of the others."""
+    """Return a name for each folder, without spaces and different from the others."""
     whole = [os.path.realpath(path) for path in paths]
     names = [Path(path).name for path in whole]
     if len(set(names)) < len(names):
@@ -200,7 +200,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def _renamed(corpus: Corpus, name: str) -> Corpus:
-    """Put a name into all ids, behind what Kaldi's scripts put before those of changed copies."""
+    """Insert a name into all ids, after the prefix that Kaldi's scripts add to ids of changed copies."""
 
     def with_name(utterance_id: str) -> str:
         start = original_start(utterance_id)

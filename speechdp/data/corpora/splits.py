@@ -19,20 +19,20 @@ from speechdp.errors import ConfigError
 
 INDEX_DEFAULT = "index:test=0-4,dev=5-9"
 RANDOM_DEFAULT = "random:dev=0.05,test=0.05"
-#: What data.json says of splits that are the corpus' own.
+#: Value in data.json for splits that are the corpus's own.
 BY_CORPUS = "corpus"
 SPEAKERS_DEFAULT = "speakers:dev=0.1,test=0.1"
-#: Fewer cannot fill train, dev and test.
+#: Fewer speakers cannot fill train, dev and test.
 _FEWEST_SPEAKERS = 3
-#: The share of a corpus that the split by takes must leave for training to be what nobody has to ask for.
+#: The least share of a corpus that the split by takes must leave for training to be the default.
 _LEAST_TRAINED = 0.1
 _FORMS = (
     "speakers:dev=0.1,test=0.1 or random:dev=0.05,test=0.05 or index:test=0-4,dev=5-9 or "
     "speaker:test=NAME,dev=NAME"
 )
 
-#: What Kaldi's scripts put before, or behind, names of utterances and speakers that they change and add:
-#: several of them where one script changes what another has added.
+#: Prefixes and suffixes that Kaldi's scripts add to the names of utterances and speakers that they change and
+#: add; there are several if one script changes what another has added.
 _CHANGED = re.compile(
     r"(?:(?:[svp][pv]\d+\.\d+|rvb\d+|rev\d+)[-_])*(?P<name>.+?)(?:-(?:reverb|noise|music|babble))*"
 )
@@ -42,14 +42,14 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class SplitRule(ABC):
-    """Says which split an utterance belongs to; `spec` is the rule as it stands in data.json."""
+    """Decides which split an utterance belongs to; `spec` is the rule as written in data.json."""
 
     spec: str
 
     @property
     @abstractmethod
     def named(self) -> tuple[str, ...]:
-        """The splits beside train that the rule fills."""
+        """The splits other than train that the rule fills."""
 
     @abstractmethod
     def split_of(self, utterance: CorpusUtterance) -> str:
@@ -58,7 +58,7 @@ class SplitRule(ABC):
 
 @dataclass(frozen=True)
 class IndexSplit(SplitRule):
-    """By the number of the take; `parts` holds inclusive ranges a split."""
+    """Splits by the number of the take; `parts` holds inclusive ranges for each split."""
 
     parts: dict[str, tuple[tuple[int, int], ...]]
 
@@ -80,7 +80,7 @@ class IndexSplit(SplitRule):
 
 @dataclass(frozen=True)
 class RandomSplit(SplitRule):
-    """By a hash of seed and utterance id: an utterance keeps its split when others, or sources, are added."""
+    """Splits by a hash of seed and utterance id: adding utterances or sources does not move the others."""
 
     parts: dict[str, float]
     seed: int
@@ -98,9 +98,10 @@ class RandomSplit(SplitRule):
         return "train"
 
     def place_of(self, utterance: CorpusUtterance) -> float:
-        """Return where in [0, 1) an utterance lies, uniformly; copies lie where their original does.
+        """Return the place of an utterance in [0, 1), uniform; copies have the place of their original.
 
-        By the id of its source: a source more, with ids that another one has, moves nothing.
+        It is computed from the id in the utterance's source: a further source with the same ids changes
+        nothing.
         """
         name = original_name(utterance.own_id or utterance.utterance_id)
         digest = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
@@ -109,7 +110,7 @@ class RandomSplit(SplitRule):
 
 @dataclass(frozen=True)
 class SpeakerSplit(SplitRule):
-    """By speaker; `parts` holds the speakers of each split, whose copies go with them."""
+    """Splits by speaker; `parts` holds the speakers of each split, whose copies go with them."""
 
     parts: dict[str, tuple[str, ...]]
 
@@ -124,15 +125,15 @@ class SpeakerSplit(SplitRule):
 
     @cached_property
     def _split_of_speaker(self) -> tuple[dict[str, str], dict[str, str]]:
-        """The split of each speaker by name, and by the name of the original."""
-        of_first = list(reversed(self.parts.items()))  # a speaker who is named twice is in the first
+        """The split of each speaker, by name and by the name of the original."""
+        of_first = list(reversed(self.parts.items()))  # a speaker named twice goes into the first split
         named = {speaker: name for name, speakers in of_first for speaker in speakers}
         return named, {original_name(speaker): name for speaker, name in named.items()}
 
 
 @dataclass(frozen=True)
 class SpeakerShares:
-    """Becomes a rule by speaker: `parts` holds each split's share of the speakers, `seed` chooses them."""
+    """Makes a rule by speaker: `parts` holds each split's share of the speakers, `seed` chooses them."""
 
     spec: str
     parts: dict[str, float]
@@ -140,20 +141,20 @@ class SpeakerShares:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """The splits beside train that the rule fills."""
+        """The splits other than train that the rule fills."""
         return _with_a_share(self.parts)
 
     def chosen_from(self, corpus: Corpus, held_out_speaker: str | None) -> SpeakerSplit:
         """Choose the speakers of dev and test: the nearest whole number to each share, but at least one.
 
         Args:
-            corpus: whose speakers are divided.
-            held_out_speaker: one who is in test anyway.
+            corpus: the corpus whose speakers are divided.
+            held_out_speaker: a speaker who is in test anyway.
 
         Raises:
-            ConfigError: nobody is left for train.
+            ConfigError: no speaker is left for train.
         """
-        # Copies of a speaker, at other speeds, say, are no other speakers.
+        # Copies of a speaker, e.g. at other speeds, do not count as other speakers.
         copies: dict[str, list[str]] = {}
         for name in corpus.speakers:
             copies.setdefault(original_name(name), []).append(name)
@@ -163,7 +164,7 @@ class SpeakerShares:
         names = [name for name in self.named if name != "test" or held_out_speaker is None]
         counts = {name: max(1, round(self.parts[name] * len(speakers))) for name in names}
         if sum(counts.values()) >= len(speakers):
-            # Beside a held-out speaker, who is tested, only a random dev part of the others can be had.
+            # With a held-out speaker as test, only a random dev part of the others is possible.
             can_be_apart = held_out_speaker is None and len(speakers) > 1
             at_random = "random:" + ",".join(f"{name}=0.05" for name in self.named)
             remedy = options_apart(speakers, self.named) if can_be_apart else f"--split {at_random}"
@@ -183,7 +184,7 @@ class SpeakerShares:
 
 @dataclass(frozen=True)
 class OneSplit(SplitRule):
-    """Every utterance is in the same split."""
+    """Puts every utterance into the same split."""
 
     name: str
 
@@ -200,7 +201,7 @@ _ALL_TRAIN = OneSplit("all:train", "train")
 
 @dataclass(frozen=True)
 class CorpusSplit(SplitRule):
-    """As the corpus itself says."""
+    """Splits as the corpus itself specifies."""
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -213,7 +214,7 @@ class CorpusSplit(SplitRule):
 
 @dataclass(frozen=True)
 class GivenSplits(SplitRule):
-    """Dev or test, or both, are sources of their own, `given`; `base` divides what is in none of them."""
+    """Dev or test, or both, are separate sources (`given`); `base` divides the utterances outside of them."""
 
     given: tuple[str, ...]
     base: SplitRule
@@ -228,7 +229,7 @@ class GivenSplits(SplitRule):
 
 @dataclass(frozen=True)
 class HeldOutSpeaker(SplitRule):
-    """One speaker is the test part; of the others, `base` takes the dev part and the rest trains."""
+    """One speaker is the test part; `base` takes the dev part from the others, and the rest is train."""
 
     speaker: str
     base: SplitRule
@@ -243,7 +244,7 @@ class HeldOutSpeaker(SplitRule):
         return "dev" if self.base.split_of(utterance) == "dev" else "train"
 
     def leaves_any_of(self, corpus: Corpus) -> bool:
-        """Tell whether there are utterances of other speakers."""
+        """Return whether there are utterances of other speakers."""
         return not all(map(self._is_of_speaker, corpus.utterances))
 
     def _is_of_speaker(self, utterance: CorpusUtterance) -> bool:
@@ -251,7 +252,7 @@ class HeldOutSpeaker(SplitRule):
 
 
 def original_name(name: str) -> str:
-    """Return the name of what an utterance or a speaker is a changed copy of, by Kaldi's names for them.
+    """Return the name of the original of a changed copy of an utterance or speaker, by Kaldi's naming.
 
     Example:
         >>> original_name("sp0.9-ann"), original_name("ann-reverb"), original_name("ann")
@@ -262,7 +263,7 @@ def original_name(name: str) -> str:
 
 
 def original_start(name: str) -> int:
-    """Return where in a name that of the original begins.
+    """Return the position in a name at which the original's name begins.
 
     Example:
         >>> original_start("sp0.9-ann"), original_start("ann-reverb")
@@ -273,14 +274,14 @@ def original_start(name: str) -> int:
 
 
 def options_apart(speakers: Collection[str], wanted: Collection[str] = ("dev", "test")) -> str:
-    """Return options that keep two speakers or more apart in the splits wanted; of two, one is tested."""
+    """Return options that keep two or more speakers apart in the wanted splits; of two, one is tested."""
     if len(speakers) > len(wanted):
         return "--split speakers:" + ",".join(f"{name}=0.1" for name in wanted)
     return f"--held-out-speaker {min(set(speakers) - {UNKNOWN_SPEAKER})} --split random:dev=0.1"
 
 
 def parse_split(spec: str, seed: int) -> SplitRule | SpeakerShares:
-    """Read a --split.  Raises ConfigError on what is not one of the forms."""
+    """Parse the value of --split.  Raises ConfigError if it has none of the forms."""
     kind, _, rest = spec.partition(":")
     parts: dict[str, str] = {}
     for part in rest.split(","):
@@ -305,22 +306,22 @@ def parse_split(spec: str, seed: int) -> SplitRule | SpeakerShares:
 def choose_rule(
     corpus: Corpus, spec: str | None, held_out_speaker: str | None, seed: int, *, by_speaker: bool = True
 ) -> SplitRule:
-    """Return the rule the options ask for.
+    """Return the rule that the options specify.
 
-    Without one: the corpus' own, by index where it counts its takes and has enough of them for training, by
-    speaker where there are three or more, else at random.  Where dev is a source of its own, all else is
-    train; where only test is, the rule is that which takes dev out of the rest.
+    The default is the corpus's own division; by index if the corpus counts its takes and enough are left for
+    training; by speaker if there are three or more; else at random.  If dev is a separate source, everything
+    else is train; if only test is, the default rule takes only dev out of the rest.
 
     Args:
-        corpus: what is divided.
-        spec: as --split gives it, or None.
-        held_out_speaker: who is the test split, or None.
+        corpus: the corpus to divide.
+        spec: value of --split, or None.
+        held_out_speaker: the speaker who is the test split, or None.
         seed: of random choices.
-        by_speaker: whether speakers are kept apart where nothing else is asked for.
+        by_speaker: whether the default keeps speakers apart.
 
     Raises:
-        ConfigError: a speaker the corpus does not have, too few of them, or a --split that is not understood
-            or fills a split that is a source of its own.
+        ConfigError: a speaker that the corpus does not have, too few speakers, or a --split that is not
+            understood or fills a split that is a separate source.
     """
     given = tuple(name for name in SPLIT_NAMES if name in corpus.held_out)
     if not given:
@@ -346,7 +347,7 @@ def choose_rule(
 def _rule_of(
     corpus: Corpus, spec: str | None, held_out_speaker: str | None, seed: int, default: str
 ) -> SplitRule:
-    """Return the rule of what is divided: `default` where none is given; that may be empty: all is train."""
+    """Return the rule for what is divided: `default` if none is given; if that is empty, all is train."""
     if spec is None and corpus.has_splits:
         rule: SplitRule = CorpusSplit(BY_CORPUS)
     elif not (spec or default):
@@ -377,16 +378,16 @@ def _default(corpus: Corpus, *, by_speaker: bool) -> str:
 
 
 def without_test(spec: str) -> str:
-    """Return a rule without its test part."""
+    """Return a rule's spec without its test part."""
     kind, _, parts = spec.partition(":")
     return f"{kind}:{','.join(part for part in parts.split(',') if not part.startswith('test='))}"
 
 
 def _suits_takes(corpus: Corpus) -> bool:
-    """Tell whether the usual split by takes fills all splits, and trains on any share worth the name.
+    """Return whether the default split by takes fills all splits and leaves a reasonable share for training.
 
     Speech Commands counts its takes, too, but hardly anybody repeats a word ten times: next to nothing would
-    train.  Where takes are numbered from 100, nothing would be held out.
+    be train.  If takes are numbered from 100, nothing would be held out.
     """
     rule = parse_split(INDEX_DEFAULT, seed=0)
     assert isinstance(rule, IndexSplit)
@@ -398,16 +399,16 @@ def _suits_takes(corpus: Corpus) -> bool:
 def split_corpus(
     corpus: Corpus, rule: SplitRule, *, needs_train: bool = True, may_be_like: bool = False
 ) -> dict[str, list[CorpusUtterance]]:
-    """Divide the utterances, keeping their order; only splits that hold any are returned.
+    """Divide the utterances, keeping their order; return only splits that hold any.
 
     Args:
-        corpus: what is divided.
-        rule: by what.
-        needs_train: whether train may not be empty.
-        may_be_like: whether --like, which needs no train, is a remedy.
+        corpus: the corpus to divide.
+        rule: the rule.
+        needs_train: whether an empty train split is an error.
+        may_be_like: whether --like, which needs no train split, is a remedy.
 
     Raises:
-        ConfigError: train (if it is needed), or a split the rule fills, came out empty.
+        ConfigError: train (if it is needed), or a split that the rule fills, is empty.
     """
     splits: dict[str, list[CorpusUtterance]] = {name: [] for name in SPLIT_NAMES}
     for utterance in corpus.utterances:
@@ -425,7 +426,7 @@ def split_corpus(
 
 
 def _remedy(corpus: Corpus, rule: SplitRule, empty: str) -> str:
-    """Return what fills a split that `rule` has left empty."""
+    """Return the remedy for a split that `rule` has left empty."""
     if isinstance(rule, GivenSplits):
         if empty in rule.given:
             return f"leave --{empty} out, or name one of its speakers in --speakers"
@@ -434,7 +435,7 @@ def _remedy(corpus: Corpus, rule: SplitRule, empty: str) -> str:
 
 
 def _remedy_of_rest(corpus: Corpus, rule: SplitRule, empty: str, given: Collection[str] = ()) -> str:
-    """Return what fills a split of what a rule divides, beside those that are `given` as sources."""
+    """Return the remedy for an empty split of what a rule divides; `given` names splits that are sources."""
     if not corpus.utterances:
         return "name one of its speakers in --speakers"
     if isinstance(rule, HeldOutSpeaker) and empty == "train" and not rule.leaves_any_of(corpus):
@@ -447,7 +448,7 @@ def _remedy_of_rest(corpus: Corpus, rule: SplitRule, empty: str, given: Collecti
     if isinstance(rule, HeldOutSpeaker):
         return f"give dev a {wanted} share of the others, or choose another --seed"
     places = sorted({drawn.place_of(utterance) for utterance in corpus.utterances})
-    share = (math.floor(100 * places[0]) + 1) / 100  # two decimals, enough for the first of them
+    share = (math.floor(100 * places[0]) + 1) / 100  # two decimals, enough to include the first of them
     if share > places[-1]:
         return "it has too few utterances to be divided: add some"
     only = drawn.named[0] if len(drawn.named) == 1 else None
@@ -456,9 +457,9 @@ def _remedy_of_rest(corpus: Corpus, rule: SplitRule, empty: str, given: Collecti
 
 
 def speakers_on_both_sides(splits: Mapping[str, Sequence[CorpusUtterance]]) -> list[str]:
-    """Return who is both in train and held out, sorted; nobody where there are no two speakers.
+    """Return the speakers that are both in train and held out, sorted; none if there are not two speakers.
 
-    Two are too few for train, dev and test: where there is a test split, only that has to be apart.
+    Two speakers are too few for train, dev and test: then only a test split, if there is one, must be apart.
     """
     speakers = {
         name: {original_name(utterance.speaker) for utterance in part} for name, part in splits.items()
@@ -473,9 +474,9 @@ def speakers_on_both_sides(splits: Mapping[str, Sequence[CorpusUtterance]]) -> l
 
 
 def deal(items: Sequence[_Item], sizes: Sequence[int], num_parts: int, seed: str) -> list[list[_Item]]:
-    """Shuffle items by a seed and deal them out so that the parts' sizes are balanced.
+    """Shuffle items by a seed and deal them into parts of balanced sizes.
 
-    Any part is a random sample of the whole.  There are at most as many parts as items, none empty.
+    Each part is a random sample of the whole.  There are at most as many parts as items, none empty.
     """
     order = list(range(len(items)))
     random.Random(seed).shuffle(order)

@@ -1,9 +1,9 @@
-"""Speak text with eSpeak NG's library and learn when each phone was spoken.
+"""Speak text with eSpeak NG's library, and find out when each phone was spoken.
 
-eSpeak NG (GPL-3) is not part of speechdp: the optional package espeakng-loader brings it, and it is loaded
-at run time.  The library is not repeatable within a process (lengths vary by some ten samples with what was
-spoken before); a fresh process that speaks the same texts in the same order and with the same seeds gives
-the same samples.
+eSpeak NG (GPL-3) is not part of speechdp: the optional package espeakng-loader contains it, and it is loaded
+at run time.  The library is not deterministic within a process (lengths vary by some ten samples with what
+was spoken before).  A new process that speaks the same texts in the same order with the same seeds gives the
+same samples.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _PARAMETER_RATE = 1
 _PARAMETER_PITCH = 3
 _CHARS_UTF8 = 1
 
-# The marks eSpeak writes before a vowel (stress) and after a phone (length, numbered allophones).
+# Marks that eSpeak writes before a vowel (stress) and after a phone (length, numbered allophones).
 _STRESS = "',%="
 _ALLOPHONE = re.compile(r"(?<=.)[0-9:#\[\]~*;^\"-]+$")
 
-# Phones named by a digit, which a lexicon would read as a probability: the vowels of "lot" and "nurse".
+# Phones whose name is a digit, which a lexicon would read as a probability: the vowels of "lot" and "nurse".
 _DIGIT_PHONES = {"0": "Q", "3": "3r"}
 
 
@@ -67,12 +67,12 @@ _Callback = ctypes.CFUNCTYPE(
 
 @dataclass(frozen=True)
 class Voice:
-    """Who speaks, and how.
+    """A voice and its settings.
 
     Attributes:
         name: accent+variant, e.g. "en-us+f2".
-        rate_wpm: words a minute, 80 to 450.
-        pitch: 0 to 100, 50 is the voice's own.
+        rate_wpm: words per minute, 80 to 450.
+        pitch: 0 to 100; 50 is the voice's own pitch.
     """
 
     name: str
@@ -90,24 +90,24 @@ class SpokenWord:
 
 @dataclass(frozen=True)
 class EspeakSpeech:
-    """What eSpeak said: (S,) float32 samples in [-1, 1], and the words in order."""
+    """eSpeak's output: (S,) float32 samples in [-1, 1], and the words in order."""
 
     samples: npt.NDArray[np.float32]
     words: tuple[SpokenWord, ...]
 
 
 def check_espeak() -> None:
-    """Refuse to go on where espeakng-loader is not installed.  Raises ConfigError."""
+    """Raise ConfigError if espeakng-loader is not installed."""
     if importlib.util.find_spec("espeakng_loader") is None:
         raise ConfigError(f"synthetic speech needs the package espeakng-loader; {_REMEDY}")
 
 
 @functools.cache
 def start_espeak() -> Espeak:
-    """Return this process's eSpeak NG, started by the first call.
+    """Return this process's eSpeak NG; the first call starts it.
 
-    There is one a process: the library keeps voice, buffers and callback in globals, which starting it again
-    would set under the feet of whoever speaks.
+    There is only one per process: the library keeps voice, buffers and callback in globals, which a second
+    start would change during the use of the first.
 
     Raises:
         ConfigError: espeakng-loader is missing, or its library does not start.
@@ -116,7 +116,7 @@ def start_espeak() -> Espeak:
 
 
 class Espeak:
-    """eSpeak NG's library; `start_espeak` gives the one of this process."""
+    """eSpeak NG's library; use `start_espeak` to get the one of this process."""
 
     def __init__(self) -> None:
         check_espeak()
@@ -134,16 +134,16 @@ class Espeak:
             raise ConfigError(f"{data}: eSpeak NG does not start; {_REMEDY}")
         self._blocks: list[bytes] = []
         self._phones: list[tuple[str, int, int]] = []  # (name, sample, text position from 1)
-        self._callback = _Callback(self._receive)  # kept: the library holds only its address
+        self._callback = _Callback(self._receive)  # keep a reference: the library holds only its address
         self._library.espeak_SetSynthCallback(self._callback)
 
     def speak(self, words: Sequence[str], voice: Voice, seed: int) -> EspeakSpeech:
-        """Speak words in a row.
+        """Speak a sequence of words.
 
         Args:
             words: lower-case English words.
-            voice: who speaks, and how.
-            seed: of the breath some voices have, above 0; without it eSpeak NG takes the time of day.
+            voice: the voice and its settings.
+            seed: for the breath noise of some voices, above 0; without it eSpeak NG takes the time of day.
 
         Raises:
             ConfigError: the voice does not exist, or eSpeak NG fails.
@@ -176,9 +176,9 @@ class Espeak:
 
 
 def plain_phone(name: str) -> str:
-    """Reduce an eSpeak phone to one without stress, length and allophone marks; "" where nothing is left.
+    """Reduce an eSpeak phone to one without stress, length and allophone marks; "" if nothing is left.
 
-    All accents together then have about 40 phones for digits and commands.  Pauses ("_", "_:") give "_".
+    Then all accents together have about 40 phones for digits and commands.  Pauses ("_", "_:") give "_".
     """
     if name.startswith("_"):
         return "_"
@@ -190,37 +190,37 @@ def plain_phone(name: str) -> str:
 def words_of(
     words: Sequence[str], events: Sequence[tuple[str, int, int]], samples: npt.NDArray[np.float32]
 ) -> tuple[SpokenWord, ...]:
-    """Return the phones of each word, from where they begin to be heard, or to be silent.
+    """Return the phones of each word, from the sample at which their sound, or their pause, begins.
 
-    eSpeak NG tells of a phone behind the pause that it makes for it: the closure of a stop, whose samples are
-    0.  That pause is the phone's; by the events alone it would be the end of the phone before.  Behind a
-    pause of its own ("_") nothing tells the two apart, and all of it stays silence.
+    eSpeak NG reports a phone only after the pause that it makes for it: the closure of a stop, whose samples
+    are 0.  That pause belongs to the phone; by the events alone it would be the end of the previous phone.
+    After a separate pause ("_") the two cannot be distinguished, and all of it stays silence.
 
     Args:
-        words: spoken in a row, with a blank between two.
+        words: words spoken in sequence, with a blank between two.
         events: (name, first sample, position in the text from 1), in order.
         samples: (S,).
     """
-    # A mark that stands alone (palatalised, long) belongs to the phone before: dropping it prolongs that one.
+    # A mark by itself (palatalised, long) belongs to the previous phone: dropping it prolongs that phone.
     kept = [(plain_phone(name), sample, position) for name, sample, position in events if plain_phone(name)]
     starts = _with_their_pauses(kept, samples)
     ends = [*starts[1:], len(samples)]
     of_position: dict[int, list[tuple[str, int, int]]] = {}
-    # Without any phone there is still one end.
+    # Without any phone there is still one end, hence strict=False.
     for (phone, _, position), start, end in zip(kept, starts, ends, strict=False):
         if phone != "_":
             of_position.setdefault(position, []).append((phone, start, end))
     spoken = []
     position = 1
     for word in words:
-        # eSpeak speaks some pairs as one ("no one"): the second word is then left without phones.
+        # eSpeak speaks some pairs as one word ("no one"): then the second word has no phones.
         spoken.append(SpokenWord(word, tuple(of_position.get(position, ()))))
         position += len(word) + 1
     return tuple(spoken)
 
 
 def _with_their_pauses(phones: Sequence[tuple[str, int, int]], samples: npt.NDArray[np.float32]) -> list[int]:
-    """Return the first sample of each phone, its pause included unless the phone before is all silent."""
+    """Return the first sample of each phone, including its pause unless the previous phone is all silent."""
     starts = [sample for _, sample, _ in phones]
     for number in range(1, len(phones)):
         before, since, event = phones[number - 1][0], phones[number - 1][1], phones[number][1]

@@ -1,4 +1,4 @@
-"""Speak one shard's utterances in a process of its own: eSpeak NG repeats itself only in a fresh one."""
+"""Speak one shard's utterances in a separate process: eSpeak NG is deterministic only in a new one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from speechdp.data.signal.audio import resample, to_int16
 from speechdp.data.signal.compute import compute_features
 from speechdp.data.signal.features import FeatureConfig, num_frames_of
 
-#: Of the speech over the noise added to it, in dB: digital silence would distort the normalisation.
+#: Range of the signal-to-noise ratio, in dB: without noise, digital silence would distort the normalisation.
 _SNR_DB = (25.0, 45.0)
-#: Kept after the last phone, in seconds: its decay.
+#: Time kept after the last phone, in seconds: its decay.
 _DECAY_S = 0.03
 
 
 @dataclass(frozen=True)
 class SpokenUtterance:
-    """One utterance as spoken: its number of frames and each word's (phone, start_s, end_s)."""
+    """One spoken utterance: its number of frames and each word's (phone, start_s, end_s)."""
 
     utterance: PlannedUtterance
     num_frames: int
@@ -46,7 +46,7 @@ class SpeakingJob:
 
     @property
     def path(self) -> Path:
-        """Where features or samples go."""
+        """File for features or samples."""
         return self.stem.with_suffix(".rows")
 
     @property
@@ -55,7 +55,7 @@ class SpeakingJob:
         return len(self.utterances)
 
     def run(self, advance: Callable[[], None]) -> None:
-        """Speak all utterances, calling `advance` after each."""
+        """Speak all utterances; call `advance` after each."""
         espeak = start_espeak()
         with (
             self.stem.with_suffix(".jsonl").open("w", encoding="utf-8") as text,
@@ -74,7 +74,7 @@ class SpeakingJob:
                 advance()
 
     def spoken(self) -> Iterator[tuple[SpokenUtterance, npt.NDArray[Any]]]:
-        """Yield what `run` wrote, with features (T, D) or samples (S,), in the order of the job."""
+        """Yield the output of `run`, with features (T, D) or samples (S,), in the order of the job."""
         audio = self.stored == "audio"
         dtype = np.int16 if audio else np.dtype(self.features.dtype)
         shape = (-1,) if audio else (-1, self.features.feature_dim)
@@ -89,13 +89,13 @@ class SpeakingJob:
                 yield SpokenUtterance(utterance, values["num_frames"], words), content
 
     def samples(self, _sampling_rate: int) -> Iterator[npt.NDArray[np.float32]]:
-        """Yield the samples (S,) in [-1, 1] of each utterance, of a job that stored audio."""
+        """Yield the samples (S,) in [-1, 1] of each utterance, for a job that stored audio."""
         for _, content in self.spoken():
             yield content.astype(np.float32) / np.float32(32768.0)
 
 
 def _content(samples: npt.NDArray[np.float32], job: SpeakingJob) -> npt.NDArray[Any]:
-    """Return what the shard stores of (S,) samples."""
+    """Return what the shard stores for (S,) samples."""
     if job.stored == "audio":
         return to_int16(samples)
     features = compute_features(samples, job.sampling_rate, job.features)
@@ -108,9 +108,9 @@ _TimedWords = list[tuple[str, list[tuple[str, float, float]]]]
 def _finish(
     speech: EspeakSpeech, from_hz: int, to_hz: int, rng: np.random.Generator
 ) -> tuple[npt.NDArray[np.float32], _TimedWords]:
-    """Trim eSpeak's pauses, pad the edges, resample and add noise; times move along.
+    """Trim eSpeak's pauses, pad the edges, resample and add noise; shift the times accordingly.
 
-    eSpeak leads in with 13 ms and trails with 0.39 s of nothing; here both edges get 50 to 250 ms.
+    eSpeak begins with 13 ms and ends with 0.39 s of silence; here both edges get 50 to 250 ms.
     """
     spoken = [phone for word in speech.words for phone in word.phones]
     first, last = spoken[0][1], spoken[-1][2]

@@ -1,4 +1,4 @@
-"""Decide who says what in a synthetic corpus: pure, and the same for the same seed."""
+"""Plan who says what in a synthetic corpus; pure: the same seed gives the same plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from speechdp.data.corpora.corpus import SPLIT_NAMES
 from speechdp.labels.lexicon import command_words, digit_words
 
-#: eSpeak NG's accents of English ("en" is the British one; bare "en-gb" is refused by the library).
+#: eSpeak NG's accents of English ("en" is the British one; the library refuses a bare "en-gb").
 ACCENTS = (
     "en",
     "en-us",
@@ -20,7 +20,7 @@ ACCENTS = (
     "en-gb-x-rp",
     "en-us-nyc",
 )
-# Its voice variants without the robots, the whispers and the buzzing ones.
+# Its voice variants without robots, whispers and buzzing ones.
 _VARIANTS = """
     Alex Alicia Andrea Andy Annie Denis Diogo Gene Gene2 Henrique Hugo Jacky Lee Marco Mario Michael
     Mike Nguyen Reed RicishayMax adam anika antonio aunty belinda benjamin boris caleb david ed
@@ -29,7 +29,7 @@ _VARIANTS = """
     paul pedro quincy rob robert sandro shelby steph steph2 steph3 travis victor zac
 """
 VARIANTS = tuple(_VARIANTS.split())
-#: Share of the hours (and of the variants) of each split.
+#: Each split's share of the hours (and of the variants).
 SHARES = {"train": 0.8, "dev": 0.1, "test": 0.1}
 
 _MAX_DIGITS = 7
@@ -38,17 +38,17 @@ _RATE_WPM = (90, 190)
 _PITCH = (25, 75)
 _UTTERANCES_A_SPEAKER = 5
 _FEWEST_SPEAKERS = 4
-#: eSpeak NG takes this long for one of our words, and for the last one's lengthening, at 170 words a
-#: minute: a least-squares fit over 801 utterances.
+#: Time that eSpeak NG needs for one of our words, and for lengthening the last one, at 170 words a minute: a
+#: least-squares fit over 801 utterances.
 _WORD_S_AT_170_WPM = 0.267
 _LENGTHENING_S_AT_170_WPM = 0.138
-#: Silence kept or added at each edge, in seconds.
+#: Silence at each edge, kept or added, in seconds.
 EDGE_S = (0.05, 0.25)
 
 
 @dataclass(frozen=True)
 class PlannedUtterance:
-    """One utterance to be spoken."""
+    """One utterance to speak."""
 
     utterance_id: str
     speaker: str
@@ -59,7 +59,7 @@ class PlannedUtterance:
 
     @property
     def expected_s(self) -> float:
-        """How long it will be, roughly, in seconds."""
+        """Expected duration, roughly, in seconds."""
         speech_s = len(self.text.split()) * _WORD_S_AT_170_WPM + _LENGTHENING_S_AT_170_WPM
         return speech_s * 170.0 / self.rate_wpm + sum(EDGE_S)
 
@@ -114,7 +114,7 @@ def _plan_split(name: str, variants: Sequence[str], seconds: float, seed: int) -
 
 
 def _fewest_utterances() -> int:
-    """As many as it takes for the decks to have been dealt twice, so that every split has every word."""
+    """Return how many utterances deal all words twice, so that every split has every word."""
     return 2 * len(command_words())
 
 
@@ -135,7 +135,7 @@ def _make_speakers(variants: Sequence[str], seconds: float, rng: random.Random) 
 
 
 def deck(words: Sequence[str], rng: random.Random) -> Iterator[str]:
-    """Deal the words without end, each once a shuffle, so that all are equally frequent."""
+    """Yield the words endlessly, each once per shuffle, so that all are equally frequent."""
     while True:
         order = list(words)
         rng.shuffle(order)

@@ -1,4 +1,4 @@
-"""Decide what a few synthetic voices say, to learn synthesis from: pure, and the same for the same seed."""
+"""Plan what a few synthetic voices say, for synthesis; pure: the same seed gives the same plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from speechdp.data.espeak.synthetic_plan import ACCENTS, SHARES, VARIANTS, Plann
 from speechdp.errors import ConfigError
 from speechdp.labels.lexicon import command_words, digit_words
 
-#: eSpeak NG's voices in the order they are taken, women's and men's in turn: clear ones that differ.
+#: eSpeak NG's voices in the order of use, alternating women's and men's: clear voices that differ.
 VOICES = (
     "en-us",
     "en-us+f2",
@@ -25,7 +25,7 @@ VOICES = (
 _MAX_WORDS = 5
 _RATE_WPM = 140
 _PITCH = 50
-#: A person, too, does not say everything alike.
+#: People do not say everything in the same way, either.
 _RATE_SPREAD = 0.05
 _PITCH_SPREAD = 3
 _FEWEST_UTTERANCES = 2
@@ -33,10 +33,10 @@ _TRIES = 50
 
 
 def voices_of(speakers: str | None) -> tuple[str, ...]:
-    """Return eSpeak NG's names of the voices that --speakers asks for: how many, or the name of one.
+    """Return eSpeak NG's names of the voices in the value of --speakers: their number, or the name of one.
 
     Raises:
-        ConfigError: no such voice, or more than there are.
+        ConfigError: no such voice, or more voices than there are.
     """
     if speakers is None:
         return VOICES[:1]
@@ -45,7 +45,7 @@ def voices_of(speakers: str | None) -> tuple[str, ...]:
             raise ConfigError(f"--speakers {speakers}: give 1 to {len(VOICES)} voices, or the name of one")
         return VOICES[: int(speakers)]
     accent, plus, variant = speakers.partition("+")
-    # eSpeak NG itself takes a variant it does not know for none.
+    # eSpeak NG itself ignores a variant that it does not know.
     if accent not in ACCENTS or (plus and variant not in VARIANTS):
         raise ConfigError(
             f"--speakers {speakers}: eSpeak NG has no such voice; give a number, or one such as "
@@ -57,8 +57,8 @@ def voices_of(speakers: str | None) -> tuple[str, ...]:
 def plan_voices(hours: float, voices: tuple[str, ...], seed: int) -> dict[str, list[PlannedUtterance]]:
     """Return the utterances of train, dev and test, spoken by the same voices.
 
-    Texts of dev and test do not occur in train: these have two words or more, which leaves more texts than
-    anybody can say.
+    Texts of dev and test do not occur in train.  They have two words or more, which leaves enough other texts
+    for train.
     """
     held_out: set[str] = set()
     planned = {}

@@ -1,4 +1,4 @@
-"""Read Kaldi's alignments: vectors of transition-ids or pdfs, one an utterance.
+"""Read Kaldi's alignments: vectors of transition-ids or pdfs, one per utterance.
 
 Legend: T frames of an utterance.
 """
@@ -23,13 +23,13 @@ _SIZED_INT32 = np.dtype([("size", "u1"), ("value", "<i4")])
 
 @dataclass(frozen=True)
 class AlignmentSource:
-    """Where the alignments stand.
+    """The files with alignments.
 
     Attributes:
         files: archives, read one after the other.
-        pdf_map: what the transition-ids in them stand for; None: they hold pdfs.
-        num_pdfs: number of pdfs, where a model says it; else one more than the largest.
-        notices: what to tell the user.
+        pdf_map: maps the transition-ids in them to pdfs; None: they hold pdfs.
+        num_pdfs: number of pdfs, if a model specifies it; else one more than the largest.
+        notices: messages for the user.
     """
 
     files: tuple[Path, ...]
@@ -41,7 +41,7 @@ class AlignmentSource:
         """Yield every utterance and its (T,) pdfs, in the order of the files.
 
         Raises:
-            ConfigError: an archive is damaged, an id is given twice, or an alignment is another model's.
+            ConfigError: an archive is damaged, an id is repeated, or an alignment is of another model.
         """
         seen: set[str] = set()
         for file in self.files:
@@ -80,7 +80,7 @@ def alignment_source(ali_dir: Path | None, ali_pdf: Path | None) -> AlignmentSou
 
     Args:
         ali_dir: holds ali.*.gz (transition-ids) and final.mdl.
-        ali_pdf: what ali-to-pdf wrote; then `ali_dir`, if given, only says how many pdfs there are.
+        ali_pdf: output of ali-to-pdf; then `ali_dir`, if given, only specifies the number of pdfs.
 
     Raises:
         ConfigError: files are missing or damaged.
@@ -100,7 +100,7 @@ def alignment_source(ali_dir: Path | None, ali_pdf: Path | None) -> AlignmentSou
         raise ConfigError(f"{ali_dir / f'ali.{missing[0]}.gz'}: is missing, {evidence} {last}; copy it too")
     if num_jobs is None:
         return AlignmentSource(tuple(files.values()), pdf_map, num_pdfs)
-    # Kaldi leaves those of an earlier alignment by more jobs where they are.
+    # Kaldi does not delete archives of an earlier alignment that had more jobs.
     older = [path.name for number, path in files.items() if not 1 <= number <= num_jobs]
     notices = (f"{ali_dir}: not read, as num_jobs says {num_jobs}: {', '.join(older)}",) if older else ()
     used = tuple(files[number] for number in range(1, num_jobs + 1))
@@ -108,7 +108,7 @@ def alignment_source(ali_dir: Path | None, ali_pdf: Path | None) -> AlignmentSou
 
 
 def _model_in(ali_dir: Path) -> Path:
-    """Return final.mdl.  Raises ConfigError where it is a link that leads nowhere; names another model."""
+    """Return final.mdl.  Raises ConfigError if it is a dangling link; the message names another model."""
     model = ali_dir / "final.mdl"
     if not model.is_symlink() or model.exists():
         return model
@@ -121,7 +121,7 @@ def _model_in(ali_dir: Path) -> Path:
 
 
 def read_int_vectors(path: Path) -> Iterator[tuple[str, npt.NDArray[np.int32], KaldiStream]]:
-    """Yield (utterance, values, stream) of an archive of int32 vectors, text or binary, gzip or plain."""
+    """Yield (utterance, values, stream) from an archive of int32 vectors, text or binary, gzip or plain."""
     with KaldiStream(path) as stream:
         while utterance := stream.word():
             stream.utterance = utterance
@@ -135,7 +135,7 @@ def read_int_vectors(path: Path) -> Iterator[tuple[str, npt.NDArray[np.int32], K
 
 
 def _sized_integers(stream: KaldiStream) -> npt.NDArray[np.int32]:
-    """Read what Kaldi's BasicVectorHolder writes: the length and every value, each after a byte 4."""
+    """Read the output of Kaldi's BasicVectorHolder: the length and every value, each after a byte 4."""
     length = stream.sized_int32("the length of the alignment")
     raw = stream.take(length * _SIZED_INT32.itemsize, f"an alignment of {length} numbers")
     sized = np.frombuffer(raw, dtype=_SIZED_INT32)
@@ -152,7 +152,7 @@ def _integers(stream: KaldiStream) -> npt.NDArray[np.int32]:
 
 
 def _num_jobs(ali_dir: Path) -> int | None:
-    """Return how many archives Kaldi's script has written; None: the folder does not say."""
+    """Return how many archives Kaldi's script has written; None: the folder has no such record."""
     file = ali_dir / "num_jobs"
     text = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
     return int(text) if text.isascii() and text.isdigit() and int(text) > 0 else None

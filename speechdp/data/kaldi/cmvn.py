@@ -1,4 +1,4 @@
-"""Normalise features by the statistics Kaldi keeps of each speaker, as apply-cmvn does.
+"""Normalise features by the statistics that Kaldi keeps for each speaker, as apply-cmvn does.
 
 Legend: T frames, D feature dimensions.
 """
@@ -27,7 +27,7 @@ _BOOLEANS = {"true": True, "false": False}
 
 @dataclass(frozen=True)
 class CmvnOptions:
-    """What Kaldi's apply-cmvn normalises; the defaults are its own."""
+    """What Kaldi's apply-cmvn normalises; the defaults are those of apply-cmvn."""
 
     norm_means: bool = True
     norm_vars: bool = False
@@ -37,7 +37,7 @@ class CmvnOptions:
         """Read `cmvn_opts`, which Kaldi's scripts keep beside a model.
 
         Raises:
-            ConfigError: the file holds something else than --norm-means and --norm-vars.
+            ConfigError: the file holds anything other than --norm-means and --norm-vars.
         """
         try:
             words = shlex.split(" ".join(line for _, line in file_lines(path)))
@@ -63,18 +63,18 @@ class SpeakerStatistics:
     std: npt.NDArray[np.float64]
 
     def apply(self, features: npt.NDArray[np.float32], config: FeatureConfig) -> npt.NDArray[np.float32]:
-        """Normalise (T, D) features as `config` says."""
+        """Normalise (T, D) features according to `config`."""
         result = features.astype(np.float64)
         if config.mean_normalise:
             result -= self.mean
         if config.variance_normalise:
             result /= self.std
-        with np.errstate(over="ignore"):  # the shard refuses what overflowed
+        with np.errstate(over="ignore"):  # the shard refuses values that overflow
             return result.astype(np.float32)
 
 
 class SpeakerCmvn:
-    """The statistics in a cmvn.scp, read as they are asked for.
+    """The statistics in a cmvn.scp, read when they are requested.
 
     Raises:
         ConfigError: the table cannot be read.
@@ -103,7 +103,7 @@ class SpeakerCmvn:
 
 
 def _read(place: MatrixPlace, speaker: str, feature_dim: int) -> SpeakerStatistics:
-    """Turn Kaldi's sums into mean and deviation: row 0 holds sums and the count, row 1 sums of squares."""
+    """Convert Kaldi's sums to mean and deviation: row 0 holds sums and the count, row 1 sums of squares."""
     sums = read_matrix(place, speaker).astype(np.float64)
     where = f"{place.path}: speaker {speaker}"
     if sums.shape != (2, feature_dim + 1):

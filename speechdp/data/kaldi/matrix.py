@@ -1,4 +1,4 @@
-"""Read and write matrices of Kaldi's: float, double, compressed and text, by file, byte and rows.
+"""Read and write Kaldi's matrices: float, double, compressed and text, by file, byte and rows.
 
 Legend: T rows (frames), D columns.
 """
@@ -31,13 +31,13 @@ _PLACE = re.compile(
     r"(?P<range>\[(?P<rows>:|\d+:\d+)(,(?P<columns>:|\d+:\d+))?\])?"
 )
 _MOST_TEXT_LINES = 1 << 24
-#: Kaldi cuts a range that ends later than its matrix by fewer rows: segments' times are rounded.
+#: Kaldi truncates a range that exceeds its matrix by fewer rows than this: times of segments are rounded.
 _MOST_ROWS_TOO_FAR = 3
 
 
 @dataclass(frozen=True)
 class MatrixPlace:
-    """Where one matrix stands: `rows` and `columns` are the first and last that are meant, None means all."""
+    """Location of a matrix: `rows` and `columns` are the first and last to use; None: all."""
 
     path: Path
     offset_bytes: int
@@ -46,13 +46,12 @@ class MatrixPlace:
 
 
 def read_scp(path: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, MatrixPlace]:
-    """Read a table of matrices (feats.scp, cmvn.scp) by key; pipes are run, if they may.
+    """Read a table of matrices (feats.scp, cmvn.scp) by key; pipes are run if the rules allow it.
 
-    Paths are looked up as Kaldi does, from the working directory, then from the table's folder.
+    Paths are resolved as by Kaldi, from the working directory, or else from the table's folder.
 
     Raises:
-        ConfigError: a pipe that may not run or fails, a line that is no place of a matrix, or a key given
-            twice.
+        ConfigError: a pipe that may not run or fails, a line without a valid location, or a repeated key.
     """
     table: dict[str, MatrixPlace] = {}
     pipes: dict[str, str] = {}
@@ -80,7 +79,7 @@ def read_scp(path: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, MatrixP
 
 
 def _range(text: str | None) -> tuple[int, int] | None:
-    """Return the first and the last of FIRST:LAST; None of all."""
+    """Return the first and the last of FIRST:LAST; None: all."""
     if text is None or text == ":":
         return None
     first, _, last = text.partition(":")
@@ -95,17 +94,17 @@ def rows_of_segments(
     *,
     snipped: int = 0,
 ) -> dict[str, MatrixPlace]:
-    """Cut features of whole recordings into utterances, as Kaldi's extract-feature-segments counts frames.
+    """Cut features of whole recordings into utterances, counting frames as Kaldi's extract-feature-segments.
 
-    Times are rounded to frames, as it does since 2015.
+    Times are rounded to frames, as in Kaldi since 2015.
 
     Args:
-        table: features by recording; those that are there already by utterance are returned as they are.
-        segments: the stretch of each utterance; what it lacks is left out, and what is in a file that does
-            not exist is returned whole, for the caller to miss.
+        table: features by recording; if it is by utterance already, it is returned unchanged.
+        segments: the stretch of each utterance; those of recordings that the table lacks are left out, and
+            those in a file that does not exist are returned whole, for the caller to report.
         frame_shift_s: seconds between frames.
-        path: of the segments, for messages.
-        snipped: frames to be taken off the ends, as by its --snip-edges=true, its default.
+        path: the file segments, for messages.
+        snipped: frames to take off the ends, as by Kaldi's --snip-edges=true, its default.
 
     Raises:
         ConfigError: a stretch ends 0.5 s or more beyond its recording; names it.
@@ -143,19 +142,19 @@ def rows_of_segments(
 
 
 def read_matrix(place: MatrixPlace, utterance: str) -> npt.NDArray[Any]:
-    """Read the (T, D) that a place means of a matrix: float64 where it was written so, else float32.
+    """Read the part (T, D) of a matrix that a place specifies: float64 if it is stored so, else float32.
 
-    What the header says is held against the file's size before anything is read, so a damaged one costs
-    no memory.  Of a binary matrix only the rows that are meant are read: utterances may be cut out of the
-    features of an hour.
+    The header is checked against the file's size before anything is read, so a damaged header costs no
+    memory.  Of a binary matrix only the specified rows are read: utterances may be cut out of the features of
+    an hour.
 
     Args:
-        place: where it stands, and which rows and columns are meant.
-        utterance: whose it is, for messages.
+        place: location of the matrix, and the rows and columns to read.
+        utterance: the utterance's id, for messages.
 
     Raises:
-        ConfigError: truncated, damaged, another kind of data, or fewer rows or columns than are asked
-            for; names file, utterance and byte.
+        ConfigError: truncated, damaged, another kind of data, or fewer rows or columns than specified; names
+            file, utterance and byte.
     """
     with KaldiStream(place.path, place.offset_bytes, utterance) as stream:
         if stream.is_binary():
@@ -169,10 +168,10 @@ def read_matrix(place: MatrixPlace, utterance: str) -> npt.NDArray[Any]:
 
 
 def num_rows(place: MatrixPlace, utterance: str) -> int:
-    """Return the number of rows a place means, by the header alone where there is one.
+    """Return the number of rows that a place specifies, from the header alone if there is one.
 
     Raises:
-        ConfigError: as `read_matrix`, so far as the header shows it.
+        ConfigError: as `read_matrix`, as far as the header shows it.
     """
     with KaldiStream(place.path, place.offset_bytes, utterance) as stream:
         rows = _header(stream).rows if stream.is_binary() else len(_text_matrix(stream))
@@ -180,10 +179,10 @@ def num_rows(place: MatrixPlace, utterance: str) -> int:
 
 
 def _rows_in(place: MatrixPlace, rows: int, utterance: str) -> range:
-    """Return which of a matrix's `rows` a place means, as Kaldi takes a range that ends too late.
+    """Return which of a matrix's `rows` a place specifies, treating a range that ends too late like Kaldi.
 
     Raises:
-        ConfigError: it begins after the end, or ends later than Kaldi bears.
+        ConfigError: the range begins after the end, or ends later than Kaldi allows.
     """
     if place.rows is None:
         return range(rows)
@@ -197,7 +196,7 @@ def _rows_in(place: MatrixPlace, rows: int, utterance: str) -> range:
 
 
 def _columns_in(place: MatrixPlace, columns: int, utterance: str) -> slice:
-    """Return which of a matrix's `columns` a place means.  Raises ConfigError: it lacks some."""
+    """Return which of a matrix's `columns` a place specifies.  Raises ConfigError if it lacks some."""
     assert place.columns is not None
     first, last = place.columns
     if not first <= last < columns:
@@ -209,7 +208,7 @@ def _columns_in(place: MatrixPlace, columns: int, utterance: str) -> slice:
 
 
 def write_matrix(file: BinaryIO, key: str, matrix: npt.NDArray[np.float32]) -> int:
-    """Append a (T, D) float matrix to an archive; return where it starts, as an scp names it."""
+    """Append a (T, D) float matrix to an archive; return its position for an scp."""
     head = key.encode() + b" "
     start = file.tell() + len(head)
     sizes = b"".join(b"\4" + struct.pack("<i", size) for size in matrix.shape)
@@ -223,12 +222,12 @@ class _Header:
     kind: str
     rows: int
     columns: int
-    low: float = 0.0  # of a compressed matrix: its least value, and its largest less that
+    low: float = 0.0  # for a compressed matrix: its least value, and the range of its values
     span: float = 0.0
 
     @property
     def what(self) -> str:
-        """What messages call it."""
+        """Name of the matrix in messages."""
         return f"a matrix of {self.rows} x {self.columns}"
 
 
@@ -247,7 +246,7 @@ def _header(stream: KaldiStream) -> _Header:
 
 
 def _binary_matrix(stream: KaldiStream, header: _Header, rows: range) -> npt.NDArray[Any]:
-    """Read some rows of the matrix that begins behind its header."""
+    """Read some rows of the matrix whose header has been read."""
     if header.kind in _DTYPES:
         return _rows(stream, header, _DTYPES[header.kind], rows)
     if header.kind == "CM":
@@ -258,7 +257,7 @@ def _binary_matrix(stream: KaldiStream, header: _Header, rows: range) -> npt.NDA
 
 
 def _rows(stream: KaldiStream, header: _Header, dtype: str, rows: range) -> npt.NDArray[Any]:
-    """Read some rows of a matrix that stands row after row."""
+    """Read some rows of a matrix stored row by row."""
     row_bytes = header.columns * np.dtype(dtype).itemsize
     stream.expect(header.rows * row_bytes, header.what)
     stream.skip(rows.start * row_bytes, header.what)
@@ -278,7 +277,7 @@ def _uncompressed_by_columns(stream: KaldiStream, header: _Header, rows: range) 
     stream.expect(header.rows * header.columns, header.what)
     matrix = np.empty((len(rows), header.columns), dtype=np.float32)
     knots, codes = np.array([0, 64, 192, 255]), np.arange(256)
-    for column in range(header.columns):  # they stand one after the other
+    for column in range(header.columns):  # columns are stored one after the other
         stream.skip(rows.start, header.what)
         steps = np.frombuffer(stream.take(len(rows), header.what), dtype="<u1")
         stream.skip(header.rows - rows.stop, header.what)

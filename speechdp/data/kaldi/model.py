@@ -1,4 +1,4 @@
-"""Read the transition model at the front of a Kaldi acoustic model: which pdf a transition-id stands for."""
+"""Read the transition model at the front of a Kaldi acoustic model: the pdf of each transition-id."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from speechdp.data.kaldi.stream import KaldiStream
 
-#: Of anything that is counted in a model; more is damage.
+#: Limit for any count in a model; a larger one means damage.
 _MOST = 1 << 24
 
 
@@ -21,18 +21,18 @@ _END = -1
 
 @dataclass(frozen=True)
 class PdfMap:
-    """Maps transition-ids to pdfs, and knows which may follow which.
+    """Maps transition-ids to pdfs, and knows which transition-ids may follow which.
 
-    Arrays are (N + 1,) int32; transition-ids count from 1, so that each array's first value means nothing.
+    Arrays are (N + 1,) int32; transition-ids count from 1, so the first value of each array is meaningless.
 
     Attributes:
-        path: of the model.
+        path: file of the model.
         pdfs: pdf of each transition-id.
         num_pdfs: 1 + the largest pdf of any state, as Kaldi's TransitionModel::NumPdfs.
         states: transition-state of each transition-id.
         phones: phone of each transition-id.
         sources: HMM state that each transition-id leaves.
-        destinations: HMM state that it enters; -1: it ends the phone.
+        destinations: HMM state that each enters; -1: it ends the phone.
     """
 
     path: Path
@@ -56,18 +56,18 @@ class PdfMap:
 
     @property
     def may_end(self) -> npt.NDArray[np.bool_]:
-        """Whether one may end with it, (N + 1,): it ends its phone, or loops in a state that can."""
+        """Whether a path may end with each, (N + 1,): it ends its phone, or loops in a state that can."""
         ends: npt.NDArray[np.bool_] = self.destinations == _END
         loops = self.destinations == self.sources
         ends |= loops & np.isin(self.states, self.states[ends])
         return ends
 
     def first_fault(self, alignment: npt.NDArray[np.int32]) -> int | None:
-        """Return the first frame of an alignment (T,) that no path of the model has; None: it is a path.
+        """Return the first frame of an alignment (T,) that fits no path of the model; None: it is a path.
 
-        A path goes through whole phones, each from its first state to its end.  The self-loops of a visit to
-        a state stand before the transition that leaves it, or after it, the default of Kaldi's graphs
-        (hmm/hmm-utils.cc, SplitToPhones).  Contexts are not compared: the tree would be needed for that.
+        A path consists of whole phones, each from its first state to its end.  The self-loops of a visit to a
+        state come before the transition that leaves it, or after it, the default of Kaldi's graphs
+        (hmm/hmm-utils.cc, SplitToPhones).  Contexts are not compared: that would need the tree.
         """
         if len(alignment) == 0:
             return None
@@ -81,7 +81,7 @@ class PdfMap:
     def _misplaced_loop(
         self, alignment: npt.NDArray[np.int32], loops: npt.NDArray[np.bool_], leaving: npt.NDArray[np.intp]
     ) -> int | None:
-        """Return the first self-loop that does not belong to the visit it stands in."""
+        """Return the first self-loop that does not belong to the visit around it."""
         frames = np.flatnonzero(loops)
         following = np.searchsorted(leaving, frames)
         misplaced = []
@@ -92,10 +92,10 @@ class PdfMap:
             if len(wrong) == 0:
                 return None
             misplaced.append(int(wrong[0]))
-        return max(misplaced)  # of the order that explains more
+        return max(misplaced)  # from the order that explains more frames
 
     def _broken_chain(self, alignment: npt.NDArray[np.int32], leaving: npt.NDArray[np.intp]) -> int | None:
-        """Return the first transition that does not begin where the one before has led to."""
+        """Return the first transition that does not begin in the state where the previous one ended."""
         ids = alignment[leaving]
         entered = self.destinations[ids]
         wrong = np.empty(len(ids), dtype=bool)
@@ -120,11 +120,11 @@ def read_pdf_map(path: Path) -> PdfMap:
     """Read the transition model of final.mdl, text or binary.
 
     Only the front of the file is read, whatever acoustic model follows.  Kaldi numbers transition-ids by
-    state, then by the state's transitions (hmm/transition-model.cc, ComputeDerivedOfProbs); a self-loop
-    has a pdf of its own in topologies with <SelfLoopPdfClass>.
+    state, then by the state's transitions (hmm/transition-model.cc, ComputeDerivedOfProbs).  In topologies
+    with <SelfLoopPdfClass>, a self-loop has its own pdf.
 
     Raises:
-        ConfigError: no model of Kaldi's, truncated or damaged; names file and byte.
+        ConfigError: not a Kaldi model, truncated or damaged; names file and byte.
     """
     with KaldiStream(path) as stream:
         numbers: _Numbers = _BinaryNumbers(stream) if stream.is_binary() else _TextNumbers(stream)
@@ -136,7 +136,7 @@ def read_pdf_map(path: Path) -> PdfMap:
             raise stream.failure(f"<Triples> or <Tuples> should stand here, not {kind!r}")
         width = 3 if kind == "<Triples>" else 4
         num_states = numbers.count("the number of states")
-        # As a list that grows: a wrong number costs no memory before the file ends.
+        # In a list that grows: a wrong number then costs no memory before the file ends.
         states = [[numbers.integer("a state") for _ in range(width)] for _ in range(num_states)]
         numbers.expect(f"</{kind[1:]}")
         return _number(stream, topology, states)
@@ -165,13 +165,13 @@ def _number(stream: KaldiStream, topology: _Topology, states: Sequence[Sequence[
 
 
 class _Numbers:
-    """Reads tokens and numbers; how numbers stand in the file is a subclass's matter."""
+    """Reads tokens and numbers; subclasses know how numbers are stored."""
 
     def __init__(self, stream: KaldiStream) -> None:
         self.stream = stream
 
     def expect(self, token: str) -> None:
-        """Read a token.  Raises ConfigError if it is another one."""
+        """Read a token.  Raises ConfigError if it is a different one."""
         found = self.stream.word()
         if found != token:
             raise self.stream.failure(f"{token} should stand here, not {found[:40]!r}")
@@ -185,7 +185,7 @@ class _Numbers:
         raise NotImplementedError
 
     def count(self, what: str) -> int:
-        """Read a number that counts something."""
+        """Read a number that is a count."""
         value = self.integer(what)
         if not 0 <= value < _MOST:
             raise self.stream.failure(f"{what} cannot be {value}")

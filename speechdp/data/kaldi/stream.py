@@ -1,4 +1,4 @@
-"""Read the bytes of Kaldi's files, plain or gzip; whatever is wrong is said with file, utterance and byte."""
+"""Read the bytes of Kaldi's files, plain or gzip; errors name file, utterance and byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from speechdp.errors import ConfigError
 
 _GZIP_MAGIC = b"\x1f\x8b"
-#: Read this many bytes at once, so that a length that is wrong costs no memory.
+#: Read this many bytes at a time, so that a wrong length costs no memory.
 _PIECE_BYTES = 1 << 20
 _PACKED_BYTES = 1 << 16
 _MAX_WORD_BYTES = 4096
@@ -26,12 +26,12 @@ _SPACE = b" \t\n\r"
 
 
 class KaldiStream:
-    """A file of Kaldi's from some byte on; bytes of a gzip file are counted after unpacking.
+    """A Kaldi file, read from a given byte on; positions in a gzip file count uncompressed bytes.
 
     Attributes:
         path: the file.
         position: number of bytes before the next one.
-        utterance: named in errors once it is known.
+        utterance: current utterance, named in errors; "": not known yet.
         line_is_over: whether the white space after the last word was the end of its line.
 
     Raises:
@@ -65,28 +65,28 @@ class KaldiStream:
         self._stream = stream
 
     def failure(self, reason: str) -> ConfigError:
-        """Return the error for what stands at the present byte."""
+        """Return the error for a fault at the current byte."""
         where = f"utterance {self.utterance}, " if self.utterance else ""
         return ConfigError(
             f"{self.path}: {where}byte {self.position}: {reason}; copy the file again or make it again"
         )
 
     def peek(self, num: int) -> bytes:
-        """Return the next `num` bytes, fewer at the end, without taking them."""
+        """Return the next `num` bytes, fewer at the end, without consuming them."""
         try:
             return bytes(self._stream.peek(num)[:num])  # type: ignore[attr-defined]
         except (OSError, EOFError, zlib.error) as error:
             raise self.failure(f"the file is truncated or damaged ({error})") from error
 
     def expect(self, num: int, what: str) -> None:
-        """Refuse a file that ends before `num` more bytes, so far as its size shows.  Raises ConfigError."""
+        """Refuse a file that ends before `num` more bytes, as far as its size shows.  Raises ConfigError."""
         if num < 0 or (self._size is not None and num > self._size - self.position):
             raise self.failure(f"{what} should have {num} bytes, and the file ends before")
 
     def skip(self, num: int, what: str) -> None:
-        """Pass over `num` bytes of `what`.  Raises ConfigError if the file has fewer."""
+        """Skip `num` bytes of `what`.  Raises ConfigError if the file has fewer."""
         self.expect(num, what)
-        if self._size is None:  # what is packed can only be read
+        if self._size is None:  # a compressed file cannot be skipped without reading
             while num:
                 num -= len(self.take(min(num, _PIECE_BYTES), what))
             return
@@ -124,7 +124,7 @@ class KaldiStream:
     def word(self) -> str:
         """Read a word and the single white space after it; "" at the end of the file.
 
-        White space in front is skipped, as Kaldi does in text.
+        Leading white space is skipped, as by Kaldi in text.
         """
         word = b""
         while byte := self._read(1):
@@ -146,13 +146,13 @@ class KaldiStream:
         return int(value)
 
     def sized_int32(self, what: str) -> int:
-        """Read an int32 as Kaldi's WriteBasicType writes it: a byte 4, then the value."""
+        """Read an int32 as written by Kaldi's WriteBasicType: a byte 4, then the value."""
         if self.take(1, what) != b"\4":
             raise self.failure(f"{what} is no 4-byte number")
         return self.int32(what)
 
     def int32_vector(self, what: str) -> npt.NDArray[np.int32]:
-        """Read what Kaldi's WriteIntegerVector writes: a byte 4, the length, the values."""
+        """Read a vector as written by Kaldi's WriteIntegerVector: a byte 4, the length, the values."""
         if self.take(1, what) != b"\4":
             raise self.failure(f"{what} is no vector of 4-byte numbers")
         length = self.int32(what)
@@ -161,7 +161,7 @@ class KaldiStream:
         return np.frombuffer(self.take(4 * length, what), dtype="<i4").astype(np.int32)
 
     def is_binary(self) -> bool:
-        """Tell whether Kaldi's mark of binary data stands here, and take it if so."""
+        """Return whether Kaldi's mark of binary data is next; consume it if so."""
         if self.peek(2) != b"\0B":
             return False
         self.take(2, "the mark of binary data")
@@ -189,10 +189,10 @@ class KaldiStream:
 
 
 class _Unpacked(io.RawIOBase):
-    """The bytes of gzip members one after the other.
+    """The uncompressed bytes of consecutive gzip members.
 
-    Unlike gzip.GzipFile it hands out all that stands before the place where a file is cut off, so that errors
-    name the utterance there.
+    Unlike gzip.GzipFile it returns all bytes before the point where a file is truncated, so that errors name
+    the utterance there.
     """
 
     def __init__(self, raw: BinaryIO) -> None:
@@ -218,7 +218,7 @@ class _Unpacked(io.RawIOBase):
                 raise EOFError("its gzip stream does not end")
 
     def _begin_member(self) -> bool:
-        self._packed = self._packed.lstrip(b"\0")  # padding, which gzip skips too
+        self._packed = self._packed.lstrip(b"\0")  # padding, which gzip also skips
         while not self._packed and self._fill():
             self._packed = self._packed.lstrip(b"\0")
         if self._packed:

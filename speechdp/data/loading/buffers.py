@@ -1,4 +1,4 @@
-"""Memory for batches that is used again and again, page-locked where a GPU is to read it."""
+"""Reusable memory for batches, page-locked where a GPU reads it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-#: Buffers are made this much larger than was asked for, so that a slightly longer batch fits as well.
+#: Buffers are allocated this much larger than requested, so that a slightly longer batch fits as well.
 _SPARE = 1.25
-#: A buffer more than so many times as large as what is asked for is left for another ...
+#: A buffer more than this many times as large as the request is kept for another request ...
 _LARGER = 4
-#: ... unless it is small.
+#: ... unless it is smaller than this.
 _SMALL_BYTES = 1 << 16
-#: Free buffers kept; more are given back to the system.
+#: Free buffers kept; the others go back to the system.
 _KEPT = 24
 
 _Bytes = npt.NDArray[np.uint8]
@@ -36,11 +36,11 @@ class _Loan(weakref.ref[npt.NDArray[Any]]):
 class BufferPool:
     """Lends tensors whose memory returns to the pool when nobody refers to them any more.
 
-    Fresh memory is handed out by the kernel page by page, each zeroed: for batches of megabytes that costs
-    about as much as filling them.  Safe from several threads.
+    The kernel hands out fresh memory page by page and zeroes each page: for batches of megabytes that costs
+    about as much as filling them.  Thread-safe.
 
     Args:
-        pin: take page-locked memory, from which copies to a GPU run beside computing.
+        pin: allocate page-locked memory, from which copies to a GPU overlap with computation.
     """
 
     def __init__(self, *, pin: bool = False) -> None:
@@ -55,7 +55,7 @@ class BufferPool:
         if num_bytes == 0:
             return torch.empty(*shape, dtype=dtype)
         memory = self._find(num_bytes)
-        # Torch holds on to this very array for as long as any tensor uses the memory.
+        # Torch holds on to this array for as long as any tensor uses the memory.
         array = memory[:num_bytes].view(_numpy_dtype(dtype)).reshape(shape)
         loan = _Loan(array, self._give_back)
         loan.memory = memory
@@ -65,8 +65,8 @@ class BufferPool:
     def _find(self, num_bytes: int) -> _Bytes:
         with self._lock:
             free = self._free
-            del free[:-_KEPT]  # those unused for longest
-            # The one that came back last: it may still be in the processor's cache.
+            del free[:-_KEPT]  # the least recently used
+            # Prefer the buffer that came back last: it may still be in the CPU cache.
             for place in range(len(free) - 1, -1, -1):
                 if num_bytes <= free[place].size <= max(_LARGER * num_bytes, _SMALL_BYTES):
                     return free.pop(place)
@@ -74,7 +74,7 @@ class BufferPool:
         return memory
 
     def _give_back(self, loan: _Loan) -> None:
-        # Nothing else: a collection may bring memory back in the midst of this thread's own search.
+        # Do nothing else here: garbage collection may call this in the middle of this thread's own search.
         self._free.append(loan.memory)
         del self._loans[id(loan)]
 

@@ -1,4 +1,4 @@
-"""Copy batches to the GPU on a stream of their own, beside the kernels of the step before."""
+"""Copy batches to the GPU on a separate stream, while the kernels of the previous step run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from speechdp.data.loading.stage_times import StageTimes
 
 
 class DeviceStream:
-    """Moves batches to one GPU; safe from several threads.
+    """Copies batches to one GPU; thread-safe.
 
-    Host memory of a copy under way is held here until the copy has ended, because it returns to its pool, and
-    is filled with another batch, as soon as nobody refers to it.
+    Keeps a reference to the host memory until its copy has ended: memory without a reference returns to its
+    pool and is filled with another batch.
 
     Args:
         device: the GPU.
@@ -32,7 +32,7 @@ class DeviceStream:
         self._lock = threading.Lock()
 
     def move(self, batch: Batch) -> Batch:
-        """Start copying a batch; whoever uses the result first calls its `to`, which waits for the copy."""
+        """Start copying a batch; the first user of the result calls its `to`, which waits for the copy."""
         if batch.features.is_cuda:
             return batch
         with self._lock, torch.cuda.stream(self._stream):

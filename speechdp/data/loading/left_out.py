@@ -1,4 +1,4 @@
-"""Utterances of a split that are left out where whole transcripts are learnt."""
+"""Count the utterances of a split that cannot be learnt when whole transcripts are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from speechdp.labels.transcript_hmm import NO_PATH, TranscriptHmms
 
 
 class LeftOut:
-    """Notes the utterances that have no path through their HMMs, and why; safe from several threads.
+    """Records the utterances that have no path through their HMMs, and why; thread-safe.
 
     Args:
         index: the utterances of the split.
@@ -33,13 +33,13 @@ class LeftOut:
         lengths: npt.NDArray[np.int64],
         hmms: TranscriptHmms,
     ) -> npt.NDArray[np.bool_]:
-        """Tell which utterances of a batch have a path, (B,), and note the others.
+        """Return which utterances of a batch have a path, (B,), and record the others.
 
         Args:
             shard: (B,).
             utterance: (B,) place in the shard.
             lengths: (B,) frames.
-            hmms: of the transcripts.
+            hmms: HMMs of the transcripts.
         """
         fits: npt.NDArray[np.bool_] = lengths >= hmms.min_frames
         if not fits.all():
@@ -54,7 +54,7 @@ class LeftOut:
 
         Returns:
             `too_short`: those with fewer frames than their transcripts need; `unknown_words`: those with
-            words that cannot be pronounced.  Only what there is.
+            words that cannot be pronounced.  Zero counts are left out.
         """
         own = {"too_short": self._too_short, "unknown_words": self._unknown}
         found = comm.allgather_object({why: np.flatnonzero(these).tolist() for why, these in own.items()})

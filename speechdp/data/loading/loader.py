@@ -18,7 +18,7 @@ from speechdp.data.loading.source import Pending, Ready, SplitSource
 from speechdp.data.plan.assignment import Assignment
 from speechdp.data.plan.orders import GROUP_BATCHES
 
-#: Batches that wait on the GPU; one more is on its way there.
+#: Batches that wait on the GPU; one more is being copied.
 _ON_DEVICE = 1
 
 
@@ -46,7 +46,7 @@ class Step:
 
 
 class StepLoader(Iterator[Step]):
-    """Yields the steps of this rank's assignments; a context manager that closes itself."""
+    """Yields the steps of this rank's assignments; a context manager that closes itself on exit."""
 
     @abstractmethod
     def __next__(self) -> Step: ...
@@ -67,16 +67,16 @@ class StepLoader(Iterator[Step]):
 class Loader(StepLoader):
     """The batches of this rank's assignments, made ahead of time.
 
-    A thread starts batches in order, at most `read_ahead` beyond the one that was handed out last; the source
-    may make several at a time.  With `to_device` a second thread takes each in turn and moves it, so that the
-    next batch is on the GPU before the step ends.  Errors are raised by `next`, at the batch they belong to;
-    `close` joins the threads.  No process is started: forking after MPI_Init corrupts memory on some fabrics.
+    A thread starts batches in order, at most `read_ahead` beyond the last one handed out; the source may make
+    several at a time.  With `to_device` a second thread copies each batch in turn, so that the next batch is
+    on the GPU before the step ends.  `next` raises an error at the batch that it belongs to; `close` joins
+    the threads.  No process is started: forking after MPI_Init corrupts memory on some fabrics.
 
     Args:
         source: makes the batches.
         assignments: what to read, in order; iterated in the thread.
-        read_ahead: batches held, those under way included.
-        to_device: moves a batch to the GPU; returns once that is under way.
+        read_ahead: most batches held at a time, including those being made.
+        to_device: starts copying a batch to the GPU and returns the copy.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Loader(StepLoader):
         self._assignments = assignments
         self._to_device = to_device
         self._stop = threading.Event()
-        # A token is taken before a batch is begun, so that no more of them take memory than are allowed.
+        # A token is taken before a batch is started, so that no more batches hold memory than are allowed.
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(read_ahead):
             self._room.put(None)
@@ -139,8 +139,8 @@ class Loader(StepLoader):
                     return
                 pending = self._source.start(at.segments, at.place)
                 into.put(self._moved(pending, at) if alone else _Started(pending, at))
-                del pending  # its memory is to come back as soon as the batch has been used
-        except BaseException as error:  # handed to the training thread, which raises it
+                del pending  # its memory must return to the pool as soon as the batch has been used
+        except BaseException as error:  # the training thread raises it
             into.put(error)
             if not isinstance(error, Exception):
                 raise
@@ -166,7 +166,7 @@ class Loader(StepLoader):
                     item = self._moved(item.pending, item.at)
                 if not self._put(item) or not isinstance(item, _Started):
                     return
-        except BaseException as error:  # handed to the training thread, which raises it
+        except BaseException as error:  # the training thread raises it
             self._put(error)
             if not isinstance(error, Exception):
                 raise
@@ -185,7 +185,7 @@ class Loader(StepLoader):
 
 @dataclass(frozen=True)
 class _Started:
-    """A batch under way and where it belongs."""
+    """A batch that is being made, and its place in training."""
 
     pending: Pending
     at: Assignment
@@ -196,14 +196,14 @@ _Item = _Started | BaseException | None
 
 
 class BlockingLoader(StepLoader):
-    """The poster's trainloader: a whole group of batches is read when the first of it is asked for.
+    """The poster's trainloader: reads a whole group of batches when the first of them is requested.
 
-    The order `blocking-sort` sorts such groups; training stands still meanwhile.  Kept to be measured
-    against.
+    The order `blocking-sort` sorts such groups; training stands still meanwhile.  Kept as a baseline for
+    measurements.
 
     Source: Zhang, Cui et al., IBM/NTU poster; the groups of 32 batches are those of public Tacotron code.
 
-    Args: as Loader's.
+    Args: as for Loader.
     """
 
     def __init__(

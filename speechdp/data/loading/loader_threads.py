@@ -1,4 +1,4 @@
-"""What threads beside the training thread do first."""
+"""What every thread beside the training thread does first."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def keep_to_one_thread() -> None:
-    """Keep torch from computing what this thread asks for in further threads, which training needs.
+    """Limit torch to one computing thread for work that this thread asks for: training needs the other cores.
 
-    Threads started afterwards have one as well; those that there are keep theirs.
+    Threads started afterwards are limited as well; existing threads are not.
     """
     torch.set_num_threads(1)

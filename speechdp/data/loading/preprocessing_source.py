@@ -1,7 +1,7 @@
-"""Batches that are preprocessed between reading and training: features from audio, deltas, augmentation.
+"""Preprocess batches between reading and training: features from audio, deltas, augmentation.
 
-Reading stays in the caller's thread; preprocessing runs in threads of its own, several batches at a time, and
-comes to the same values in however many.
+Reading stays in the caller's thread.  Preprocessing runs in its own threads, several batches at a time; the
+values do not depend on the number of threads.
 
 Legend: B segments of a batch, T frames of the longest, F feature dimensions, S samples.
 """
@@ -35,10 +35,11 @@ class PreprocessingSource(SplitSource):
     """A reader followed by a preprocessor.
 
     Args:
-        reader: of the split; closed with this source.
+        reader: of the split; this source closes it.
         preprocessor: what is done to every batch.
         num_threads: batches preprocessed at a time.
-        device: where; on a GPU batches come out there, each with the event that says when it is done.
+        device: where batches are preprocessed; a GPU's batches stay there, each with the event that says when
+            it is ready.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class PreprocessingSource(SplitSource):
         self.index, self.times, self.left_out = reader.index, reader.times, reader.left_out
         self.feature_dim = preprocessor.output_dim
         self.times.facts |= {"threads": num_threads, "preprocess_on": device.type}
-        # One thread on a GPU: its kernels are queued one after the other anyway.
+        # One thread for a GPU: its kernels are queued one after the other anyway.
         self.read_ahead = num_threads + 1
         self._threads = ThreadPoolExecutor(
             1 if device.type == "cuda" else num_threads,
@@ -147,19 +148,19 @@ class PreprocessingSource(SplitSource):
             return batch
         ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record(self._stream)
-        ready.synchronize()  # it is this stage's time, and nobody else waits meanwhile
+        ready.synchronize()  # counts as this stage's time, and nobody else waits meanwhile
         return dataclasses.replace(batch, ready=ready)
 
 
 @dataclass(frozen=True)
 class _Audio:
-    """What a batch is made of.
+    """The audio that a batch is made from.
 
     Attributes:
-        rows: of the batch.
+        rows: rows of the batch.
         utterances: (shard, utterance, speed) of each different utterance.
-        samples: of each, (S,) int16.
-        owners: of each row, the place of its utterance among those.
+        samples: samples of each of these, (S,) int16.
+        owners: for each row, the index of its utterance in `utterances`.
         targets: (B, T) int32.
     """
 

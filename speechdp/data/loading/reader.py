@@ -35,23 +35,23 @@ from speechdp.labels.state_tying import tying_in
 from speechdp.labels.transcript_hmm import TranscriptHmms, TranscriptOptions, make_compiler
 
 IntArray = npt.NDArray[np.int64]
-#: Reads slower than so many bytes a second come from a disk or a network, not from the page cache ...
+#: Reads slower than this many bytes a second come from a disk or a network, not from the page cache ...
 _MEMORY_RATE = 1e9
-#: ... if they are large enough to tell.
+#: ... if they are large enough for their rate to tell.
 _TELLING_BYTES = 1 << 20
-#: Targets that are counted at a time, as whole utterances: 4 MiB.
+#: Targets counted at a time, as whole utterances: 4 MiB.
 _TARGETS_COUNTED = 1 << 20
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What the rows of a batch hold, each column (B,) int64: frames begin:begin+length of an utterance.
+    """The contents of a batch's rows: frames begin:begin+length of an utterance.  Each column is (B,) int64.
 
     Attributes:
-        shard, utterance: which.
+        shard, utterance: the utterance, by its place in its shard.
         position: of the utterance in the index.
         begin, length: frames, counted at the row's speed.
-        first, learnt: of the row, frames first:first+learnt are to be learnt.
+        first, learnt: frames first:first+learnt of the row are to be learnt.
         speed: percent.
     """
 
@@ -76,23 +76,23 @@ class Rows:
 class SplitReader(SplitSource):
     """A split's shards, opened read-only, with the targets of the shards or of an alignment directory.
 
-    Shards are opened when something of them is read first.  Every utterance is verified against its
-    checksum when it is read first; later reads go straight into the batch's memory.  Safe from several
-    threads.
+    A shard is opened at the first read from it.  An utterance's checksum is verified when it is first read;
+    later reads go straight into the batch's memory.  Thread-safe.
 
     Args:
         dataset: the data directory.
         split: e.g. "train".
         alignments: directory with one targets file a shard (same file names), or None for the shards' own.
         context: frames around each segment.
-        comm: ranks that share out the reading of the shards' indices (collective then); None reads all.
+        comm: ranks that share the reading of the shards' indices (collective then); None: this rank reads
+            all.
         pin: make batches in page-locked memory.
-        transcripts: batches hold the HMMs of their transcripts, with these probabilities and the classes of
-            the targets.  Segments are whole utterances then; the frames of one that does not fit its
-            transcript are not to be learnt.
+        transcripts: adds the HMMs of the transcripts to batches, with these probabilities and the classes of
+            the targets.  Segments are whole utterances then; if one does not fit its transcript, its frames
+            are not learnt.
 
     Raises:
-        ConfigError: HMMs are asked for, and the lexicon or the class list cannot be used.
+        ConfigError: HMMs are requested, and the lexicon or the class list cannot be used.
         ShardError: damaged shards, or no such alignment directory.
     """
 
@@ -149,7 +149,7 @@ class SplitReader(SplitSource):
         return Ready(batch)
 
     def rows(self, segments: Segments) -> Rows:
-        """Return what each row of the batch of these segments holds."""
+        """Return the rows of the batch of these segments."""
         position = self._first[segments.shard] + segments.utterance
         recorded = self._starts[position + 1] - self._starts[position]
         lengths = size_at_speed(recorded, segments.speed)
@@ -167,7 +167,7 @@ class SplitReader(SplitSource):
         )
 
     def samples(self, shard: int, utterance: int) -> npt.NDArray[np.int16]:
-        """Read an utterance's samples (S,) from an audio shard; verified when read first."""
+        """Read an utterance's samples (S,) from an audio shard; verify the checksum at the first read."""
         position = self._first[shard] + utterance
         if self._verified[position]:
             return self._files.open(shard).samples(utterance)
@@ -176,13 +176,13 @@ class SplitReader(SplitSource):
         return samples
 
     def utterance_targets(self, shard: int, utterance: int) -> npt.NDArray[np.int32]:
-        """Read an utterance's targets (T,), or symbols (S,)."""
+        """Read an utterance's targets (T,), or for spectrograms its symbols (S,)."""
         return self._files.targets(shard, utterance, utterance + 1)
 
     def targets(self, rows: Rows) -> Tensor:
         """Read the targets of frames to be learnt into a (B, T) int32 tensor; IGNORED_TARGET elsewhere.
 
-        Rows are at the speed they were recorded at.
+        All rows must be at the recorded speed.
         """
         longest = rows.longest
         targets = self.pool.take((len(rows), longest), torch.int32)
@@ -196,7 +196,7 @@ class SplitReader(SplitSource):
         return targets
 
     def transcripts(self, rows: Rows) -> TranscriptHmms | None:
-        """Make the HMMs of the rows' transcripts, where they are asked for."""
+        """Make the HMMs of the rows' transcripts; None if they are not requested."""
         if self._compiler is None or len(rows) == 0:
             return None
         places = zip(rows.shard.tolist(), rows.utterance.tolist(), strict=True)
@@ -204,7 +204,7 @@ class SplitReader(SplitSource):
         return TranscriptHmms.of([self._compiler.compile(text.split()) for text in texts])
 
     def num_learnt(self, rows: Rows, transcripts: TranscriptHmms | None) -> int:
-        """Count the frames to be learnt: not those of utterances that do not fit their transcripts."""
+        """Count the frames to be learnt, without utterances that do not fit their transcripts."""
         if transcripts is None:
             return int(rows.learnt.sum())
         fits = self.left_out.fits(rows.shard, rows.utterance, rows.length, transcripts)
@@ -270,7 +270,7 @@ class SplitReader(SplitSource):
         return features
 
     def _verify(self, rows: Rows) -> None:
-        """Compare the checksums of utterances that have not been read before."""
+        """Verify the checksums of utterances that are read for the first time."""
         verified = self._verified[rows.position]
         if verified.all():
             return
@@ -280,7 +280,7 @@ class SplitReader(SplitSource):
 
 
 def _blocks(offsets: IntArray) -> Iterator[tuple[int, int]]:
-    """Yield the first and last utterance, this one excluded, of pieces of a shard to be counted at a time.
+    """Yield the first utterance and the end (excluded) of blocks of a shard, to be counted one at a time.
 
     Args:
         offsets: (U + 1,) where the targets of each utterance begin, and where the last ones end.

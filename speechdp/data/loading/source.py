@@ -1,4 +1,4 @@
-"""Where a rank's batches come from: its own reading, or another rank that feeds it."""
+"""Define the interface for sources of a rank's batches: its own reading, or another rank that feeds it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from speechdp.data.plan.epoch_plan import CorpusIndex, Segments
 
 
 class Pending(Protocol):
-    """A batch under way."""
+    """A batch that is being made."""
 
     def result(self) -> Batch:
-        """Wait for the batch.  Raises what went wrong in making it (ShardError for damaged data)."""
+        """Wait for the batch.  Raises the error that occurred in making it (ShardError for damaged data)."""
         ...
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A batch that is there already."""
+    """A batch that is ready."""
 
     batch: Batch
 
@@ -41,11 +41,11 @@ class SplitSource(ABC):
 
     Attributes:
         index: the utterances of the split.
-        feature_dim: values a frame of its batches has: the model's input.
-        times: where its time goes.
-        left_out: utterances of its batches that are not learnt.
-        read_ahead: batches that should be under way, lest some of those who make them stand idle.
-        beat: called as `count_classes` goes on, which may take minutes.
+        feature_dim: values per frame of its batches: the model's input size.
+        times: seconds spent in each stage.
+        left_out: utterances that are not learnt.
+        read_ahead: batches that should be in work at a time, so that nobody who makes them is idle.
+        beat: called whenever `count_classes` has made progress; counting may take minutes.
     """
 
     index: CorpusIndex
@@ -57,11 +57,11 @@ class SplitSource(ABC):
 
     @abstractmethod
     def start(self, segments: Segments, place: PlanPosition | None = None) -> Pending:
-        """Begin to make a batch; called by one thread at a time.
+        """Start making a batch.  Must not be called by two threads at a time.
 
         Args:
-            segments: what is in the batch; none gives a batch of 0 frames.
-            place: of the batch in training: what is drawn at random depends on it.  None draws nothing.
+            segments: contents of the batch; none gives a batch of 0 frames.
+            place: place of the batch in training; seeds what is drawn at random.  None: nothing is drawn.
         """
 
     def batch(self, segments: Segments, place: PlanPosition | None = None) -> Batch:
@@ -70,7 +70,7 @@ class SplitSource(ABC):
 
     @abstractmethod
     def count_classes(self, num_classes: int, share: int, num_shares: int) -> npt.NDArray[np.int64]:
-        """Count targets over one of `num_shares` shares of the split: frames and runs of each class.
+        """Count frames and runs of each target class over one of `num_shares` shares of the split.
 
         Returns:
             (2, num_classes); the sum over all shares covers the split.

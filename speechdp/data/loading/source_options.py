@@ -1,4 +1,4 @@
-"""How a source of batches is opened on this rank."""
+"""Open a source of batches on this rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speechdp.data.transforms.preprocess import CACHE_BYTES, Preprocessor
 
 
 class SourceOpener(Protocol):
-    """Opens sources of batches elsewhere."""
+    """Opens sources of batches on other ranks."""
 
     def open(self, request: SourceRequest) -> SplitSource:
         """Open a source.  Collective over the ranks that train."""
@@ -27,14 +27,14 @@ class SourceOpener(Protocol):
 
 @dataclass(frozen=True)
 class Workshop:
-    """Where and how batches are made on this rank; none of it changes what is in them.
+    """Where and how this rank makes batches; nothing here changes what is in them.
 
     Attributes:
         device: the GPU that batches are for, or the CPU.
         preprocess_on: "cpu" or "gpu".
-        num_threads: threads that read, or preprocess on the CPU where there is something to preprocess.
-        num_ranks: that the batches are for: each has a window of its own, for which features are kept.
-        comm: ranks that share out the reading of the shards' indices, or None.
+        num_threads: threads that preprocess on the CPU, or read if there is nothing to preprocess.
+        num_ranks: ranks that the batches are for.  Each has its own window, whose features are cached.
+        comm: ranks that share the reading of the shards' indices, or None.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -45,7 +45,7 @@ class Workshop:
 
 
 def make_preprocessor(dataset: Dataset, request: SourceRequest, num_ranks: int = 1) -> Preprocessor:
-    """Build what stands between a split's shards and the model.  Raises ConfigError if it does not fit."""
+    """Build the preprocessor between shards and model.  Raises ConfigError if it does not fit the data."""
     return Preprocessor(
         dataset.features,
         dataset.sampling_rate,
@@ -58,10 +58,10 @@ def make_preprocessor(dataset: Dataset, request: SourceRequest, num_ranks: int =
 
 
 def open_local_source(dataset: Dataset, request: SourceRequest, workshop: Workshop) -> SplitSource:
-    """Open a split for reading on this rank.  Collective where the workshop names ranks.
+    """Open a split for reading on this rank.  Collective if the workshop has a communicator.
 
     Raises:
-        ConfigError: preprocessing that the data cannot have.
+        ConfigError: the data do not allow this preprocessing.
         ShardError: damaged data.
     """
     preprocessor = make_preprocessor(dataset, request, workshop.num_ranks)

@@ -1,4 +1,4 @@
-"""What a source of batches is opened with, here or on a feeder."""
+"""The options with which a source is opened, on this rank or on a feeder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speechdp.labels.transcript_hmm import TranscriptOptions
 
 @dataclass(frozen=True)
 class Context:
-    """Frames around a segment that are input without being learnt (never beyond the utterance)."""
+    """Frames around a segment that are input but not learnt (never beyond the utterance)."""
 
     left: int = 0
     right: int = 0
@@ -21,16 +21,16 @@ class Context:
 
 @dataclass(frozen=True)
 class SourceRequest:
-    """Everything that decides what the batches of a source hold.
+    """Everything that determines what a source's batches hold.
 
     Attributes:
         split: e.g. "train".
-        alignments: directory of targets files, or None for the shards' own.
+        alignments: directory of targets files, or None for the shards' own targets.
         context: frames around each segment.
         inputs: what is computed from every frame.
-        augment: what is changed at random.
-        seed: of what is drawn at random.
-        transcripts: of the HMMs of transcripts that batches hold; None: they hold none.
+        augment: random changes of the input.
+        seed: of the random numbers.
+        transcripts: options for the HMMs of transcripts in batches; None: batches hold none.
     """
 
     split: str
@@ -47,7 +47,7 @@ class SourceRequest:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SourceRequest:
-        """Read what `to_json` gave."""
+        """Read the result of `to_json`."""
         alignments, transcripts = values["alignments"], values["transcripts"]
         return cls(
             split=values["split"],

@@ -1,4 +1,4 @@
-"""The files behind a split: its shards and, where the targets are of another alignment, theirs."""
+"""The files of a split: its shards, and targets files if the targets are of another alignment."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from speechdp.labels.state_tying import tying_in
 
 IntArray = npt.NDArray[np.int64]
 
-#: Of an utterance in a shard, however well it is packed.
+#: Least size of an utterance in a shard, bytes, however well it is compressed.
 _LEAST_UTTERANCE_BYTES = 0.01
 
 
 class SplitFiles:
-    """The open shards of a split and their targets files; each opened at its first use.
+    """The open shards and targets files of a split; each is opened at its first use.
 
-    Args: as SplitReader's.
+    Args: as for SplitReader.
     """
 
     def __init__(self, dataset: Dataset, split: str, alignments: Path | None) -> None:
@@ -68,23 +68,23 @@ class SplitFiles:
 
     @property
     def storage(self) -> str:
-        """How the shards opened so far are laid out; the costliest way there is."""
+        """Layout of the shards opened so far; if they differ, the most costly."""
         kinds = {opened.shard.storage for opened in self._open if opened is not None}
         return max(kinds, key=len, default="contiguous")
 
     def open(self, number: int) -> Shard:
-        """Return a shard, opened."""
+        """Return a shard; open it if necessary."""
         return self._get(number).shard
 
     def read_targets(self, utterances: IntArray, extents: Extents, into: memoryview) -> None:
-        """Read extents of the targets of utterances, each counted in its shard."""
+        """Read extents of the utterances' targets; an utterance is numbered within its shard."""
         if self._alignments is not None:
             for number, utterance in zip(extents.owner, utterances.tolist(), strict=True):
                 self._get(number).alignment.verify(utterance)
         self._targets.read(extents, 4, into)
 
     def targets(self, number: int, first: int, last: int) -> npt.NDArray[np.int32]:
-        """Read the targets of the utterances first:last of a shard, one after another."""
+        """Read and concatenate the targets of the utterances first:last of a shard."""
         opened = self._get(number)
         if self._alignments is not None:
             for utterance in range(first, last):
@@ -94,7 +94,7 @@ class SplitFiles:
         return reader.read(place, begin, end - begin)
 
     def close(self) -> None:
-        """Close the files; a later read opens them again."""
+        """Close the files; a later read reopens them."""
         self.features.close()
         self._targets.close()
         with self._lock:
@@ -130,11 +130,11 @@ class SplitFiles:
 
 
 def _check_count(path: Path, count: int) -> None:
-    """Refuse a number of utterances that a shard of this size cannot hold, before room is made for them."""
+    """Refuse more utterances than a shard of this size can hold, before memory is allocated for them."""
     try:
         size_bytes = path.stat().st_size
     except OSError:
-        return  # opening it says why
+        return  # opening the file reports the reason
     if count * _LEAST_UTTERANCE_BYTES > size_bytes:
         raise ShardError(
             f"{path}: is too small for the {count} utterances of data.json; prepare the data again"
@@ -143,7 +143,7 @@ def _check_count(path: Path, count: int) -> None:
 
 @dataclass(frozen=True)
 class _OpenedFiles:
-    """A shard, what reads its targets, and their file where they are not the shard's own."""
+    """A shard, the reader of its targets, and the targets file if they are not the shard's own."""
 
     shard: Shard
     targets: tuple[RowReader, ArrayPlace]
@@ -151,12 +151,12 @@ class _OpenedFiles:
 
     @property
     def alignment(self) -> TargetsFile:
-        """The targets' own file."""
+        """The targets file."""
         assert self.targets_file is not None
         return self.targets_file
 
     def check_targets(self) -> None:
-        """Refuse targets outside the classes.  Raises ShardError."""
+        """Refuse targets that are not class indices.  Raises ShardError."""
         (self.targets_file or self.shard).check_targets()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the data path's time goes: reading, preprocessing, collating, copying to the GPU."""
+"""Measure where the data path's time goes: reading, preprocessing, collating, copying to the GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-#: The stages a batch passes, in order.
+#: The stages that a batch passes, in order.
 STAGES = ("read", "preprocess", "collate", "send", "h2d")
 
 
@@ -16,7 +16,7 @@ class StageTimes:
     """Seconds spent in each stage, summed over the threads that worked in it; thread-safe.
 
     Attributes:
-        facts: what else is to stand beside the sums, JSON-like.
+        facts: further values for the summary, JSON-like.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class StageTimes:
             self.add(name, perf_counter() - begun)
 
     def add(self, name: str, seconds: float, num_bytes: int = 0) -> None:
-        """Add to a stage what one batch took; bytes are those read."""
+        """Add one batch's seconds to a stage, and the bytes that it read."""
         with self._lock:
             self._seconds[name] += seconds
             self._bytes += num_bytes
@@ -51,7 +51,7 @@ class StageTimes:
             self._computed_frames += computed_frames
 
     def summary(self) -> dict[str, Any]:
-        """Return the sums as they stand in timing.json; stages that took no time are left out."""
+        """Return the sums as timing.json holds them; stages that took no time are left out."""
         with self._lock:
             stages = {name: round(s, 6) for name, s in self._seconds.items() if s > 0}
             return {

@@ -14,10 +14,10 @@ from speechdp.data.plan.epoch_plan import Segments
 
 
 class ThreadedSource(SplitSource):
-    """A source whose batches are ready when they are started, with threads of its own in front.
+    """Starts the batches of another source in threads; for sources whose `start` makes the whole batch.
 
     Args:
-        source: thread-safe; closed with this one.
+        source: thread-safe; this source closes it.
         num_threads: batches made at a time.
     """
 

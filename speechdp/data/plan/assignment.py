@@ -1,4 +1,4 @@
-"""What a rank is to do next: train on some segments, or meet the other ranks."""
+"""Describe what a rank does next: train on some segments, or meet the other ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Meeting:
 
 @dataclass(frozen=True)
 class PlanPosition:
-    """Names a batch: batch `index` of part `part` of epoch `epoch`; what is drawn at random depends on it."""
+    """Identifies batch `index` of part `part` of epoch `epoch`; seeds what is drawn at random in it."""
 
     epoch: int
     part: int
@@ -55,12 +55,12 @@ class Assignment:
 
     Attributes:
         segments: none where this rank only joins the others' step, or meets them.
-        place: of the batch.
-        index: steps of the epoch done before this one.
+        place: place of the batch in the plan.
+        index: steps of the epoch before this one.
         num_steps: steps of the epoch.
         mean_frames: frames of this step averaged over ranks.
-        total_frames: frames of this step of all ranks together.
-        meeting: the meeting, if it is one.
+        total_frames: frames of this step summed over ranks.
+        meeting: the meeting, if this is one.
     """
 
     segments: Segments
@@ -74,7 +74,7 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Position:
-    """Where to begin: step `step` of epoch `epoch`."""
+    """Where training begins: step `step` of epoch `epoch`."""
 
     epoch: int = 0
     step: int = 0
@@ -87,7 +87,7 @@ def planned(
 
     Args:
         plan: returns the plan of an epoch.
-        part: which part; None yields all steps without segments (a server).
+        part: which part; None (a server) yields all steps without segments.
         num_epochs: epochs of the run.
         start: the first step.
     """
@@ -101,10 +101,10 @@ def planned(
 
 
 def meeting_of(meeting: Meeting) -> Assignment:
-    """Return the assignment to come to `meeting`."""
+    """Return the assignment that makes a rank join `meeting`."""
     return Assignment(Segments.none(), PlanPosition(meeting.epoch, 0, 0), 0, 1, 0.0, 0, meeting)
 
 
 def augmentation_seed(seed: int, place: PlanPosition) -> np.random.Generator:
-    """Return the generator for what is drawn at random in a batch, whichever rank trains on it."""
+    """Return the generator for a batch's random values, the same whichever rank trains on it."""
     return np.random.default_rng([seed, place.part, place.epoch, place.index])

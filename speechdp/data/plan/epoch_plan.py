@@ -1,8 +1,8 @@
 """The epoch plan: which frames which rank trains on, in which step.  Pure: same arguments, same plan.
 
-Every rank computes the plan by itself from the shards' indices and so knows, without a message, how many
-steps the epoch has and how many frames all ranks together train on in each.  A plan keeps 4 bytes an
-utterance and 8 a batch; the segments of a batch are worked out when it is asked for.
+Every rank computes the plan by itself from the shards' indices and the seed.  So it knows without messages
+how many steps the epoch has and how many frames all ranks together train on in each step.  A plan keeps 4
+bytes an utterance and 8 a batch; the segments of a batch are computed when they are requested.
 
 Legend: S segments, N steps, R ranks.
 """
@@ -33,11 +33,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank's part of an epoch.  Any thread may ask for a batch; neighbours come cheapest.
+    """One rank's part of an epoch.  Thread-safe; requests for neighbouring batches are the cheapest.
 
     Attributes:
-        windows: where its segments come from.
-        rank: whose part it is.
+        windows: the windows that hold the segments.
+        rank: the rank whose part this is.
         frames: (N,) frames of each batch.
         padded_frames: (N,) the same with padding to the longest segment.
     """
@@ -53,12 +53,12 @@ class RankPlan:
         return len(self.frames)
 
     def batch(self, index: int) -> Segments:
-        """Return the segments of a batch; a step without any is joined with 0 frames."""
+        """Return the segments of a batch; none in a step that this rank joins with 0 frames."""
         return _segments(self.windows.index, self.windows.batch(self.rank, index))
 
     @property
     def segments(self) -> Segments:
-        """All segments, batch after batch: of a large corpus, a lot of memory."""
+        """All segments, batch after batch; for a large corpus this takes much memory."""
         windows = [self.windows.window(self.rank, w).pieces for w in range(self.windows.num_windows)]
         columns = (
             [w.utterance for w in windows],
@@ -96,12 +96,12 @@ class EpochPlan:
 def plan_epoch(index: CorpusIndex, options: PlanOptions, epoch: int, size: int) -> EpochPlan:
     """Deal a corpus to `size` ranks: every frame exactly once, each rank about the same number.
 
-    The shards are put in a new order each epoch and laid end to end; rank r gets the r-th of `size`
-    stretches of equal numbers of frames.  So a rank reads only the shards its stretch touches, whether
-    there are more shards than ranks or fewer.  Inside its stretch utterances are shuffled and taken window
-    by window (a small corpus has one window); a window's segments are ordered as `options.order` says and
-    cut into batches.  In whatever order, batches are put into steps so that all ranks have batches of about
-    the same cost in a step, and synchronous ranks wait little for the longest.
+    The shards are shuffled each epoch and laid end to end; rank r gets the r-th of `size` stretches with
+    equal numbers of frames.  So a rank reads only the shards that its stretch touches, whether there are more
+    shards than ranks or fewer.  Inside its stretch utterances are shuffled and taken window by window (a
+    small corpus has one window); a window's segments are ordered according to `options.order` and cut into
+    batches.  With every order, batches are put into steps so that the batches of all ranks in a step cost
+    about the same, and synchronous ranks wait little for the longest.
     """
     windows = Windows(index, options, epoch, size)
     ranks = tuple(RankPlan(windows, r, windows.frames[r], windows.padded[r]) for r in range(size))

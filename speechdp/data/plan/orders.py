@@ -1,4 +1,4 @@
-"""The orders of an epoch: how the segments of a window of one rank become batches, in which steps.
+"""Order the segments of a window of one rank, cut them into batches, and put the batches into steps.
 
 Everything here works on lengths alone.  A window's segments are arranged (`arrange`), cut into batches
 (`cut`), evened out over the ranks (`even_out`) and put into steps (`steps_of`).
@@ -82,7 +82,7 @@ def arrange(lengths: npt.NDArray[Any], options: PlanOptions, rng: np.random.Gene
     shuffled: IntArray = rng.permutation(len(lengths))
     if options.order == "shuffled":
         return shuffled
-    # Batches by frames are cut across the ends of pools: pools must meet at like lengths there.
+    # Batches by frames may cross the ends of pools: the lengths on both sides must be similar there.
     is_alternating = options.order == "laplace" or (options.order == "pooled" and options.batch_frames > 0)
     return shuffled[_sorted_in_blocks(lengths[shuffled], block_segments(lengths, options), is_alternating)]
 
@@ -117,7 +117,7 @@ def cut(lengths: npt.NDArray[Any], options: PlanOptions) -> IntArray:
     if options.batch_frames == 0:
         num_batches = -(-len(lengths) // options.batch_size)
         return np.minimum(np.arange(num_batches + 1) * options.batch_size, len(lengths))
-    # The longest of a group and the shortest of the next would be mostly padding.
+    # A batch with the longest segment of one group and the shortest of the next would be mostly padding.
     block = block_segments(lengths, options) if options.order == "blocking-sort" else max(1, len(lengths))
     bounds = [0]
     for first in range(0, len(lengths), block):
@@ -168,21 +168,21 @@ def even_out(lengths: npt.NDArray[Any], bounds: IntArray, num_batches: int) -> I
 
 
 def steps_of(costs: Costs, num_steps: int, options: PlanOptions, rng: np.random.Generator) -> IntArray:
-    """Return which batch (n,) a rank has in each step; numbers from N on stand for empty batches.
+    """Return which batch (n,) a rank has in each step; N and larger numbers stand for empty batches.
 
     Args:
-        costs: of the rank's batches.
+        costs: costs of the rank's batches.
         num_steps: n >= N.
-        options: of the plan.
-        rng: in the same state on every rank, so that batches that match come in the same step.
+        options: options of the plan.
+        rng: in the same state on every rank, so that similar batches fall into the same step.
     """
     if options.order == "laplace":
         return np.arange(num_steps)
     if options.order == "blocking-sort":
         return np.lexsort((rng.random(num_steps), np.arange(num_steps) // GROUP_BATCHES))
     shuffled: IntArray = rng.permutation(num_steps)
-    # The k-th costliest batches of all ranks meet.  Pooled batches by frames all have about the same number
-    # of padded frames; what keeps ranks waiting then is the longest segment of a recurrent network.
+    # The k-th costliest batches of all ranks fall into one step.  Pooled batches by frames all have about the
+    # same number of padded frames; ranks then wait for the longest segment in a recurrent network.
     first, second = costs.padded, costs.longest
     if options.order == "pooled" and options.batch_frames > 0:
         first, second = second, first

@@ -10,14 +10,14 @@ from speechdp.data.plan.epoch_plan import EpochPlan
 
 
 class Planner:
-    """Returns the plan of an epoch, and has a thread compute that of the next.
+    """Returns the plan of an epoch, and computes the next epoch's plan in a thread.
 
-    The plan of a large corpus takes seconds, which nobody waits for at the end of an epoch.  Two plans are
-    kept.  Safe from several threads.
+    The plan of a large corpus takes seconds to compute; so nobody waits for it at the end of an epoch.  Two
+    plans are kept.  Thread-safe.
 
     Args:
         make: computes the plan of an epoch; pure.
-        num_epochs: of the run: no plan is made beyond.
+        num_epochs: epochs of the run; later ones are not planned ahead.
     """
 
     def __init__(self, make: Callable[[int], EpochPlan], num_epochs: int) -> None:
@@ -28,7 +28,7 @@ class Planner:
         self._is_closed = False
 
     def __call__(self, epoch: int) -> EpochPlan:
-        """Return the plan of an epoch.  Raises what went wrong in making it."""
+        """Return the plan of an epoch.  Raises the error that occurred in making it."""
         with self._lock:
             if self._is_closed:
                 return self._make(epoch)
@@ -41,7 +41,7 @@ class Planner:
         return plan.result()
 
     def close(self) -> None:
-        """Join the thread; safe to call twice.  Plans asked for later are made by whoever asks."""
+        """Join the thread; safe to call twice.  Later calls compute their plan in the caller's thread."""
         with self._lock:
             self._is_closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)

@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
-#: What is kept for every utterance of a corpus is kept in 4 bytes.
+#: Columns with a value per utterance of a corpus take 4 bytes a value.
 Int32Array = npt.NDArray[np.int32]
 
-#: Percent of the recorded speed.
+#: The recorded speed, percent.
 AS_RECORDED = 100
 
 
@@ -23,7 +23,7 @@ Size = TypeVar("Size", int, IntArray)
 
 
 def size_at_speed(size: Size, percent: Size) -> Size:
-    """Return how many frames, or samples, there are of `size` at another speed, rounded."""
+    """Return how many frames, or samples, `size` of them become at another speed, rounded."""
     return (size * AS_RECORDED + percent // 2) // percent
 
 
@@ -35,7 +35,7 @@ class CorpusIndex:
         shard: (U,) the shard each utterance is in.
         utterance: (U,) its place in that shard.
         num_frames: (U,) its length.
-        speed: (U,) the speed it is played at, percent of the recorded; None: all as recorded.
+        speed: (U,) speed at which each is played, percent of the recorded speed; None: all as recorded.
     """
 
     shard: Int32Array
@@ -72,8 +72,8 @@ class CorpusIndex:
 class Segments:
     """Pieces of utterances (S,): frames start:start+num_frames of an utterance of a shard.
 
-    Frames are counted in the utterance as it is played: at `speed` percent of the recorded speed, 100 where
-    none is given.
+    Frames are counted at the speed at which the utterance is played: `speed` percent of the recorded speed,
+    100 by default.
     """
 
     shard: IntArray
@@ -103,7 +103,7 @@ class Segments:
 
 
 def ranges(starts: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> IntArray:
-    """Concatenate start:start+size for every pair."""
+    """Concatenate the integers start:start+size of every pair."""
     before = np.cumsum(sizes) - sizes
     result: IntArray = np.arange(int(sizes.sum())) + np.repeat(starts - before, sizes)
     return result

@@ -1,7 +1,8 @@
-"""The utterances of an epoch, dealt to ranks and taken window by window, so that a plan stays small.
+"""Deal an epoch's utterances to ranks and make batches of them window by window, so that a plan stays small.
 
-An epoch has one order of utterances, 4 bytes each.  A window is a stretch of it of one rank; its segments
-are cut, arranged and batched when they are asked for, and again if they have been forgotten since.
+An epoch has one order of utterances, 4 bytes each.  A window is a stretch of that order that belongs to one
+rank.  Its segments are cut, arranged and batched when they are requested, and again if they have been dropped
+from memory since.
 
 Legend: U utterances, S segments, R ranks, W windows of a rank, N steps.
 """
@@ -28,9 +29,9 @@ from speechdp.data.plan.orders import (
 )
 from speechdp.data.plan.segments import CorpusIndex, Int32Array, IntArray, ranges
 
-#: A window has about this many segments, if it need not be larger to hold a group of batches.
+#: A window has about this many segments, unless it must be larger to hold a group of batches.
 WINDOW_SEGMENTS = 1 << 16
-#: Windows are kept until together they have more segments than this, the latest two always.
+#: Windows stay in memory until together they have more segments than this; the latest two always stay.
 _KEPT_SEGMENTS = 1 << 18
 
 
@@ -56,19 +57,19 @@ class Window:
 
 @dataclass(frozen=True)
 class _Edges:
-    """Where a rank's windows begin and end, (W + 1,): at an utterance of its, after some chunks of it."""
+    """Begin and end of a rank's windows, (W + 1,): the place of an utterance, and chunks of it to skip."""
 
     utterance: IntArray
     chunks: IntArray
 
 
 class Windows:
-    """All windows of an epoch.  Any thread may ask.
+    """All windows of an epoch.  Thread-safe.
 
     Args:
         index: of the corpus.
         options: of the plan.
-        epoch: number of the epoch; another one, another order.
+        epoch: number of the epoch; each has another order.
         size: R, ranks that share the corpus.
 
     Attributes:
@@ -96,7 +97,7 @@ class Windows:
         return len(self._edges[0].chunks) - 1
 
     def batch(self, rank: int, step: int) -> Pieces:
-        """Return the pieces that a rank has in a step."""
+        """Return the pieces of a rank in a step."""
         assert 0 <= step < self.first_step[-1]
         number = int(np.searchsorted(self.first_step, step, side="right")) - 1
         window = self.window(rank, number)
@@ -105,7 +106,7 @@ class Windows:
         return Pieces(pieces.utterance[start:end], pieces.start[start:end], pieces.num_frames[start:end])
 
     def window(self, rank: int, number: int) -> Window:
-        """Return a window of a rank, made anew unless it is kept."""
+        """Return a window of a rank; make it unless it is in memory."""
         with self._lock:
             window = self._kept.get((rank, number))
             if window is None:
@@ -132,7 +133,7 @@ class Windows:
         )
 
     def _count(self) -> tuple[list[Int32Array], list[Int32Array]]:
-        """Count what every step of every rank costs, window by window: a list of (R, n) of frames, padded."""
+        """Compute the costs of all steps, window by window: lists of (R, n) frames and padded frames."""
         frames, padded = [], []
         for number in range(self.num_windows):
             drafts = []
@@ -159,14 +160,15 @@ class Windows:
         return pieces, order, cut(pieces.num_frames[order], self._options)
 
     def _evened(self, lengths: npt.NDArray[Any], bounds: IntArray, num_steps: int) -> IntArray:
-        # Batches of one size match the other ranks' by their places, which must not shift.
+        # Batches with a fixed number of segments match the other ranks' by their places, which must not
+        # shift.
         return even_out(lengths, bounds, num_steps) if self._options.batch_frames else bounds
 
     def _steps(self, costs: Costs, num_steps: int, number: int) -> IntArray:
         return steps_of(costs, num_steps, self._options, self._rng([0, *self._word_of(number)]))
 
     def _pieces(self, rank: int, number: int) -> Pieces:
-        """Cut a window's utterances; the last piece of an utterance may be shorter than a chunk."""
+        """Cut a window's utterances into pieces; an utterance's last piece may be shorter than a chunk."""
         edges = self._edges[rank]
         first, skipped = int(edges.utterance[number]), int(edges.chunks[number])
         last, taken = int(edges.utterance[number + 1]), int(edges.chunks[number + 1])
@@ -188,7 +190,7 @@ class Windows:
         return -(-lengths // chunk) if chunk else (lengths > 0).astype(lengths.dtype)
 
     def _place_windows(self) -> list[_Edges]:
-        """Say where windows begin; shuffle every rank's utterances if there is more than one window."""
+        """Place the windows; shuffle every rank's utterances if there is more than one window."""
         counts = [
             int(self._chunks_of(self.index.num_frames[utterances]).sum(dtype=np.int64))
             for utterances in self._stretches
@@ -203,7 +205,7 @@ class Windows:
         return [self._edges_of(utterances, num_windows) for utterances in self._stretches]
 
     def _edges_of(self, utterances: Int32Array, num_windows: int) -> _Edges:
-        """Divide a rank's utterances: every window with full batches, or of as many frames as the others."""
+        """Divide a rank's utterances into windows of full batches, or of equal numbers of frames."""
         lengths = self.index.num_frames[utterances]
         chunks = self._chunks_of(lengths)
         if self._options.batch_frames == 0:
@@ -227,12 +229,12 @@ class Windows:
 
 
 def _stretches(index: CorpusIndex, rng: np.random.Generator, size: int) -> tuple[Int32Array, IntArray]:
-    """Put the shards in a new order, end to end; rank r gets the utterances order[cuts[r]:cuts[r + 1]]."""
+    """Shuffle the shards and lay them end to end; rank r gets the utterances order[cuts[r]:cuts[r + 1]]."""
     num_shards = int(index.shard.max()) + 1
     rank_of_shard = rng.permutation(num_shards).astype(np.uint16 if num_shards < 1 << 16 else np.int64)
     order = np.argsort(rank_of_shard[index.shard], kind="stable").astype(np.int32)
     lengths = index.num_frames[order]
-    # The utterance whose middle lies in the stretch belongs to it: a partition, whatever the lengths.
+    # An utterance belongs to the stretch that contains its middle: a partition, whatever the lengths.
     middles = np.cumsum(lengths, dtype=np.float64)
     total = middles[-1]
     middles -= lengths / 2
@@ -242,7 +244,7 @@ def _stretches(index: CorpusIndex, rng: np.random.Generator, size: int) -> tuple
 
 
 def _window_segments(options: PlanOptions) -> int:
-    """Return how many segments a window has at most: whole groups of batches, if there is room for one."""
+    """Return the most segments a window has: whole groups of batches, if there is room for one."""
     segments = WINDOW_SEGMENTS
     is_narrow = options.window_frames > 0 and options.chunk_frames > 0
     if is_narrow:

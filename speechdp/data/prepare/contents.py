@@ -1,4 +1,4 @@
-"""What a data directory is to hold: sources read this from a corpus, the pipeline writes it."""
+"""Describe the contents of a new data directory: sources make them from a corpus, the pipeline writes."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ class Named(Protocol):
 
     @property
     def utterance_id(self) -> str:
-        """Its id."""
+        """Id of the utterance."""
         ...
 
     @property
     def speaker(self) -> str:
-        """Who says it."""
+        """Speaker of the utterance."""
         ...
 
     @property
     def text(self) -> str:
-        """Its transcript."""
+        """Transcript of the utterance."""
         ...
 
 
 class ShardContent(Protocol):
-    """The utterances of one shard, of which the process that writes the shard makes what it stores."""
+    """The utterances of one shard; the process that writes the shard computes what it stores."""
 
     @property
     def utterances(self) -> Sequence[Named]:
-        """All of them, in the shard's order."""
+        """All utterances, in the shard's order."""
         ...
 
     def ready(self, path: Path, header: ShardHeader) -> Iterator[Utterance | AudioUtterance]:
-        """Yield what the shard of that path and header stores of each."""
+        """Yield what the shard at `path` stores of each utterance, according to its header."""
         ...
 
 
 @dataclass(frozen=True)
 class Contents:
-    """All that is to be written.
+    """All contents of a data directory.
 
     Attributes:
-        manifest: what data.json says, but for its splits.
-        shards: of each split.
-        stage: what writing the shards does, for people.
-        save: writes what stands beside the shards into the data directory.
-        notices: what to tell the user.
+        manifest: contents of data.json except for its splits.
+        shards: shards of each split.
+        stage: description of the writing of shards, for progress messages.
+        save: writes the other files of the data directory.
+        notices: messages for the user.
     """
 
     manifest: Manifest
@@ -68,9 +68,9 @@ class Contents:
 def deal_splits(
     splits: Mapping[str, Sequence[_Item]], size: Callable[[_Item], int], num_shards: int, seed: int
 ) -> dict[str, list[tuple[_Item, ...]]]:
-    """Deal each split's utterances out to shards of about equal `size`.
+    """Deal each split's utterances to shards of about equal `size`.
 
-    Train gets `num_shards`, dev and test a quarter as many, for they are small.
+    Train gets `num_shards`, dev and test a quarter as many because they are small.
     """
     return {
         name: [

@@ -1,4 +1,4 @@
-"""Divide a corpus of audio and transcripts into splits, and look at the audio's headers."""
+"""Divide a corpus of audio and transcripts into splits, and read the headers of the audio."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class DividedCorpus:
     """A corpus in splits.
 
     Attributes:
-        rule: what divided it, as data.json has it.
+        rule: the rule that divided it, as written in data.json.
         splits: the utterances of each split that holds any.
-        sampling_rate: that the audio is brought to, in Hz.
-        seconds: how long the audio of each utterance is.
-        notices: what to tell the user.
+        sampling_rate: rate to which the audio is resampled, in Hz.
+        seconds: duration of the audio of each utterance.
+        notices: messages for the user.
     """
 
     rule: str
@@ -51,17 +51,17 @@ class DividedCorpus:
     def of(
         cls, corpus: Corpus, options: PrepareOptions, progress: Progress, like: Dataset | None = None
     ) -> DividedCorpus:
-        """Divide a corpus as the options say.
+        """Divide a corpus according to the options.
 
         Args:
-            corpus: all of it.
-            options: how to divide it, and by which seed.
-            progress: told how many headers are read.
-            like: data of a model that the corpus is prepared for: it gives the sampling rate, and all
-                utterances are in test where nothing else is said.
+            corpus: the whole corpus.
+            options: how to divide it, and the seed.
+            progress: called with the number of headers read.
+            like: data of a model that the corpus is prepared for.  They determine the sampling rate, and all
+                utterances go into test unless the options or the corpus say otherwise.
 
         Raises:
-            ConfigError: the split cannot be made, or a file is no audio of one channel, or of another rate.
+            ConfigError: the split is impossible, or a file is no audio of one channel, or of another rate.
         """
         return cls.probed(divide(corpus, options, for_model=like is not None), options, progress, like)
 
@@ -69,7 +69,7 @@ class DividedCorpus:
     def probed(
         cls, division: Division, options: PrepareOptions, progress: Progress, like: Dataset | None = None
     ) -> DividedCorpus:
-        """Look at the audio of a corpus that is divided.  Raises ConfigError as `of`."""
+        """Read the headers of a divided corpus's audio.  Raises ConfigError as `of`."""
         splits = division.splits
         infos = probe_all(list(dict.fromkeys(u.audio for each in splits.values() for u in each)), progress)
         seconds = {info.source: info.num_samples / info.sampling_rate for info in infos}
@@ -88,11 +88,11 @@ class DividedCorpus:
 
 @dataclass(frozen=True)
 class Division:
-    """A corpus in splits, before its audio is looked at.
+    """A corpus in splits, before its audio is read.
 
     Attributes:
         rule, splits, notices: see DividedCorpus.
-        held_out: the splits that are sources of their own.
+        held_out: the splits that are separate sources.
         files: see Corpus.
     """
 
@@ -104,16 +104,16 @@ class Division:
 
 
 def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) -> Division:
-    """Divide a corpus as the options say.
+    """Divide a corpus according to the options.
 
     Args:
-        corpus: all of it.
-        options: how to divide it, and by which seed.
-        for_model: it is prepared for a trained model: no train split is needed, and all utterances are in
-            test where nothing else is said.
+        corpus: the whole corpus.
+        options: how to divide it, and the seed.
+        for_model: whether it is prepared for a trained model.  Then no train split is needed, and all
+            utterances go into test unless the options or the corpus say otherwise.
 
     Raises:
-        ConfigError: the split cannot be made.
+        ConfigError: the split is impossible.
     """
     is_divided = corpus.has_splits or corpus.held_out
     if for_model and not (options.split or options.held_out_speaker or is_divided):
@@ -131,11 +131,11 @@ def divide(corpus: Corpus, options: PrepareOptions, *, for_model: bool = False) 
 def warn_of_splits(
     splits: Mapping[str, Sequence[CorpusUtterance]], held_out: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Warn of splits from which no error rate that means anything comes.
+    """Return warnings of splits that give no meaningful error rate.
 
     Args:
-        splits: the utterances of each.
-        held_out: those that are sources of their own, which no --split changes.
+        splits: the utterances of each split.
+        held_out: the splits that are separate sources, which no --split changes.
     """
     words = (word for utterances in splits.values() for u in utterances for word in u.words)
     return (
@@ -149,7 +149,7 @@ def warn_of_splits(
 def _warn_of_single(
     splits: Mapping[str, Sequence[CorpusUtterance]], held_out: Collection[str]
 ) -> tuple[str, ...]:
-    """Warn of a single utterance beside train; where there is no train, nobody has asked for more."""
+    """Warn of a dev or test split of one utterance, unless there is no train split: that was requested."""
     single = [name for name, utterances in splits.items() if name != "train" and len(utterances) == 1]
     if not single or "train" not in splits:
         return ()
@@ -162,7 +162,7 @@ def _warn_of_single(
 
 
 def _warn_of_large_dev(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple[str, ...]:
-    """Warn of a dev part that is larger than train: the two are likely mixed up."""
+    """Warn of a dev split that is larger than train: the two are probably exchanged."""
     dev, train = (len(splits.get(name, ())) for name in ("dev", "train"))
     if dev <= train or train == 0:
         return ()
@@ -175,11 +175,11 @@ def _warn_of_large_dev(splits: Mapping[str, Sequence[CorpusUtterance]]) -> tuple
 def warn_of_speakers(
     splits: Mapping[str, Sequence[CorpusUtterance]], held_out: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Warn of speakers who are both trained on and tested: word errors are fewer than with new speakers.
+    """Warn of speakers in both train and a held-out split: new speakers would have more word errors.
 
     Args:
-        splits: the utterances of each.
-        held_out: those that are sources of their own.
+        splits: the utterances of each split.
+        held_out: the splits that are separate sources.
     """
     names = speakers_on_both_sides(splits)
     if not names:
@@ -202,11 +202,11 @@ def warn_of_speakers(
 def warn_of_same_sound(
     sounds: Mapping[str, Sequence[tuple[str, AudioSource]]], asked: SameFiles | None = None
 ) -> tuple[str, ...]:
-    """Warn of utterances of a held-out split whose sound an earlier split has: copies, or parts that overlap.
+    """Warn of held-out utterances whose sound an earlier split has, too: copies, or parts that overlap.
 
     Args:
-        sounds: the ids of each split's utterances, and where they are.
-        asked: of what files the disk has been asked already.
+        sounds: the id and the audio of each split's utterances.
+        asked: files that have been looked up on the disk already.
     """
     order = [name for name in SPLIT_NAMES if name in sounds]
     files = SameFiles(((audio, name) for name in order for _, audio in sounds[name]), asked)
@@ -229,11 +229,11 @@ def warn_of_same_sound(
 
 
 def channels_read(infos: Iterable[AudioInfo], asked_for: Channel | None) -> tuple[str, ...]:
-    """Tell what is read of files of several channels, and that --channel is of no use where there is none.
+    """Report what is read of files with several channels, or that --channel has no effect without any.
 
     Args:
-        infos: of all audio.
-        asked_for: by --channel.
+        infos: headers of all audio.
+        asked_for: value of --channel.
     """
     files: dict[Channel, set[Path]] = {}
     for info in infos:
@@ -249,7 +249,7 @@ def channels_read(infos: Iterable[AudioInfo], asked_for: Channel | None) -> tupl
 
 
 def _resampled(infos: Sequence[AudioInfo], rate: int) -> tuple[str, ...]:
-    """Tell of audio that is brought to the rate of a model's data."""
+    """Report audio that is resampled to the rate of a model's data."""
     lower = [info for info in infos if info.sampling_rate < rate]
     others = [info for info in infos if info.sampling_rate != rate]
     if lower:
@@ -261,9 +261,9 @@ def _resampled(infos: Sequence[AudioInfo], rate: int) -> tuple[str, ...]:
 
 
 def probe_all(sources: Sequence[AudioSource], progress: Progress) -> list[AudioInfo]:
-    """Read the headers of audio files.  Raises ConfigError on what is no audio of one channel."""
+    """Read the headers of audio files.  Raises ConfigError if one is not audio of one channel."""
     infos = []
-    errors: dict[Path, UnreadableAudioError] = {}  # a download that failed spoils many: all are named at once
+    errors: dict[Path, UnreadableAudioError] = {}  # a failed download spoils many: all are named at once
     channels: dict[Path, SeveralChannelsError] = {}
     outside: list[OutsideRecordingError] = []
     for number, source in enumerate(sources, 1):

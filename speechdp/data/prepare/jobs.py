@@ -1,4 +1,4 @@
-"""Run jobs over many utterances, in processes of their own where that pays or is needed."""
+"""Run jobs over many utterances, in separate processes if that pays or is needed."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ Progress = Callable[[str, int, int], None]
 Result_co = TypeVar("Result_co", covariant=True)
 
 _FEWEST_FOR_PROCESSES = 64
-#: Modules are found as they are here, whatever folder this was started in.
+#: Gives the new process this process's module search path, whatever folder it was started in.
 _PROGRAM = "import sys; sys.path[:] = {path}; from speechdp.data.prepare import jobs; jobs.work({pipe})"
 
 
 class Job(Protocol[Result_co]):
-    """Work on one file, in this process or in another, to which it is pickled."""
+    """Work on one file, done in this process or pickled and sent to another."""
 
     @property
     def path(self) -> Path:
-        """The file it makes, for people."""
+        """The file that the job writes, for messages."""
         ...
 
     @property
     def num_utterances(self) -> int:
-        """Number of utterances it goes through."""
+        """Number of utterances to process."""
         ...
 
     def run(self, advance: Callable[[], None]) -> Result_co:
-        """Do it, calling `advance` after each utterance."""
+        """Do the job; call `advance` after each utterance."""
         ...
 
 
@@ -54,14 +54,14 @@ def run_jobs(
     *,
     always_apart: bool = False,
 ) -> list[Result_co]:
-    """Run all jobs, in parallel processes where that pays.
+    """Run all jobs, in parallel processes if that pays.
 
     Args:
-        jobs: what to do; results come in the same order.
-        stage: what the jobs do, for people.
-        num_workers: processes at a time; None means as many as there are cores.
-        progress: told how many utterances are done.
-        always_apart: a fresh process for each job, however little there is to do.
+        jobs: the jobs; results have the same order.
+        stage: description of the jobs, for messages.
+        num_workers: processes at a time; None: one per core.
+        progress: called with the number of utterances done.
+        always_apart: start a new process for each job, however little there is to do.
 
     Raises:
         ConfigError, ShardError, OSError: from the first job that failed; the others are stopped.
@@ -98,7 +98,7 @@ def _run_apart(
             raise CancelledError
         advance()
 
-    waiting = enumerate(jobs)  # processes that take from the same one share the jobs out
+    waiting = enumerate(jobs)  # processes that share this iterator take jobs from it in turn
     shares = [iter([numbered]) for numbered in waiting] if one_each else [waiting] * num_workers
     with ThreadPoolExecutor(num_workers) as threads:
         futures = [
@@ -106,10 +106,10 @@ def _run_apart(
         ]
         try:
             for future in as_completed(futures):
-                future.result()  # raises what a job raised
+                future.result()  # raises the job's exception
             return [results[number] for number in range(len(jobs))]
         finally:
-            stop.set()  # else leaving the block would wait for files that nobody wants any more
+            stop.set()  # else leaving the block would wait for files no longer needed
             for future in futures:
                 future.cancel()
 
@@ -117,8 +117,9 @@ def _run_apart(
 def _run_in_process(
     jobs: Iterator[tuple[int, Job[Any]]], results: dict[int, Any], stage: str, advance: Callable[[], None]
 ) -> None:
-    """Start a process, let it run one job after the other, and put what they return into `results`."""
-    # Ctrl-C reaches every process of the terminal: this one ends its workers, which inherit what it blocks.
+    """Start a process, let it run one job after the other, and put the return values into `results`."""
+    # Ctrl-C goes to all processes of the terminal.  This one ends its workers, which inherit the blocked
+    # signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     ours, theirs = Pipe()
     program = _PROGRAM.format(path=sys.path, pipe=theirs.fileno())
@@ -127,7 +128,7 @@ def _run_in_process(
     with process, closing(ours):
         try:
             for number, job in jobs:
-                with suppress(ConnectionError):  # it has died, which receiving says
+                with suppress(ConnectionError):  # it has died; receiving reports that
                     ours.send(job)
                 while (message := _receive(ours, process, f"{job.path}: its process, {stage},")) is None:
                     advance()
@@ -148,9 +149,9 @@ def _receive(connection: Connection[Any, Any], process: subprocess.Popen[bytes],
 
 
 def work(pipe: int) -> None:
-    """Run the jobs that the process which started this one sends, and send back what comes of them.
+    """Run the jobs that the parent process sends, and send back their results.
 
-    This process ends with that one, however that ends: the next `prepare` may write to the same folder.
+    This process ends with its parent, however that ends: the next `prepare` may write to the same folder.
     """
     connection: Connection[Any, Job[Any]] = Connection(pipe)
     jobs: SimpleQueue[Job[Any]] = SimpleQueue()
@@ -164,7 +165,7 @@ def work(pipe: int) -> None:
         try:
             connection.send(message)
         except ConnectionError:
-            os._exit(1)  # nobody is there any more, which the other thread is about to find out
+            os._exit(1)  # the parent has gone, which the other thread is about to notice
 
 
 def _take_jobs(connection: Connection[Any, Job[Any]], jobs: SimpleQueue[Job[Any]]) -> None:

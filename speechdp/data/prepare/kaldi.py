@@ -1,4 +1,4 @@
-"""A Kaldi data directory, with the alignment of a Kaldi system or, only to be scored, without."""
+"""Prepare a Kaldi data directory, with the alignment of a Kaldi system or, for scoring only, without."""
 
 from __future__ import annotations
 
@@ -104,23 +104,23 @@ def read_kaldi(options: PrepareOptions, scratch: Path, progress: Progress) -> Co
 
 @dataclass(frozen=True)
 class _Listed:
-    """What a data directory lists: where features or audio of an utterance are, and who says it."""
+    """The entries of a data directory: features or audio and the speaker of each utterance."""
 
     folder: Path
     table: str
     sources: Mapping[str, AudioSource | MatrixPlace]
     speakers: Mapping[str, str]
     utterances: list[KaldiUtterance]
-    gone: Sequence[str]  # the table has them, but their file does not exist, or is empty
-    #: The table has them, but not their audio; by what is said of them.
+    gone: Sequence[str]  # in the table, but the file does not exist or is empty
+    #: In the table, but without usable audio; by the reason, as messages state it.
     without_audio: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    cut: _CutFeatures | None = None  # the features are of whole recordings
+    cut: _CutFeatures | None = None  # the features are those of whole recordings
 
     @classmethod
     def read(cls, folder: Path, rules: ReadingRules, config: FeatureConfig, *, feats: bool) -> _Listed:
-        """Read feats.scp or wav.scp, segments, utt2spk and, where there is one, text.  Raises ConfigError."""
+        """Read feats.scp or wav.scp, segments, utt2spk and, if it exists, text.  Raises ConfigError."""
         table = "feats.scp" if feats else "wav.scp"
-        # What segments has, and the table has not, is left out and said, as with features.
+        # Utterances in segments but not in the table are left out and reported, as with features.
         lenient = replace(rules, skip_incomplete=True)
         cut = _CutFeatures.read(folder, rules, config) if feats else None
         read = read_audio_table(folder, lenient) if cut is None else cut.places(snip_edges=config.snip_edges)
@@ -137,7 +137,7 @@ class _Listed:
         return cls(folder, table, sources, speakers, utterances, gone, cut=cut)
 
     def with_readable_audio(self, options: PrepareOptions, progress: Progress) -> _Listed:
-        """Leave out utterances without audio that can be read to its end, if incomplete ones are."""
+        """Leave out utterances whose audio cannot be read to its end, if incomplete ones may be left out."""
         audio = {u: source for u, source in self.sources.items() if not isinstance(source, MatrixPlace)}
         if not (options.files.skip_incomplete and audio):
             return self
@@ -153,7 +153,7 @@ class _Listed:
     def left_out(
         self, taken: Sequence[KaldiUtterance], lacking: str, aligned: Sequence[str] = ()
     ) -> tuple[str, ...]:
-        """Say which utterances are not `taken`, and why; those `aligned` are not listed completely."""
+        """Report which utterances are not `taken`, and why; those `aligned` are not listed completely."""
         ids = {utterance.utterance_id for utterance in taken}
         listed = {*self.sources, *self.gone, *chain.from_iterable(self.without_audio.values())}
         reasons = {
@@ -170,14 +170,14 @@ class _Listed:
 
 @dataclass(frozen=True)
 class _CutFeatures:
-    """Where features are: those of feats.scp, and the stretches that segments cuts out of recordings.
+    """Features of utterances: the entries of feats.scp, or stretches of them that segments defines.
 
     Attributes:
-        table: of feats.scp.
-        segments: None: there are none.
-        path: of segments.
-        frame_shift_s: between two frames.
-        snipped: frames that are taken off the ends of utterances with snip_edges.
+        table: entries of feats.scp.
+        segments: entries of segments; None: there is no such file.
+        path: the file segments.
+        frame_shift_s: time between two frames.
+        snipped: frames that snip_edges takes off the ends of utterances.
     """
 
     table: Mapping[str, MatrixPlace]
@@ -199,27 +199,27 @@ class _CutFeatures:
         )
 
     def places(self, *, snip_edges: bool) -> Mapping[str, MatrixPlace]:
-        """Return where the features of each utterance are.  Raises ConfigError."""
+        """Return the place of each utterance's features.  Raises ConfigError."""
         if self.segments is None:
             return self.table
         snipped = self.snipped if snip_edges else 0
         return rows_of_segments(self.table, self.segments, self.frame_shift_s, self.path, snipped=snipped)
 
     def snipped_to_fit(self, utterances: Sequence[KaldiUtterance]) -> list[KaldiUtterance] | None:
-        """Return the utterances as snip_edges cuts them, where only so all of them fit their alignments."""
+        """Return the utterances cut by snip_edges if only then all fit their alignments, else None."""
         if self.segments is None or not self.table.keys().isdisjoint(self.segments) or _fit(utterances):
             return None
         aligned = {u.utterance_id: self.segments[u.utterance_id] for u in utterances}
         try:
             places = replace(self, segments=aligned).places(snip_edges=True)
-        except ConfigError:  # one has fewer frames than would be taken off
+        except ConfigError:  # an utterance has fewer frames than would be taken off
             return None
         cut = [replace(u, source=places[u.utterance_id]) for u in utterances]
         return cut if _fit(cut) else None
 
 
 def _fit(utterances: Sequence[KaldiUtterance]) -> bool:
-    """Tell whether all have as many rows of features as frames in their alignments."""
+    """Return whether all have as many rows of features as frames in their alignments."""
     places = [u.source for u in utterances if isinstance(u.source, MatrixPlace)]
     rows = [place.rows for place in places]
     return [u.num_frames for u in utterances] == [r[1] - r[0] + 1 for r in rows if r is not None]
@@ -247,7 +247,7 @@ def _with_files(
 def _align(
     listed: _Listed, options: PrepareOptions, pdfs: Path, progress: Progress
 ) -> tuple[Manifest, _Splits, tuple[str, ...]]:
-    """Return what data.json says, the aligned utterances of each split, and what to tell the user."""
+    """Return the manifest, the aligned utterances of each split, and messages for the user."""
     alignments = alignment_source(options.from_kaldi.ali, options.from_kaldi.ali_pdf)
     found = _gather_pdfs(alignments, listed.utterances, pdfs, progress)
     if not found.aligned:
@@ -284,7 +284,7 @@ def _as_cmvn_opts_say(options: PrepareOptions, config: FeatureConfig) -> tuple[s
 
 @dataclass
 class _Found:
-    """What an alignment holds: utterances that are listed, ids of others, and the largest pdf."""
+    """Contents of an alignment: listed utterances, ids of other utterances, and the largest pdf."""
 
     aligned: list[KaldiUtterance] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -294,7 +294,7 @@ class _Found:
 def _gather_pdfs(
     alignments: AlignmentSource, wanted: Sequence[KaldiUtterance], path: Path, progress: Progress
 ) -> _Found:
-    """Write the pdfs of all utterances into one file, so that processes find them without holding them."""
+    """Write the pdfs of all utterances to one file, so that processes can read them without holding all."""
     by_id = {utterance.utterance_id: utterance for utterance in wanted}
     found, num_frames = _Found(), 0
     try:
@@ -317,7 +317,7 @@ def _gather_pdfs(
 def _divide(
     folder: Path, options: PrepareOptions, utterances: Sequence[KaldiUtterance]
 ) -> tuple[str, _Splits, tuple[str, ...]]:
-    """Return the rule that divides the utterances, as data.json has it, the splits, and notices."""
+    """Return the rule that divides the utterances, as written in data.json, the splits, and notices."""
     rows = {u.utterance_id: u for u in utterances}
     corpus = Corpus(
         folder, tuple(CorpusUtterance(u.utterance_id, u.speaker, u.text, folder) for u in utterances)

@@ -1,4 +1,4 @@
-"""Find out how features of a Kaldi data directory are made, and its frames where nothing is aligned."""
+"""Determine the feature settings of a Kaldi data directory, and its frames if there is no alignment."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from speechdp.options.prepare import KaldiOptions, PrepareOptions
 def feature_settings(
     options: PrepareOptions, utterances: Sequence[KaldiUtterance], progress: Progress
 ) -> tuple[FeatureConfig, int, tuple[str, ...]]:
-    """Return how the features are made, their sampling rate in Hz, and what to tell of channels.
+    """Return the feature settings, the sampling rate in Hz, and messages about channels.
 
-    The rate is 0 where only Kaldi knows it.
+    The rate is 0 if only Kaldi knows it.
 
     Raises:
         ConfigError: audio or features cannot be read, or do not fit the alignment's frames.
@@ -51,7 +51,7 @@ def _features_of_kaldi(kaldi: KaldiOptions, config: FeatureConfig, first: KaldiU
             f"{first.source.path}: utterance {first.utterance_id} has no features; leave it out of feats.scp"
         )
     path = cmvn_opts_of(kaldi)
-    done = CmvnOptions(norm_means=True, norm_vars=True)  # where Kaldi does not say otherwise
+    done = CmvnOptions(norm_means=True, norm_vars=True)  # unless Kaldi's file says otherwise
     if by_speaker and path is not None:
         done = CmvnOptions.read(path)
     return dataclasses.replace(
@@ -66,13 +66,13 @@ def _features_of_kaldi(kaldi: KaldiOptions, config: FeatureConfig, first: KaldiU
 
 
 def cmvn_opts_of(kaldi: KaldiOptions) -> Path | None:
-    """Return the file that says what the aligning system normalised; None where there is none."""
+    """Return the file that says what the aligning system normalised; None if there is none."""
     path = None if kaldi.ali is None else kaldi.ali / "cmvn_opts"
     return path if path is not None and path.is_file() else None
 
 
 def frame_shift_ms(folder: Path, config: FeatureConfig) -> float:
-    """Return the time between Kaldi's frames: as its file `frame_shift` says, else as `config`."""
+    """Return the time between Kaldi's frames: from its file `frame_shift` if there is one, else `config`."""
     path = folder / "frame_shift"
     if not path.exists():
         return config.frame_shift_ms
@@ -87,14 +87,14 @@ def frame_shift_ms(folder: Path, config: FeatureConfig) -> float:
 
 
 def check_frame_shift(folder: Path, options: PrepareOptions, config: FeatureConfig) -> None:
-    """Refuse Kaldi's features of another frame shift than is asked for, or than the model of --like has.
+    """Refuse Kaldi's features if their frame shift differs from the options, or from the model of --like.
 
     Args:
-        folder: the data directory; without a file `frame_shift` it says nothing.
+        folder: the data directory; without a file `frame_shift`, its shift is unknown.
         config: the features of the model of --like, if it is given.
 
     Raises:
-        ConfigError: the file says another, or is damaged.
+        ConfigError: the file has a different shift, or is damaged.
     """
     asked_ms = options.frame_shift_ms if options.like is None else config.frame_shift_ms
     found_ms = frame_shift_ms(folder, config)
@@ -113,12 +113,12 @@ def _with_edges(
     utterances: Sequence[KaldiUtterance],
     num_samples: Sequence[int],
 ) -> FeatureConfig:
-    """Find out by the frames of the alignment whether Kaldi ran with snip_edges, its default.
+    """Determine from the frames of the alignment whether Kaldi ran with snip_edges, its default.
 
     Raises:
-        ConfigError: neither explains the frames of every utterance; names the first that does not fit.
+        ConfigError: neither setting explains the frames of all utterances; names the first that does not fit.
     """
-    misfits: list[tuple[int, int, int]] = []  # number of them, which is the first, its frames
+    misfits: list[tuple[int, int, int]] = []  # number of misfits, index of the first, its frames
     for snip_edges in (True, False):
         candidate = dataclasses.replace(config, snip_edges=snip_edges)
         frames = [num_frames_of(num, sampling_rate, candidate) for num in num_samples]
@@ -136,11 +136,11 @@ def snipped_frames(config: FeatureConfig) -> int:
 
 
 def manifest_like(like: Dataset, stored: Stored) -> Manifest:
-    """Return what holds for data to be scored with a model that was trained on `like`.
+    """Return the manifest of data to be scored with a model that was trained on `like`.
 
     Raises:
-        ConfigError: the classes of `like` are not Kaldi's pdfs, or its features cannot be computed from audio
-            that is to be stored.
+        ConfigError: the classes of `like` are not Kaldi's pdfs, or audio is to be stored although the
+            features of `like` cannot be computed from it.
     """
     if not isinstance(load_classes(like.classes_path), KaldiPdfs):
         raise ConfigError(f"--like {like.path}: its targets are not Kaldi's pdfs; give the data trained on")
@@ -155,10 +155,10 @@ def manifest_like(like: Dataset, stored: Stored) -> Manifest:
 def count_frames(
     utterances: Sequence[KaldiUtterance], manifest: Manifest, progress: Progress
 ) -> tuple[list[KaldiUtterance], tuple[str, ...]]:
-    """Count the frames of each utterance, by the headers of features or audio; leave out those without any.
+    """Count the frames of each utterance from the headers of features or audio; leave out those without any.
 
     Returns:
-        The others, and what to tell of channels.
+        The remaining utterances, and messages about channels.
 
     Raises:
         ConfigError: unreadable features or audio, or another sampling rate.

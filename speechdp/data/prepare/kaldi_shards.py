@@ -1,4 +1,4 @@
-"""What the shards of a Kaldi data directory store: features of Kaldi's or of the audio, and pdfs."""
+"""Contents of the shards of a Kaldi data directory: Kaldi's features or those of the audio, and pdfs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speechdp.data.signal.features import normalise, num_frames_of
 from speechdp.errors import ConfigError
 
 _TARGET_BYTES = 4
-#: Place of the pdfs of an utterance that has none; its targets are 0 and mean nothing.
+#: Place of the pdfs of an utterance without alignment; its targets are 0 and mean nothing.
 NOT_ALIGNED = -1
 
 
@@ -28,8 +28,8 @@ class KaldiUtterance:
 
     Attributes:
         source: the audio, or the place of the features.
-        first_frame: where its pdfs start in the file of all pdfs, in frames; NOT_ALIGNED: nowhere.
-        num_frames: number of frames, and of pdfs (T); 0 until it is known.
+        first_frame: beginning of its pdfs in the file of all pdfs, in frames; NOT_ALIGNED: it has none.
+        num_frames: number of frames, and of pdfs (T); 0: not known yet.
     """
 
     utterance_id: str
@@ -46,8 +46,8 @@ class KaldiShard:
 
     Attributes:
         utterances: in the shard's order.
-        pdfs: the file of all pdfs, int32 one after the other.
-        cmvn: statistics of the speakers; None: each utterance's own, as the header says.
+        pdfs: the file with all pdfs, int32, concatenated.
+        cmvn: statistics of the speakers; None: normalise by each utterance's own, according to the header.
     """
 
     utterances: tuple[KaldiUtterance, ...]
@@ -90,7 +90,7 @@ def _features(
     config = header.features
     if not isinstance(utterance.source, MatrixPlace):
         return compute_features(_samples(utterance, header), header.sampling_rate, config)
-    with np.errstate(over="ignore"):  # what overflowed is refused below
+    with np.errstate(over="ignore"):  # values that overflow are refused below
         features = read_matrix(utterance.source, utterance.utterance_id).astype(np.float32)
     _check_frames(utterance, len(features))
     if features.shape[1] != config.feature_dim:

@@ -1,4 +1,4 @@
-"""Estimate or take over the language model of a data directory, and record how it fits the texts."""
+"""Estimate or adopt the language model of a data directory, and record how well it fits the texts."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ Texts = Mapping[str, Sequence[Sequence[str]]]
 
 
 def texts_of(splits: Mapping[str, Sequence[CorpusUtterance]]) -> Texts:
-    """Return the words of the transcripts of each split; those of train once, however many copies there are.
+    """Return the words of the transcripts of each split; in train, copies of an utterance count once.
 
-    An utterance without a transcript has no text: an empty one would be a sentence that ends where it begins.
+    An utterance without a transcript has no text: an empty one would count as a sentence without words.
     """
     texts = {name: [u.words for u in utterances if u.words] for name, utterances in splits.items()}
     if "train" in splits:
-        # A sentence that augmentation repeats at other speeds is no more probable for that.
+        # A sentence does not become more probable because augmentation repeats it at other speeds.
         said = dict.fromkeys((original_name(u.utterance_id), u.words) for u in splits["train"] if u.words)
         texts["train"] = [words for _, words in said]
     return texts
@@ -52,7 +52,7 @@ def texts_of(splits: Mapping[str, Sequence[CorpusUtterance]]) -> Texts:
 
 @dataclass(frozen=True)
 class PreparedLanguageModel:
-    """A language model and what lm.json says of it."""
+    """A language model and the contents of lm.json."""
 
     model: LanguageModel
     record: Mapping[str, Any]
@@ -67,23 +67,23 @@ class PreparedLanguageModel:
 
 
 def users_model(options: LanguageModelOptions) -> LanguageModel | None:
-    """Read the model that the user gives, if any.  Raises ConfigError as `read_given_model`."""
+    """Read the language model given by the user, if any.  Raises ConfigError as `read_given_model`."""
     return None if options.lm is None else read_given_model(options.lm)
 
 
 def prepare_language_model(
     options: LanguageModelOptions, lexicon: Lexicon, texts: Texts, given: LanguageModel | None
 ) -> PreparedLanguageModel | None:
-    """Estimate a model on the training texts, or take the user's; None if neither is asked for.
+    """Estimate a model on the training texts, or adopt the user's; None if neither is requested.
 
     Args:
-        options: which.
+        options: which model is requested.
         lexicon: the words that can be recognised.
-        texts: those of train are learnt from; the others are only measured.
-        given: the `users_model`.
+        texts: those of train are used for estimation; the others are only measured.
+        given: result of `users_model`.
 
     Raises:
-        ConfigError: the user's has no word of the lexicon; there are no training texts.
+        ConfigError: the user's model has no word of the lexicon, or there are no training texts.
     """
     if options.lm_order is not None:
         if "train" not in texts:
@@ -91,7 +91,7 @@ def prepare_language_model(
                 f"--lm-order {options.lm_order}: there is no train split, on whose transcripts the language "
                 f"model is estimated; make one, e.g. by --split {RANDOM_DEFAULT}, or take one over by --lm"
             )
-        # Words that are not in the lexicon part their neighbours as <unk>, which is never recognised.
+        # Words outside of the lexicon separate their neighbours as <unk>, which is never recognised.
         train = ([word if word in lexicon else UNKNOWN_WORD for word in words] for words in texts["train"])
         model: LanguageModel = estimate(train, options.lm_order, lexicon.recognised_words)
         return _measured(model, {"source": "train", "left_out": 0, "without_entry": 0}, texts)
@@ -104,20 +104,20 @@ def prepare_language_model(
 
 
 def take_over_language_model(path: Path, lexicon: Lexicon, texts: Texts) -> PreparedLanguageModel | None:
-    """Read a model that was made elsewhere, its words spelt as in the lexicon; the others are left out.
+    """Read a model made elsewhere, with words spelt as in the lexicon; words it lacks are left out.
 
-    Words of the lexicon that it lacks share the probability of its <unk>.
+    Words of the lexicon that the model lacks share the probability of its <unk>.
 
     Args:
-        path: of the model.
+        path: the model's file.
         lexicon: the words that can be recognised.
-        texts: those of all splits but train are measured.
+        texts: texts of all splits but train are measured.
 
     Returns:
-        The model; None: it has no word of the lexicon, or as a G.fst no sentence of such words.
+        The model; None if it has no word of the lexicon, or as a G.fst no sentence of such words.
 
     Raises:
-        ConfigError: it cannot be read, or does not say how probable the end of a sentence is.
+        ConfigError: it cannot be read, or lacks the probability of the end of a sentence.
     """
     return _taken_over(read_given_model(path), path, lexicon, texts)
 
@@ -143,7 +143,7 @@ def _sizes(model: NgramModel) -> dict[str, Any]:
 
 
 def _fit(model: LanguageModel, texts: Iterable[Sequence[str]]) -> dict[str, Any]:
-    """Return the figures of one split; the perplexity only where words are known and it is a number of JSON.
+    """Return figures of one split; the perplexity only if words are known and it is a JSON number.
 
     A G.fst may have several paths for a text, so it has no perplexity.
     """
@@ -152,17 +152,17 @@ def _fit(model: LanguageModel, texts: Iterable[Sequence[str]]) -> dict[str, Any]
         return {"words": len(words), "unknown": sum(word not in model.words for word in words)}
     fit: TextFit = model.fit(texts)
     counts = {"words": fit.words, "unknown": fit.unknown}
-    # Of ends of sentences alone it would say nothing.
+    # A perplexity of sentence ends alone would mean nothing.
     if fit.words > fit.unknown and math.isfinite(fit.perplexity):
         return {**counts, "perplexity": round(fit.perplexity, 3)}
     return counts
 
 
 def describe_language_model(dataset: Dataset) -> list[str]:
-    """Say in a few lines what lm.json of a data directory says; nothing where there is no language model.
+    """Return a few lines on the contents of a data directory's lm.json; none without a language model.
 
     Raises:
-        ConfigError: it is damaged, or the language model is gone.
+        ConfigError: lm.json is damaged, or the language model is missing.
     """
     path = dataset.path / LM_RECORD_NAME
     if not path.exists():

@@ -1,4 +1,4 @@
-"""A corpus for a trained model: features, rate, classes, lexicon and language model are those of its data."""
+"""Prepare a corpus for a trained model, with its features, rate, classes, lexicon and language model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from speechdp.parallel.run_files import TRAINED_ON, RunDirectory
 
 
 def open_like(path: Path) -> Dataset:
-    """Open the data a model was trained on: a data directory, or what a run keeps of it.
+    """Open the data that a model was trained on: a data directory, or the description that a run keeps.
 
     Raises:
         ConfigError: it is neither, or a run of an earlier version whose data are gone.
@@ -69,12 +69,12 @@ def open_like(path: Path) -> Dataset:
 def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress) -> Contents:
     """Read a corpus for a trained model.
 
-    Where every word of every transcript has a pronunciation, targets are a flat alignment, and the data can
-    be trained on.  Else there are none, and the data can be decoded only.
+    If every word of every transcript has a pronunciation, targets are a flat alignment, and the data can be
+    used for training.  Otherwise there are no targets, and the data can only be decoded.
 
     Raises:
-        ConfigError: the corpus or its audio cannot be used, `options.like` is no model's, or the lexicon has
-            phones that the model does not know.
+        ConfigError: the corpus or its audio cannot be used, `options.like` is not a model's data, or the
+            lexicon has phones that the model does not know.
     """
     assert options.like is not None
     like = open_like(options.like)
@@ -127,7 +127,7 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
 
 @dataclass(frozen=True)
 class UnalignedShard:
-    """A shard of features or audio without targets: they are 0, and mean nothing."""
+    """A shard of features or audio without targets: they are stored as 0 and mean nothing."""
 
     utterances: tuple[CorpusUtterance, ...]
 
@@ -152,17 +152,17 @@ def _inventory_of(like: Dataset, given: Path) -> StateInventory:
 def _lexicon(
     like: Dataset, options: PrepareOptions, inventory: StateInventory, of_model: Collection[str]
 ) -> tuple[Lexicon, tuple[str, ...]]:
-    """Return the user's lexicon, whole, or that of the model's data, and notices.
+    """Return the user's lexicon, complete, or that of the model's data, and notices.
 
     Args:
         like: the data of the model.
-        options: the lexicon; graphemes: that of the model's data and the words `of_model`.
-        inventory: of the model's phones.
+        options: the choice of lexicon; with graphemes: that of the model's data and the words `of_model`.
+        inventory: states of the model's phones.
         of_model: the words of the user's language model.
     """
     if options.lexicon == GRAPHEMES:
         lexicon = Lexicon.load(like.lexicon_path)
-        # Others were spelled otherwise by earlier versions.
+        # Words with other letters were spelled differently by earlier versions.
         words = list(filter(has_plain_letters, lexicon.recognised_words))
         if grapheme_lexicon(words) != Lexicon({word: lexicon.pronunciations[word] for word in words}):
             raise ConfigError(
@@ -185,7 +185,7 @@ def _lexicon(
 def _language_model(
     options: PrepareOptions, like: Dataset, lexicon: Lexicon, texts: Texts, users: LanguageModel | None
 ) -> tuple[PreparedLanguageModel | None, tuple[str, ...]]:
-    """Return the language model, that of the model's data where nothing else is asked for, and notices."""
+    """Return the language model, by default that of the model's data, and notices."""
     if options.for_language_model != LanguageModelOptions():
         return prepare_language_model(options.for_language_model, lexicon, texts, users), ()
     path = language_model_path(like.path)
@@ -198,7 +198,7 @@ def _language_model(
 
 
 def _without_targets(num_untold: int, num_utterances: int, unknown: Counter[str]) -> tuple[str, ...]:
-    """Say why there are no targets, and what the data are good for; nothing where there are targets."""
+    """Report why there are no targets, and what the data can be used for; empty if there are targets."""
     if num_untold == num_utterances:
         return (
             "no utterance has a transcript: the data cannot be trained on, and decode, which counts errors, "

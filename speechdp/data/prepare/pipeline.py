@@ -1,4 +1,4 @@
-"""Make a data directory: a source reads a corpus, jobs write the shards, and data.json comes last."""
+"""Make a data directory: a source reads a corpus, jobs write the shards, and data.json is written last."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from speechdp.options.prepare import PrepareOptions
 
 @dataclass(frozen=True)
 class Prepared:
-    """What came of it, and what to tell the user."""
+    """The data directory that was made, and messages for the user."""
 
     dataset: Dataset
     notices: tuple[str, ...]
 
 
 def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
-    """Read a corpus, or speak one, and write a data directory, whole or not at all.
+    """Read a corpus, or synthesise one, and write a data directory completely or not at all.
 
     Args:
         options: see PrepareOptions.
-        progress: told the stage, how much is done, and of how much.
+        progress: called with the stage, how much is done, and how much there is.
 
     Raises:
         ConfigError: the corpus, its audio, texts, lexicon, alignment, the split or the target cannot be used.
@@ -55,7 +55,7 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
         contents = _read(options, scratch, progress)
         try:
             splits = _write_shards(directory, contents, options.workers, progress)
-        except UnreadableAudioError as error:  # behind a header that can be read
+        except UnreadableAudioError as error:  # after a header that was readable
             raise ConfigError(as_option_does(error)) from error
         contents.save(directory)
         manifest = dataclasses.replace(contents.manifest, splits=splits, channel=options.files.channel)
@@ -64,7 +64,7 @@ def prepare(options: PrepareOptions, progress: Progress) -> Prepared:
 
 
 def _read(options: PrepareOptions, scratch: Path, progress: Progress) -> Contents:
-    """Read the corpus, or speak it into the folder `scratch`."""
+    """Read the corpus, or synthesise it in the folder `scratch`."""
     try:
         return _source(options)(options, scratch, progress)
     except OSError as error:
@@ -74,7 +74,7 @@ def _read(options: PrepareOptions, scratch: Path, progress: Progress) -> Content
 
 
 def _source(options: PrepareOptions) -> Callable[[PrepareOptions, Path, Progress], Contents]:
-    """Return what reads the corpus, given a folder for what is needed until the shards are written."""
+    """Return the function that reads the corpus; its folder holds files until the shards are written."""
     if options.from_kaldi.kaldi is not None:
         return read_kaldi
     if options.synthetic is not None:

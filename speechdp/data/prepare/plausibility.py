@@ -1,4 +1,4 @@
-"""Find transcripts that cannot be what they are taken for: mixed up, or not divided into words."""
+"""Find transcripts that are probably wrong: exchanged, or not divided into words."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 
 from speechdp.counting import counted, said_of
 
-#: An utterance is implausible whose phones last this many times as long (or short) as the corpus' median ...
+#: An utterance is implausible if its phones are this many times as long (or short) as the corpus's median ...
 _TOO_SLOW = 4.0
 _TOO_FAST = 4.0
-#: ... beyond pauses of this much, which short utterances may consist of mostly.
+#: ... beyond pauses of this length, which may make up most of short utterances.
 _PAUSES_S = 2.0
-#: With fewer utterances the median says little.
+#: With fewer utterances the median is not reliable.
 _FEWEST = 10
-#: Scripts that are written without blanks, as Unicode's names of their letters begin, ...
+#: Scripts written without blanks, by the beginning of their letters' Unicode names, ...
 _WITHOUT_BLANKS = ("CJK", "HIRAGANA", "KATAKANA", "THAI", "LAO", "KHMER", "MYANMAR", "TIBETAN")
-#: ... and how many letters their words have at most, on average: two to five are usual.
+#: ... and the largest plausible mean number of letters in their words: two to five are usual.
 _MOST_LETTERS = 8
 _MOST_SHOWN = 20
 
 
 @dataclass(frozen=True)
 class SpokenLength:
-    """How long an utterance is, and how much is said in it."""
+    """Length of an utterance, and how much is said in it."""
 
     utterance_id: str
     seconds: float
@@ -36,7 +36,7 @@ class SpokenLength:
 
 
 def warn_of_lengths(lengths: Sequence[SpokenLength]) -> tuple[str, ...]:
-    """Return a line for each way in which texts do not fit their lengths: how many, and the worst."""
+    """Return a line for each way in which texts do not fit the lengths: number of cases, and the worst."""
     spoken = [length for length in lengths if length.num_phones > 0]
     return _too_few_frames(spoken) + _implausible(spoken)
 
@@ -77,10 +77,10 @@ def _implausible(lengths: Sequence[SpokenLength]) -> tuple[str, ...]:
 
 
 def warn_of_undivided(words: Iterable[str]) -> tuple[str, ...]:
-    """Warn of whole sentences that stand as words, in scripts that are written without blanks.
+    """Warn of whole sentences written as one word, in scripts without blanks.
 
     Args:
-        words: of all transcripts.
+        words: words of all transcripts.
     """
     lengths, first = [], ""
     for word in words:

@@ -1,4 +1,4 @@
-"""Read a corpus as the options say, and see that its audio is there."""
+"""Read a corpus according to the options, and check that its audio exists."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from speechdp.options.prepare import PrepareOptions
 def reading_rules(
     options: PrepareOptions, scratch: Path, progress: Progress, *, needs_text: bool = True
 ) -> ReadingRules:
-    """Return how the files of a corpus are read; what pipes write goes to the folder `scratch`."""
+    """Return how the files of a corpus are read; the output of pipes goes to the folder `scratch`."""
     files = options.files
     return ReadingRules(
         path_map=PathMap.parse(files.path_map),
@@ -47,12 +47,12 @@ def read_whole_corpus(
     """Read every SOURCE, and those of --dev and --test.
 
     Args:
-        features: those of audio of a sampling rate, in Hz: with --skip-incomplete audio of no frame is left
-            out; None: such audio is left to the caller.
+        features: returns the feature settings for a sampling rate, in Hz: with --skip-incomplete, audio that
+            is shorter than a frame is left out; None: the caller handles such audio.
 
     Raises:
-        ConfigError: one cannot be used, or names audio files that do not exist or are empty; options for the
-            tables of Kaldi data directories, which none is; or the sources do not go together.
+        ConfigError: a source cannot be used, or names audio files that do not exist or are empty; there are
+            options for Kaldi's tables but no source has any; or the sources do not go together.
     """
     rules = reading_rules(options, scratch, progress, needs_text=needs_text)
     readers = {
@@ -60,9 +60,9 @@ def read_whole_corpus(
     }
     of_tables = [path for path, reader in readers.items() if reader in ("kaldi", "manifest")]
     _refuse_options_of_tables(options, readers)
-    # Beside folders of audio, which --pattern is for, tables need none; alone they refuse it.
+    # Tables beside folders of audio need no --pattern, which is for the folders; alone they refuse it.
     needless = of_tables if len(of_tables) < len(readers) else []
-    # All tables before any audio is looked for: only then it is known which of --path-map are of use.
+    # Read all tables before looking for any audio: only then is it known which --path-map are used.
     read = {
         source: read_corpus(
             source.path, options.corpus, None if source.path in needless else options.pattern, rules
@@ -82,10 +82,10 @@ def read_whole_corpus(
 
 
 def _refuse_options_of_tables(options: PrepareOptions, readers: Mapping[Path, str]) -> None:
-    """Refuse options for tables beside sources of which none has such tables."""
+    """Refuse options for tables if none of the sources has such tables."""
     sources = [source.path for source in options.sources]
     if not all(path.exists() for path in sources):
-        return  # reading them says so
+        return  # reading them reports that
     kinds = set(readers.values())
     files = options.files
     refused = {
@@ -127,7 +127,7 @@ def _with_readable_audio(
     progress: Progress,
     features: Callable[[int], FeatureConfig] | None,
 ) -> Corpus:
-    """Leave out utterances without audio that can be read to its end, before splits and words are chosen."""
+    """Leave out utterances whose audio cannot be read to its end, before splits and words are chosen."""
     audio = {u.utterance_id: u.audio for u in corpus.utterances}
     without = without_audio(audio, num_workers, progress, features)
     gone = {*chain.from_iterable(without.values())}

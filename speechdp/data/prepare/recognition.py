@@ -1,4 +1,4 @@
-"""Features (or audio) and HMM states of a corpus, to learn recognition from."""
+"""Prepare a corpus for recognition: features (or audio) and HMM states."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from speechdp.options.prepare import PrepareOptions
 
 @dataclass(frozen=True)
 class States:
-    """What the targets stand for: states of a lexicon's phones; and which words are probable."""
+    """The states of a lexicon's phones that targets stand for, and a language model."""
 
     lexicon: Lexicon
     features: FeatureConfig
@@ -45,18 +45,18 @@ class States:
 
     @property
     def inventory(self) -> StateInventory:
-        """The states of the whole corpus, not of one shard's words."""
+        """The states of the whole corpus, not only of one shard's words."""
         return StateInventory(self.lexicon.phones)
 
     def manifest(self, alignment: str, split: str, options: PrepareOptions) -> Manifest:
-        """Return what data.json says, but for its splits."""
+        """Return the manifest without its splits."""
         num_classes = self.inventory.num_classes
         return Manifest(
             self.sampling_rate, self.features, num_classes, alignment, split, {}, stored=options.store
         )
 
     def save(self, directory: Path) -> None:
-        """Write the lexicon, the list of classes and the language model, if there is one."""
+        """Write the lexicon, the class list and the language model, if there is one."""
         self.lexicon.save(directory / "lexicon.txt")
         self.inventory.save(directory / "classes.txt")
         if self.language_model is not None:
@@ -64,7 +64,7 @@ class States:
 
 
 def read_corpus_for_recognition(options: PrepareOptions, scratch: Path, progress: Progress) -> Contents:
-    """Read a corpus, whose targets are spread evenly over its words: a flat start.
+    """Read a corpus; targets are spread evenly over each utterance's words: a flat start.
 
     Raises:
         ConfigError: the corpus, its audio, the lexicon or the split cannot be used.
@@ -96,7 +96,7 @@ def read_corpus_for_recognition(options: PrepareOptions, scratch: Path, progress
 
 
 def frames_of(divided: DividedCorpus, features: FeatureConfig) -> dict[AudioSource, int]:
-    """Return the number of frames of each utterance's audio.  Raises ConfigError where one has none."""
+    """Return the number of frames of each utterance's audio.  Raises ConfigError if one has none."""
     rate = divided.sampling_rate
     num_frames = {
         audio: num_frames_of(round(seconds * rate), rate, features)
@@ -118,7 +118,7 @@ class FlatShard:
     def of(
         cls, utterances: tuple[CorpusUtterance, ...], lexicon: Lexicon, inventory: StateInventory
     ) -> ShardContent:
-        """Take along what the words of the shard need of the lexicon."""
+        """Make a shard with the part of the lexicon that its words need."""
         words = {word for utterance in utterances for word in utterance.words}
         return cls(utterances, lexicon.restrict(lexicon.pronounceable(words)), inventory)
 
@@ -131,7 +131,7 @@ class FlatShard:
         samples, num_frames = read_samples(utterance, header)
         leading, trailing = edge_silence(samples, header.sampling_rate, header.features, num_frames)
         if num_frames - leading - trailing < _num_states(utterance, self.lexicon):
-            leading = trailing = 0  # the words need the room
+            leading = trailing = 0  # the words need these frames
         words = self.lexicon.pronounceable(utterance.words)
         targets = flat_alignment(words, num_frames, self.lexicon, self.inventory, leading, trailing)
         return stored_utterance(utterance, samples, targets, header)
@@ -152,7 +152,7 @@ def stored_utterance(
     targets: npt.NDArray[np.int32],
     header: ShardHeader,
 ) -> Utterance | AudioUtterance:
-    """Return what a shard stores of an utterance: features of its samples (S,), or the samples themselves."""
+    """Return an utterance as a shard stores it: with features of its samples (S,), or with the samples."""
     names = (utterance.utterance_id, utterance.speaker, utterance.text)
     if header.stored == "audio":
         return AudioUtterance(*names, to_int16(samples), targets)

@@ -1,6 +1,6 @@
-"""Keep recordings beside their spectrograms: of held-out utterances to compare synthetic speech with.
+"""Keep recordings beside their spectrograms: those of held-out utterances, to compare synthetic speech with.
 
-Those of train are kept where asked for: a recogniser that is to hear synthetic speech may be trained on them.
+Those of train are kept on request: a recogniser that is to judge synthetic speech may be trained on them.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from speechdp.files import cannot_be_written, write_text_atomically
 RECORDINGS_NAME = "recordings"
 TRAIN_RECORDINGS_NAME = "recordings-train"
 
-#: Bytes of a file's name without ".flac": the usual file systems take 255 in all.
+#: Most bytes of a file name without ".flac": common file systems allow 255 in all.
 _MAX_STEM_BYTES = 250
 _KEPT_BYTES = 200
 _HALF_ESCAPE = re.compile(r"%[0-9A-F]?\Z")
 
 
 def recording_path(data_dir: Path, utterance_id: str) -> Path:
-    """Return where a held-out utterance's recording lies: 16-bit FLAC at the data's sampling rate.
+    """Return the file of a held-out utterance's recording: 16-bit FLAC at the data's sampling rate.
 
-    It is there for dev and test of data for synthesis; `data.audio.read_audio` reads it.
+    It exists for dev and test of data for synthesis; `data.audio.read_audio` reads it.
     """
     return data_dir / RECORDINGS_NAME / f"{_stem(utterance_id)}.flac"
 
 
 def _stem(utterance_id: str) -> str:
-    """Return an id as a file's name has it: quoted; a long one is cut and ends in part of its checksum.
+    """Return an id quoted for a file name; a long one is cut and ends in part of its checksum.
 
-    Every byte of a letter outside ASCII becomes three, so that an id of 30 letters may be long.
+    Quoting triples every byte of a letter outside ASCII, so that an id of 30 letters may be long.
     """
     quoted = quote(utterance_id, safe="")
     if len(quoted) <= _MAX_STEM_BYTES:
         return quoted
     digest = hashlib.sha256(utterance_id.encode()).hexdigest()[:16]
-    # quote leaves no "+", so that no shorter id has a name like this.
+    # quote never leaves a "+", so no shorter id has such a name.
     return f"{_HALF_ESCAPE.sub('', quoted[:_KEPT_BYTES])}+{digest}"
 
 
@@ -60,17 +60,17 @@ def keep_recording(
     *,
     of_train: bool = False,
 ) -> None:
-    """Write (S,) samples in [-1, 1] of an utterance of dev or test; of train only if that is asked for.
+    """Write (S,) samples in [-1, 1] of an utterance of dev or test, or of train if that is requested.
 
     Raises:
-        ShardError: the disk refuses, or FLAC does not know the sampling rate.
+        ShardError: a disk error, or FLAC does not support the sampling rate.
     """
     path = recording_path(data_dir, utterance_id)
     if header.split == "train":
         if not of_train:
             return
         path = data_dir / TRAIN_RECORDINGS_NAME / path.name
-    encoded = io.BytesIO()  # libsndfile does not say why a file cannot be written
+    encoded = io.BytesIO()  # libsndfile does not report why a file cannot be written
     try:
         soundfile.write(encoded, to_int16(samples), header.sampling_rate, subtype="PCM_16", format="FLAC")
     except soundfile.LibsndfileError as error:
@@ -90,10 +90,10 @@ def _refused(path: Path, error: OSError) -> ShardError:
 
 
 def list_recordings(data_dir: Path, splits: Mapping[str, Sequence[Named]]) -> None:
-    """Write `text` and `utt2spk` beside the recordings: each folder of them is a corpus of its own.
+    """Write `text` and `utt2spk` beside the recordings, so that each of their folders is a corpus.
 
     Raises:
-        ShardError: the disk refuses.
+        ShardError: a disk error.
     """
     for name in (RECORDINGS_NAME, TRAIN_RECORDINGS_NAME):
         folder = data_dir / name

@@ -1,4 +1,4 @@
-"""Divide a data directory into another number of shards, every utterance as it was.
+"""Divide a data directory into another number of shards, with every utterance unchanged.
 
 Legend: U utterances of a split, N shards.
 """
@@ -32,16 +32,17 @@ _EVERY = 256
 
 
 def reshard(options: ReshardOptions, progress: Progress) -> Dataset:
-    """Write the utterances of a data directory into N shards a split, whole or not at all.
+    """Write the utterances of a data directory to N shards a split, completely or not at all.
 
-    A split of fewer utterances gets a shard for each, as `prepare` does it: ranks may be more than shards.
+    A split with fewer utterances gets one shard for each, as by `prepare`: there may be more ranks than
+    shards.
 
-    Every checksum is verified on the way.  Memory holds some tens of bytes an utterance, for the index of
-    the shards and the dealing, and one utterance.
+    Every checksum is verified on the way.  Memory holds some tens of bytes an utterance, for the index of the
+    shards and the dealing, and one utterance.
 
     Args:
         options: see ReshardOptions.
-        progress: told how many utterances are done.
+        progress: called with the number of utterances done.
 
     Raises:
         ConfigError: `out` may not be written, or lies in the data.
@@ -62,10 +63,10 @@ def reshard(options: ReshardOptions, progress: Progress) -> Dataset:
 
 
 def deal_by_frames(num_frames: IntArray, num_shards: int, seed: int) -> npt.NDArray[np.int32]:
-    """Return the shard (U,) of each utterance: the longest first, each to the shard with fewest frames.
+    """Return the shard (U,) of each utterance: the longest come first, each to the shard with fewest frames.
 
-    So every shard gets utterances of all lengths, and sums differ by a few frames.  Among equally long ones
-    chance decides.  Source: Graham, Bounds on multiprocessing timing anomalies, 1969 (LPT).
+    So every shard gets utterances of all lengths, and their numbers of frames differ little.  The order of
+    equally long ones is random.  Source: Graham, Bounds on multiprocessing timing anomalies, 1969 (LPT).
     """
     shuffled = np.random.default_rng(seed).permutation(len(num_frames))
     order = shuffled[np.argsort(-num_frames[shuffled], kind="stable")]
@@ -79,13 +80,13 @@ def deal_by_frames(num_frames: IntArray, num_shards: int, seed: int) -> npt.NDAr
 
 
 def deal_by_utterances(num_utterances: int, num_shards: int, seed: int) -> npt.NDArray[np.int32]:
-    """Return the shard (U,) of each utterance, by chance; the shards' numbers differ by 1 at most."""
+    """Return the shard (U,) of each utterance, at random; the shards' numbers differ by 1 at most."""
     in_turn = np.arange(num_utterances, dtype=np.int32) % num_shards
     return np.random.default_rng(seed).permutation(in_turn)
 
 
 class _Count:
-    """Tells now and then how many utterances are done."""
+    """Reports from time to time how many utterances are done."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
@@ -98,7 +99,7 @@ class _Count:
 
 
 class _Source:
-    """A split's shards, and which utterance is where."""
+    """A split's shards, and the place of each utterance."""
 
     def __init__(self, shards: list[Shard]) -> None:
         self.shards = shards
@@ -124,7 +125,7 @@ def _write_split(
         shard_of = deal_by_frames(source.num_frames, num_shards, options.seed)
     else:
         shard_of = deal_by_utterances(num_utterances, num_shards, options.seed)
-    # In a shard, too, chance gives the order: whoever reads it from its beginning reads a random sample.
+    # The order within a shard is random, too: whoever reads only its beginning gets a random sample.
     order = np.random.default_rng([options.seed, 1]).permutation(len(shard_of)).astype(np.int32)
     order = order[np.argsort(shard_of[order], kind="stable")]
     ends = np.cumsum(np.bincount(shard_of, minlength=num_shards))
@@ -141,7 +142,7 @@ def _write_split(
 
 
 def too_few_utterances(dataset: Dataset, options: ReshardOptions) -> list[str]:
-    """Return a line for each split of the data written that has not as many shards as was asked for."""
+    """Return a line for each split of the written data that has fewer shards than requested."""
     splits = dataset.split_names if options.split is None else (options.split,)
     numbers = {split: dataset.num_utterances(split) for split in splits}
     return [
@@ -152,7 +153,7 @@ def too_few_utterances(dataset: Dataset, options: ReshardOptions) -> list[str]:
 
 
 def _copy_rest(dataset: Dataset, directory: Path, dealt: tuple[str, ...]) -> None:
-    """Copy the shards of the other splits, verified, all files that are no shards, and recordings."""
+    """Verify and copy the shards of the other splits; copy recordings and all other files."""
     names = {entry.file for split in dataset.splits.values() for entry in split.shards}
     rest = [p for p in sorted(dataset.path.iterdir()) if p.is_file() and not p.name.startswith(".")]
     rest = [path for path in rest if path.name not in names | {MANIFEST_NAME}]
@@ -171,7 +172,7 @@ def _copy_rest(dataset: Dataset, directory: Path, dealt: tuple[str, ...]) -> Non
 
 
 def _write_manifest(dataset: Dataset, directory: Path, dealt: dict[str, list[ShardEntry]]) -> None:
-    """Write data.json as it was, but for the shards; keys that only another version knows stay, too."""
+    """Write data.json unchanged except for the shards; keys of other versions stay, too."""
     values = json.loads((dataset.path / MANIFEST_NAME).read_text(encoding="utf-8"))
     for split, entries in dealt.items():
         values["splits"][split]["shards"] = [asdict(entry) for entry in entries]

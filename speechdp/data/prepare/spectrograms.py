@@ -1,4 +1,4 @@
-"""Spectrograms of what is said, with the symbols of its text, to learn synthesis from."""
+"""Prepare spectrograms of speech, with the symbols of the texts, for synthesis."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from speechdp.labels.symbols import SymbolInventory
 
 
 class Sound(Protocol):
-    """The utterances of one shard, and how they sound."""
+    """The utterances of one shard, and their sound."""
 
     @property
     def utterances(self) -> Sequence[Named]:
-        """All of them, in the shard's order."""
+        """All utterances, in the shard's order."""
         ...
 
     def samples(self, sampling_rate: int) -> Iterator[npt.NDArray[np.float32]]:
-        """Yield the samples (S,) in [-1, 1] of each."""
+        """Yield the samples (S,) in [-1, 1] of each utterance."""
         ...
 
 
 @dataclass(frozen=True)
 class SpectrogramShard:
-    """A shard of spectrograms and symbols; `keep_train`: recordings of train are kept, too."""
+    """A shard of spectrograms and symbols; with `keep_train`, recordings of train are kept, too."""
 
     sound: Sound
     symbols: SymbolInventory
@@ -44,11 +44,11 @@ class SpectrogramShard:
 
     @property
     def utterances(self) -> Sequence[Named]:
-        """All of them, in the shard's order."""
+        """All utterances, in the shard's order."""
         return self.sound.utterances
 
     def ready(self, path: Path, header: ShardHeader) -> Iterator[Utterance]:
-        """Yield each utterance with its spectrogram and symbols; recordings are kept beside the shard."""
+        """Yield each utterance with its spectrogram and symbols; keep recordings beside the shard."""
         rate = header.sampling_rate
         for utterance, samples in zip(self.utterances, self.sound.samples(rate), strict=True):
             name = utterance.utterance_id
@@ -60,7 +60,7 @@ class SpectrogramShard:
 
 @dataclass(frozen=True)
 class Texts:
-    """What the targets stand for: the symbols of texts, by a lexicon where they are phones."""
+    """The symbols of texts that targets stand for, and the lexicon if they are phones."""
 
     symbols: SymbolInventory
     lexicon: Lexicon | None
@@ -75,7 +75,7 @@ class Texts:
         keep_train: bool,
         notices: tuple[str, ...] = (),
     ) -> Contents:
-        """Return what is to be written of the sounds of each split, which `rule` divided."""
+        """Return the contents to be written, from the sounds of each split; `rule` divided them."""
         num_symbols = self.symbols.num_symbols
         splits = {
             name: [u for sound in of_split for u in sound.utterances] for name, of_split in sounds.items()
@@ -102,7 +102,7 @@ class Texts:
 
 
 def _new_texts(splits: Mapping[str, Sequence[Named]]) -> tuple[str, ...]:
-    """Say how many held-out texts do not occur in train: one line, or none without held-out splits."""
+    """Report how many held-out texts do not occur in train: one line, or none without held-out splits."""
     known = {utterance.text for utterance in splits["train"]}
     counts = [
         f"{sum(u.text not in known for u in utterances)} of {len(utterances)} in {name}"

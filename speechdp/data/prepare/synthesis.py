@@ -1,4 +1,4 @@
-"""Spectrograms and texts of a corpus, whose recordings may be joined, to learn synthesis from."""
+"""Prepare a corpus for synthesis: spectrograms and texts of its recordings, which may be joined."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _Made = TypeVar("_Made")
 
 
 def read_corpus_for_synthesis(options: PrepareOptions, scratch: Path, progress: Progress) -> Contents:
-    """Read the recordings of a corpus, each an utterance, or joined as the options say.
+    """Read the recordings of a corpus; each is an utterance, or they are joined according to the options.
 
     Raises:
         ConfigError: the corpus, its audio, texts, lexicon or the split cannot be used.
@@ -59,7 +59,7 @@ def read_corpus_for_synthesis(options: PrepareOptions, scratch: Path, progress: 
     texts = Texts(symbols, lexicon, options.spectrogram_config(rate), rate)
 
     def num_frames(utterance: JoinedUtterance) -> int:
-        """Return about how many frames an utterance will have: pauses are drawn later."""
+        """Estimate how many frames an utterance will have: the pauses are drawn later."""
         seconds = sum(divided.seconds[path] for path in utterance.recordings)
         if join is not None:
             seconds += 2 * EDGE_S + sum(PAUSE_S) / 2 * (len(utterance.recordings) - 1)
@@ -80,11 +80,11 @@ def read_corpus_for_synthesis(options: PrepareOptions, scratch: Path, progress: 
 
 @dataclass(frozen=True)
 class Recordings:
-    """Utterances of a shard as they were recorded.
+    """Recorded utterances of a shard.
 
     Attributes:
-        utterances: all of them, in the shard's order.
-        joined: recordings are brought to one level and joined with pauses; else each is taken as it is.
+        utterances: all utterances, in the shard's order.
+        joined: whether recordings are scaled to one level and joined with pauses; else each is unchanged.
         seed: of the pauses.
     """
 
@@ -93,7 +93,7 @@ class Recordings:
     seed: int
 
     def samples(self, sampling_rate: int) -> Iterator[npt.NDArray[np.float32]]:
-        """Yield the samples (S,) in [-1, 1] of each.  Raises ConfigError."""
+        """Yield the samples (S,) in [-1, 1] of each utterance.  Raises ConfigError."""
         for utterance in self.utterances:
             recordings = [read_audio(path, sampling_rate) for path in utterance.recordings]
             if self.joined:
@@ -131,17 +131,17 @@ def _chosen(corpus: Corpus, speakers: tuple[str, ...]) -> Corpus:
 
 
 def _normalised(corpus: Corpus) -> Corpus:
-    """Bring all texts to the form they are spelled in.  Raises ConfigError naming the utterances."""
+    """Normalise all texts to the form that is spelled.  Raises ConfigError naming the utterances."""
     texts = _of_each_text(corpus, normalise)
     utterances = (dataclasses.replace(u, text=text) for u, text in zip(corpus.utterances, texts, strict=True))
     return dataclasses.replace(corpus, utterances=tuple(utterances))
 
 
 def _lexicon(corpus: Corpus, options: PrepareOptions) -> tuple[Lexicon, tuple[str, ...]]:
-    """Find the pronunciations of the corpus' words, in lower case; return what to tell the user, too.
+    """Find the pronunciations of the corpus's words, in lower case; return them with notices.
 
     Raises:
-        ConfigError: some have none.
+        ConfigError: some words have none.
     """
     words = {word for utterance in corpus.utterances for word in plain_words(utterance.text)}
     given = given_lexicon(options.lexicon)
@@ -159,12 +159,12 @@ def _lexicon(corpus: Corpus, options: PrepareOptions) -> tuple[Lexicon, tuple[st
 
 
 def _check_texts(corpus: Corpus, symbols: SymbolInventory) -> None:
-    """Refuse what cannot be spelled before any audio is read.  Raises ConfigError naming the utterances."""
+    """Refuse texts that cannot be spelled before audio is read.  Raises ConfigError that names utterances."""
     _of_each_text(corpus, symbols.encode)
 
 
 def _of_each_text(corpus: Corpus, make: Callable[[str], _Made]) -> list[_Made]:
-    """Return what is made of each text.  Raises ConfigError where some are refused; names the utterances."""
+    """Apply `make` to each text.  Raises ConfigError naming the utterances if some are refused."""
     made: list[_Made] = []
     refused: list[tuple[CorpusUtterance, ConfigError]] = []
     for utterance in corpus.utterances:

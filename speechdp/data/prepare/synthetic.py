@@ -1,7 +1,7 @@
-"""Synthetic speech of eSpeak NG, with exact phone times, for users without a corpus at hand.
+"""Prepare synthetic speech of eSpeak NG, with exact phone times, for users without a corpus at hand.
 
-Voices of one synthesiser are not real speakers: figures on this data say that the machinery works and how
-fast it is, not how well a model would recognise people.
+Voices of one synthesiser are not real speakers: figures on these data show that the system works and how fast
+it is, not how well a model would recognise people.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from speechdp.labels.lexicon import Lexicon
 from speechdp.labels.symbols import SymbolInventory
 from speechdp.options.prepare import PrepareOptions
 
-#: Pronunciations rarer than this share of a word's, or beyond so many, are left out of the lexicon.
+#: Pronunciations with less than this share of a word's occurrences, or beyond this number, are left out.
 _FEWEST_SHARE = 0.02
 _MOST_VARIANTS = 4
 
@@ -39,7 +39,7 @@ def speak_for_recognition(options: PrepareOptions, scratch: Path, progress: Prog
     """Let many voices speak digits and commands.
 
     Raises:
-        ConfigError: eSpeak NG is not installed, or does not do it; features that cannot be computed.
+        ConfigError: eSpeak NG is not installed or fails, or the features cannot be computed.
         RunError: a process was killed.
     """
     check_espeak()
@@ -65,7 +65,7 @@ def speak_for_recognition(options: PrepareOptions, scratch: Path, progress: Prog
 
 
 def speak_for_synthesis(options: PrepareOptions, scratch: Path, progress: Progress) -> Contents:
-    """Let a few voices speak, the same in all splits.
+    """Let a few voices speak; all splits have the same voices.
 
     Raises:
         ConfigError: as `speak_for_recognition`; no such voice, spectrograms that cannot be computed.
@@ -76,7 +76,7 @@ def speak_for_synthesis(options: PrepareOptions, scratch: Path, progress: Progre
     check_espeak()
     features = options.spectrogram_config(options.synthetic_rate)
     plan = plan_voices(options.hours, voices, options.seed)
-    # Audio, of which spectrograms are made later: dev and test keep their recordings, too.
+    # Speak audio, and compute spectrograms later: dev and test also keep their recordings.
     spoken = _speak(plan, (FeatureConfig(), "audio"), options, scratch, progress)
     jobs = [job for of_split in spoken.values() for job in of_split]
     lexicon = _collect_lexicon(jobs) if wanted.input == "phones" else None
@@ -96,7 +96,7 @@ def _speak(
     scratch: Path,
     progress: Progress,
 ) -> dict[str, list[SpeakingJob]]:
-    """Speak what is planned, a job a shard, each in a process of its own."""
+    """Speak the planned utterances, one job per shard, each in a separate process."""
     features, stored = content
     dealt = deal_splits(plan, lambda u: round(u.expected_s * 100), options.shards, options.seed)
     rate, seed = options.synthetic_rate, options.seed
@@ -114,7 +114,7 @@ def _speak(
 
 @dataclass(frozen=True)
 class TimedShard:
-    """A shard of what has been spoken, with targets by the times of its phones."""
+    """A shard of spoken utterances; targets come from the times of the phones."""
 
     job: SpeakingJob
     lexicon: Lexicon
@@ -122,7 +122,7 @@ class TimedShard:
 
     @property
     def utterances(self) -> tuple[PlannedUtterance, ...]:
-        """All of them, in the shard's order."""
+        """All utterances, in the shard's order."""
         return self.job.utterances
 
     def ready(self, _path: Path, header: ShardHeader) -> Iterator[Utterance | AudioUtterance]:
@@ -136,7 +136,7 @@ class TimedShard:
 
 
 def _collect_lexicon(jobs: Sequence[SpeakingJob]) -> Lexicon:
-    """Take each word's pronunciations from what eSpeak NG said."""
+    """Collect each word's pronunciations from eSpeak NG's output."""
     counts: dict[str, Counter[tuple[str, ...]]] = {}
     for job in jobs:
         for spoken, _ in job.spoken():
@@ -159,7 +159,7 @@ def _targets(
     for word, phones in spoken.words:
         if all(phone in inventory.phones for phone, _, _ in phones):
             times.extend(phones)
-        else:  # a phone the training part never had: the usual pronunciation, spread over the word
+        else:  # a phone that never occurs in train: take the usual pronunciation, spread over the word
             times.extend(_spread(lexicon.pronunciations[word][0], phones[0][1], phones[-1][2]))
     return alignment_from_phone_times(times, spoken.num_frames, frame_shift_s, inventory)
 

@@ -1,4 +1,4 @@
-"""Find audio that cannot be read, or is not there, all of it in one run, and say what to do about it."""
+"""Find all audio that is unreadable or outside of its recording in one run, and report the remedy."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def without_audio(
     progress: Progress,
     features: Callable[[int], FeatureConfig] | None = None,
 ) -> dict[str, list[str]]:
-    """Return the utterances whose audio cannot be read to its end, is none of it, or has no frame.
+    """Return the utterances whose audio is unreadable, is outside of its recording, or has no frame.
 
     Args:
         sources: the audio of utterances, by their ids.
-        num_workers, progress: as of `find_unreadable`.
-        features: as of `_without_frame`; None: audio of no frame is left to the caller.
+        num_workers, progress: as for `find_unreadable`.
+        features: as for `_without_frame`; None: the caller handles audio of no frame.
 
     Returns:
-        Their ids, by what is said of them.
+        Ids of these utterances, by the reason, as messages state it.
 
     Raises:
-        ConfigError: no utterance has any; or a file is missing, or of 0 bytes.
+        ConfigError: no utterance has usable audio, or a file is missing or of 0 bytes.
     """
     spoilt = find_unreadable(map(file_of, sources.values()), num_workers, progress)
     readable = {utterance: source for utterance, source in sources.items() if file_of(source) not in spoilt}
@@ -50,19 +50,19 @@ def without_audio(
 
 
 def find_unreadable(files: Iterable[Path], num_workers: int | None, progress: Progress) -> frozenset[Path]:
-    """Read audio files to their ends, and return those of which that cannot be done.
+    """Read audio files to their ends, and return those for which that fails.
 
     Args:
-        files: any number of times each.
-        num_workers: how many are read at a time; None: one per core.
-        progress: told how many are read.
+        files: the files; repetitions are allowed.
+        num_workers: files to read at a time; None: one per core.
+        progress: called with the number of files read.
 
     Raises:
-        ConfigError: none can be read; or one is missing, or of 0 bytes.
+        ConfigError: none can be read, or a file is missing or of 0 bytes.
     """
     every = list(dict.fromkeys(files))
     errors: dict[Path, UnreadableAudioError] = {}
-    # Threads: decoding holds no lock of Python's.
+    # Threads are enough: decoding releases the GIL.
     pool = ThreadPoolExecutor(num_workers or len(os.sched_getaffinity(0)))
     try:
         for number, (file, error) in enumerate(zip(every, pool.map(_error_of, every), strict=True), 1):
@@ -89,8 +89,8 @@ def unreadable_error(errors: Mapping[Path, UnreadableAudioError], num_files: int
     """Return the error for files that cannot be read.
 
     Args:
-        errors: of the files, at least one.
-        num_files: how many there are with those that can be read.
+        errors: the error of each such file, at least one.
+        num_files: number of all files, including those that can be read.
     """
     (_, first), *others = sorted(errors.items())
     if not others:
@@ -104,19 +104,19 @@ def unreadable_error(errors: Mapping[Path, UnreadableAudioError], num_files: int
 
 
 def _named(files: Iterable[Path]) -> str:
-    """Name the files behind the first one, so many that the line can be read."""
+    """Name the files after the first one, as many as fit a readable line."""
     every = list(files)
     return ", ".join(map(str, every[: _MAX_NAMED - 1])) + (", ..." if len(every) >= _MAX_NAMED else "")
 
 
 def find_outside(sources: Mapping[str, AudioSource]) -> list[str]:
-    """Return the utterances that are no stretch of their recording, which can be read.
+    """Return the utterances that lie outside of their recording, which itself can be read.
 
     Args:
         sources: the audio of utterances, by their ids.
 
     Raises:
-        ConfigError: all are; or a channel that is not there.
+        ConfigError: all do, or a channel does not exist.
     """
     errors: dict[str, OutsideRecordingError] = {}
     for utterance, source in sources.items():
@@ -131,11 +131,11 @@ def find_outside(sources: Mapping[str, AudioSource]) -> list[str]:
 
 
 def _without_frame(sources: Mapping[str, AudioSource], features: Callable[[int], FeatureConfig]) -> list[str]:
-    """Return the utterances whose audio, which can be read, is shorter than one frame; none where all are.
+    """Return the utterances whose readable audio is shorter than one frame; none if all are.
 
     Args:
         sources: the audio of utterances, by their ids.
-        features: those of audio of a sampling rate, in Hz.
+        features: returns the feature settings for a sampling rate, in Hz.
     """
     infos = {utterance: _probe_of_one_channel(source) for utterance, source in sources.items()}
     found = [
@@ -148,7 +148,7 @@ def _without_frame(sources: Mapping[str, AudioSource], features: Callable[[int],
 
 
 def _probe_of_one_channel(source: AudioSource) -> AudioInfo | None:
-    """Read a header as `probe`; None of several channels: what reads all headers names all such files."""
+    """Read a header as `probe`; None for several channels, which the code that reads all headers reports."""
     try:
         return probe(source)
     except SeveralChannelsError:
@@ -159,8 +159,8 @@ def channels_error(errors: Mapping[Path, SeveralChannelsError], num_files: int) 
     """Return the error for files of several channels.
 
     Args:
-        errors: of the files, at least one.
-        num_files: how many there are with those of one channel.
+        errors: the error of each such file, at least one.
+        num_files: number of all files, including those of one channel.
     """
     (_, first), *others = sorted(errors.items())
     if not others:
@@ -172,11 +172,11 @@ def channels_error(errors: Mapping[Path, SeveralChannelsError], num_files: int) 
 
 
 def outside_error(errors: Sequence[OutsideRecordingError], num_utterances: int) -> ConfigError:
-    """Return the error for utterances that are no stretches of their recordings.
+    """Return the error for utterances that lie outside of their recordings.
 
     Args:
-        errors: of the utterances, at least one.
-        num_utterances: how many there are with the others.
+        errors: the error of each such utterance, at least one.
+        num_utterances: number of all utterances.
     """
     more = f", and {len(errors) - 1:,} more of {num_utterances:,} utterances are outside of theirs"
     what, them = (more, "them") if len(errors) > 1 else ("", "the utterance")
@@ -185,5 +185,5 @@ def outside_error(errors: Sequence[OutsideRecordingError], num_utterances: int) 
 
 
 def as_option_does(error: UnreadableAudioError) -> str:
-    """Return the message of an error with the option that does what its end advises: leave it out."""
+    """Return the error's message with the option that does what its end advises: leave the file out."""
     return f"{error}{AS_THE_OPTION_DOES}"

@@ -35,7 +35,7 @@ _AROUND_WORDS = ',;:!?()[]"\u201c\u201d\u201e\u00ab\u00bb\u2026'
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Pronunciations, the utterances that they serve, and what to tell the user."""
+    """Pronunciations, the utterances that use them, and messages for the user."""
 
     lexicon: Lexicon
     splits: dict[str, list[CorpusUtterance]]
@@ -43,17 +43,17 @@ class Vocabulary:
 
 
 def given_lexicon(path: Path | None) -> Lexicon | None:
-    """Read the lexicon that the user gives as a file, if any.  Raises ConfigError."""
+    """Read the lexicon file given by the user, if any.  Raises ConfigError."""
     return None if path in (None, GRAPHEMES) else Lexicon.load(path)
 
 
 def plainly_spelt(corpus: Corpus, given: Lexicon | None, *, needs_text: bool = True) -> Corpus:
-    """Bring transcripts of any corpus to one form: words as the lexicon spells them, in whatever case.
+    """Normalise the transcripts of any corpus: words are spelled as in the lexicon, which ignores case.
 
     Other words are in lower case and without punctuation.  Marks such as `!SIL` stay as they are.
 
     Raises:
-        ConfigError: a transcript is nothing but punctuation, and texts are needed.
+        ConfigError: a transcript is only punctuation, and texts are needed.
     """
     lexicon = Lexicon({}) if given is None else given
     spelling = {word: _plain_spelling(word, lexicon) for word in corpus.words}
@@ -61,11 +61,11 @@ def plainly_spelt(corpus: Corpus, given: Lexicon | None, *, needs_text: bool = T
 
 
 def _plain_spelling(word: str, lexicon: Lexicon) -> str:
-    """Return the words that stand for one of a transcript: several where a dash joins them, or none."""
+    """Return the normalised form of a transcript's word: several words if a dash joins them, or none."""
     plain = without_punctuation(word, keeps_case=True)
     if plain and is_mark(word) and word not in lexicon:
         return word
-    # Signs around it are taken off before its own: "(U.S.)," is U.S., which may be another word than "us".
+    # Strip surrounding signs before the word's own: "(U.S.)," is U.S., which may be another word than "us".
     for form in (word, word.strip(_AROUND_WORDS), plain):
         if (spelling := lexicon.spelling_of(form)) is not None:
             return spelling
@@ -75,16 +75,16 @@ def _plain_spelling(word: str, lexicon: Lexicon) -> str:
 def choose_vocabulary(
     splits: Splits, options: PrepareOptions, given: Lexicon | None, of_model: Collection[str] = ()
 ) -> Vocabulary:
-    """Find pronunciations: all of a lexicon that is given, else those of the training words.
+    """Find pronunciations: all of a given lexicon, else those of the training words.
 
     Args:
-        splits: the corpus, divided.
-        options: the lexicon, and what becomes of training words without pronunciation.
-        given: the lexicon in the file that the user gives, if it is one.
-        of_model: words of a language model, which can be recognised, too, where letters are phones.
+        splits: the divided corpus.
+        options: the lexicon, and how to treat training words without pronunciation.
+        given: the user's lexicon, if it is a file.
+        of_model: words of a language model; if letters are phones, these can be recognised, too.
 
     Raises:
-        ConfigError: there are such words, and they are to be refused; or nothing is left to train on.
+        ConfigError: there are such words, and the options refuse them; or no utterance is left to train on.
     """
     policy, training = options.unknown_words, splits.get("train", ())
     found = find_pronunciations({word for u in training for word in u.words}, options, given)
@@ -109,19 +109,20 @@ def choose_vocabulary(
 
 
 def with_words_of_model(lexicon: Lexicon, words: Collection[str]) -> tuple[Lexicon, tuple[str, ...]]:
-    """Spell words that only a language model has by their letters.
+    """Spell words that occur only in a language model by their letters.
 
     Args:
-        lexicon: of letters; a word with others is left out, for nothing can be learnt of them.
-        words: all of the model.
+        lexicon: a lexicon of letters; words with other letters are left out because nothing can be learnt of
+            them.
+        words: all words of the model.
 
     Returns:
-        The lexicon with these words, and what to tell the user.
+        The lexicon with these words, and messages for the user.
     """
     lacking = [word for word in words if lexicon.spelling_of(word) is None and word not in UNKNOWN_NAMES]
     spelt = {word: _plain_spelling(word, lexicon) for word in lacking}
     found = grapheme_lexicon(plain for plain in spelt.values() if len(plain.split()) == 1)
-    # The model's words are looked up as they are: with punctuation, one is not the word without.
+    # The model's words are looked up unchanged: a word with punctuation is not the word without.
     usable = {plain for word, plain in spelt.items() if plain in found and found.spelling_of(word) == plain}
     phones = set(lexicon.phones)
     variants = {word: found.pronunciations[word][0] for word in sorted(usable)}
@@ -142,10 +143,10 @@ class Pronounced:
     """Pronunciations of words.
 
     Attributes:
-        lexicon: all of the lexicon that is given, else what was found of the words.
+        lexicon: the whole given lexicon, else the pronunciations found for the words.
         unknown: words without a pronunciation, sorted.
         remedy: what to do about these.
-        notices: what to tell the user of those that were guessed, and of where the others are from.
+        notices: messages about guessed words, and about the origin of the others.
     """
 
     lexicon: Lexicon
@@ -155,7 +156,7 @@ class Pronounced:
 
 
 def find_pronunciations(words: set[str], options: PrepareOptions, given: Lexicon | None) -> Pronounced:
-    """Look words up in the lexicon that is given, else in ours and CMUdict; guess the others if asked to.
+    """Look words up in the given lexicon, else in ours and CMUdict; guess the others if requested.
 
     Raises:
         ConfigError: g2p cannot be used.
@@ -184,7 +185,7 @@ def find_pronunciations(words: set[str], options: PrepareOptions, given: Lexicon
 
 
 def _nearer_remedy(unknown: Sequence[str], options: PrepareOptions) -> str:
-    """Say what to do about words without a pronunciation where the corpus shows it; "": it does not."""
+    """Return the remedy that the corpus suggests for words without a pronunciation; "": none."""
     if options.pattern and all(len(word) == 1 and word.isdecimal() for word in unknown):
         return f"write {{digit}} for {{word}} in --pattern '{options.pattern}', which reads 0 to 9 as words"
     beside = [source.path / "lexicon.txt" for source in options.sources]
@@ -193,7 +194,7 @@ def _nearer_remedy(unknown: Sequence[str], options: PrepareOptions) -> str:
 
 
 def _sources(lexicon: Lexicon) -> tuple[str, ...]:
-    """Say whose pronunciations those are that nobody gave, where they are not only our own."""
+    """Report the origin of the pronunciations that the user did not give, if not all are our own."""
     own = own_lexicon()
     ours = sum(word.lower() in own for word in lexicon.words)
     cmudict = counted(len(lexicon.words) - ours, "word")
@@ -214,7 +215,7 @@ def _guesses(found: Mapping[str, Pronunciation]) -> tuple[str, ...]:
 
 
 def _out_of_vocabulary(splits: Splits, lexicon: Lexicon) -> tuple[str, ...]:
-    """Say of each held-out split how many of its words cannot be recognised."""
+    """Report for each held-out split how many of its words cannot be recognised."""
     notices = []
     for name, utterances in splits.items():
         if name == "train":

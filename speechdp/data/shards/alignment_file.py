@@ -1,4 +1,4 @@
-"""Keep a shard's targets of another alignment in a file beside it (docs/data-format.md)."""
+"""Store a shard's targets from another alignment in a separate file (docs/data-format.md)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def write_targets(
         path: the file to write.
         shard: the shard the targets belong to.
         targets: per utterance (T,) class indices, T as in the shard.
-        alignment: where they come from, e.g. "realigned-1".
-        num_classes: of the targets; None: as many as the shard says.
+        alignment: source of the targets, e.g. "realigned-1".
+        num_classes: number of classes; None: as in the shard's header.
 
     Raises:
-        ShardError: the disk is full or cannot be written.
+        ShardError: the disk is full or the file cannot be written.
     """
     arrays = [np.ascontiguousarray(array, dtype="<i4") for array in targets]
     lengths = np.diff(shard.offsets)
@@ -65,12 +65,12 @@ def write_targets(
 
 
 class TargetsFile:
-    """Targets of another alignment for one shard; reading is safe from several threads.
+    """Targets of another alignment for one shard; reading is thread-safe.
 
     Attributes:
         path: the file.
-        alignment: where the targets come from, e.g. "realigned-1".
-        num_classes: of the targets.
+        alignment: source of the targets, e.g. "realigned-1".
+        num_classes: number of classes.
     """
 
     def __init__(self, path: Path, shard: Shard) -> None:
@@ -91,26 +91,26 @@ class TargetsFile:
         return targets
 
     def verify(self, utterance: int) -> None:
-        """Compare an utterance's checksum, unless that has been done.  Raises ShardError as `read`."""
+        """Verify an utterance's checksum, unless that has been done.  Raises ShardError as `read`."""
         if not self._verified[utterance]:
             self.read(utterance)
 
     def check_targets(self) -> None:
-        """Read all targets.  Raises ShardError on the first that is outside the classes."""
+        """Read all targets.  Raises ShardError at the first that is not a class index."""
         check_targets(self.path, self.dataset, self._shard, self.num_classes, _AGAIN)
 
     @property
     def dataset(self) -> tuple[RowReader, ArrayPlace]:
-        """What reads the targets and where they are; rows are counted over the shard."""
+        """The reader of the targets and their place in the file; rows are counted over the whole shard."""
         return self._reader, self._place
 
     def close(self) -> None:
-        """Close the file; a later read opens it again."""
+        """Close the file; a later read reopens it."""
         self._reader.close()
 
 
 def check_alignments(directory: Path | None) -> None:
-    """Refuse a directory of targets files that is not there; None stands for the shards' own targets.
+    """Refuse a directory of targets files that does not exist.  None stands for the shards' own targets.
 
     Raises:
         ShardError: there is no such directory, or it is a run.
@@ -128,7 +128,7 @@ def check_alignments(directory: Path | None) -> None:
 
 
 def open_targets(path: Path, shard: Shard) -> TargetsFile:
-    """Open the targets that were written for `shard`.
+    """Open the targets file that was written for `shard`.
 
     Raises:
         ShardError: damaged, of another version, or written for another shard.

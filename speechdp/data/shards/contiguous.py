@@ -1,4 +1,4 @@
-"""Read rows of a contiguous HDF5 dataset past the HDF5 library, by position in the file."""
+"""Read rows of a contiguous HDF5 dataset by their position in the file, without the HDF5 library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from speechdp.process.file_limit import files_left
 #: (file descriptor, buffers, position) -> bytes read.
 PositionedRead = Callable[[int, Sequence[memoryview], int], int]
 
-#: How all positioned reads are made; a test of failing disks puts its own here.
+#: Makes all positioned reads; a test of failing disks replaces it.
 preadv: PositionedRead = os.preadv
 
 _AGAIN = "prepare the data again or copy the file again"
@@ -32,13 +32,14 @@ _AGAIN = "prepare the data again or copy the file again"
 
 @dataclass(frozen=True)
 class ArrayPlace:
-    """Where a dataset lies in its file.
+    """Location of a dataset in its file.
 
     Attributes:
-        name: of the dataset.
-        offset_bytes: of its first byte in the file; None where HDF5 has to be asked (chunked, compressed).
+        name: name of the dataset.
+        offset_bytes: position of its first byte in the file; None if only HDF5 can read it (chunked,
+            compressed).
         shape: rows first.
-        dtype: of its values.
+        dtype: type of its values.
         storage: "contiguous", "chunked", "chunked gzip", ...
     """
 
@@ -50,30 +51,31 @@ class ArrayPlace:
 
     @classmethod
     def of(cls, dataset: Any) -> ArrayPlace:
-        """Take the place of an open h5py dataset."""
+        """Return the location of an open h5py dataset."""
         direct = dataset.chunks is None and not dataset.dtype.hasobject
         offset = dataset.id.get_offset() if direct else None
         if offset is None and dataset.size == 0:
-            offset = 0  # HDF5 gives an empty dataset no place; nothing is ever read from it
+            offset = 0  # HDF5 allocates nothing for an empty dataset; nothing is ever read from it
         return cls(dataset.name.lstrip("/"), offset, tuple(dataset.shape), dataset.dtype, _storage(dataset))
 
     @cached_property
     def row_bytes(self) -> int:
-        """Size of a row."""
+        """Size of a row in bytes."""
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
     @property
     def end_bytes(self) -> int:
-        """Where it ends in the file; 0 where HDF5 has to be asked."""
+        """Position behind its last byte in the file; 0 if only HDF5 can read it."""
         return 0 if self.offset_bytes is None else self.offset_bytes + self.shape[0] * self.row_bytes
 
 
-#: Readers of an OpenFiles with an open file; a quarter of what the process may open yet where that is less.
+#: Most readers of an OpenFiles that have their file open; fewer if a quarter of the files that the process
+#: may still open is less.
 _MOST_OPEN = 128
 
 
 def cannot_be_opened(path: Path, error: Exception) -> str:
-    """Return the message for a file that the disk, or the limit on open files, does not let us open."""
+    """Return the message for a file that cannot be opened, because of the disk or the limit on open files."""
     then = "run again"
     if disk_reason(error) == os.strerror(errno.EMFILE):
         then = "run again; or write fewer shards with `speechdp shard`"
@@ -81,7 +83,7 @@ def cannot_be_opened(path: Path, error: Exception) -> str:
 
 
 class OpenFiles:
-    """Keeps the files of few readers open, those that were read last; safe from several threads."""
+    """Limits how many readers have their file open, closing the least recently used; thread-safe."""
 
     def __init__(self) -> None:
         left = files_left()
@@ -90,7 +92,7 @@ class OpenFiles:
         self._recent: OrderedDict[RowReader, None] = OrderedDict()
 
     def has_read(self, reader: RowReader) -> None:
-        """Note that a reader has its file open; where many have, close the one that was read longest ago."""
+        """Note that a reader has its file open; if too many have, close the least recently used."""
         oldest = None
         with self._lock:
             self._recent[reader] = None
@@ -98,20 +100,20 @@ class OpenFiles:
             if len(self._recent) > max(self._most, 1):
                 oldest, _ = self._recent.popitem(last=False)
         if oldest is not None:
-            oldest.close()  # once its own read, if it is at one, is over
+            oldest.close()  # waits for that reader's read, if one is under way
 
 
 class RowReader:
-    """Read rows of one file's datasets; safe from several threads.
+    """Reads rows of one file's datasets; thread-safe.
 
-    A positioned read (preadv) straight into the caller's memory costs no lock and no copy, where h5py
-    takes a lock a call; chunked datasets, which other tools may have made, go through h5py, which reads
-    and unpacks whole chunks however few rows are wanted.  Files are opened at the first read, read-only and
-    unlocked, in the process that reads, because an HDF5 handle does not survive a fork.
+    A positioned read (preadv) straight into the caller's memory needs no lock and no copy; h5py takes a lock
+    for every call.  Chunked datasets, which other tools may have written, are read by h5py, which reads and
+    decompresses whole chunks however few rows are requested.  The file is opened at the first read, read-only
+    and unlocked, in the process that reads, because an HDF5 handle does not survive a fork.
 
     Args:
         path: the file.
-        open_files: closes the file once many others have been read; None: it stays open until `close`.
+        open_files: closes the file after many others have been read; None: it stays open until `close`.
     """
 
     def __init__(self, path: Path, open_files: OpenFiles | None = None) -> None:
@@ -134,7 +136,7 @@ class RowReader:
         """Read rows start:start+num of the dataset into `out`, of num * place.row_bytes contiguous bytes.
 
         Raises:
-            ShardError: the file ends before, or the disk fails; names the file.  `out` is then undefined.
+            ShardError: the file ends too early, or the disk fails; names the file.  `out` is then undefined.
         """
         num_bytes = num * place.row_bytes
         assert out.nbytes == num_bytes, (out.nbytes, num_bytes)
@@ -148,19 +150,19 @@ class RowReader:
         if self._open_files is None:
             self._read_contiguous(self.descriptor(), out, position)
             return
-        with self._lock:  # others may have it closed meanwhile
+        with self._lock:  # another thread may close it meanwhile
             self._read_contiguous(self._opened(), out, position)
         self._open_files.has_read(self)
 
     def descriptor(self) -> int:
-        """Return the open file's descriptor, for contiguous datasets; only without `open_files`."""
+        """Return the descriptor of the opened file, for contiguous datasets; only without `open_files`."""
         if self._fd is not None:
             return self._fd
         with self._lock:
             return self._opened()
 
     def close(self) -> None:
-        """Close what the reads opened; a later read opens it again."""
+        """Close the files that reads have opened; a later read reopens them."""
         with self._lock:
             if self._fd is not None:
                 os.close(self._fd)
@@ -178,7 +180,7 @@ class RowReader:
             raise ShardError(cannot_be_read(self._path, error)) from error
 
     def _read_rest(self, fd: int, out: memoryview, got: int, position: int) -> None:
-        # The kernel may hand over less than asked (at most 2 GiB a call); only 0 means the end.
+        # The kernel may return less than requested (at most 2 GiB a call); only 0 means the end of the file.
         view = np.frombuffer(out, dtype=np.uint8).data
         while got < len(view):
             more = preadv(fd, [view[got:]], position + got)
@@ -187,7 +189,7 @@ class RowReader:
             got += more
 
     def _opened(self) -> int:
-        """Return the descriptor; its caller has the lock."""
+        """Return the file descriptor.  The caller must hold the lock."""
         if self._fd is None:
             try:
                 self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Make a data directory whole or not at all."""
+"""Create a data directory completely or not at all."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from speechdp.ownership.owner import OWNER_FILE
 
 
 def place_of(path: Path) -> Path:
-    """Return where a data directory of that name is made: where a symbolic link leads to."""
+    """Return where the data directory of that name is created: the target of a symbolic link."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
 
 
 def owner_file(path: Path) -> Path:
-    """Return the file that tells who makes a data directory, beside it: it is replaced as a whole."""
+    """Return the file that names a data directory's owner; it is outside the directory, which is replaced."""
     place = place_of(path)
     return place.with_name(f".{place.name}.{OWNER_FILE}")
 
 
 def _former_of(place: Path) -> Path:
-    """Return the name of an old data directory while the new one takes its place."""
+    """Return the name that an old data directory has while the new one takes its place."""
     return place.with_name(f".{place.name}.former")
 
 
 def check_place(path: Path) -> None:
-    """Refuse a name under which this user cannot make a folder.
+    """Refuse a path at which this user cannot create a folder.
 
     Raises:
-        ConfigError: a link that leads nowhere, a place in what another command has written, or one where this
-            user may not write.
+        ConfigError: a dangling link, a place inside another command's output, or one where this user may not
+            write.
     """
     try:
         place = place_of(path)
@@ -65,14 +65,14 @@ def check_place(path: Path) -> None:
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Refuse a target that cannot be made, or exists, unless it is a data directory and may be overwritten.
+    """Refuse a target that cannot be created, or exists and is not a data directory that may be overwritten.
 
-    A data directory gets its name back if a run was killed that was about to replace it.
+    If a run was killed while it replaced a data directory, the old directory gets its name back.
 
     Raises:
-        ConfigError: a file, another kind of folder, a data directory without `overwrite` or with something
-            else in it, a link that leads nowhere, or rights that this user does not have.
-        ShardError: the disk refuses.
+        ConfigError: a file, another kind of folder, a data directory without `overwrite` or with other files
+            in it, a dangling link, or missing permissions.
+        ShardError: a disk error.
     """
     check_place(path)
     place = place_of(path)
@@ -109,20 +109,20 @@ def check_target(path: Path, overwrite: bool) -> None:
 
 @contextmanager
 def new_data_dir(path: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield an empty folder beside `path`; on a clean exit it takes the name of `path`.
+    """Yield an empty folder beside `path`; rename it to `path` when the block ends without an exception.
 
-    Nothing is left behind, and an old directory stays untouched, if the block raises.  A symbolic link
-    stays, and leads to the new directory.
+    If the block raises, the new folder is deleted and an old directory stays untouched.  A symbolic link
+    stays and leads to the new directory.
 
     Raises:
         ConfigError: the target may not be written (see `check_target`).
-        ShardError: the disk refuses.
+        ShardError: a disk error.
     """
     check_target(path, overwrite)
     place = place_of(path)
     partial = place.with_name(f".{place.name}.partial")
     former = _former_of(place)
-    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed, as the other
+    shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed, as `former`
     _discard(former)
     try:
         partial.mkdir(parents=True)
@@ -138,13 +138,13 @@ def new_data_dir(path: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _replace(place: Path, partial: Path, former: Path) -> None:
-    """Give the new directory its name; the old one goes only when that is done.  Raises OSError."""
+    """Give the new directory its name, and only then delete the old one.  Raises OSError."""
     replaces = place.exists()
     try:
         if replaces:
             hand_over(place, former)
         hand_over(partial, place)
-    except BaseException:  # a signal, too, may come between the two
+    except BaseException:  # a signal may also come between the two renames
         if replaces and not place.exists():
             hand_over(former, place)
         raise
@@ -152,13 +152,13 @@ def _replace(place: Path, partial: Path, former: Path) -> None:
 
 
 def _discard(former: Path) -> None:
-    """Delete an old directory, first what tells that it is whole: half of it must not be brought back."""
+    """Delete an old directory, its manifest first: an incomplete one must not be brought back."""
     with contextlib.suppress(OSError):
         (former / MANIFEST_NAME).unlink()
     shutil.rmtree(former, ignore_errors=True)
 
 
 def _bring_back(former: Path, place: Path) -> None:
-    """Give an old directory its name back where a run was killed before the new one had it."""
+    """Give an old directory its name back if a run was killed before the new one had it."""
     if not place.exists() and (former / MANIFEST_NAME).is_file():
         hand_over(former, place)

@@ -25,11 +25,11 @@ from speechdp.json_input import parse_json
 DATA_FORMAT = "speechdp-data"
 MANIFEST_NAME = "data.json"
 SYMBOLS_NAME = "symbols.json"
-#: What data.json says of the alignment where there is none; such data are not trained on.
+#: Value of `alignment` in data.json if there is none; such data cannot be trained on.
 UNALIGNED = "none"
-#: Likewise, where each transcript is only spread evenly over its utterance.
+#: The same if each transcript is only spread evenly over its utterance.
 FLAT = "flat"
-#: What data are prepared for; tasks from outside train on either kind.
+#: The tasks that data are prepared for; tasks of other packages train on either kind.
 TaskName = Literal["acoustic", "synthesis"]
 TASK_OF: dict[Stored, TaskName] = {"features": "acoustic", "audio": "acoustic", "spectrograms": "synthesis"}
 
@@ -45,7 +45,7 @@ class ShardEntry:
 
     @classmethod
     def of(cls, writer: ShardWriter) -> ShardEntry:
-        """Describe a shard that has been written."""
+        """Describe a shard that was written."""
         return cls(writer.path.name, writer.num_utterances, writer.num_frames, writer.index_sha256)
 
 
@@ -60,7 +60,7 @@ class SplitEntry:
 
     @classmethod
     def of(cls, shards: Sequence[ShardEntry], speakers: Iterable[str]) -> SplitEntry:
-        """Sum up a split's shards; `speakers` names that of every utterance."""
+        """Sum up a split's shards; `speakers` has the speaker of every utterance."""
         return cls(
             shards=tuple(shards),
             utterances=sum(shard.utterances for shard in shards),
@@ -71,9 +71,9 @@ class SplitEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What data.json says of the whole directory; with `stored` "audio", features are still to be made.
+    """The contents of data.json; with `stored` "audio", features are computed when they are needed.
 
-    `channel` is what was read of audio files of several channels, counted from 1.
+    `channel` is the channel read from multi-channel audio files, counted from 1.
     """
 
     sampling_rate: int
@@ -86,7 +86,7 @@ class Manifest:
     channel: Channel | None = None
 
     def header(self, split: str) -> ShardHeader:
-        """Return what holds for each shard of a split."""
+        """Return the header that the shards of a split share."""
         return ShardHeader(
             self.features, self.sampling_rate, self.num_classes, self.alignment, split, self.stored
         )
@@ -115,7 +115,7 @@ class Manifest:
         write_text_atomically(directory / MANIFEST_NAME, self.to_json())
 
 
-#: A language model beside the shards: an ARPA file, or a grammar with its words; and how it fits the texts.
+#: A language model beside the shards: an ARPA file, or a grammar with its words; and a record of its fit.
 ARPA_NAME, GRAMMAR_NAME, WORDS_NAME, LM_RECORD_NAME = "lm.arpa.gz", "G.fst", "words.txt", "lm.json"
 LANGUAGE_MODEL_NAMES = (ARPA_NAME, GRAMMAR_NAME, WORDS_NAME, LM_RECORD_NAME)
 
@@ -127,13 +127,13 @@ class Dataset:
         path: the directory.
         checksum: sha256 of data.json, which holds every shard's own: equal only for equal data.
         sampling_rate: in Hz.
-        stored: "features", "audio" to make them from, or "spectrograms" to be learnt from texts.
-        features: how the features were made, or are to be made.
+        stored: "features", "audio" to compute features from, or "spectrograms" to be learnt from texts.
+        features: how features were or will be computed.
         feature_dim, num_classes: sizes of a frame and of the targets.
-        alignment: "flat", "exact", "kaldi", "none" (to be scored only), or "text" of spectrograms.
+        alignment: "flat", "exact", "kaldi", "none" (data for scoring only), or "text" for spectrograms.
         split: the rule that divided the corpus, e.g. "index:test=0-4,dev=5-9".
-        splits: what data.json says of each split.
-        channel: what was read of audio files of several channels, counted from 1; None: nothing was chosen.
+        splits: the entries of data.json, by split.
+        channel: channel read from multi-channel audio files, counted from 1; None: nothing was chosen.
     """
 
     def __init__(self, path: Path, manifest: Manifest, checksum: str) -> None:
@@ -155,10 +155,10 @@ class Dataset:
 
         Args:
             path: the directory.
-            just_written: it was whole a moment ago, so what is missing was taken away.
+            just_written: the directory was complete a moment ago, so whatever is missing was removed since.
 
         Raises:
-            ShardError: no such directory, not complete, of another version, or damaged.
+            ShardError: the directory does not exist, is incomplete, of another version, or damaged.
         """
         path = Path(path)
         _refuse_special_files(path)
@@ -188,7 +188,7 @@ class Dataset:
 
     @property
     def lexicon_path(self) -> Path:
-        """The lexicon the targets were made with."""
+        """The lexicon that the targets were made with."""
         return self.path / "lexicon.txt"
 
     @property
@@ -198,12 +198,12 @@ class Dataset:
 
     @property
     def symbols_path(self) -> Path:
-        """The symbols that texts are written in; only beside spectrograms."""
+        """The symbols in which texts are written; only with spectrograms."""
         return self.path / SYMBOLS_NAME
 
     @property
     def task(self) -> TaskName:
-        """What a model can be trained for on these data."""
+        """The task that these data are prepared for."""
         return TASK_OF[self.stored]
 
     @property
@@ -250,7 +250,7 @@ class Dataset:
     def open_shards(self, split: str) -> Iterator[list[Shard]]:
         """Open all shards of a split for the block, as `open_shard`, in the order of data.json.
 
-        Few have their file open at a time: there may be more than a process may open files.
+        Only a few files are open at a time: there may be more shards than a process may open files.
         """
         open_files = OpenFiles()
         with ExitStack() as stack:
@@ -266,12 +266,12 @@ class Dataset:
             )
 
     def verify(self, splits: Iterable[str] | None = None) -> Counter[str]:
-        """Check every checksum and target of the directory; return how many shards are stored in which way.
+        """Check every checksum and target of the directory; return how many shards have each storage layout.
 
-        One shard is open at a time: there may be more than a process may open files.
+        One shard is open at a time: there may be more shards than a process may open files.
 
         Args:
-            splits: to be checked; None: all.
+            splits: the splits to check; None: all.
 
         Raises:
             ShardError: the first damage.
@@ -292,9 +292,9 @@ class Dataset:
 
 
 def _refuse_special_files(directory: Path) -> None:
-    """Refuse what is no file in place of one: opening a pipe waits for ever, deaf to signals too.
+    """Refuse pipes, sockets and devices in place of files: opening a pipe blocks and ignores signals.
 
-    Where there is no data.json, such as in /tmp, others' pipes and sockets are none of our business.
+    Without data.json, as in /tmp, the directory is not ours, and its pipes and sockets do not matter.
 
     Raises:
         ShardError: names the first.
@@ -303,7 +303,7 @@ def _refuse_special_files(directory: Path) -> None:
         with os.scandir(directory) as entries:
             found = {e.name: e.is_file() or e.is_dir() or not Path(e).exists() for e in entries}
     except OSError:
-        return  # reading data.json says why
+        return  # reading data.json reports the reason
     names = [name for name, is_usual in found.items() if not is_usual]
     if names and MANIFEST_NAME in found:
         raise ShardError(
@@ -323,7 +323,7 @@ def _parse(file: Path, content: bytes) -> Manifest:
             raise ValueError("splits is no JSON object of splits by name")
         splits = {name: _parse_split(name, split) for name, split in values["splits"].items()}
         files = [entry.file for split in splits.values() for entry in split.shards]
-        # Both become names of files: nothing outside the directory is to be read or written.
+        # Both become file names: nothing outside the directory may be read or written.
         for name in (*splits, *files):
             if name in ("", "..") or Path(name).name != name or "\0" in name:
                 raise ValueError(f"{name!r} is not a plain name")

@@ -1,4 +1,4 @@
-"""Keep a copy of what says what the shards of a data directory hold, without the shards."""
+"""Copy the files that describe a data directory's shards, without the shards."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from speechdp.data.shards.dataset import LANGUAGE_MODEL_NAMES, MANIFEST_NAME, SY
 from speechdp.errors import RunError, ShardError
 from speechdp.files import atomic_path, cannot_be_read, cannot_be_written
 
-#: What may stand beside the shards and says what they hold, apart from data.json and the language model.
+#: Files beside the shards that describe their contents, apart from data.json and the language model.
 _NAMES = ("classes.txt", "lexicon.txt", SYMBOLS_NAME)
 _PIECE_BYTES = 1 << 20
 
 
 def keep_description(dataset: Dataset, folder: Path) -> list[str]:
-    """Make `folder` hold what a data directory has beside its shards, data.json last.
+    """Copy all files of a data directory except its shards to `folder`, data.json last.
 
-    It can be opened as a data directory, whose shards are missing.  Files that it holds already, by size and
-    time of change, are not read again.  The rest can be used without a language model: one that cannot be
-    read is left out.
+    The copy can be opened as a data directory whose shards are missing.  Files that `folder` has already,
+    with the same size and modification time, are not read again.  A language model that cannot be read is
+    left out: the rest can be used without it.
 
     Returns:
-        A line for each thing that could not be kept.
+        A line for each thing that could not be copied.
 
     Raises:
-        ShardError: a file of the data cannot be read.
-        RunError: the disk refuses.
+        ShardError: a file of the data directory cannot be read.
+        RunError: a disk error.
     """
     notices: list[str] = []
     try:
@@ -38,7 +38,7 @@ def keep_description(dataset: Dataset, folder: Path) -> list[str]:
         try:
             _copy_or_remove(LANGUAGE_MODEL_NAMES, dataset.path, folder)
         except ShardError as error:
-            for name in LANGUAGE_MODEL_NAMES:  # parts of two would not fit together
+            for name in LANGUAGE_MODEL_NAMES:  # parts of two models would not fit together
                 (folder / name).unlink(missing_ok=True)
             notices.append(f"{folder} holds no language model: {error}")
         _copy(dataset.path / MANIFEST_NAME, folder / MANIFEST_NAME)
@@ -60,10 +60,10 @@ def _copy_or_remove(names: tuple[str, ...], source: Path, folder: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file, with its time of change, unless that was done before.
+    """Copy a file and its modification time, unless the target has both its size and its time already.
 
     Raises:
-        ShardError: it cannot be read.
+        ShardError: the file cannot be read.
         OSError: the copy cannot be written.
     """
     try:
@@ -78,12 +78,12 @@ def _copy(source: Path, target: Path) -> None:
         with temporary.open("wb") as file:
             for piece in _pieces(source):
                 file.write(piece)
-        with contextlib.suppress(OSError):  # it only saves copying again
+        with contextlib.suppress(OSError):  # the time only saves copying again
             os.utime(temporary, ns=(state.st_atime_ns, state.st_mtime_ns))
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """Yield what a file holds, piece by piece.  Raises ShardError."""
+    """Yield the contents of a file in pieces.  Raises ShardError."""
     try:
         with path.open("rb") as file:
             while piece := file.read(_PIECE_BYTES):

@@ -1,4 +1,4 @@
-"""Read many stretches of several files into one piece of memory: what a batch is made of."""
+"""Read stretches of several files into one piece of memory: the contents of a batch."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from speechdp.data.shards import contiguous
 from speechdp.data.shards.contiguous import ArrayPlace, RowReader
 
-#: Stand for an offset: not asked for yet, and one that only HDF5 knows.
+#: Stand for an offset that has not been looked up yet, and for one that only HDF5 knows.
 _UNKNOWN, _CHUNKED = -1, -2
 
 
 @dataclass(frozen=True)
 class Extents:
-    """Rows start:start+num of the dataset of each extent's owner, for memory from byte `begin` on.
+    """Rows start:start+num of the dataset of file `owner`, to be read into memory from byte `begin` on.
 
-    Columns of one length.  Lists: a loop over them is faster than over arrays.
+    The columns have equal length.  They are lists because a loop over lists is faster than over arrays.
     """
 
     owner: list[int]
@@ -29,11 +29,11 @@ class Extents:
 
 
 class DatasetTable:
-    """One dataset of each of several files, all of one kind of rows; safe from several threads.
+    """The same dataset in each of several files, with rows of one kind; thread-safe.
 
     Args:
-        num_files: there are; owners are 0 to num_files - 1.
-        open_file: returns what reads a file and where its dataset lies; called at the first read.
+        num_files: number of files; owners are 0 to num_files - 1.
+        open_file: returns a file's reader and the location of its dataset; called at the first read.
     """
 
     def __init__(self, num_files: int, open_file: Callable[[int], tuple[RowReader, ArrayPlace]]) -> None:
@@ -44,14 +44,14 @@ class DatasetTable:
         self._descriptors = [_UNKNOWN] * num_files
 
     def read(self, extents: Extents, row_bytes: int, out: memoryview, *, announce: bool = False) -> None:
-        """Read extents into `out`, in a loop that is short where datasets are contiguous.
+        """Read extents into `out`, in a loop that is short for contiguous datasets.
 
         Args:
-            extents: what goes where.
+            extents: rows to read, and where they go.
             row_bytes: size of a row.
             out: the memory, as bytes.
-            announce: name all extents to the kernel before the first is read: a disk or a network then serves
-                many at a time.  From the page cache it costs half as much as reading.
+            announce: announce all extents to the kernel before the first read: a disk or a network then
+                serves many at a time.  If they are in the page cache, this costs half as much as reading.
 
         Raises:
             ShardError: as `RowReader.read_into`.
@@ -62,7 +62,7 @@ class DatasetTable:
                 self._open(owner)
         rows = list(zip(extents.owner, extents.start, extents.num, extents.begin, strict=True))
         if announce:
-            with contextlib.suppress(OSError):  # what is wrong with a file, reading it will say
+            with contextlib.suppress(OSError):  # reading the file reports the problem
                 for owner, start, num, _ in rows:
                     place = max(0, offsets[owner]) + start * row_bytes
                     os.posix_fadvise(descriptors[owner], place, num * row_bytes, os.POSIX_FADV_WILLNEED)
@@ -76,7 +76,7 @@ class DatasetTable:
                     if read(descriptors[owner], (into,), offset + start * row_bytes) == num_bytes:
                         continue
                 except OSError:
-                    pass  # what is wrong, the other way of reading says; it also goes on after a short read
+                    pass  # the slow read below reports the problem; it also continues after a short read
             self._read_slowly(owner, start, num, into)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Create HDF5 files so that a disk that fails gives an error, and nothing worse."""
+"""Create HDF5 files so that a failing disk causes an error and nothing worse."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import IO, Any
 import h5py
 import numpy as np
 
-#: HDF5's own structures in a file of a dozen datasets and attributes take far less.
+#: The structures of HDF5 itself take far less in a file of a dozen datasets and attributes.
 _STRUCTURE_BYTES = 1 << 16
-#: Object headers carry checksums of their own, and every HDF5 since 1.10 (2016) reads them.
+#: Object headers of this version carry checksums, and every HDF5 since 1.10 (2016) reads them.
 _LIBVER = ("v110", "v110")
 _COPY_BYTES = 1 << 24
 
@@ -22,9 +22,9 @@ _COPY_BYTES = 1 << 24
 def create_hdf5(path: Path, num_bytes: int) -> Iterator[Any]:
     """Yield a new h5py.File to which at most `num_bytes` of data may be written.
 
-    HDF5 can crash the process when a write fails and the file is then closed.  So it writes through
-    `_Disk`, from which it hears of no failure; and an empty HDF5 file is laid down with plain writes and
-    its whole size reserved before HDF5 opens it.  On closing, HDF5 cuts the file to what it used.
+    HDF5 can crash the process if a write fails and the file is then closed.  So it writes through `_Disk`,
+    which reports no failure to it.  Before HDF5 opens the file, an empty HDF5 file is written with plain
+    writes and its whole size reserved.  On closing, HDF5 truncates the file to the size used.
 
     Raises:
         OSError: the disk has no room for the file, or a write failed.
@@ -41,16 +41,16 @@ def create_hdf5(path: Path, num_bytes: int) -> Iterator[Any]:
             with h5py.File(disk, "r+", libver=_LIBVER) as file:
                 yield file
         except (OSError, RuntimeError):
-            disk.check()  # HDF5 may have missed what could not be written
+            disk.check()  # raises what HDF5 was not told
             raise
         disk.check()
 
 
 class _Disk:
-    """A file to HDF5, which hears of no write that fails; the first failure is kept.
+    """The file that HDF5 writes to.  It hides failed writes from HDF5 and keeps the first failure.
 
     Attributes:
-        problem: that failure; nothing is written after it.
+        problem: the first failure; nothing is written after it.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -58,25 +58,25 @@ class _Disk:
         self.problem: OSError | None = None
 
     def check(self) -> None:
-        """Raise the failure, if there was one."""
+        """Raise the first failure, if there was one."""
         if self.problem is not None:
             raise self.problem
 
     def write(self, data: memoryview) -> int:
-        """Write all of `data` here."""
+        """Write all of `data` at the current position."""
         self._try(lambda: write_all(self._file, data))
         return len(data)
 
     def truncate(self, size: int) -> int:
-        """Cut the file to `size` bytes."""
+        """Truncate the file to `size` bytes."""
         self._try(lambda: self._file.truncate(size))
         return size
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: the file is unbuffered."""
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a position."""
+        """Move to a position."""
         return self._file.seek(position, whence)
 
     def tell(self) -> int:
@@ -84,11 +84,11 @@ class _Disk:
         return self._file.tell()
 
     def read(self, size: int) -> bytes:
-        """Return what stands here; by this method h5py knows a file."""
+        """Read `size` bytes; h5py recognises a file by this method."""
         return self._file.read(size)
 
     def readinto(self, buffer: memoryview) -> int:
-        """Fill `buffer` from here."""
+        """Fill `buffer` from the current position."""
         return os.readv(self._file.fileno(), [buffer])
 
     def _try(self, change: Callable[[], object]) -> None:
@@ -101,9 +101,9 @@ class _Disk:
 
 
 def write_all(file: IO[bytes], data: bytes | memoryview) -> None:
-    """Write all of `data` to an unbuffered file, which may take less at a time."""
+    """Write all of `data` to an unbuffered file, which may accept only part of it at a time."""
     view = memoryview(data)
-    if view.nbytes == 0:  # which cannot be cast
+    if view.nbytes == 0:  # an empty view cannot be cast
         return
     view = view.cast("B")
     while view:

@@ -1,7 +1,7 @@
-"""Look at the strings of variable length in an HDF5 file before the HDF5 library does.
+"""Check the variable-length strings of an HDF5 file before the HDF5 library reads them.
 
-They lie in "global heap collections", and what points to them has no checksum: where either is damaged,
-HDF5 2.0 loops for ever, or writes past its memory.
+They lie in "global heap collections".  Neither these nor the pointers to them have a checksum: if either is
+damaged, HDF5 2.0 loops for ever or writes past its memory.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from typing import Any, BinaryIO
 
 import h5py
 
-_MARK = b"GCOL\1"  # the signature, and the only version there is
+_MARK = b"GCOL\1"  # the signature, and the only version that exists
 _HEAD_BYTES = 16
 _STRING_HEAD = struct.Struct("<HH4xQ")  # index, references, reserved, size in bytes
-_POINTER = struct.Struct("<IQI")  # length in bytes, the heap's place in the file, index in it
-_VARIABLE_LENGTH = 9  # class of the type
-#: Of an attribute's message before its name, by version: versions 1, 2, and 3 with the text's encoding.
+_POINTER = struct.Struct("<IQI")  # length in bytes, position of the heap in the file, index in it
+_VARIABLE_LENGTH = 9  # class of the datatype
+#: Bytes of an attribute message before its name, by version: 1, 2, and 3, which adds the text encoding.
 _ATTRIBUTE_HEAD = struct.Struct("<BBHHH")
 _ATTRIBUTE_HEAD_BYTES = {1: 8, 2: 8, 3: 9}
-#: Of everything that is not values of arrays; a shard has some thousand bytes of it.
+#: Limit for everything but the values of arrays; a shard has some thousand bytes of it.
 _MOST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Bytes of the file from `start` on."""
+    """Bytes of the file, beginning at `start`."""
 
     start: int
     content: bytes
 
     def places(self, word: bytes) -> Iterator[int]:
-        """Yield where a word stands, counted in the piece."""
+        """Yield the positions of a word in the piece."""
         position = self.content.find(word)
         while position >= 0:
             yield position
@@ -42,11 +42,11 @@ class _Piece:
 
 
 class StringHeaps:
-    """All heaps of a file, each looked through.  Only what lies between the values of the arrays is read.
+    """All global heaps of a file, checked.  Reads only what lies between the values of the arrays.
 
     Args:
         raw: the file.
-        file: the same, opened with h5py.
+        file: the same file, opened with h5py.
 
     Raises:
         ValueError: a heap is damaged.
@@ -62,14 +62,14 @@ class StringHeaps:
                 self._note_strings(piece, position)
 
     def check_attribute(self, name: str) -> None:
-        """Check what attributes of this name point to, wherever one stands.  Raises ValueError."""
+        """Check the strings that attributes of this name point to, wherever they are.  Raises ValueError."""
         word = name.encode() + b"\0"
         for piece in self._pieces:
             for position in piece.places(word):
                 self.check(_pointer_behind(piece.content, position, len(word)))
 
     def check(self, pointers: bytes) -> None:
-        """Check that each pointer (16 bytes) means a string of its length.  Raises ValueError."""
+        """Check that each pointer (16 bytes) leads to a string of its length.  Raises ValueError."""
         for length, heap, index in _POINTER.iter_unpack(pointers):
             if length and self._sizes.get((heap, index)) != length:
                 raise ValueError(f"a string of {length} bytes is not where it should be")
@@ -82,7 +82,7 @@ class StringHeaps:
         position = first + _HEAD_BYTES
         while position + _STRING_HEAD.size <= end:
             index, _, num_bytes = _STRING_HEAD.unpack_from(content, position)
-            # Index 0 is the room left, whose size counts its head in; others are padded to 8 bytes.
+            # Index 0 is the free space, whose size includes its header; others are padded to 8 bytes.
             step = num_bytes if index == 0 else _STRING_HEAD.size + (num_bytes + 7) // 8 * 8
             if not _STRING_HEAD.size <= step <= end - position:
                 raise ValueError(f"the string at byte {piece.start + position} is damaged")
@@ -91,7 +91,7 @@ class StringHeaps:
 
 
 def _pointer_behind(content: bytes, name_place: int, name_bytes: int) -> bytes:
-    """Return the pointer of an attribute whose name stands here; nothing if this is no string attribute."""
+    """Return the pointer of the attribute whose name is here; empty if this is not a string attribute."""
     for version, head_bytes in _ATTRIBUTE_HEAD_BYTES.items():
         start = name_place - head_bytes
         if start < 0 or content[start] != version:
@@ -109,7 +109,7 @@ def _pointer_behind(content: bytes, name_place: int, name_bytes: int) -> bytes:
 
 
 def _between(raw: BinaryIO, extents: Iterable[tuple[int, int]]) -> Iterator[_Piece]:
-    """Read all that lies between extents (first byte, number of bytes)."""
+    """Read everything that lies between extents (first byte, number of bytes)."""
     size_bytes = os.fstat(raw.fileno()).st_size
     position, left_bytes = 0, _MOST_BYTES
     for start, num_bytes in [*sorted(extents), (size_bytes, 0)]:
@@ -124,7 +124,7 @@ def _between(raw: BinaryIO, extents: Iterable[tuple[int, int]]) -> Iterator[_Pie
 
 
 def _extents(file: Any) -> list[tuple[int, int]]:
-    """Return (first byte, number of bytes) of each array's values, chunk by chunk where there are chunks."""
+    """Return (first byte, number of bytes) of each array's values, for each chunk in chunked datasets."""
     extents: list[tuple[int, int]] = []
     for dataset in file.values():
         if not isinstance(dataset, h5py.Dataset):

@@ -1,7 +1,7 @@
-"""Open HDF5 files that may be damaged, or made by somebody to do harm, without trusting what they say.
+"""Open HDF5 files that may be damaged or malicious, without trusting their contents.
 
-HDF5 allocates what a header declares, follows links into other files, and does not survive every damage; so
-what is asked of it is looked at first.
+HDF5 allocates what a header declares, follows links into other files, and does not survive every damage.  So
+whatever HDF5 is asked for is checked first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from speechdp.data.shards.hdf5_heap import StringHeaps
 
-#: What HDF5 and h5py raise on a damaged file, depending on which byte it is.
+#: Errors that HDF5 and h5py raise on a damaged file, depending on the damaged byte.
 HDF5_ERRORS = (
     OSError,
     LookupError,
@@ -34,16 +34,16 @@ _MOST_ATTRIBUTE_BYTES = 1 << 16
 
 
 class Hdf5Input:
-    """An HDF5 file opened for reading; names stand in its root group.
+    """An HDF5 file opened for reading; names refer to its root group.
 
-    All methods may raise one of HDF5_ERRORS.
+    Every method may raise any of HDF5_ERRORS.
     """
 
     def __init__(self, raw: BinaryIO, file: Any) -> None:
         self._raw, self._file = raw, file
         self._size_bytes = os.fstat(raw.fileno()).st_size
         for name in file:
-            # Soft and external links, external and virtual storage would read other files.
+            # Soft links, external links, and external or virtual storage would read other files.
             if not isinstance(file.get(name, getlink=True), h5py.HardLink):
                 raise ValueError(f"{name!r} is a link")
         self._heaps = StringHeaps(raw, file)
@@ -52,7 +52,7 @@ class Hdf5Input:
         return name in self._file
 
     def attributes(self) -> dict[str, Any]:
-        """Return all attributes, which must be single numbers or strings."""
+        """Return all attributes; each must be a single integer or string."""
         values: dict[str, Any] = {}
         for name in self._file.attrs:
             attribute = h5py.h5a.open(self._file.id, name.encode())
@@ -68,7 +68,7 @@ class Hdf5Input:
         return values
 
     def dataset(self, name: str) -> Any:
-        """Return a dataset of numbers or strings that is not larger than the file can hold."""
+        """Return a dataset of numbers or strings, after checking that the file is large enough for it."""
         dataset = self._file[name]
         if not isinstance(dataset, h5py.Dataset):
             raise TypeError(f"{name!r} is no dataset")
@@ -108,7 +108,7 @@ def open_hdf5(path: Path) -> Iterator[Hdf5Input]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        HDF5_ERRORS: truncated, damaged or not HDF5; so may what is done in the block.
+        HDF5_ERRORS: truncated, damaged or not HDF5; the block may raise these, too.
     """
     with path.open("rb") as raw, h5py.File(path, "r", locking=False) as file:
         yield Hdf5Input(raw, file)

@@ -21,12 +21,12 @@ import speechdp
 from speechdp.data.signal.features import FeatureConfig
 from speechdp.errors import ShardError
 
-#: What a shard stores beside the targets: features made beforehand, the samples to make them from, or
-#: spectrograms to be learnt from texts, whose targets are the symbols of each utterance, not one a frame.
+#: What a shard stores beside the targets: computed features, the samples to compute them from, or
+#: spectrograms to be learnt from texts, whose targets are the symbols of each utterance, not one per frame.
 Stored = Literal["features", "audio", "spectrograms"]
 
 SHARD_FORMAT = "speechdp-shard"
-#: The layout version of each kind of shard; readers know both.
+#: The layout version of each kind of shard; readers know all of them.
 VERSION_OF: dict[Stored, int] = {"features": 1, "audio": 2, "spectrograms": 3}
 SHARD_VERSIONS = tuple(VERSION_OF.values())
 STRING_NAMES = ("utterance_id", "speaker", "text")
@@ -36,7 +36,7 @@ _STRINGS_A_BLOCK = 16384
 
 @dataclass(frozen=True)
 class Utterance:
-    """One utterance, ready to be trained on: features (T, D), targets (T,) int32 class indices.
+    """One utterance, ready for training: features (T, D), targets (T,) int32 class indices.
 
     In a shard of spectrograms the targets are its symbols, (S,) int32.
     """
@@ -49,13 +49,13 @@ class Utterance:
 
     @property
     def content(self) -> npt.NDArray[Any]:
-        """What a shard stores beside the targets."""
+        """The array that a shard stores beside the targets."""
         return self.features
 
 
 @dataclass(frozen=True)
 class AudioUtterance:
-    """One utterance whose features are still to be made: samples (S,) int16, targets (T,) int32."""
+    """One utterance whose features are not computed yet: samples (S,) int16, targets (T,) int32."""
 
     utterance_id: str
     speaker: str
@@ -65,13 +65,13 @@ class AudioUtterance:
 
     @property
     def content(self) -> npt.NDArray[Any]:
-        """What a shard stores beside the targets."""
+        """The array that a shard stores beside the targets."""
         return self.samples
 
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What holds for a whole shard; in an audio shard, `features` says what is to be made of the samples."""
+    """Values for a whole shard; in an audio shard, `features` says what is computed from the samples."""
 
     features: FeatureConfig
     sampling_rate: int
@@ -82,7 +82,7 @@ class ShardHeader:
 
     @property
     def feature_dim(self) -> int:
-        """Number of values a frame (D)."""
+        """Number of values per frame (D)."""
         return self.features.feature_dim
 
     @property
@@ -101,7 +101,7 @@ class ShardHeader:
         return () if self.stored == "audio" else (self.feature_dim,)
 
     def attributes(self) -> dict[str, str | int]:
-        """Return the shard's root attributes, all but the checksum."""
+        """Return the shard's root attributes without the checksum."""
         values: dict[str, str | int] = {
             "format": SHARD_FORMAT,
             "version": VERSION_OF[self.stored],
@@ -117,7 +117,7 @@ class ShardHeader:
 
     @classmethod
     def from_attributes(cls, attributes: dict[str, Any]) -> ShardHeader:
-        """Read what `attributes` gave.  Raises KeyError, ValueError or ConfigError on anything else."""
+        """Read the result of `attributes`.  Raises KeyError, ValueError or ConfigError on anything else."""
         stored = stored_in(attributes)
         return cls(
             features=FeatureConfig.from_dict(json.loads(attributes["features"])),
@@ -131,9 +131,9 @@ class ShardHeader:
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Who owns what: offsets (U+1,) int64 of frames and crc32 (U,) uint32.
+    """The rows of each utterance: offsets (U+1,) int64 of frames; and checksums: crc32 (U,) uint32.
 
-    Of audio, sample_offsets (U+1,) int64 too; of spectrograms, target_offsets (U+1,) int64.
+    For audio also sample_offsets (U+1,) int64; for spectrograms target_offsets (U+1,) int64.
     """
 
     offsets: npt.NDArray[np.int64]
@@ -142,12 +142,12 @@ class ShardIndex:
     target_offsets: npt.NDArray[np.int64] | None = None
 
     def sha256(self, attributes: dict[str, Any], columns: Iterable[Iterable[list[str]]]) -> str:
-        """Return the checksum over the index and the shard's attributes, as docs/data-format.md gives it.
+        """Return the checksum over the index and the shard's attributes, as defined in docs/data-format.md.
 
         Args:
-            attributes: all root attributes but the checksum.
-            columns: of each of STRING_NAMES, its strings in blocks: they are hashed as one JSON list, but
-                never all in memory.
+            attributes: all root attributes except the checksum.
+            columns: for each of STRING_NAMES, its strings in blocks.  They are hashed as one JSON list, but
+                never all held in memory.
         """
         digest = hashlib.sha256(json.dumps(attributes, sort_keys=True).encode())
         digest.update(np.ascontiguousarray(self.offsets, dtype="<i8").data)
@@ -175,11 +175,11 @@ def string_blocks(dataset: Any) -> Iterator[list[str]]:
 
 
 def stored_in(attributes: dict[str, Any]) -> Stored:
-    """Return what a shard (or data.json) of these attributes stores.
+    """Return what a shard (or data.json) with these attributes stores.
 
     Raises:
-        ValueError: its layout version does not store that.
-        KeyError: it names no version, or something unknown.
+        ValueError: the layout version does not match.
+        KeyError: there is no version, or the kind of content is unknown.
     """
     stored: Stored = attributes.get("stored", "features")
     if VERSION_OF[stored] != attributes["version"]:
@@ -188,7 +188,7 @@ def stored_in(attributes: dict[str, Any]) -> Stored:
 
 
 def printable(utterance_id: str) -> str:
-    """Return an utterance's id as a message of one line can hold it."""
+    """Return an utterance's id in a form that fits a message of one line."""
     return utterance_id if utterance_id.isprintable() else ascii(utterance_id)
 
 
@@ -198,7 +198,7 @@ def utterance_crc32(content: npt.NDArray[Any], targets: npt.NDArray[np.int32]) -
 
 
 def check_format(path: Path, attributes: dict[str, Any], format_name: str, *versions: int) -> None:
-    """Refuse a file of another format, or of a layout version this speechdp does not read."""
+    """Refuse a file of another format, or of a layout version that this speechdp does not read."""
     if attributes.get("format") != format_name:
         raise ShardError(f"{path}: is not a {format_name} file; make it with speechdp prepare")
     if attributes.get("version") not in versions:

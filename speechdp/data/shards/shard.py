@@ -37,31 +37,31 @@ from speechdp.files import is_of_disk
 __all__ = ["AudioUtterance", "Shard", "ShardHeader", "ShardIndex", "ShardWriter", "Utterance"]
 
 _AGAIN = "prepare the data again or copy the file again"
-#: Targets that are looked at at a time.
+#: Targets read and checked at a time.
 _ROWS_A_READ = 1 << 20
 
 
 class Shard:
-    """A shard opened for reading; safe from several threads.
+    """A shard opened for reading; thread-safe.
 
     Opening reads the index and checks it (format, version, checksum), leaves no HDF5 handle open and keeps
-    20 bytes an utterance; frames and strings are read straight from the file when they are asked for.
+    20 bytes an utterance.  Frames and strings are read from the file when they are requested.
 
     Attributes:
         path: the file.
-        header: what holds for the whole shard.
+        header: values for the whole shard.
         offsets: (U+1,) int64; utterance u owns frames offsets[u]:offsets[u+1].
-        sample_offsets: (U+1,) int64, the same of its samples; None where features are stored.
-        target_offsets: (U+1,) int64, the same of its targets: of spectrograms its symbols, else its frames.
-        crc32: (U,) uint32, of each utterance's feature (or sample) bytes and target bytes.
+        sample_offsets: (U+1,) int64, the same for samples; None unless audio is stored.
+        target_offsets: (U+1,) int64, the same for targets: of spectrograms the symbols, else the frames.
+        crc32: (U,) uint32, checksum of each utterance's feature (or sample) bytes and target bytes.
         index_sha256: identifies the shard.
         reader: reads rows of the places below.
-        targets_place: where the targets int32 lie: (F,), or as many as there are symbols.
-        storage: how the file is laid out: "contiguous", which reads fastest, "chunked", "chunked gzip", ...
+        targets_place: location of the targets, int32: (F,), or for spectrograms as many as symbols.
+        storage: layout of the file: "contiguous", which reads fastest, "chunked", "chunked gzip", ...
 
     Args:
         path: the file.
-        open_files: as of RowReader.
+        open_files: as for RowReader.
 
     Raises:
         ShardError: not a shard, of another version, truncated or damaged; names file and remedy.
@@ -81,7 +81,7 @@ class Shard:
         self._content = opened.places[self.header.content_name]
         self._strings = [opened.places[name] for name in STRING_NAMES]
         slow = {self._content.storage, self.targets_place.storage} - {"contiguous"}
-        self.storage = max(slow, key=len, default="contiguous")  # a compressed array costs most
+        self.storage = max(slow, key=len, default="contiguous")  # a compressed array costs the most
         self.reader = RowReader(path, open_files)
         rows = self.offsets if self.sample_offsets is None else self.sample_offsets
         self._rows: npt.NDArray[np.int64] = rows
@@ -98,23 +98,23 @@ class Shard:
 
     @property
     def features_place(self) -> ArrayPlace:
-        """Where the features (F, D) lie.  Raises ShardError in a shard of audio."""
+        """Location of the features (F, D).  Raises ShardError in a shard of audio."""
         self._refuse_audio()
         return self._content
 
     @property
     def utterance_ids(self) -> tuple[str, ...]:
-        """All ids, read anew from the file; `utterance_id` reads one."""
+        """All ids; every access reads them from the file.  `utterance_id` reads one."""
         return self._all_strings(0)
 
     @property
     def speakers(self) -> tuple[str, ...]:
-        """All speakers, read anew from the file."""
+        """All speakers; every access reads them from the file."""
         return self._all_strings(1)
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All transcripts, read anew from the file; `text` reads one."""
+        """All transcripts; every access reads them from the file.  `text` reads one."""
         return self._all_strings(2)
 
     def utterance_id(self, utterance: int) -> str:
@@ -142,7 +142,7 @@ class Shard:
     def read_samples(
         self, utterance: int, *, verify: bool = True
     ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int32]]:
-        """Read an utterance of audio: samples (S,) int16, targets (T,) int32, T by num_frames_of.
+        """Read an utterance of audio: samples (S,) int16, targets (T,) int32, T as given by num_frames_of.
 
         Raises:
             ShardError: as `read`, or the shard stores features.
@@ -151,36 +151,36 @@ class Shard:
         return self._read(utterance, verify)
 
     def samples(self, utterance: int) -> npt.NDArray[np.int16]:
-        """Read an utterance's samples (S,) alone, unverified.  Raises ShardError."""
+        """Read only an utterance's samples (S,), unverified.  Raises ShardError."""
         self._require_audio()
         first, end = int(self._rows[utterance]), int(self._rows[utterance + 1])
         samples: npt.NDArray[np.int16] = self.reader.read(self._content, first, end - first)
         return samples
 
     def read_utterance(self, utterance: int) -> Utterance | AudioUtterance:
-        """Read an utterance with its strings, checksum verified.  Raises ShardError."""
+        """Read an utterance with its strings; verify its checksum.  Raises ShardError."""
         kind = AudioUtterance if self.header.stored == "audio" else Utterance
         content, targets = self._read(utterance, verify=True)
         names = (self.utterance_id(utterance), self.speaker(utterance), self.text(utterance))
         return kind(*names, content, targets)
 
     def verify(self) -> None:
-        """Check every utterance's checksum, and all targets.  Raises ShardError on the first mistake."""
+        """Check every utterance's checksum, and all targets.  Raises ShardError at the first error."""
         for utterance in range(self.num_utterances):
             self._read(utterance, verify=True)
         self.check_targets()
 
     def check_targets(self) -> None:
-        """Read all targets.  Raises ShardError on the first that is outside the classes."""
+        """Read all targets.  Raises ShardError at the first that is not a class index."""
         check_targets(self.path, (self.reader, self.targets_place), self, self.header.num_classes, _AGAIN)
 
     def damaged(self, utterance: int) -> ShardError:
-        """Return the error to raise where an utterance's checksum does not match."""
+        """Return the error to raise when an utterance's checksum does not match."""
         name = printable(self.utterance_id(utterance))
         return ShardError(f"{self.path}: utterance {name} is damaged (checksum); {_AGAIN}")
 
     def close(self) -> None:
-        """Close the file; a later read opens it again."""
+        """Close the file; a later read reopens it."""
         self.reader.close()
 
     def __enter__(self) -> Shard:
@@ -222,7 +222,7 @@ class Shard:
 def _decoded(path: Path, text: bytes) -> str:
     try:
         return text.decode()
-    except UnicodeDecodeError as error:  # the file has changed since its index was checked
+    except UnicodeDecodeError as error:  # the file was changed after its index was checked
         raise ShardError(f"{path}: its index is damaged ({error.reason}); {_AGAIN}") from error
 
 
@@ -263,7 +263,7 @@ def _open(path: Path) -> _Opened:
 
 
 def _check_index(path: Path, header: ShardHeader, index: ShardIndex) -> None:
-    """Refuse an index that no `ShardWriter` wrote: another program may have, checksum and all."""
+    """Refuse an index that no `ShardWriter` wrote: another program may have written it, checksum included."""
     audio = header.stored == "audio"
     optional = (index.sample_offsets, index.target_offsets)
     offsets = [index.offsets, *(array for array in optional if array is not None)]
@@ -304,14 +304,14 @@ def _is(place: ArrayPlace, shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
 def check_targets(
     path: Path, targets: tuple[RowReader, ArrayPlace], shard: Shard, num_classes: int, remedy: str
 ) -> None:
-    """Read all targets of a shard once, some megabytes at a time, and compare them with the classes.
+    """Read all targets of a shard once, some megabytes at a time, and check that they are class indices.
 
     Args:
-        path: the file they stand in: the shard, or one made for it.
-        targets: what reads them, and where they are.
-        shard: whose they are.
-        num_classes: that there are.
-        remedy: what to do about a wrong one.
+        path: the file that holds the targets: the shard, or a targets file for it.
+        targets: their reader and their location.
+        shard: the shard that they belong to.
+        num_classes: number of classes.
+        remedy: what to do about a wrong target.
 
     Raises:
         ShardError: names the first utterance with a target outside the classes.
@@ -322,7 +322,7 @@ def check_targets(
     for start in range(0, num_rows, _ROWS_A_READ):
         read = buffer[: num_rows - start]
         reader.read_into(place, start, len(read), read.data)
-        unsigned = read.view(np.uint32)  # negative ones are larger than any class: one pass finds both
+        unsigned = read.view(np.uint32)  # makes negative targets larger than any class: one pass finds both
         if unsigned.max() < num_classes:
             continue
         row = int(np.argmax(unsigned >= num_classes))

@@ -39,10 +39,10 @@ _STRINGS_A_BLOCK = 4096
 
 
 class ShardWriter:
-    """Write one shard, utterance by utterance; it appears under its name when the block ends well.
+    """Writes one shard, utterance by utterance; it appears under its name when the block ends without error.
 
-    Frames and strings go to unnamed temporary files in the same folder first, because a contiguous HDF5
-    dataset needs its size from the start; memory grows by 20 bytes an utterance.
+    Frames and strings are first written to unnamed temporary files in the same folder, because a contiguous
+    HDF5 dataset needs its size from the start.  Memory grows by 20 bytes an utterance.
     """
 
     def __init__(self, path: Path, header: ShardHeader) -> None:
@@ -51,7 +51,7 @@ class ShardWriter:
         self.index_sha256 = ""
         self._frames = array("q")  # of each utterance
         self._rows = array("q")  # of the content: frames or samples
-        self._symbols = array("q")  # of each utterance, where the targets are its text
+        self._symbols = array("q")  # of each utterance, if the targets are its text
         self._crc32 = array("I")
         self._widths = [1] * len(STRING_NAMES)  # of the longest string of each kind, in bytes
         self._stack = ExitStack()
@@ -83,8 +83,8 @@ class ShardWriter:
         """Append an utterance of the header's kind.
 
         Raises:
-            ShardError: the disk is full or cannot be written.
-            ConfigError: values no shard can hold.
+            ShardError: the disk is full or the file cannot be written.
+            ConfigError: the utterance has values that no shard can hold.
         """
         assert isinstance(utterance, AudioUtterance) == (self.header.stored == "audio")
         with np.errstate(over="ignore"):  # _check refuses what overflowed
@@ -211,7 +211,7 @@ def _blocks_of_strings(spool: IO[bytes]) -> Iterator[list[list[str]]]:
         while block := [json.loads(line) for line in islice(lines, _STRINGS_A_BLOCK)]:
             yield block
     finally:
-        lines.detach()  # closing the spool is its owner's
+        lines.detach()  # the owner of the spool closes it
 
 
 def _offsets(lengths: array[int]) -> npt.NDArray[np.int64]:
@@ -229,7 +229,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _spool(folder: Path) -> IO[bytes]:
-    # Unbuffered: a buffer that a full disk keeps from being flushed would raise once more on closing.
+    # Unbuffered: a buffer that cannot be flushed to a full disk would raise once more on closing.
     return tempfile.TemporaryFile(dir=folder, buffering=0)
 
 

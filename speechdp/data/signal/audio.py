@@ -1,4 +1,4 @@
-"""Read audio files, and find where speech starts and ends in them.
+"""Read audio files, and find where speech begins and ends in them.
 
 Legend: S samples, T frames.
 """
@@ -27,25 +27,25 @@ from speechdp.errors import (
 )
 
 _REMEDY = "convert it to mono 16-bit WAV or FLAC, or leave it out"
-#: What soundfile raises for files: the last two for raw samples without a header, and names in no encoding.
+#: Errors of soundfile: the last two for raw samples without a header, and for names that cannot be encoded.
 _ERRORS = (soundfile.LibsndfileError, OSError, TypeError, ValueError)
-#: What libsndfile logs of the bytes of sound that a header announces where the file has fewer: WAV, AIFF, AU.
+#: libsndfile's log line if a file has fewer bytes of sound than its header announces: WAV, AIFF, AU.
 _CUT_SHORT = re.compile(r"^(?:data|\s*SSND|\s*Data Size)\s*: (\d+) \(should be (\d+)\)", re.MULTILINE)
-#: Headers written before their length was known announce this much and more (sox: this, ffmpeg: all ones).
+#: Headers written before the length was known announce at least this much (sox: this, ffmpeg: all ones).
 _UNKNOWN_LENGTH = 0x7FFFF000
-#: Fewer bytes are missing where a writer counted those of the header, or of padding, as sound.
+#: Fewer bytes than this are missing if a writer counted the bytes of the header or of padding as sound.
 _LEAST_MISSING = 1024
 _PIECE_SAMPLES = 1 << 22
-#: Full scale is 1, and decoders of MP3 go a little beyond.  Files with more hold 16-bit values as floating
-#: point numbers: stored as audio, they would be clipped to a square wave.
+#: Full scale is 1, and decoders of MP3 slightly exceed it.  Files with larger samples hold 16-bit values as
+#: floating point numbers: stored as audio, they would be clipped to a square wave.
 LARGEST_SAMPLE = 16.0
 #: A frame this far under the utterance's loudest, in dB, is silence ...
 _SILENCE_DB = 40.0
-#: ... if at least this many such frames stand together at an edge.
+#: ... if at least this many such frames are adjacent at an edge.
 _MIN_SILENCE_FRAMES = 5
 
 
-#: A part may end this much beyond the end of its file, less this itself; it is cut there (Kaldi's
+#: The end of a part may exceed the end of its file by less than this; the part is cut there (Kaldi's
 #: extract-segments, --max-overshoot).
 MAX_OVERSHOOT_S = 0.5
 
@@ -56,11 +56,11 @@ class AudioPart:
 
     Attributes:
         path: the file.
-        start_s: where it starts.
-        end_s: where it ends; None: where the file does.
-        channel: counted from 0, which the file must have; None: none is named.
-        of_several: what is read where none is named and the file has several; None: that is refused.
-        name: what messages call the file; "": by its path.
+        start_s: start in the file.
+        end_s: end in the file; None: the end of the file.
+        channel: a channel that the file must have, counted from 0; None: not specified.
+        of_several: what is read if `channel` is None and the file has several; None: such a file is refused.
+        name: name of the file in messages; "": its path.
     """
 
     path: Path
@@ -76,10 +76,10 @@ class AudioPart:
         return (self.name or str(self.path)) + ("" if is_whole else f" ({self.start_s:g} s to {end})")
 
     def samples(self, num_samples: int, sampling_rate: int) -> tuple[int, int]:
-        """Return the first sample and the one after the last, as Kaldi's extract-segments counts them.
+        """Return the first sample and the one after the last, counted as by Kaldi's extract-segments.
 
         Raises:
-            OutsideRecordingError: the file ends before, or there is no sample between.
+            OutsideRecordingError: the file ends before the part, or the part has no sample.
         """
         start = int(self.start_s * sampling_rate)
         end = num_samples if self.end_s is None else int(self.end_s * sampling_rate)
@@ -96,21 +96,21 @@ AudioSource = Path | AudioPart
 
 @dataclass(frozen=True)
 class AudioInfo:
-    """What the header of a file says of the audio in it, or in a part of it."""
+    """What a file's header says about its audio, or about a part of it."""
 
     source: AudioSource
     sampling_rate: int
     num_samples: int
-    channel: Channel | None = None  # what is read of a file of several, counted from 1; None: it has one
+    channel: Channel | None = None  # channel read of a file with several, counted from 1; None: it has one
 
 
 def file_of(source: AudioSource) -> Path:
-    """Return the file that audio is in."""
+    """Return the file that contains the audio."""
     return source if isinstance(source, Path) else source.path
 
 
 def with_channel(source: AudioSource, of_several: Channel | None) -> AudioSource:
-    """Say what is read if the file has several channels, where audio does not say so itself."""
+    """Set what is read if the file has several channels, unless the source specifies it already."""
     if of_several is None:
         return source
     part = AudioPart(source) if isinstance(source, Path) else source
@@ -118,18 +118,18 @@ def with_channel(source: AudioSource, of_several: Channel | None) -> AudioSource
 
 
 def named_channel(source: AudioSource) -> Channel | None:
-    """Return what audio says is read of several channels, counted from 1; None: it says nothing."""
+    """Return the channel that a source specifies, counted from 1, or "mix"; None: not specified."""
     if isinstance(source, Path):
         return None
     return source.of_several if source.channel is None else source.channel + 1
 
 
 def num_channels(path: Path) -> int:
-    """Return how many channels a file has.
+    """Return the number of channels of a file.
 
     Raises:
         UnreadableAudioError: not audio.
-        ConfigError: missing, or of 0 bytes.
+        ConfigError: the file is missing or has 0 bytes.
     """
     try:
         return int(soundfile.info(_name_of_file(path)).channels)
@@ -138,10 +138,10 @@ def num_channels(path: Path) -> int:
 
 
 def _name_of_file(source: AudioSource) -> str:
-    """Return the name to open a file by.
+    """Return the name under which a file is opened.
 
     Raises:
-        ConfigError: it is a pipe, which is read once only, or would be waited for for ever.
+        ConfigError: it is a pipe, which can be read only once, or would block for ever.
     """
     file = file_of(source)
     if not file.is_file() and file.exists() and not file.is_dir():
@@ -154,9 +154,9 @@ def probe(source: AudioSource) -> AudioInfo:
 
     Raises:
         UnreadableAudioError: not audio, or without samples.
-        OutsideRecordingError: a part beyond its end, or without samples.
-        SeveralChannelsError: of several channels, none of which is named.
-        ConfigError: missing, of 0 bytes, or without the channel that is named.
+        OutsideRecordingError: the part is beyond the end of its file, or without samples.
+        SeveralChannelsError: the file has several channels, and none is specified.
+        ConfigError: the file is missing, has 0 bytes, or lacks the specified channel.
     """
     try:
         info = soundfile.info(_name_of_file(source))
@@ -170,11 +170,11 @@ def probe(source: AudioSource) -> AudioInfo:
 
 
 def _channel_of(source: AudioSource, in_file: int) -> Channel | None:
-    """Return what is read of a file of `in_file` channels, counted from 1; None: it has one.
+    """Return what is read of a file with `in_file` channels, counted from 1; None: it has one.
 
     Raises:
-        SeveralChannelsError: none is named.
-        ConfigError: the file does not have the one that is named.
+        SeveralChannelsError: none is specified.
+        ConfigError: the file lacks the specified channel.
     """
     if isinstance(source, AudioPart) and source.channel is not None and source.channel >= in_file:
         raise ConfigError(f"{source}: has no channel {source.channel}, only {in_file}; mend segments")
@@ -192,17 +192,17 @@ def _channel_of(source: AudioSource, in_file: int) -> Channel | None:
 
 
 def _stretch(source: AudioSource, num_samples: int, sampling_rate: int) -> tuple[int, int]:
-    """Return the first sample that is meant and the one after the last.  Raises ConfigError."""
+    """Return the first sample of the source and the one after the last.  Raises ConfigError."""
     if isinstance(source, Path) or num_samples <= 0:
         return 0, num_samples
     return source.samples(num_samples, sampling_rate)
 
 
 def common_sampling_rate(infos: Sequence[AudioInfo], resample_hz: int | None) -> int:
-    """Return the sampling rate the features are made at, in Hz.
+    """Return the sampling rate at which features are computed, in Hz.
 
     Raises:
-        ConfigError: the files differ and no rate was asked for; names one of each rate.
+        ConfigError: the files differ and no rate was requested; names one file of each rate.
     """
     if resample_hz is not None:
         if resample_hz < 1000:
@@ -221,13 +221,13 @@ def common_sampling_rate(infos: Sequence[AudioInfo], resample_hz: int | None) ->
 
 
 def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float32]:
-    """Read one channel of a file or of a part of it, resampled if need be: (S,) float32 in [-1, 1].
+    """Read one channel of a file or of a part of it, resampled if necessary: (S,) float32 in [-1, 1].
 
     Raises:
         UnreadableAudioError: not audio, without samples, cut short, with NaN, or of another scale.
-        OutsideRecordingError: a part beyond the end of its file, or without samples.
-        SeveralChannelsError: of several channels, none of which is named.
-        ConfigError: missing, of 0 bytes, or without the channel that is named.
+        OutsideRecordingError: the part is beyond the end of its file, or without samples.
+        SeveralChannelsError: the file has several channels, and none is specified.
+        ConfigError: the file is missing, has 0 bytes, or lacks the specified channel.
     """
     try:
         with soundfile.SoundFile(_name_of_file(source)) as file:
@@ -236,7 +236,7 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
             start, end = _stretch(source, file.frames, rate)
             if start:
                 file.seek(start)
-            # In pieces: room for all that the header announces may be more than there is.
+            # Read in pieces: allocating all that the header announces may need more memory than there is.
             pieces: list[npt.NDArray[np.float32]] = []
             missing = end - start
             if end == file.frames:
@@ -254,8 +254,8 @@ def read_audio(source: AudioSource, sampling_rate: int) -> npt.NDArray[np.float3
 
 
 def _joined(pieces: list[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
-    """Join (S,) pieces, each given up once it is copied: hours of sound are not in memory twice."""
-    samples = np.empty(sum(map(len, pieces)), dtype=np.float32)  # memory is taken as it is written to
+    """Join (S,) pieces, releasing each after it is copied: hours of sound are not in memory twice."""
+    samples = np.empty(sum(map(len, pieces)), dtype=np.float32)  # pages are allocated as they are written
     end = len(samples)
     while pieces:
         piece = pieces.pop()
@@ -265,22 +265,22 @@ def _joined(pieces: list[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
 
 
 def _of_channel(piece: npt.NDArray[np.float32], channel: Channel | None) -> npt.NDArray[np.float32]:
-    """Return (S,) samples of (S, channels): of one channel, counted from 1, or the mean of all."""
+    """Return (S,) samples of (S, channels): one channel, counted from 1, or the mean of all."""
     if channel is None:
         return piece
     if channel == MIX:
         mean: npt.NDArray[np.float32] = piece.mean(axis=1, dtype=np.float32)
         return mean
-    # A copy: the view would keep all channels in memory.
+    # Copy: a view would keep all channels in memory.
     return piece[:, channel - 1].copy()
 
 
 def read_through(path: Path) -> None:
-    """Read a file of any number of channels to its end, to see whether that can be done.
+    """Read a file with any number of channels to its end, to check that it can be read.
 
     Raises:
         UnreadableAudioError: not audio, without samples, cut short, with NaN, or of another scale.
-        ConfigError: missing, or of 0 bytes.
+        ConfigError: the file is missing or has 0 bytes.
     """
     num_read, peak = 0, 0.0
     try:
@@ -301,9 +301,10 @@ def read_through(path: Path) -> None:
 
 
 def _refuse_cut_short(source: AudioSource, file: soundfile.SoundFile) -> None:
-    """Refuse a file that ends before the sound that its header announces: a copy that broke off.
+    """Refuse a file that has less sound than its header announces: an interrupted copy.
 
-    libsndfile takes what is there for the whole, and a model would learn all words of the transcript from it.
+    libsndfile reads such a file as if it were complete, and a model would learn all words of the transcript
+    from it.
     """
     if (found := _CUT_SHORT.search(file.extra_info)) is not None:
         announced, there = map(int, found.groups())
@@ -321,12 +322,12 @@ def _refuse_cut_short(source: AudioSource, file: soundfile.SoundFile) -> None:
 
 
 def _peak(samples: npt.NDArray[np.float32]) -> float:
-    """Return the largest sample, whatever its sign: NaN where one is, 0 of none."""
+    """Return the largest absolute sample: NaN if any is NaN, 0 without samples."""
     return float(np.maximum(samples.max(initial=0.0), -samples.min(initial=0.0)))
 
 
 def _refuse_damaged(source: AudioSource, num_read: int, announced: int, peak: float) -> None:
-    """Refuse audio that ends before its header says, or is no sound, or of another scale."""
+    """Refuse audio that ends before its header says, has NaN or infinite samples, or is of another scale."""
     if num_read == 0 or num_read < announced:
         raise _refusal(f"{source}: unreadable audio ({num_read} of {announced} samples)", _REMEDY)
     if not np.isfinite(peak):
@@ -351,7 +352,7 @@ def resample(samples: npt.NDArray[np.float32], from_hz: int, to_hz: int) -> npt.
 
 
 def to_int16(samples: npt.NDArray[np.float32]) -> npt.NDArray[np.int16]:
-    """Round (S,) samples in [-1, 1] to 16 bits; exact for what was read from 16-bit audio, clipped beyond."""
+    """Round (S,) samples in [-1, 1] to 16 bits; exact for samples from 16-bit audio, clipped beyond."""
     scaled = np.rint(samples.astype(np.float64) * 32768.0)
     return np.clip(scaled, -32768, 32767).astype(np.int16)
 
@@ -362,10 +363,10 @@ def edge_silence(
     """Count the frames of silence before and after speech, by a simple rule on the energy.
 
     A frame is silent if its energy lies more than 40 dB under the loudest frame's; silent frames count
-    if at least 5 stand together at the edge.  Shorter runs belong to the word (a stop's closure).
+    if at least 5 are adjacent at the edge.  Shorter runs belong to the word (a stop's closure).
 
     Returns:
-        Leading and trailing frames; (0, 0) where all frames would be silent.
+        Leading and trailing frames; (0, 0) if all frames would be silent.
     """
     shift = shift_samples(sampling_rate, config)
     half_window = sampling_rate * config.frame_length_ms / 2000.0

@@ -1,4 +1,4 @@
-"""Which channel of a recording is read where it has several."""
+"""Choose the channel that is read of a recording with several."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Literal
 
 from speechdp.errors import ConfigError
 
-#: What is read of a file of several channels: the one of this number, counted from 1, or the mean of all.
+#: What is read of a file with several channels: the channel of this number, counted from 1, or their mean.
 Channel = int | Literal["mix"]
 MIX: Literal["mix"] = "mix"
 
 
 def parse_channel(text: str, others: str = "or mix") -> Channel:
-    """Read a --channel.
+    """Parse the value of --channel.
 
     Args:
-        others: what may be given besides numbers, for the message.
+        others: what may be given instead of a number, for the message.
 
     Raises:
-        ConfigError: it is neither a number from 1 on nor `mix`.
+        ConfigError: it is neither a number of at least 1 nor `mix`.
 
     Example:
         >>> parse_channel("2"), parse_channel("mix")
@@ -32,7 +32,7 @@ def parse_channel(text: str, others: str = "or mix") -> Channel:
 
 
 def channel_read(channel: Channel) -> str:
-    """Say what is read of files of several channels.
+    """Return a phrase for what is read of files with several channels.
 
     Example:
         >>> channel_read(2), channel_read("mix")

@@ -1,4 +1,4 @@
-"""Turn samples into features of any kind."""
+"""Compute features of any kind from samples."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def compute_features(
         config: kind, sizes and normalisation.
 
     Returns:
-        (T, D) float32, normalised as `config` says; T as `num_frames_of` has it.  Dither is 0, so the same
+        (T, D) float32, normalised according to `config`; T is `num_frames_of`.  Dither is 0, so the same
         samples always give the same features.
 
     Raises:
-        ConfigError: no sample, NaN among the samples, or more mel bins than the sampling rate can fill.
+        ConfigError: no samples, NaN among them, or more mel bins than the sampling rate can fill.
     """
     if config.kind == "spectrogram":
         return compute_spectrogram(samples, sampling_rate, config)

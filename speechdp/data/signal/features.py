@@ -1,4 +1,4 @@
-"""Turn samples into log-mel or MFCC features, by Kaldi's definitions, or into spectrograms for synthesis.
+"""Compute log-mel or MFCC features by Kaldi's definitions, and define the settings of all kinds of features.
 
 Legend: S samples, T frames, D feature dimensions.
 """
@@ -21,18 +21,19 @@ if TYPE_CHECKING:
 
 _MaskT = TypeVar("_MaskT", npt.NDArray[np.bool_], "Tensor")
 
-#: Least standard deviation divided by: what is the same in all frames stays zero.
+#: Least standard deviation to divide by: values that are equal in all frames stay zero.
 STD_FLOOR = 1e-2
-#: Of digital silence, nats: an isolated step of 16-bit samples makes a band of 3.4 at most, and 0 of energy.
-#: The quietest backgrounds of AN4, FSDD, kathleen16k and yesno are at 7 and more in their loudest band.
+#: Limits for digital silence, nats: an isolated step of 16-bit samples gives at most 3.4 in a band, and 0 of
+#: energy.  The quietest backgrounds of AN4, FSDD, kathleen16k and yesno have at least 7 in their loudest
+#: band.
 _LOUDEST_SILENT_BAND, _LOUDEST_SILENT_ENERGY = 4.0, 1.0
-#: What normalised features are where an utterance is nothing but digital silence: as low as quiet frames.
+#: Normalised features of an utterance that is only digital silence: as low as quiet frames.
 SILENCE_ALONE = -2.0
 #: Fewest mel filters.
 _LEAST_MEL_BINS = 3
 #: Kaldi's lowest mel edge, in Hz.
 LOW_FREQ_HZ = 20.0
-#: Settings that only data from Kaldi have otherwise.
+#: Settings that have other values only for data from Kaldi.
 _KALDI_DEFAULTS: dict[str, Any] = {"snip_edges": False, "kaldi_dim": 0, "cmvn": "utterance"}
 #: Settings that only spectrograms have.
 _SPECTROGRAM_FIELDS = ("num_fft", "preemphasis", "min_level_db", "ref_level_db")
@@ -127,10 +128,10 @@ class FeatureConfig:
         return self.frame_shift_ms / 1000.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as they stand in JSON.
+        """Return the settings as JSON-like values.
 
-        Those of Kaldi's data and of spectrograms stand there only where they are used: to all other data they
-        mean nothing.
+        Those of Kaldi's data and of spectrograms are included only where they are used: they mean nothing for
+        other data.
         """
         values = asdict(self)
         if self.kind != "spectrogram":
@@ -139,7 +140,7 @@ class FeatureConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> FeatureConfig:
-        """Read what `to_dict` gave.  Raises ConfigError on fields this version does not know."""
+        """Read the result of `to_dict`.  Raises ConfigError on fields that this version does not know."""
         try:
             return cls(**values)
         except TypeError as error:
@@ -149,7 +150,7 @@ class FeatureConfig:
 
 
 def num_frames_of(num_samples: int, sampling_rate: int, config: FeatureConfig) -> int:
-    """Return the number of frames Kaldi makes: samples / shift, rounded, or fewer with snip_edges.
+    """Return the number of frames that Kaldi makes: samples / shift, rounded, or fewer with snip_edges.
 
     A spectrogram has 1 + samples / shift, rounded down: its first frame is centred at the first sample.
     """
@@ -164,7 +165,7 @@ def num_frames_of(num_samples: int, sampling_rate: int, config: FeatureConfig) -
 
 
 def check_samples(samples: npt.NDArray[np.float32]) -> None:
-    """Refuse samples that are none, not of one channel, or not finite.  Raises ConfigError."""
+    """Refuse an empty array, more than one channel, and values that are not finite.  Raises ConfigError."""
     if samples.ndim != 1 or samples.size == 0:
         raise ConfigError(f"features need one channel of samples, not an array of shape {samples.shape}")
     if not np.isfinite(samples).all():
@@ -203,21 +204,21 @@ def kaldi_features(
 
 
 def loudness_of_silence(config: FeatureConfig) -> tuple[slice, float] | None:
-    """Return how digital silence is told from all that a microphone hears; None: it cannot be.
+    """Return how to distinguish digital silence from anything a microphone records; None: impossible.
 
-    A frame is silent in which all values of these columns are below this.  That is more than a single step of
-    16-bit samples in the frame, or noise of a tenth of a step, leaves there, and less than the background of
-    any recording.  The frames before and behind have a few samples of what is heard, at the window's edge:
-    they do not count either.
+    A frame is silent if all its values in these columns are below this limit.  The limit is above what a
+    single step of 16-bit samples in the frame, or noise of a tenth of a step, gives there, and below the
+    background of any recording.  The frames before and after silence have a few samples of sound at the edge
+    of their window: they do not count as heard either.
 
     Returns:
-        Columns of not normalised features, and the value, nats.
+        Columns of unnormalised features, and the limit, nats.
     """
     if config.kind == "log_mel":
         return slice(None), _LOUDEST_SILENT_BAND
     if config.kind == "mfcc":
         return slice(0, 1), _LOUDEST_SILENT_ENERGY
-    return None  # Kaldi's are on a scale of their own
+    return None  # Kaldi's own features have their own scale
 
 
 def heard_beside(silent: _MaskT) -> _MaskT:
@@ -229,11 +230,11 @@ def heard_beside(silent: _MaskT) -> _MaskT:
 
 
 def normalise(features: npt.NDArray[np.float32], config: FeatureConfig) -> npt.NDArray[np.float32]:
-    """Normalise one utterance's (T, D) features per dimension as `config` says.
+    """Normalise one utterance's (T, D) features per dimension according to `config`.
 
-    Digital silence, which editors, gates and codecs leave, lies so far below all else that it would shift
-    mean and deviation of the speech: neither counts it, and such frames get the lowest values of the others,
-    or where there are no others SILENCE_ALONE.
+    Digital silence, which editors, gates and codecs leave, lies so far below everything else that it would
+    shift mean and deviation of the speech.  So neither includes it, and silent frames get the lowest values
+    of the other frames, or SILENCE_ALONE if there are none.
     """
     if features.shape[0] == 0 or not (config.mean_normalise or config.variance_normalise):
         return features
@@ -260,7 +261,7 @@ def _normalised(features: npt.NDArray[np.float32], config: FeatureConfig) -> npt
 
 
 def usual_mel_bins(sampling_rate: int) -> int:
-    """Return the number of mel filters to take where nobody chose one: 24 up to 8 kHz, else 40.
+    """Return the default number of mel filters: 24 up to 8 kHz, else 40.
 
     At 8 kHz and 25 ms the lowest of 40 filters hold a single line of the spectrum each; on the spoken
     digits 24 gave fewer word errors (docs/results.md).
@@ -285,7 +286,7 @@ def check_mel_bins(sampling_rate: int, config: FeatureConfig) -> None:
             )
     if _fills_mel_bins(config.num_mel_bins, sampling_rate, window):
         return
-    most = min(config.num_mel_bins - 1, 2 * window)  # see _fills_mel_bins: more are none
+    most = min(config.num_mel_bins - 1, 2 * window)  # see _fills_mel_bins: larger numbers never fit
     fewer = (n for n in range(most, _LEAST_MEL_BINS - 1, -1) if _fills_mel_bins(n, sampling_rate, window))
     number = next(fewer, None)
     raise ConfigError(
@@ -297,10 +298,10 @@ def check_mel_bins(sampling_rate: int, config: FeatureConfig) -> None:
 
 @functools.cache
 def _fills_mel_bins(num_mel_bins: int, sampling_rate: int, window: int) -> bool:
-    """Tell whether each mel filter covers a point of the spectrum of a window of so many samples.
+    """Return whether each mel filter covers a point of the spectrum of a window with `window` samples.
 
-    The filters are laid out as Kaldi does: equally spaced on mel(f) = 1127 ln(1 + f / 700) from 20 Hz to half
-    the rate.  Asked for each utterance, and the same for all: cached.
+    The filters are laid out as in Kaldi: equally spaced on mel(f) = 1127 ln(1 + f / 700) from 20 Hz to half
+    the rate.  Cached because it is called for every utterance with the same arguments.
     """
     num_fft = 1 << (window - 1).bit_length()
     if num_mel_bins > num_fft:  # two filters share each of the num_fft / 2 points
@@ -313,23 +314,24 @@ def _fills_mel_bins(num_mel_bins: int, sampling_rate: int, window: int) -> bool:
 
 
 def mel_of(frequency_hz: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
-    """Return frequencies on Kaldi's mel scale."""
+    """Return frequencies in Hz on Kaldi's mel scale."""
     mel: npt.NDArray[np.float64] = 1127.0 * np.log1p(frequency_hz / 700.0)
     return mel
 
 
 def shift_samples(sampling_rate: int, config: FeatureConfig) -> int:
-    """Return the samples between two frames."""
+    """Return the number of samples between two frames."""
     return int(sampling_rate * 0.001 * config.frame_shift_ms)
 
 
 def shift_s(sampling_rate: int, config: FeatureConfig) -> float:
-    """Return the seconds between two frames as they lie in the audio.
+    """Return the seconds between two frames in the audio.
 
-    The rate is 0 where it is not known: of Kaldi's own features.
+    The rate is 0 if it is not known, as for Kaldi's own features.
 
-    10 ms are 220.5 samples at 22,050 Hz, of which frames are 220 apart: `FeatureConfig.frame_shift_s`, by
-    which they are named, would be a fifteenth of a second off after half a minute.
+    At 22,050 Hz, 10 ms are 220.5 samples, but frames are 220 samples apart: computed with
+    `FeatureConfig.frame_shift_s`, the nominal shift, times would be a fifteenth of a second off after half a
+    minute.
 
     Example:
         >>> round(3000 * shift_s(22_050, FeatureConfig()), 3)
@@ -339,5 +341,5 @@ def shift_s(sampling_rate: int, config: FeatureConfig) -> float:
 
 
 def window_samples(sampling_rate: int, config: FeatureConfig) -> int:
-    """Return the samples of a frame."""
+    """Return the number of samples of a frame."""
     return int(sampling_rate * 0.001 * config.frame_length_ms)

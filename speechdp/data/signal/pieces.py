@@ -1,4 +1,4 @@
-"""Cut long recordings at quiet places, into pieces that a model trained on sentences can take.
+"""Cut long recordings at quiet places, into pieces short enough for a model trained on sentences.
 
 Legend: S samples.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 _BLOCK_S = 0.01
-#: A pause of this length is looked for: shorter ones are closures of stops.
+#: Length of the pauses to cut in: shorter ones are closures of stops.
 _PAUSE_S = 0.2
 
 
@@ -26,17 +26,18 @@ class Piece:
 def cut_at_pauses(samples: npt.NDArray[np.float32], sampling_rate: int, longest_s: float) -> list[Piece]:
     """Cut a recording at its quietest places.
 
-    Every piece is at most `longest_s` long.  Where a recording goes on for longer, it is cut in the middle of
-    the quietest fifth of a second between half that length and all of it, but a quarter of it is left for the
-    last piece: tenths of a second by themselves, normalised, can be taken for words.
+    Every piece is at most `longest_s` long.  If a recording continues for longer, it is cut in the middle of
+    the quietest fifth of a second between half that length and all of it, but at least a quarter of it is
+    left for the last piece: pieces of some tenths of a second, normalised by themselves, can be recognised as
+    words.
 
     Args:
         samples: (S,) float32.
         sampling_rate: in Hz.
-        longest_s: seconds, more than 0.4.
+        longest_s: in seconds, more than 0.4.
 
     Returns:
-        The pieces, in order, without gaps; of no samples none.
+        The pieces, in order, without gaps; none if there are no samples.
 
     Example:
         >>> cut_at_pauses(np.zeros(16_000, np.float32), 16_000, 30.0)
@@ -48,14 +49,14 @@ def cut_at_pauses(samples: npt.NDArray[np.float32], sampling_rate: int, longest_
     longest_pause = round(_PAUSE_S / _BLOCK_S)
     pieces, first = [], 0
     while len(samples) - first > longest:
-        # Pauses that may be cut in: their middles lie between half the length and the latest cut.
+        # Pauses to cut in: their middles lie between half the length and the latest cut.
         latest = min(longest, len(samples) - first - longest // 4)
-        window = samples[first + longest // 2 : first + latest]  # of hours, these seconds at a time
-        pause = min(longest_pause, len(window) // block)  # shorter ones, too, in pieces below 0.8 s
+        window = samples[first + longest // 2 : first + latest]  # in recordings of hours, only these seconds
+        pause = min(longest_pause, len(window) // block)  # shorter pauses, too, in pieces below 0.8 s
         energy = np.concatenate([[0.0], np.cumsum(np.square(window, dtype=np.float64))])
         starts = np.arange(0, len(window) - pause * block + 1, block)
         loudness = energy[starts + pause * block] - energy[starts]
-        # Of several equally quiet ones the last: longer pieces, fewer cuts.
+        # Among equally quiet pauses take the last: longer pieces, fewer cuts.
         best = int(starts[len(starts) - 1 - int(np.argmin(loudness[::-1]))])
         end = first + longest // 2 + best + pause * block // 2
         pieces.append(Piece(first, end))

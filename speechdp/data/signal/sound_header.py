@@ -1,7 +1,7 @@
-"""Read how many bytes of sound a file's header announces, of formats whose length libsndfile does not check.
+"""Read how many bytes of sound a header announces, for formats whose length libsndfile does not check.
 
-libsndfile takes what is there for the whole where a file is cut short.  Of WAV, AIFF and AU it logs the
-difference (`audio.py`); of NIST SPHERE, RF64 and W64 it logs none.
+libsndfile reads a file that is cut short as if it were complete.  For WAV, AIFF and AU it logs the difference
+(`audio.py`); for NIST SPHERE, RF64 and W64 it does not.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-#: First lines of a SPHERE file: its kind, and how many bytes the header has.
+#: First lines of a SPHERE file: its kind, and the number of bytes of the header.
 _SPHERE = re.compile(rb"NIST_1A\s+(\d+)\s")
-#: Where an RF64 file has the size of its data chunk (EBU Tech 3306): after "ds64", its size and the file's.
+#: Position of the size of an RF64 file's data chunk (EBU Tech 3306): after "ds64", its size and the file's.
 _RF64_DATA_SIZE = 28
-#: Size of a data chunk that is longer than its own field could say.
+#: Size field of a data chunk whose size does not fit the field.
 _IN_DS64 = 0xFFFFFFFF
 #: Name of the data chunk of Sony Wave64, a GUID.
 _W64_DATA = b"data\xf3\xac\xd3\x11\x8c\xd1\x00\xc0\x4f\x8e\xdb\x8a"
-#: More bytes than any file has: written before the length was known.
+#: More bytes than any file has: the header was written before the length was known.
 _UNKNOWN = 1 << 62
 
 
@@ -28,11 +28,11 @@ def sound_bytes(path: Path, kind: str) -> tuple[int, int] | None:
     """Return how many bytes of sound a header announces and how many follow it.
 
     Args:
-        path: of the file.
-        kind: its format, as soundfile calls it.
+        path: the file.
+        kind: its format, as named by soundfile.
 
     Returns:
-        None: the format is none of these, or the header does not say.
+        None: another format, or the header does not say.
 
     Raises:
         OSError: the file cannot be read.
@@ -81,7 +81,7 @@ def _w64(file: BinaryIO) -> tuple[int, int] | None:
     """Return the bytes of sound that a W64 header announces, and where they begin."""
     at = 40  # after "riff", the size of the file and "wave"
     while len(chunk := _at(file, at, 24)) == 24:
-        size = int.from_bytes(chunk[16:], "little")  # with these 24 bytes
+        size = int.from_bytes(chunk[16:], "little")  # including these 24 bytes
         if chunk[:16] == _W64_DATA:
             return size - 24, at + 24
         if size < 24:
@@ -91,7 +91,7 @@ def _w64(file: BinaryIO) -> tuple[int, int] | None:
 
 
 def _at(file: BinaryIO, place: int, count: int) -> bytes:
-    """Return bytes from a place in the file on, fewer at its end."""
+    """Return `count` bytes from a position in the file, fewer at its end."""
     if place >= _UNKNOWN:
         return b""
     file.seek(place)

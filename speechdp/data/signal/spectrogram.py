@@ -1,8 +1,8 @@
-"""Make the mel and linear spectrograms that speech is synthesised from, and turn them into sound again.
+"""Compute the mel and linear spectrograms used for speech synthesis, and turn them back into sound.
 
-Both hold magnitudes of a short-time Fourier transform in decibels, scaled to [0, 1], as the public code for
-Tacotron has them (https://github.com/keithito/tacotron, util/audio.py).  They equal librosa's stft and
-filters.mel, which are not called: importing librosa takes a process seconds.
+Both hold magnitudes of a short-time Fourier transform in decibels, scaled to [0, 1], as in the public code
+for Tacotron (https://github.com/keithito/tacotron, util/audio.py).  They equal the results of librosa's stft
+and filters.mel, which are not used because importing librosa takes seconds.
 
 Legend: S samples, T frames, M mel bins, L lines of the linear spectrum, D = M + L, N points of the transform.
 """
@@ -34,9 +34,9 @@ FRAME_LENGTH_MS = 50.0
 FRAME_SHIFT_MS = 12.5
 #: Magnitudes below this (-100 dB) are as good as silence; their logarithm would be -infinity.
 _LEAST_MAGNITUDE = 1e-5
-#: A transform of more points than this, or than so many windows, tells nothing more and takes any memory.
+#: A transform with more points than this, or than this many windows, adds no detail and takes much memory.
 _MAX_NUM_FFT, _MAX_WINDOWS = 65536, 16
-#: The transform has at least this many times the window's points.
+#: The transform has at least this many times the points of the window.
 _PADDING = 1.2
 _SAMPLES_A_BLOCK = 256  # summed at once where pre-emphasis is undone
 _FRAMES_A_BLOCK = 512  # keeps the transform of a long recording in the cache
@@ -98,7 +98,7 @@ def check_spectrogram(sampling_rate: int, config: FeatureConfig) -> None:
             f"{named} at {sampling_rate} Hz has over {_MAX_NUM_FFT} samples; give a shorter one"
         )
     _check_num_fft(sampling_rate, config, window)
-    fewer = config.num_mel_bins <= config.linear_dim  # more could not all be filled, and may be any number
+    fewer = config.num_mel_bins <= config.linear_dim  # more cannot all be filled, and may be any number
     if not fewer or not mel_filters(sampling_rate, config.num_fft, config.num_mel_bins).any(axis=1).all():
         raise ConfigError(
             f"{config.num_mel_bins} mel bins are too many for {sampling_rate} Hz and num_fft "
@@ -107,7 +107,7 @@ def check_spectrogram(sampling_rate: int, config: FeatureConfig) -> None:
 
 
 def _check_num_fft(sampling_rate: int, config: FeatureConfig, window: int) -> None:
-    """Refuse a transform that does not hold a window of so many samples, or is far longer."""
+    """Refuse a transform that is shorter than a window of `window` samples, or far longer."""
     named = f"a window of {config.frame_length_ms:g} ms at {sampling_rate} Hz"
     most = min(_MAX_NUM_FFT, _MAX_WINDOWS * window)
     usual = min(most, usual_num_fft(sampling_rate, config.frame_length_ms))
@@ -128,11 +128,11 @@ def compute_spectrogram(samples: _FloatArray, sampling_rate: int, config: Featur
         config: of kind "spectrogram".
 
     Returns:
-        (T, D) float32 in [0, 1], a row being [mel | linear], T = 1 + S // shift: frame t is centred at sample
-        t * shift, beyond the edges there is silence.
+        (T, D) float32 in [0, 1], each row [mel | linear], T = 1 + S // shift: frame t is centred at sample
+        t * shift; beyond the edges there is silence.
 
     Raises:
-        ConfigError: no sample, NaN among them, or settings that do not fit the sampling rate.
+        ConfigError: no samples, NaN among them, or settings that do not fit the sampling rate.
     """
     assert config.kind == "spectrogram"
     check_samples(samples)
@@ -164,12 +164,13 @@ def invert_linear(
     """Turn a linear spectrogram into sound by Griffin and Lim's algorithm.
 
     Args:
-        linear: (T, L) in [0, 1], as it follows the mel values in `compute_spectrogram`.
+        linear: (T, L) in [0, 1], the columns after the mel values in `compute_spectrogram`.
         sampling_rate: in Hz.
-        config: what the spectrogram was made with.
-        num_iterations: of the search for phases; the first ones are random, but always the same.
-        power: magnitudes are raised to it, which takes some of the noise between the harmonics away
-            (1.5 is public Tacotron code's for what a network made; 1 keeps the levels).
+        config: the settings with which the spectrogram was computed.
+        num_iterations: iterations of the search for phases; the initial phases are random, but always the
+            same.
+        power: exponent applied to the magnitudes, which removes some of the noise between the harmonics
+            (public Tacotron code uses 1.5 for a network's output; 1 keeps the levels).
 
     Returns:
         (S,) float32 of (T - 1) * shift samples, not clipped.
@@ -189,7 +190,7 @@ def invert_linear(
 
 
 def unscale(values: _FloatArray, config: FeatureConfig) -> _FloatArray:
-    """Return the magnitudes that values in [0, 1] stand for."""
+    """Return the magnitudes that values in [0, 1] represent."""
     levels = np.clip(values, 0.0, 1.0) * -config.min_level_db + config.min_level_db + config.ref_level_db
     magnitudes: _FloatArray = np.power(np.float32(10.0), levels * np.float32(0.05))
     return magnitudes
@@ -208,14 +209,14 @@ def mel_filters(sampling_rate: int, num_fft: int, num_mel_bins: int) -> _FloatAr
     rising, falling = -ramps[:-2] / widths[:-1, None], ramps[2:] / widths[1:, None]
     filters = np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (edges[2:] - edges[:-2]))[:, None]
     result = filters.astype(np.float32)
-    result.flags.writeable = False  # kept and handed out again
+    result.flags.writeable = False  # cached and returned again
     return result
 
 
 _LINEAR_HZ_A_MEL = 200.0 / 3.0
 _BREAK_HZ = 1000.0
 _BREAK_MEL = _BREAK_HZ / _LINEAR_HZ_A_MEL
-_LOG_STEP = np.log(6.4) / 27.0  # a mel above the break
+_LOG_STEP = np.log(6.4) / 27.0  # per mel above the break
 
 
 def _slaney_mel(frequency_hz: float) -> float:
@@ -231,7 +232,7 @@ def _hz_of(mel: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 @lru_cache(maxsize=4)
 def _window(num_samples: int, num_fft: int) -> _FloatArray:
-    """Return (N,) a periodic Hann window, zeros on both sides of it."""
+    """Return (N,) a periodic Hann window with zeros on both sides."""
     hann = 0.5 - 0.5 * np.cos(2.0 * np.pi * np.arange(num_samples) / num_samples)
     before = (num_fft - num_samples) // 2
     window = np.zeros(num_fft, dtype=np.float32)
@@ -259,7 +260,7 @@ def _deemphasise(samples: _FloatArray, weight: float) -> _FloatArray:
 
 
 def _scale(magnitudes: _FloatArray, config: FeatureConfig) -> _FloatArray:
-    """Bring magnitudes to decibels and those to [0, 1], in place."""
+    """Convert magnitudes to decibels and scale these to [0, 1], in place."""
     np.maximum(magnitudes, np.float32(_LEAST_MAGNITUDE), out=magnitudes)
     np.log10(magnitudes, out=magnitudes)
     magnitudes *= np.float32(20.0)

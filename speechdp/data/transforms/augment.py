@@ -1,4 +1,4 @@
-"""SpecAugment: hide random bands and stretches of the features, so that a small corpus goes further.
+"""SpecAugment: mask random bands and stretches of the features, so that a small corpus goes further.
 
 Legend: B segments of a batch, T frames of the longest, F input dimensions, M masks of a segment.
 """
@@ -39,9 +39,9 @@ class SpecAugment:
         Args:
             features: (B, T, F).
             lengths: (B,) int64, on the CPU; frames past a segment's end stay as they are.
-            rng: what is drawn comes from it.
-            copies: deltas and spliced frames lie in so many parts of equal size along F; a band is hidden
-                in each of them.
+            rng: source of all random draws.
+            copies: number of equal parts along F, for deltas and spliced frames; a band is masked in each
+                part.
         """
         num_dims = features.shape[2] // copies
         pieces = self.draw(lengths.tolist(), num_dims, rng)  # (B, M, 2)
@@ -51,7 +51,7 @@ class SpecAugment:
             self.hide_at_once(features, lengths, torch.from_numpy(pieces), copies)
 
     def hide_at_once(self, features: Tensor, lengths: Tensor, pieces: Tensor, copies: int) -> None:
-        """Hide pieces (B, M, 2) by a few operations on the whole batch, on the device of `features`."""
+        """Mask pieces (B, M, 2) with a few operations on the whole batch, on the device of `features`."""
         device, num_frames = features.device, features.shape[1]
         bands, stretches = torch.split(pieces.to(device), [self.num_bands, self.num_stretches], dim=1)
         frames = _covered(stretches, num_frames).unsqueeze(2)  # (B, T, 1)

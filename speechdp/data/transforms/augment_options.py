@@ -49,5 +49,5 @@ class AugmentOptions:
         self.noise()
 
     def noise(self) -> NoiseLevel | None:
-        """Return the range of the noise; None for none."""
+        """Return the range of the noise level; None if there is no noise."""
         return NoiseLevel.parse(self.noise_snr_db) if self.noise_snr_db else None

@@ -17,11 +17,11 @@ class Framing:
     """Windows of `window` samples, `hop` apart; an utterance's first window begins at its sample `first`.
 
     Utterances are laid end to end in steps of `hop`, so that one strided view holds the windows of all of
-    them; `spare` windows between two utterances touch both and belong to none.
+    them.  Between two utterances there are `spare` windows that touch both and belong to neither.
 
     Attributes:
         window, hop: in samples.
-        first: in samples; below 0 it begins before the utterance.
+        first: in samples; negative if the first window begins before the utterance.
     """
 
     window: int
@@ -30,23 +30,23 @@ class Framing:
 
     @property
     def _before(self) -> int:
-        """Samples of the layout before an utterance's own."""
+        """Samples in the layout before an utterance's own samples."""
         return max(0, -self.first)
 
     @property
     def spare(self) -> int:
-        """Windows between two utterances that belong to none."""
+        """Number of windows between two utterances that belong to neither."""
         return max(0, -(-(self.window - self.hop + max(0, self.first)) // self.hop))
 
     def starts(self, num_rows: Sequence[int]) -> list[int]:
-        """Return the row at which each utterance begins, and the number of rows, spare ones included."""
+        """Return the row at which each utterance begins, then the number of rows, spare rows included."""
         return list(itertools.accumulate((rows + self.spare for rows in num_rows), initial=0))
 
     def lay_out(self, waves: Sequence[Tensor], num_rows: Sequence[int], *, reflect: bool) -> Tensor:
-        """Lay utterances (S,) of one device end to end, with room for so many windows each, 1 at least.
+        """Lay utterances (S,) of one device end to end, with room for `num_rows` windows each, at least 1.
 
         Args:
-            reflect: mirror the samples at both ends, the outermost repeated, as Kaldi does; else zeros.
+            reflect: mirror the samples at both ends, repeating the outermost, as Kaldi does; else add zeros.
         """
         totals = [(rows + self.spare) * self.hop for rows in num_rows]
         behind = [max(0, n - self._before - len(x)) for n, x in zip(totals, waves, strict=True)]
@@ -71,14 +71,14 @@ class Framing:
 def multiply(x: Tensor, weights: Tensor) -> Tensor:
     """Return the product of (R, K) float32 and (K, D) float64 weights, rounded to float32.
 
-    Summed in double precision: in which order a library adds depends on its threads and on R, and in
-    single precision that would show.
+    The sum is in double precision: the order in which a library adds depends on its threads and on R, and in
+    single precision that would change the result.
     """
     return (x.double() @ weights).float()
 
 
 def _mirror(size: int, first: int, end: int) -> npt.NDArray[np.int64]:
-    """Return the places of first:end outside of 0:size, and those inside that they mirror: (2, E)."""
+    """Return the positions in first:end outside of 0:size, and the inside positions they mirror: (2, E)."""
     places = np.concatenate([np.arange(first, 0), np.arange(size, max(end, size))])
     phase = places % (2 * size)
     return np.stack([places, np.minimum(phase, 2 * size - 1 - phase)])

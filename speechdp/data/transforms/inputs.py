@@ -1,4 +1,4 @@
-"""What the model sees beside a frame's own features: their slopes over time, and the frames around it.
+"""Add context to the features that the model sees: their slopes over time, and the frames around each.
 
 Legend: B segments of a batch, T frames of the longest, F feature dimensions.
 """
@@ -12,10 +12,10 @@ import numpy as np
 
 from speechdp.errors import ConfigError
 
-if TYPE_CHECKING:  # --help and the launcher read the options, and do without torch
+if TYPE_CHECKING:  # --help and the launcher read the options and do not import torch
     from torch import Tensor
 
-#: Frames to each side over which a slope is taken, as in Kaldi's add-deltas.
+#: Frames on each side over which a slope is computed, as in Kaldi's add-deltas.
 _DELTA_WINDOW = 2
 _MAX_DELTAS = 4
 _MAX_SPLICE = 100
@@ -39,7 +39,7 @@ class InputOptions:
 
     @property
     def copies(self) -> int:
-        """How many values the input has for each feature."""
+        """Number of input values for each feature."""
         return (self.deltas + 1) * (2 * self.splice + 1)
 
     def apply(self, features: Tensor, lengths: Tensor) -> Tensor:
@@ -47,11 +47,11 @@ class InputOptions:
 
         Args:
             features: (B, T, F).
-            lengths: (B,) int64, on the CPU, each above 0; frames past a segment's end are not looked at,
-                its first and last frame are repeated instead.
+            lengths: (B,) int64, on the CPU, each above 0; frames past a segment's end are not used, its first
+                and last frame are repeated instead.
 
         Returns:
-            (B, T, F * copies), arbitrary past each segment's end; `features` itself where nothing is added.
+            (B, T, F * copies), arbitrary past each segment's end; `features` itself if nothing is added.
         """
         if self.deltas:
             features = _add_deltas(features, lengths, self.deltas)
@@ -63,15 +63,15 @@ class InputOptions:
         return features
 
 
-#: The model sees each frame's features alone.
+#: The model sees only each frame's features.
 FEATURES_ALONE = InputOptions()
 
 
 def _add_deltas(features: Tensor, lengths: Tensor, order: int) -> Tensor:
     """Return features and their slopes of order 1 to `order`, side by side: (B, T, F * (order + 1)).
 
-    Source: Kaldi, DeltaFeatures: each order's weights are those of the one below convolved with
-    j / sum j^2, j = -2..2; frames beyond the ends are the outermost.
+    Source: Kaldi, DeltaFeatures: each order's weights are those of the order below convolved with
+    j / sum j^2, j = -2..2; beyond the ends the outermost frames are repeated.
     """
     import torch  # noqa: PLC0415
 
@@ -90,7 +90,7 @@ def _add_deltas(features: Tensor, lengths: Tensor, order: int) -> Tensor:
 
 
 def _shifted(features: Tensor, lengths: Tensor, reach: int, offsets: range) -> list[Tensor]:
-    """Return views (B, T, F) of the frames `offset` later, for each offset up to `reach` either way."""
+    """Return views (B, T, F) of the frames shifted by each offset, which is up to `reach` either way."""
     import torch  # noqa: PLC0415
 
     num_segments, longest = features.shape[:2]

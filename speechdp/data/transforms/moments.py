@@ -1,4 +1,4 @@
-"""Normalise features by more than their own utterance: by all recordings of a speaker."""
+"""Normalise features by statistics of all recordings of a speaker, not of each utterance."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from speechdp.data.transforms.torch_features import beside_silence, heard_frames
 
 @dataclass(frozen=True)
 class Moments:
-    """What features are normalised by: mean and standard deviation of each dimension, (F,) float32."""
+    """Statistics to normalise features with: mean and standard deviation of each dimension, (F,) float32."""
 
     mean: Tensor
     std: Tensor
 
     def normalise(self, features: Tensor, config: FeatureConfig) -> Tensor:
-        """Normalise (T, F) features in what `config` normalises of them."""
+        """Normalise (T, F) features: their mean, their variance or both, according to `config`."""
         heard = heard_frames(features, config)
         if config.mean_normalise:
             features = features - self.mean
@@ -43,14 +43,14 @@ def sums_of(features: Tensor, config: FeatureConfig) -> Tensor:
 
 
 def moments_by_speaker(sums: Tensor, speakers: Sequence[str], comm: Communicator) -> list[Moments]:
-    """Return each utterance's moments: those of all utterances of its speaker.  Collective.
+    """Return each utterance's moments, computed over all utterances of its speaker.  Collective.
 
     Args:
-        sums: (U, 1 + 2 F), of each utterance `sums_of` on one rank, and 0 on the others; overwritten.
-        speakers: of each of the U utterances; "" is nobody, and such an utterance stands alone.
+        sums: (U, 1 + 2 F), for each utterance `sums_of` on one rank and 0 on the others; overwritten.
+        speakers: of each of the U utterances; "" is an unknown speaker, whose utterance is normalised alone.
         comm: the ranks.  The result is the same for any number of them.
     """
-    comm.allreduce(sums, name="moments")  # exact: all terms but one are 0
+    comm.allreduce(sums, name="moments")  # exact: all addends but one are 0
     names: list[str | int] = [speaker or number for number, speaker in enumerate(speakers)]
     total = {name: torch.zeros_like(row) for name, row in zip(names, sums, strict=True)}
     for name, row in zip(names, sums, strict=True):

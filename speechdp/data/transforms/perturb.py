@@ -1,4 +1,4 @@
-"""Change recordings at random: other speeds, and noise.
+"""Perturb recordings at random: other speeds, and noise.
 
 Legend: U utterances, S samples of one, T frames of one, R rows of all, L samples of the noise bank.
 """
@@ -20,10 +20,10 @@ from speechdp.data.transforms.augment_options import NoiseLevel
 from speechdp.data.transforms.framing import Framing, multiply
 
 SPEEDS = (90, 100, 110)
-#: Tell the generators of what is drawn for different purposes from the same seed apart.
+#: Separate the random generators that draw for different purposes from the same seed.
 _SPEED_STREAM, _NOISE_STREAM, _BANK_STREAM = 0x5EED_0001, 0x5EED_0002, 0x5EED_0003
 _BANK_SAMPLES = 1 << 17
-#: Resampling keeps frequencies up to this share of the half rate, with so many zero crossings to each side.
+#: Resampling keeps frequencies up to this share of half the rate, with this many zero crossings on each side.
 _PASS_SHARE, _ZERO_CROSSINGS = 0.95, 16
 
 
@@ -31,7 +31,7 @@ def speed_of_utterances(seed: int, epoch: int, num_utterances: int) -> npt.NDArr
     """Draw the speed of every utterance in an epoch, in percent: (U,).
 
     Source: Ko et al. 2015 (Audio augmentation for speech recognition): 90, 100 and 110 percent; here each
-    utterance is heard at one of the three an epoch, not at all of them.
+    utterance is used at only one of the three in an epoch.
     """
     rng = np.random.default_rng([seed, epoch, _SPEED_STREAM])
     return rng.choice(np.array(SPEEDS, dtype=np.int64), size=num_utterances)
@@ -42,10 +42,10 @@ def perturbed_targets(
 ) -> npt.NDArray[np.int32]:
     """Return the targets of frames start:start+num of an utterance at another speed: (num,).
 
-    Each takes the target of the recorded frame on which its centre falls.
+    Each frame takes the target of the recorded frame that contains its centre.
 
     Args:
-        targets: (T,) of the utterance as it was recorded.
+        targets: (T,) targets of the utterance as recorded.
         percent: the speed.
     """
     frames = (2 * np.arange(start, start + num) + 1) * percent // 200
@@ -53,10 +53,10 @@ def perturbed_targets(
 
 
 def at_speed(waves: Sequence[Tensor], percent: int) -> list[Tensor]:
-    """Resample utterances (S,) on one device, so that they sound `percent` as fast at the same rate.
+    """Resample utterances (S,) on one device, so that they play at `percent` of their speed.
 
-    Pitch moves with it.  Each output sample is a sum of input samples weighted by a sinc under a raised
-    cosine, cut off below both rates' half; the weights of each of the output's phases sum to 1.
+    The pitch changes with the speed.  Each output sample is a sum of input samples weighted by a sinc under a
+    raised cosine, cut off below half of both rates; the weights of each output phase sum to 1.
 
     Returns:
         (size_at_speed(S, percent),) float32 each.
@@ -83,7 +83,7 @@ class NoiseDraw:
 
 
 def draw_noise(level: NoiseLevel, seed: int, name: Sequence[int]) -> NoiseDraw:
-    """Draw the noise of an utterance, named by numbers from 0 upwards, epoch included."""
+    """Draw the noise of an utterance; `name` identifies it by numbers from 0 upwards, epoch included."""
     rng = np.random.default_rng([seed, _NOISE_STREAM, *name])
     return NoiseDraw(
         bool(rng.integers(2)),
@@ -93,9 +93,9 @@ def draw_noise(level: NoiseLevel, seed: int, name: Sequence[int]) -> NoiseDraw:
 
 
 def add_noise(waves: Sequence[Tensor], draws: Sequence[NoiseDraw], seed: int) -> list[Tensor]:
-    """Add noise to utterances (S,) on one device; the ratio holds over each utterance as a whole.
+    """Add noise to utterances (S,) on one device, at a ratio that holds for each utterance as a whole.
 
-    Where the bank is over, the noise begins at its start again.  Digital silence stays as it is.
+    At the end of the bank the noise continues from its start.  Digital silence stays as it is.
     """
     bank = _noise_bank(seed, waves[0].device)
     sizes = [len(wave) for wave in waves]
@@ -115,13 +115,13 @@ def add_noise(waves: Sequence[Tensor], draws: Sequence[NoiseDraw], seed: int) ->
 
 
 def _energies(flat: Tensor, lengths: Tensor) -> Tensor:
-    # Adds one sample after the other, whatever the number of threads.
+    # Adds one sample after the other, whatever the number of threads, so the result does not vary.
     return torch.segment_reduce(flat.double().square_(), "sum", lengths=lengths, unsafe=True)
 
 
 @functools.lru_cache(maxsize=16)
 def _resampling(percent: int, device: torch.device) -> tuple[Tensor, Framing]:
-    """Return the weights of each phase of the output, (K, phases) float64, and where their windows lie."""
+    """Return the weights of each output phase, (K, phases) float64, and the framing of their windows."""
     common = math.gcd(percent, 100)
     step, num_phases = percent // common, 100 // common
     cutoff = _PASS_SHARE * min(1.0, num_phases / step)

@@ -1,8 +1,8 @@
 """Preprocess between reading and training: features from audio, perturbation, deltas, splicing, SpecAugment.
 
-The same code runs on the CPU and on a GPU.  What is random is drawn by numpy on the host, from the seed and
-the name of the utterance or the batch; so values agree whichever rank, thread or device computes them: to the
-bit on the CPU, to rounding on a GPU.
+The same code runs on the CPU and on a GPU.  Random values are drawn by numpy on the host, from the seed and
+the name of the utterance or the batch.  So values agree whichever rank, thread or device computes them: to
+the bit on the CPU, up to rounding on a GPU.
 
 Legend: B segments of a batch, T frames, F features of a frame, I dimensions of the model's input, S samples.
 """
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 __all__ = ["AugmentOptions", "InputOptions", "Preprocessor", "UtteranceKey", "inputs_of"]
 
-#: Features kept because other chunks of the same utterance come soon.
+#: Limit for cached features, because other chunks of the same utterance come soon.
 CACHE_BYTES = 64 << 20
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class UtteranceKey:
-    """Names an utterance in an epoch; epoch None draws nothing at random.  Speed is in percent."""
+    """Identifies an utterance in an epoch; with epoch None nothing is drawn.  Speed is in percent."""
 
     epoch: int | None
     shard: int
@@ -56,26 +56,26 @@ _UNCHANGED = AugmentOptions()
 
 
 class Preprocessor:
-    """Turns what shards hold into the model's input.  Safe from several threads.
+    """Turns the contents of shards into the model's input.  Thread-safe.
 
     Args:
-        features: how features were, or are to be, made.
+        features: how features were or will be computed.
         sampling_rate: in Hz.
         stored: what the shards hold.
-        inputs: what the model sees beside the features.
-        augment: what is changed at random.
-        seed: of what is random.
-        cache_bytes: of features computed from audio that are kept, because chunks of one utterance come in
-            several batches.
+        inputs: context that the model sees beside the features.
+        augment: random changes of the input.
+        seed: of the random numbers.
+        cache_bytes: limit for cached features computed from audio: chunks of an utterance come in several
+            batches.
 
     Attributes:
         stored: as given.
-        base_dim: features of a frame (F).
-        output_dim: values of a frame as the model sees it (I).
-        is_plain: nothing is to be done: features as they were read are the model's input.
+        base_dim: features per frame (F).
+        output_dim: values per frame of the model's input (I).
+        is_plain: whether features are the model's input as they are read, without preprocessing.
 
     Raises:
-        ConfigError: a perturbation of recordings where the shards hold features, or features that cannot be
+        ConfigError: recordings are to be perturbed but the shards hold features, or the features cannot be
             computed here.
     """
 
@@ -108,21 +108,21 @@ class Preprocessor:
 
     @classmethod
     def for_shard(cls, header: ShardHeader, inputs: InputOptions) -> Preprocessor:
-        """Make what decoding and alignment need to read a shard for a model trained with `inputs`."""
+        """Make the preprocessor with which decoding and alignment read a shard for a model with `inputs`."""
         return cls(header.features, header.sampling_rate, header.stored, inputs)
 
     def features_of(
         self, samples: Sequence[npt.NDArray[np.int16]], keys: Sequence[UtteranceKey], device: torch.device
     ) -> list[Tensor]:
-        """Compute the features of whole utterances, perturbed as their keys say, and normalise them.
+        """Compute the features of whole utterances, perturbed according to their keys, and normalise them.
 
         Args:
             samples: (S,) int16 of each.
-            keys: name the utterances.
-            device: where to compute and where the results are.
+            keys: identify the utterances.
+            device: computes and holds the results.
 
         Returns:
-            (T, F) float32 each, T as `perturb.size_at_speed` of the recorded frames; not to be changed.
+            (T, F) float32 each, T as `perturb.size_at_speed` of the recorded frames; must not be modified.
         """
         if device.type != "cpu":
             return self.compute_together(samples, keys, device)
@@ -131,9 +131,9 @@ class Preprocessor:
     def compute_together(
         self, samples: Sequence[npt.NDArray[np.int16]], keys: Sequence[UtteranceKey], device: torch.device
     ) -> list[Tensor]:
-        """Compute what `features_of` does in as few operations as it takes, and keep nothing.
+        """Compute the same as `features_of` in as few operations as possible, without the cache.
 
-        For a GPU; on the CPU an utterance's values may depend on its neighbours to rounding.
+        For a GPU; on the CPU an utterance's values may depend on its neighbours, up to rounding.
         """
         frames = [num_frames_of(len(x), self._sampling_rate, self._features) for x in samples]
         frames = [size_at_speed(num, key.speed) for num, key in zip(frames, keys, strict=True)]
@@ -154,12 +154,12 @@ class Preprocessor:
         return list(torch.split(normalise_rows(rows, frames, self._features), frames))
 
     def finish(self, features: Tensor, lengths: Tensor, place: PlanPosition | None = None) -> Tensor:
-        """Add deltas, splice, and hide what SpecAugment hides.
+        """Add deltas, splice, and apply SpecAugment.
 
         Args:
-            features: (B, T, F) float32; may be changed.
+            features: (B, T, F) float32; may be modified.
             lengths: (B,) int64, on the CPU.
-            place: of the batch in training; None: nothing is hidden.
+            place: place of the batch in training; None: nothing is masked.
 
         Returns:
             (B, T, I), 0 past each segment's end.
@@ -176,18 +176,18 @@ class Preprocessor:
         return features
 
     def not_normalised(self, samples: npt.NDArray[np.int16]) -> Tensor:
-        """Compute the features (T, F) of (S,) samples as they are before they are normalised."""
+        """Compute the features (T, F) of (S,) samples without normalising them."""
         frames = num_frames_of(len(samples), self._sampling_rate, self._features)
         if frames == 0:
             return torch.empty(0, self.base_dim)
         return raw_features(_to_device([samples], _CPU), [frames], self._sampling_rate, self._features)
 
     def whole(self, stored: npt.NDArray[Any], moments: Moments | None = None) -> npt.NDArray[np.float32]:
-        """Return the model's input for an utterance, nothing random, as held-out evaluation sees it.
+        """Return the model's input for an utterance, without random changes, as held-out evaluation uses it.
 
         Args:
-            stored: what the shard holds of it: samples (S,) int16, or features (T, F).
-            moments: what features of samples are normalised by; None: the utterance itself.
+            stored: the utterance as the shard holds it: samples (S,) int16, or features (T, F).
+            moments: normalise features of samples with these; None: with the utterance's own statistics.
 
         Returns:
             (T, I) float32.
@@ -205,7 +205,7 @@ class Preprocessor:
     def read(
         self, shard: Shard, utterance: int, moments: Moments | None = None
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int32]]:
-        """Read the model's input (T, I) for an utterance of a shard, as `whole` has it, and its targets (T,).
+        """Read the model's input (T, I) for an utterance of a shard, as by `whole`, and its targets (T,).
 
         Raises:
             ShardError: the utterance is damaged.
@@ -231,7 +231,7 @@ class Preprocessor:
 
 
 def inputs_of(config: dict[str, Any]) -> InputOptions:
-    """Return the input options of a model from what its file says; older ones say nothing: the defaults."""
+    """Return the input options that a model file records; the defaults if it is older and has none."""
     return InputOptions(**config.get("inputs", {}))
 
 
@@ -249,7 +249,7 @@ def _check(features: FeatureConfig, stored: Stored, augment: AugmentOptions) -> 
 
 
 def _to_device(samples: Sequence[npt.NDArray[np.int16]], device: torch.device) -> list[Tensor]:
-    """Copy samples to a device in one piece; return them as float32, in 16-bit scale."""
+    """Copy samples to a device as one tensor; return them as float32, in 16-bit scale."""
     waves = [torch.from_numpy(x) for x in samples]
     if device.type == "cpu":
         return [wave.float() for wave in waves]
@@ -260,7 +260,7 @@ def _to_device(samples: Sequence[npt.NDArray[np.int16]], device: torch.device) -
 
 
 class _FeatureCache:
-    """Keeps the utterances that were asked for last, up to so many bytes.  Safe from several threads."""
+    """Caches the utterances requested most recently, up to `max_bytes`.  Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._num_bytes = max_bytes, 0

@@ -1,7 +1,7 @@
 """Compute Kaldi's log-mel and MFCC features of several utterances at once, on the CPU or on a GPU.
 
 The definitions are those of `features.kaldi_features`; here they are a few operations on one matrix, which
-release the interpreter's lock.
+release the GIL.
 
 Legend: U utterances, S samples of one, T frames of one, R frames of all, W samples of a window,
 P points of the spectrum, D feature dimensions.
@@ -37,20 +37,20 @@ FloatArray = npt.NDArray[np.float64]
 _PRE_EMPHASIS = 0.97
 _LIFTER = 22.0
 _EPSILON = float(np.finfo(np.float32).eps)
-#: Frames computed together: on a CPU what stays in its cache, on a GPU what bounds the memory.
+#: Frames computed together: on a CPU, what fits its cache; on a GPU, a limit on the memory.
 _BLOCK_FRAMES, _BLOCK_FRAMES_GPU = 256, 16384
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """What depends on rate, settings and device alone.
+    """Tables that depend only on sampling rate, settings and device.
 
     Attributes:
         framing: where the windows lie.
         window: (W,) Povey's window.
         num_fft: points of the transform.
-        mel: (P, bins) float64, the filters, without the point at half the rate.
-        waves: the transform as two products, (W, P) float64 cosines and sines; None: by FFT.
+        mel: (P, bins) float64, the filters, without the point at half the sampling rate.
+        waves: the transform as two products, with (W, P) float64 cosines and sines; None: use the FFT.
         cosines: (bins, D) float64, cosine transform and lifter; None for log_mel.
     """
 
@@ -65,9 +65,9 @@ class _Tables:
 def raw_features(
     waves: Sequence[Tensor], num_frames: Sequence[int], sampling_rate: int, config: FeatureConfig
 ) -> Tensor:
-    """Compute the features of utterances on one device, not normalised.
+    """Compute the features of utterances on one device, without normalising them.
 
-    On the CPU give utterances one by one: then an utterance's bits do not depend on its neighbours.
+    On the CPU pass one utterance at a time: then its bits do not depend on other utterances.
 
     Args:
         waves: (S,) float32 each, in 16-bit scale, S > 0.
@@ -113,7 +113,7 @@ def normalise_rows(rows: Tensor, num_frames: Sequence[int], config: FeatureConfi
 
 
 def heard_frames(features: Tensor, config: FeatureConfig) -> Tensor:
-    """Return which of an utterance's not normalised features (T, D) are no digital silence: (T,) bool."""
+    """Return which frames of unnormalised features (T, D) are not digital silence: (T,) bool."""
     return heard_beside(_silent_rows(features, config))
 
 
@@ -131,9 +131,9 @@ def _normalised_beside_silence(features: Tensor, config: FeatureConfig) -> Tenso
 
 
 def beside_silence(normalised: Tensor, heard: Tensor) -> Tensor:
-    """Put normalised frames where they were heard, (T,) bool, and their lowest values where silence was.
+    """Put normalised frames where `heard`, (T,) bool, is true, and their lowest values elsewhere.
 
-    Without any such frame there are none to be lower than: SILENCE_ALONE.
+    If no frame was heard, all values are SILENCE_ALONE.
     """
     features = normalised.new_full((len(heard), normalised.shape[1]), SILENCE_ALONE)
     if len(normalised):
@@ -154,13 +154,13 @@ def _normalised(rows: Tensor, num_frames: Sequence[int], config: FeatureConfig) 
 
 
 def _block(frames: Tensor, emphasised: Tensor, tables: _Tables) -> Tensor:
-    """Compute the features of windows (R, W), given as they are and with pre-emphasis: (R, D).
+    """Compute the features of windows (R, W), given without and with pre-emphasis: (R, D).
 
-    The window's first weight is 0, so it does not matter what pre-emphasis makes of a window's first sample.
+    The window's first weight is 0, so the effect of pre-emphasis on a window's first sample does not matter.
     """
     num_samples = frames.shape[1]
     means = frames.mean(dim=1, keepdim=True)
-    # Only the FFT needs zeros behind a window.
+    # Only the FFT needs zeros after a window.
     padded = frames.new_zeros(len(frames), tables.num_fft if tables.waves is None else num_samples)
     windowed = padded[:, :num_samples]
     torch.sub(emphasised, means, alpha=1 - _PRE_EMPHASIS, out=windowed)
@@ -176,7 +176,7 @@ def _block(frames: Tensor, emphasised: Tensor, tables: _Tables) -> Tensor:
     if tables.cosines is None:
         return log_mel
     cepstra = multiply(log_mel, tables.cosines)
-    # Kaldi puts the log-energy of the window, before pre-emphasis, in the place of C0.
+    # Kaldi replaces C0 by the log-energy of the window before pre-emphasis.
     cepstra[:, 0] = (frames - means).square_().sum(dim=1).clamp_(min=_EPSILON).log_()
     return cepstra
 
@@ -184,7 +184,7 @@ def _block(frames: Tensor, emphasised: Tensor, tables: _Tables) -> Tensor:
 def _means(rows: Tensor, num_frames: Sequence[int]) -> Tensor:
     """Return the mean of each utterance's rows (R, D), summed in double precision: (U, D)."""
     lengths = torch.tensor(num_frames).to(rows.device)
-    # Adds one frame after the other, whatever the number of threads.
+    # Adds one frame after the other, whatever the number of threads, so the result does not vary.
     sums = torch.segment_reduce(rows.double(), "sum", lengths=lengths, unsafe=True)
     return sums / lengths.unsqueeze(1)
 
@@ -209,8 +209,8 @@ def _tables(sampling_rate: int, config: FeatureConfig, device: torch.device) -> 
     waves = None
     if device.type != "cpu":
         # Not by cuFFT: it sends a plan's tables to the GPU on the default stream, and features are computed
-        # on another, which does not wait for it.  Beside other processes on the GPU that has ended trainings
-        # with illegal memory accesses.
+        # on another stream, which does not wait for it.  With other processes on the GPU, this has ended
+        # trainings with illegal memory accesses.
         waves = _waves(size, num_fft, device)
     return _Tables(
         framing=Framing(size, hop, 0 if config.snip_edges else hop // 2 - size // 2),
@@ -223,7 +223,7 @@ def _tables(sampling_rate: int, config: FeatureConfig, device: torch.device) -> 
 
 
 def _waves(num_samples: int, num_fft: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, (W, P) float64 each: products with them are the FFT's two parts."""
+    """Return cosines and sines, (W, P) float64 each; products with them are the two parts of the FFT."""
     angles = 2 * np.pi / num_fft * np.outer(np.arange(num_samples), np.arange(num_fft // 2))
     return torch.from_numpy(np.cos(angles)).to(device), torch.from_numpy(np.sin(angles)).to(device)
 

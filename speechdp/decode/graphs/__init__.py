@@ -1,1 +1,1 @@
-"""Graphs of what may be said: made of HMMs, lexicon and grammar, or read as Kaldi wrote them."""
+"""Graphs of the word sequences that may be said: built from HMMs, lexicon and grammar, or read from Kaldi."""

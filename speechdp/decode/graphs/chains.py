@@ -1,17 +1,17 @@
-"""Many chains of an FST at once, which share what they begin and end with.
+"""Add many chains to an FST at once, sharing their beginnings and endings.
 
-A chain leads from one state to another, reads a sequence of labels and writes a word: the pronunciation of
-a word between two states of a grammar, or the HMM states of a phone between two of its neighbours.  Chains
-that leave the same state are a tree: they share what they begin with.  Where a chain goes on alone, it
-writes its word, and what is left of it is shared with all that read the same from there on and lead to the
-same state.  A branch costs what the cheapest of its chains does, so that search knows of a cost as early
-as it can.
+A chain leads from one state to another, reads a sequence of labels and writes a word.  Examples are the
+pronunciation of a word between two states of a grammar, and the HMM states of a phone between two of its
+neighbours.  Chains that leave the same state form a tree, because they share their beginnings.  Where a chain
+leaves the tree it writes its word; its remaining labels are shared with all chains that read the same from
+there on and lead to the same state.  A branch has the cost of its cheapest chain, so that the search meets
+costs as early as possible.
 
-That is what determinisation and minimisation would make of the chains (Mohri, Pereira & Riley, "Weighted
-finite-state transducers in speech recognition", Computer Speech & Language 16, 2002); the chains themselves,
-which may be tens of gigabytes, are never made.
+Determinisation and minimisation of the chains would give the same result (Mohri, Pereira & Riley, "Weighted
+finite-state transducers in speech recognition", Computer Speech & Language 16, 2002).  But the chains
+themselves, which may take tens of gigabytes, are never made.
 
-Legend: M chains, P sequences, U the most labels that one has.
+Legend: M chains, P sequences, U labels of the longest sequence.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Sequences:
         labels: each sequence has one or more, each at least 1.
 
     Attributes:
-        order: which of those given each one is, (P,).
-        labels: (P, U), 0 behind the end.
+        order: index of each sequence among those given, (P,).
+        labels: (P, U), 0 after the end.
         length: (P,).
-        ending: [p, n] is the number of what the last n labels of sequence p are, (P, U + 1).
+        ending: [p, n] is the number of the ending formed by the last n labels of sequence p, (P, U + 1).
         ending_label: the first label of each ending.
-        ending_rest: the ending behind that label; ending 0 has no labels.
+        ending_rest: the ending after that label; ending 0 has no labels.
     """
 
     def __init__(self, labels: Sequence[Sequence[int]] | Int64Array) -> None:
@@ -71,7 +71,7 @@ class Sequences:
 
 
 def distinct(values: Int64Array) -> Int64Array:
-    """Return the values that occur, ascending.  It sorts: np.unique of numpy 2.3 hashes, which is slower."""
+    """Return the values that occur, ascending.  Sorts: np.unique of numpy 2.3 hashes, which is slower."""
     values = np.sort(values)
     is_new = np.ones(len(values), dtype=bool)
     is_new[1:] = values[1:] != values[:-1]
@@ -80,13 +80,13 @@ def distinct(values: Int64Array) -> Int64Array:
 
 @dataclass
 class Chains:
-    """Chains that are to be added to an FST.
+    """Chains to add to an FST.
 
     Attributes:
-        source: state that each leaves, (M,).
-        sequence: what it reads: number of a sequence, (M,).
-        word, cost: what it writes and costs, (M,).
-        target: state that it leads to, (M,).
+        source: state that each chain leaves, (M,).
+        sequence: number of the sequence that each reads, (M,).
+        word, cost: word that each writes, and its cost, (M,).
+        target: state that each leads to, (M,).
     """
 
     source: Int64Array
@@ -96,7 +96,7 @@ class Chains:
     target: Int64Array
 
     def in_order(self) -> Chains:
-        """Return them by the state that they leave, then by what they read."""
+        """Return the chains sorted by the state that they leave, then by the sequence that they read."""
         order = np.lexsort((self.sequence, self.source))
         source, sequence, target = (each[order] for each in (self.source, self.sequence, self.target))
         return Chains(source, sequence, self.word[order], self.cost[order], target)
@@ -105,20 +105,21 @@ class Chains:
 def shared(
     chains: Chains, sequences: Sequences, num_states: int, *, apart: ArrayLike = False, symbol: int = EPSILON
 ) -> tuple[list[Arcs], int]:
-    """Return arcs for chains, with as few states as sharing beginnings and endings allows.
+    """Return arcs for chains, with as few states as sharing of beginnings and endings allows.
 
-    Where a chain ends and others go on, or several of one state read the same, an arc that reads no label of
-    the sequence writes the word.
+    If a chain ends where others continue, or if several chains of a state read the same, the word is written
+    by an extra arc that reads no label of the sequence.
 
     Args:
         chains: in any order.
-        sequences: that they read.
-        num_states: of the FST so far; new states are numbered from there.
-        apart: sequences that always end with such an arc, which reads what no other sequence's does, (P,).
-        symbol: what these arcs read, negative: the k-th of chains that read the same `symbol - k`, those told
-            apart less than all others; EPSILON: all read EPSILON.
+        sequences: the sequences that they read.
+        num_states: states of the FST so far; new states are numbered from there.
+        apart: sequences that always end with such an extra arc, whose symbol no other sequence uses, (P,).
+        symbol: symbol that the extra arcs read, negative: the k-th of several chains that read the same has
+            `symbol - k`, and sequences in `apart` have lower ones than all others; EPSILON: all read EPSILON.
 
     Returns:
+        The arcs, and the number of states including the new ones.
         The arcs, and the number of states with the new ones.
 
     Example:
@@ -134,11 +135,11 @@ def shared(
 
 
 class _Sharing:
-    """What `shared` does, with the arcs and states that are there so far.
+    """The work of `shared`, with the arcs and states made so far.
 
     Args:
-        chains: in order, so that those which begin alike follow one another.
-        sequences, num_states: as of `shared`.
+        chains: sorted, so that chains with equal beginnings are adjacent.
+        sequences, num_states: as for `shared`.
     """
 
     def __init__(self, chains: Chains, sequences: Sequences, num_states: int) -> None:
@@ -147,11 +148,11 @@ class _Sharing:
         self._arcs: list[Arcs] = []
 
     def run(self, apart: BoolArray, symbol: int) -> tuple[list[Arcs], int]:
-        """Return the arcs of all chains, and the number of states with the new ones; see `shared`.
+        """Return the arcs of all chains, and the number of states including the new ones; see `shared`.
 
         Args:
-            apart: of every sequence, (P,).
-            symbol: as of `shared`.
+            apart: for every sequence, (P,).
+            symbol: as for `shared`.
         """
         chains, sequences = self._chains, self._sequences
         which, length = chains.sequence, sequences.length[chains.sequence]
@@ -185,7 +186,7 @@ class _Sharing:
         return np.arange(self._num_states - number, self._num_states)
 
     def _common_with_previous(self) -> Int64Array:
-        """Return how many labels a chain begins with as the one before it from the same state does, (M,)."""
+        """Return how many first labels each chain shares with the previous one of the same state, (M,)."""
         labels, which, source = self._sequences.labels, self._chains.sequence, self._chains.source
         common = np.zeros(len(which), dtype=np.int64)
         alike = np.flatnonzero(source[1:] == source[:-1]) + 1
@@ -198,10 +199,10 @@ class _Sharing:
     def _add_branches(
         self, with_previous: Int64Array, depth: Int64Array
     ) -> tuple[Int64Array, NDArray[np.floating]]:
-        """Add what chains share with others of the same state, label by label.
+        """Add the beginnings that chains share with others of the same state, label by label.
 
         Returns:
-            The state that each is at when it no longer shares, (M,), and what has been paid there, (M,).
+            The state where each chain stops sharing, (M,), and the cost of the path to it, (M,).
         """
         chains = self._chains
         node, paid = chains.source.copy(), np.zeros_like(chains.cost)
@@ -219,14 +220,14 @@ class _Sharing:
         return node, paid
 
     def _add_endings(self, target: Int64Array, ending: Int64Array) -> Int64Array:
-        """Add states for endings in front of states.
+        """Add states for endings that lead to given states.
 
         Args:
             target: state that each leads to, (M,).
-            ending: number of each, (M,).
+            ending: number of each ending, (M,).
 
         Returns:
-            The state that each begins with, (M,): the target itself for the ending without labels.
+            The first state of each, (M,): the target itself for the ending without labels.
         """
         sequences = self._sequences
         number = len(sequences.ending_label)
@@ -251,7 +252,7 @@ class _Sharing:
 
     @staticmethod
     def _number_alike(with_previous: Int64Array, length: Int64Array) -> Int64Array:
-        """Number the chains of a state that read the same: 0 for the first, (M,)."""
+        """Number the chains of a state that read the same sequence, from 0, (M,)."""
         first = np.ones(len(length), dtype=bool)
         first[1:] = (with_previous[1:] < length[1:]) | (length[1:] != length[:-1])
         index = np.arange(len(length))

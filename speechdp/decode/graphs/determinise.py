@@ -1,10 +1,11 @@
-"""Determinised, minimised decoding graphs, and self-loops.
+"""Determinise and minimise decoding graphs, and add self-loops.
 
     min(det(graph)) without self-loops, disambiguation symbols removed, then self-loops
 
-Arcs that read no class carry disambiguation symbols meanwhile (lexicon_tree.py): those that back off, and
-those behind pronunciations that are equal to another, begin it or contain silence.  Without them
-determinisation would not end.
+Meanwhile arcs that read no class carry disambiguation symbols (lexicon_tree.py): back-off arcs, and arcs
+after pronunciations that are equal to another one, begin another one or contain silence.  Without them
+determinisation would not terminate.
+
 Source: Mohri, Pereira & Riley, "Speech recognition with weighted finite-state transducers", Springer
 Handbook on Speech Processing, 2008; the order of steps is Kaldi's mkgraph.sh.
 """
@@ -21,16 +22,16 @@ from numpy.typing import NDArray
 
 from speechdp.decode.graphs.fst_arrays import EPSILON, FstArrays
 
-#: As kaldifst says it: so many states were made, or so many loops gone through; or the same labels write
-#: different words.
+#: Messages of kaldifst: the limit on states, or on iterations over loops, was reached; or the same labels
+#: write different words.
 _NOT_DONE = ("Determinization aborted since", "not determinizable")
 
 
 def determinise_within(fst: Any, max_states: int) -> bool:
-    """Determinise an FST and remove its epsilons, if that can be done with so many states.
+    """Determinise an FST and remove its epsilons, if the result has at most `max_states` states.
 
     Returns:
-        Whether it was done; if not, what is left of the FST is of no use.
+        Whether this succeeded; if not, the FST is left unusable.
     """
     try:
         kaldifst.determinize_star(fst, max_states=max_states)
@@ -47,10 +48,10 @@ def determinised(graph: FstArrays, num_classes: int, max_states: int) -> FstArra
     Args:
         graph: input labels are class + 1, EPSILON, or negative: disambiguation symbols.
         num_classes: number of classes.
-        max_states: a graph of more states is not determinised, and more are not made.
+        max_states: limit on states: a larger graph is not determinised, and no more states are made.
 
     Returns:
-        The result, or None where it has or would get more states, or cannot be determinised.
+        The result; None if the graph has or would get more states, or cannot be determinised.
     """
     if len(graph.final) > max_states:
         return None
@@ -73,9 +74,9 @@ def with_entry_costs(graph: FstArrays, leave_cost: NDArray[np.float64]) -> FstAr
 
 
 def with_self_loops(arcs: FstArrays, stay_cost: Sequence[float]) -> FstArrays:
-    """Let each arc that reads a class lead to a state that can last: one with a self-loop of that class.
+    """Make each arc that reads a class lead to a state with a self-loop of that class.
 
-    A state gets the self-loop itself if all arcs into it read the same class; else a new state is put
+    A state gets the self-loop itself if all arcs into it read the same class; else a new state is inserted
     before it for each class.
 
     Args:
@@ -85,7 +86,7 @@ def with_self_loops(arcs: FstArrays, stay_cost: Sequence[float]) -> FstArrays:
     """
     if arcs.start < 0:
         return arcs
-    # The pairs of a state and a label that enters it, each once: (target, label); nothing enters the start.
+    # Each pair of a state and a label that enters it, once: (target, label); nothing enters the start.
     width, reads = len(stay_cost) + 1, np.maximum(arcs.ilabel, EPSILON)
     assert reads.max(initial=EPSILON) < width
     codes = np.append(arcs.target.astype(np.int64) * width + reads, arcs.start * width + EPSILON)
@@ -93,7 +94,7 @@ def with_self_loops(arcs: FstArrays, stay_cost: Sequence[float]) -> FstArrays:
     target, label = pairs // width, pairs % width
     lasts = label != EPSILON
     is_new = lasts & (np.bincount(target)[target] > 1)
-    state = target.copy()  # that arcs of a pair lead to instead
+    state = target.copy()  # the state that the arcs of each pair lead to instead
     state[is_new] = len(arcs.final) + np.arange(is_new.sum())
     loop_cost = np.asarray(stay_cost)[label[lasts] - 1]
     return FstArrays.joined(

@@ -1,7 +1,7 @@
-"""FSTs as arrays of their arcs, to change millions of arcs at once.
+"""Convert FSTs to arrays of their arcs and back, to change millions of arcs at once.
 
-kaldifst gives out and takes one arc at a time, as a Python object; through OpenFst's file formats (vector
-and const FSTs of standard arcs) all of them pass at once.
+kaldifst passes one arc at a time, as a Python object.  OpenFst's file formats (vector and const FSTs of
+standard arcs) pass all of them at once.
 
 Legend: S states, A arcs.
 """
@@ -24,23 +24,23 @@ from speechdp.errors import RunError
 from speechdp.files import cannot_be_written
 from speechdp.labels.hmm import IntArray
 
-#: The label that stands for none.
+#: The label that stands for no label.
 EPSILON = 0
 
 _MAGIC, _VERSION = 2125659606, 2
-#: Type of the FST (length and name) behind the magic number.
+#: After the magic number: type of the FST (length and name).
 _TYPE = struct.Struct("<i i")
-#: What follows: type of arcs, version, flags, properties, start, states, arcs.
+#: After the type: type of arcs, version, flags, properties, start, states, arcs.
 _HEADER = struct.Struct("<i8s i i Q q q q")
 _VECTOR, _CONST = b"vector", b"const"
-#: OpenFst's properties: all states are in the file, they may be changed, arcs are ordered by input labels.
+#: OpenFst's properties: all states are in the file; they may be modified; arcs are sorted by input label.
 _EXPANDED, _MUTABLE, _ILABEL_SORTED = 1, 2, 1 << 28
 _PROPERTIES = {_VECTOR: _EXPANDED | _MUTABLE, _CONST: _EXPANDED | _ILABEL_SORTED}
-#: In vector FSTs a state is three numbers of 4 bytes: the cost of ending there, and how many arcs follow it
-#: (of 8 bytes, the upper half of which is 0); an arc is four: input label, output label, cost, target.
+#: A state of a vector FST is three 4-byte numbers: its final cost, and the number of arcs that follow (8
+#: bytes, upper half 0).  An arc is four: input label, output label, cost, target.
 _STATE_WORDS, _ARC_WORDS = 3, 4
-#: In const FSTs all states come first: cost of ending, first arc, and the numbers of arcs, of those that read
-#: nothing and of those that write nothing.
+#: In const FSTs all states come first: final cost, first arc, number of arcs, number of arcs that read
+#: nothing, and number of arcs that write nothing.
 _CONST_STATE_WORDS = 5
 
 #: Sources, input labels, output labels, costs and targets of arcs.
@@ -52,9 +52,9 @@ class FstArrays:
     """The states and arcs of an FST.
 
     Attributes:
-        start: the state that it begins in; -1: none.
-        final: cost of ending in each state, (S,) float32; inf: it may not end there.
-        source: state that each arc leaves, (A,), ascending where it comes from an FST.
+        start: the start state; -1: none.
+        final: final cost of each state, (S,) float32; inf: not final.
+        source: state that each arc leaves, (A,), ascending if the arrays come from an FST.
         ilabel, olabel, target: of each arc, (A,).
         cost: of each arc, (A,) float32.
 
@@ -77,10 +77,10 @@ class FstArrays:
 
     @classmethod
     def of(cls, fst: Any) -> FstArrays:
-        """Take the arcs out of a StdVectorFst or a StdConstFst; tables of symbols are left out.
+        """Return the arrays of a StdVectorFst or a StdConstFst; symbol tables are dropped.
 
         Raises:
-            RunError: there is no room in memory to write it to.
+            RunError: there is not enough memory to write it to.
         """
         if fst.input_symbols is not None or fst.output_symbols is not None:
             fst = fst.copy()
@@ -91,7 +91,7 @@ class FstArrays:
             _, length = _TYPE.unpack(file.read(_TYPE.size))
             kind = file.read(length)
             *_, start, num_states, _ = _HEADER.unpack(file.read(_HEADER.size))
-            numbers = np.frombuffer(file.read(), np.int32)  # of a large grammar, gigabytes
+            numbers = np.frombuffer(file.read(), np.int32)  # gigabytes for a large grammar
         parts = _const_parts if kind == _CONST else _vector_parts
         final, counts, arcs = parts(numbers, num_states)
         ilabel, olabel, cost, target = arcs.T.copy()
@@ -103,10 +103,10 @@ class FstArrays:
         """Return the FST that has all arcs of several parts.
 
         Args:
-            start: state that it begins in.
-            final: cost of ending in each state, (S,).
-            parts: sources, input labels, output labels, costs and targets of some arcs each; of these the
-                sources are an array, the others too, or one value for all.
+            start: the start state.
+            final: final cost of each state, (S,).
+            parts: each has sources, input labels, output labels, costs and targets of some arcs.  The sources
+                are an array; the others are arrays, too, or one value for all arcs.
         """
         given = [np.broadcast_arrays(*part) for part in parts]
         whole = [np.concatenate(columns) for columns in zip(*given, strict=True)]
@@ -115,16 +115,16 @@ class FstArrays:
         return cls(start, np.asarray(final, np.float32), *columns)
 
     def where(self, keep: NDArray[np.bool_] | NDArray[np.intp]) -> FstArrays:
-        """Return it with the arcs that `keep`, (A,), is true of, or those that it lists, in its order."""
+        """Return the FST with the arcs for which `keep`, (A,), is true, or that it lists, in its order."""
         names = ("source", "ilabel", "olabel", "cost", "target")
         return replace(self, **{name: getattr(self, name)[keep] for name in names})
 
     def by_source(self) -> FstArrays:
-        """Return it with its arcs in the order of the states that they leave."""
+        """Return the FST with its arcs sorted by the state that they leave."""
         return self.where(np.argsort(self.source, kind="stable"))
 
     def fst(self) -> Any:
-        """Return a StdVectorFst; arcs of a state keep their order."""
+        """Return a StdVectorFst; the arcs of a state keep their order."""
         order = np.argsort(self.source, kind="stable")
         num_states, num_arcs = len(self.final), len(order)
         counts = np.bincount(self.source, minlength=num_states)
@@ -138,7 +138,7 @@ class FstArrays:
         return self._read(kaldifst.StdVectorFst, _VECTOR, content)
 
     def const_fst(self) -> Any:
-        """Return a StdConstFst, a fraction of the size of a StdVectorFst; a state's arcs by input label."""
+        """Return a StdConstFst, a fraction of a StdVectorFst in size; arcs of a state by input label."""
         width = np.int64(self.ilabel.max(initial=EPSILON)) + 1
         order = np.argsort(self.source * width + self.ilabel, kind="stable")
         num_states, num_arcs = len(self.final), len(order)
@@ -156,7 +156,7 @@ class FstArrays:
 
     @property
     def _columns(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """What an arc consists of in files, but for its source: numbers of 4 bytes."""
+        """The parts of an arc in files, except its source, as 4-byte numbers."""
         return self.ilabel, self.olabel, self.cost.view(np.int32), self.target
 
     def _read(self, fst_type: Any, kind: bytes, content: IntArray) -> Any:
@@ -176,7 +176,7 @@ class FstArrays:
 
 @contextmanager
 def _in_memory() -> Iterator[BinaryIO]:
-    """Yield a file in memory.  Raises RunError where it takes no more: limits on files hold for it, too."""
+    """Yield a file in memory.  Raises RunError if it cannot grow: limits on files apply to it, too."""
     try:
         with os.fdopen(os.memfd_create("fst"), "w+b") as file:
             yield file
@@ -185,7 +185,7 @@ def _in_memory() -> Iterator[BinaryIO]:
 
 
 def _refusal_of(file: BinaryIO) -> OSError:
-    """Return why OpenFst, which does not say it, could not write all of a file: one byte more fails alike."""
+    """Return why OpenFst, which does not say it, could not write a file: one more byte fails likewise."""
     try:
         os.pwrite(file.fileno(), b"\0", os.fstat(file.fileno()).st_size)
     except OSError as error:
@@ -194,7 +194,7 @@ def _refusal_of(file: BinaryIO) -> OSError:
 
 
 def _vector_parts(numbers: IntArray, num_states: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Return of a vector FST costs of ending as they stand in it, numbers of arcs, (S,), and arcs, (A, 4)."""
+    """Return a vector FST's final costs as stored, numbers of arcs, (S,), and arcs, (A, 4)."""
     at, states = 0, np.empty(num_states, np.int64)
     view = numbers.data
     for state in range(num_states):
@@ -207,7 +207,7 @@ def _vector_parts(numbers: IntArray, num_states: int) -> tuple[IntArray, IntArra
 
 
 def _const_parts(numbers: IntArray, num_states: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Return of a const FST what `_vector_parts` returns of a vector FST."""
+    """Return for a const FST the same as `_vector_parts` for a vector FST."""
     states, arcs = np.split(numbers, [_CONST_STATE_WORDS * num_states])
     final, _, counts, *_ = states.reshape(-1, _CONST_STATE_WORDS).T.copy()
     return final, counts, arcs.reshape(-1, _ARC_WORDS)

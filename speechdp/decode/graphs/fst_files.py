@@ -1,4 +1,4 @@
-"""Read graphs and symbols that Kaldi has made: OpenFst files and words.txt."""
+"""Read graphs and symbols made by Kaldi: OpenFst files and words.txt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def read_fst(path: Path) -> Any:
     """Read an OpenFst file, of type vector or const, as a StdVectorFst.
 
     Raises:
-        ConfigError: it is missing or damaged, has other arcs than standard ones, or no state to start in.
+        ConfigError: the file is missing or damaged, has non-standard arcs, or has no start state.
     """
     try:
         path.open("rb").close()
@@ -30,10 +30,10 @@ def read_fst(path: Path) -> Any:
 
 
 def read_symbols(path: Path) -> dict[int, str]:
-    """Read a words.txt of Kaldi: lines `word number`; 0, which is epsilon, is left out.
+    """Read a Kaldi words.txt with lines `word number`; 0, which is epsilon, is left out.
 
     Raises:
-        ConfigError: it is missing, or a line is malformed; names file and line.
+        ConfigError: the file is missing, or a line is malformed; names file and line.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")

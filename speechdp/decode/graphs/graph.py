@@ -1,12 +1,12 @@
 """Decoding graphs: a grammar (G) whose words are spelt out by a lexicon and HMMs (HL).
 
-HL reads one label a frame, `class + 1` (0 is epsilon), and writes words; G accepts word sequences.
-Costs are -log probabilities, so the decoder's best path is the most probable one.  Where states depend on
-context, the lexicon alone (L) is composed with G, and the result is turned into states (phone_context.py).
+HL reads one label per frame, `class + 1` (0 is epsilon), and writes words; G accepts word sequences.
+Costs are -log probabilities, so the decoder's best path is the most probable one.  If states depend on
+context, only the lexicon (L) is composed with G, and the result is converted to states (phone_context.py).
 
-In the graphs that are decoded with, words share what they begin and end with (lexicon_tree.py); those that
-are not too large are determinised and minimised as well (determinise.py).  The graph of one transcript, to
-align with, is only composed: Viterbi search is as right on a non-deterministic graph.
+In graphs for decoding, words share their beginnings and endings (lexicon_tree.py); graphs that are not too
+large are also determinised and minimised (determinise.py).  The graph of one transcript, for alignment, is
+only composed: Viterbi search is just as correct on a non-deterministic graph.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from speechdp.labels.lexicon import SILENCE, Lexicon, digit_words
 from speechdp.labels.state_tying import StateTying
 from speechdp.labels.transcript_hmm import BLANK, num_ctc_classes
 
-#: A graph of more states is not determinised: beyond it that takes minutes, and gigabytes.
+#: A graph with more states is not determinised: that would take minutes, and gigabytes.
 _MAX_DETERMINISED_STATES = 1_000_000
 
 
 class Grammar(str, Enum):
-    """Which word sequences may be recognised.
+    """The word sequences that may be recognised.
 
     word-loop: any words of the lexicon, in any number; digit-loop: the same over the digit words;
     word: exactly one word of the lexicon; transcript-set: one of the corpus's transcripts as a whole;
-    ngram: any words of a language model, with its probabilities; graph: those of a graph that Kaldi has made.
+    ngram: any words of a language model, with its probabilities; graph: those of a graph made by Kaldi.
     """
 
     NGRAM = "ngram"
@@ -55,9 +55,9 @@ class Grammar(str, Enum):
     TRANSCRIPT_SET = "transcript-set"
 
 
-#: Grammars of any sequences, of words that weigh alike.
+#: Grammars of any sequences of words with equal weights.
 LOOPS = frozenset({Grammar.WORD_LOOP, Grammar.DIGIT_LOOP})
-#: Grammars of sequences that may have more words or fewer, so that insertion scores matter.
+#: Grammars whose sequences may have any number of words, so that insertion scores matter.
 OF_ANY_LENGTH = LOOPS | {Grammar.NGRAM}
 
 
@@ -68,10 +68,10 @@ class DecodingGraph:
     Attributes:
         fst: kaldifst.StdConstFst, or StdVectorFst; input labels are class + 1, output labels index
             `words` + 1.
-        words: the words by output label - 1.
-        is_determinised: whether it was determinised and minimised.
-        num_arcs, recognised: of graphs to recognise with, the number of arcs and the words that some write.
-        insertion_log_prob: what `set_insertion` has added to each word's log-probability.
+        words: the words, by output label - 1.
+        is_determinised: whether the graph was determinised and minimised.
+        num_arcs, recognised: for graphs for recognition: the number of arcs, and the words that arcs write.
+        insertion_log_prob: the score that `set_insertion` has added to each word's log-probability.
     """
 
     fst: Any
@@ -84,22 +84,22 @@ class DecodingGraph:
 
     @classmethod
     def of(cls, arrays: FstArrays, words: tuple[str, ...], *, is_determinised: bool) -> DecodingGraph:
-        """Make one of the states and arcs of its FST."""
+        """Make a graph from the states and arcs of its FST."""
         written = np.flatnonzero(np.bincount(arrays.olabel))
         recognised = frozenset(words[label - 1] for label in written.tolist() if label != EPSILON)
         return cls(arrays.const_fst(), words, is_determinised, len(arrays.ilabel), recognised)
 
     def set_insertion(self, log_prob: float) -> None:
-        """Add this, and no earlier score any more, to each word's log-probability; negative: fewer words.
+        """Add a score to each word's log-probability, replacing an earlier one; negative: fewer words.
 
-        Arcs that write a word have it, which takes a small part of the time that another graph would.
+        The score is added to the arcs that write a word, which is much faster than building another graph.
         """
         if log_prob == self.insertion_log_prob:
             return
         if self._without_insertion is None:
             self._without_insertion = FstArrays.of(self.fst)
         arrays = self._without_insertion
-        self.fst = None  # before there is another: it may have gigabytes
+        self.fst = None  # released before the new one is made: it may take gigabytes
         score = np.where(arrays.olabel != EPSILON, np.float32(log_prob), np.float32(0))
         self.fst = replace(arrays, cost=arrays.cost - score).const_fst()
         self.insertion_log_prob = log_prob
@@ -113,20 +113,20 @@ class DecodingGraph:
 class LexiconTransducer:
     """HL: every word's HMM, with optional silence at both ends and between words.
 
-    Built once for a lexicon and a model's transitions; `compose` makes a graph for each grammar.
+    Built once for a lexicon and a model's transitions; `compose` makes a graph from each grammar.
 
     The start state is a word boundary.  From it an epsilon arc (probability 1 - silence) or the silence
-    HMM (probability silence) leads to the hub; from the hub a chain for each pronunciation leads back to
+    HMM (probability silence) leads to the hub.  From the hub a chain for each pronunciation leads back to
     the boundary, or the utterance ends.  A state's self-loop carries its class, and so does the arc that
-    enters it: a visit of n frames costs n - 1 self-loops and one leaving.  Variants of a word have the
-    probabilities of the lexicon, or 1 each where it has none, as in Kaldi.
+    enters it: a visit of n frames costs n - 1 self-loops and one exit.  Variants of a word have the
+    probabilities of the lexicon, or 1 each if it has none, as in Kaldi.
 
     Args:
         lexicon: the words.
         inventory: numbers the states.
         self_loop: each class's self-loop probability, (C,), within (0, 1).
-        silence_probability: of a pause at a word boundary, within [0, 1); 0 leaves silence out.
-        tying: which class a state has in which context; None: classes are the inventory's states.
+        silence_probability: probability of a pause at a word boundary, within [0, 1); 0: no silence.
+        tying: the class of each state in each context; None: classes are the inventory's states.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class LexiconTransducer:
 
     @property
     def checksum(self) -> str:
-        """Identify it: a checksum of all that decides what `compose_shared` makes of a grammar."""
+        """A checksum of everything that determines the result of `compose_shared` for a grammar."""
         lexicon = self.lexicon
         pronounced = [
             (variants, lexicon.log_probs(word)) for word, variants in lexicon.pronunciations.items()
@@ -175,7 +175,7 @@ class LexiconTransducer:
 
     @cached_property
     def _spellings(self) -> Spellings:
-        """The pronunciations as units: states, or where those depend on context phones."""
+        """The pronunciations as units: states, or phones if states depend on context."""
         given = [
             (self.word_ids[word], self._spelling(variant), -log_prob, SILENCE in variant)
             for word, variants in self.lexicon.pronunciations.items()
@@ -186,12 +186,13 @@ class LexiconTransducer:
     def compose(self, grammar: Any, words: Iterable[str] | None = None) -> DecodingGraph:
         """Compose with an acceptor over `word_ids`: HL o G, without states that lead nowhere.
 
-        Each word of each of its arcs is a chain of its own.  Epsilon arcs stay: removing them would join
+        Each word of each grammar arc is a separate chain.  Epsilon arcs are kept: removing them would join
         every word's end with every word's beginning.
 
         Args:
             grammar: reads words, or epsilon.
-            words: all that it reads, each once; None: those of the lexicon, which take long if they are many.
+            words: all words that it reads, each once; None: those of the lexicon, which takes long if they
+                are many.
         """
         kaldifst.arcsort(grammar, sort_type="ilabel")
         fst = kaldifst.compose(
@@ -204,12 +205,12 @@ class LexiconTransducer:
         return DecodingGraph(fst, self.words)
 
     def compose_shared(self, grammar: Any) -> DecodingGraph:
-        """Compose with an acceptor over `word_ids` so that words share what they begin and end with.
+        """Compose with an acceptor over `word_ids` so that words share their beginnings and endings.
 
         Unless it would be very large, the graph is also determinised: min(det(HL o G)), with self-loops.
 
         Args:
-            grammar: reads words, or epsilon to back off; it is left without states that lead nowhere.
+            grammar: reads words, or epsilon to back off; states that lead nowhere are removed from it.
         """
         kaldifst.connect(grammar)
         if not grammar.num_states:
@@ -222,7 +223,7 @@ class LexiconTransducer:
         return DecodingGraph.of(looped, self.words, is_determinised=smaller is not None)
 
     def compose_language_model(self, model: LanguageModel, scale: float) -> DecodingGraph:
-        """Compose with a language model, so that words share what they begin and end with.
+        """Compose with a language model, so that words share their beginnings and endings.
 
         Raises:
             ConfigError: the model accepts no sequence of words of the lexicon.
@@ -243,19 +244,19 @@ class LexiconTransducer:
         return graph
 
     def _in_classes(self, graph: FstArrays) -> FstArrays:
-        """Return what `spell_out` gave, reading classes: without self-loops, the cost of leaving a state
-        being in the arc that enters it."""
+        """Convert the result of `spell_out` to read classes: without self-loops; the cost of leaving a state
+        is in the arc that enters it."""
         if self._tying is not None:
             return in_context(graph, self._tying, self._leave_cost)
         return with_entry_costs(graph, self._leave_cost)
 
     def min_frames(self, words: Iterable[str]) -> int:
-        """Return the fewest frames that can hold `words`: one a state of each shortest pronunciation."""
+        """Return the fewest frames that can hold `words`: one per state of each shortest pronunciation."""
         variants = (self.lexicon.pronunciations[word] for word in words)
         return sum(STATES_PER_PHONE * min(map(len, v)) for v in variants)
 
     def _lexicon_fst(self, words: Iterable[str]) -> Any:
-        """Return the transducer of words, its arcs sorted by those; with context, it reads phones."""
+        """Return the transducer of words, its arcs sorted by word; with context, it reads phones."""
         fst = kaldifst.StdVectorFst()
         boundary, hub = fst.add_state(), fst.add_state()
         fst.start = boundary
@@ -271,24 +272,24 @@ class LexiconTransducer:
         return fst
 
     def _units(self, phones: Sequence[str]) -> list[int]:
-        """Return what phones are made of: states, or where those depend on context the phones' numbers."""
+        """Return the units of phones: states, or the phones' numbers if states depend on context."""
         units = states_of if self._tying is None else phones_of
         return units(phones, self._inventory)
 
     def _spelling(self, phones: Sequence[str]) -> list[int]:
-        """Return what `spell_out` spells a pronunciation by."""
+        """Return the units by which `spell_out` spells a pronunciation."""
         return self._units(phones)
 
     def _chain(
         self, fst: Any, ends: tuple[int, int], units: Sequence[int], word_cost: tuple[int, float]
     ) -> None:
-        """Add a left-to-right HMM between two states, or with context a chain of phones, at no cost.
+        """Add a left-to-right HMM between two states, or with context a chain of phones without costs.
 
         The first arc writes a word: composition with a grammar then follows only the words it allows.
 
         Args:
-            fst: to add to.
-            ends: the states before and after it.
+            fst: the FST to add to.
+            ends: the states before and after the chain.
             units: its states, or phones.
             word_cost: the word, and the cost of its pronunciation.
         """
@@ -306,15 +307,15 @@ class LexiconTransducer:
 
 
 class CtcTransducer(LexiconTransducer):
-    """The same over the classes of CTC: a phone is one of them, and a blank may stand around it.
+    """The same over the classes of CTC: each phone is a class, and a blank may be on both sides of it.
 
-    Between two of the same phone of a word there has to be one (`transcript_hmm.CtcCompiler`).  Where a word
-    ends with the phone that the next begins with it is not asked for: what comes before a word is not known
-    here, so frames of that phone may be shared between the two.  All arcs have probability 1.
+    Between two equal phones of a word a blank is required (`transcript_hmm.CtcCompiler`).  It is not required
+    if a word ends with the phone that the next begins with: the previous word is not known here, so the two
+    may share frames of that phone.  All arcs have probability 1.
 
     Args:
         lexicon: the words.
-        inventory: of the HMM states of the same phones; class n + 1 is its n-th phone, class 0 the blank.
+        inventory: HMM states of the same phones; class n + 1 is its n-th phone, class 0 the blank.
     """
 
     def __init__(self, lexicon: Lexicon, inventory: StateInventory) -> None:
@@ -325,20 +326,20 @@ class CtcTransducer(LexiconTransducer):
         self._take(lexicon)
 
     def min_frames(self, words: Iterable[str]) -> int:
-        """Return the fewest frames that can hold `words`: one a phone of each shortest pronunciation."""
+        """Return the fewest frames that can hold `words`: one per phone of each shortest pronunciation."""
         return super().min_frames(words) // STATES_PER_PHONE
 
     def _units(self, phones: Sequence[str]) -> list[int]:
-        return phones_of(phones, self._inventory)  # silence's number is the blank's
+        return phones_of(phones, self._inventory)  # the blank takes the number of silence
 
     def _spelling(self, phones: Sequence[str]) -> list[int]:
-        """Return the phones' numbers, plus C where another phone comes before, 2 C where the same does."""
+        """Return the phones' numbers, plus C after a different phone, or plus 2 C after the same phone."""
         units = self._units(phones)
         follows = [1 + (unit == before) for before, unit in itertools.pairwise(units)]
         return [unit + self._num_classes * kind for kind, unit in zip([0, *follows], units, strict=True)]
 
     def _in_classes(self, graph: FstArrays) -> FstArrays:
-        """Add blanks between the phones of words; only by one goes a phone on to the same phone."""
+        """Add blanks between the phones of words; equal phones are connected only through a blank."""
         reads = graph.ilabel > EPSILON
         kind, unit = np.divmod(graph.ilabel - 1, self._num_classes)
         later = reads & (kind > 0)
@@ -356,7 +357,7 @@ class CtcTransducer(LexiconTransducer):
     def _chain(
         self, fst: Any, ends: tuple[int, int], units: Sequence[int], word_cost: tuple[int, float]
     ) -> None:
-        """Add a phone after the other between two states, and blanks beside the arcs from one to the next."""
+        """Add phones in sequence between two states, and blanks beside the arcs between them."""
         (source, target), (word, cost) = ends, word_cost
         for place, unit in enumerate(units):
             state = _add_lasting(fst, unit)
@@ -371,14 +372,14 @@ class CtcTransducer(LexiconTransducer):
 
 
 def _add_lasting(fst: Any, number: int) -> int:
-    """Add a state that a class enters, and that it may stay in."""
+    """Add a state with a self-loop that reads a class."""
     state = int(fst.add_state())
     _add_arc(fst, state, (number + 1, EPSILON, 0.0, state))
     return state
 
 
 def _add_arc(fst: Any, source: int, arc: tuple[int, int, float, int]) -> None:
-    """Add an arc: what it reads, the word it writes, its cost and where it leads."""
+    """Add an arc, given as its input label, the word it writes, its cost and its target."""
     label, word, cost, target = arc
     fst.add_arc(source, kaldifst.StdArc(label, word, float(cost), target))
 
@@ -408,12 +409,12 @@ def _one_word_arcs(word_ids: Sequence[int], cost: float, *, loop: bool) -> Any:
 
 
 def transcript(word_ids: Sequence[int]) -> Any:
-    """Accept one word sequence, at no cost."""
+    """Accept one word sequence, without cost."""
     return transcript_set([word_ids])
 
 
 def transcript_set(transcripts: Iterable[Sequence[int]]) -> Any:
-    """Accept any one of several word sequences, at no cost: a tree, so that common beginnings are shared."""
+    """Accept any one of several word sequences, without cost: a tree that shares common beginnings."""
     fst = kaldifst.StdVectorFst()
     start = fst.start = fst.add_state()
     following: dict[tuple[int, int], int] = {}
@@ -447,13 +448,13 @@ def build_graph(
 
     Args:
         transducer: HL.
-        grammar: which word sequences are allowed.
-        transcripts: the word sequences of transcript-set, which is without those that have no word or one
-            that is not in the lexicon; not used by the others.
+        grammar: the allowed word sequences.
+        transcripts: the word sequences of transcript-set, except those without words or with words that are
+            not in the lexicon; not used by other grammars.
         insertion_log_prob: added to each word's log-probability, after the language model's is scaled; only
             in grammars that are `OF_ANY_LENGTH`.
-        language_model: that of ngram; not used by the others.
-        lm_scale: factor on its costs.
+        language_model: the model of ngram; not used by other grammars.
+        lm_scale: factor on the model's costs.
 
     Raises:
         ConfigError: a loop without words, no transcript of words of the lexicon, or no language model.
@@ -496,14 +497,14 @@ def _without_insertion(
 
 
 def loop_vocabulary(lexicon: Lexicon, grammar: Grammar) -> list[str]:
-    """Return the words of a grammar that weighs all of them alike: digit-loop, word-loop and word."""
+    """Return the words of a grammar that gives all of them equal weight: digit-loop, word-loop and word."""
     digits = set(digit_words())
     words = lexicon.recognised_words
     return [word for word in words if grammar is not Grammar.DIGIT_LOOP or word.lower() in digits]
 
 
 def word_ids_of(words: Sequence[str], ids: Mapping[str, int]) -> list[int]:
-    """Look the output labels of `words` up.  Raises ConfigError on a word that is not in the lexicon."""
+    """Return the output labels of `words`.  Raises ConfigError on a word that is not in the lexicon."""
     for word in words:
         if word not in ids:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Kaldi's own decoding graphs: HCLG.fst, whose labels are the transition-ids of a model."""
+"""Read Kaldi's own decoding graphs: HCLG.fst, whose labels are the transition-ids of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speechdp.labels.hmm import IntArray
 
 @dataclass(frozen=True)
 class KaldiGraphFiles:
-    """The files of a graph that Kaldi has made.
+    """The files of a graph made by Kaldi.
 
     Attributes:
         graph: HCLG.fst.
@@ -32,17 +32,17 @@ class KaldiGraphFiles:
 
     @classmethod
     def of(cls, graph: Path, words: Path | None, model: Path | None) -> KaldiGraphFiles:
-        """Take files that are not given from where Kaldi puts them: DIR/graph/words.txt and DIR/final.mdl."""
+        """Fill in files that are not given with Kaldi's defaults: DIR/graph/words.txt and DIR/final.mdl."""
         folder = graph.absolute().parent
         return cls(graph, words or folder / "words.txt", model or folder.parent / "final.mdl")
 
 
 def read_kaldi_graph(files: KaldiGraphFiles, num_classes: int) -> DecodingGraph:
-    """Read a graph and let it read pdfs in place of transition-ids.
+    """Read a graph, and make it read pdfs instead of transition-ids.
 
     Args:
-        files: where it is.
-        num_classes: pdfs of the model to decode with.
+        files: files of the graph.
+        num_classes: number of pdfs of the model to decode with.
 
     Raises:
         ConfigError: a file is missing or damaged, or they do not belong together.
@@ -61,7 +61,7 @@ def read_kaldi_graph(files: KaldiGraphFiles, num_classes: int) -> DecodingGraph:
 
 
 def _refuse_grammar(arrays: FstArrays, names: dict[int, str], path: Path) -> None:
-    """Refuse a G.fst: what it reads are words, and disambiguation symbols, which it does not write."""
+    """Refuse a G.fst, which reads words, and disambiguation symbols that it does not write."""
     symbols = [label for label, name in names.items() if name.startswith("#")]
     is_same = (arrays.ilabel == arrays.olabel) | (
         np.isin(arrays.ilabel, symbols) & (arrays.olabel == EPSILON)
@@ -94,10 +94,10 @@ def _with_pdfs(arrays: FstArrays, pdfs: PdfMap, num_words: int, files: KaldiGrap
 
 
 def _misplaced(graph: FstArrays, pdfs: PdfMap) -> int | None:
-    """Return a transition-id that a path of the graph begins or ends with and that cannot stand there.
+    """Return a transition-id that a path of the graph begins or ends with although it may not.
 
-    An L.fst has phones as input labels, which look like the first transition-ids, and so do the
-    transition-ids of another model.
+    An L.fst has phones as input labels, which look like the first transition-ids.  The transition-ids of
+    another model look the same, too.
     """
     reads = graph.ilabel != EPSILON
     silent = graph.where(~reads)
@@ -111,7 +111,7 @@ def _misplaced(graph: FstArrays, pdfs: PdfMap) -> int | None:
 
 
 def _closure(states: ArrayLike, source: IntArray, target: IntArray, num_states: int) -> NDArray[np.bool_]:
-    """Return which states, (S,), are among these or reached from them by the arcs given."""
+    """Return which states, (S,), are among `states` or reached from them by the given arcs."""
     reached = np.zeros(num_states, dtype=bool)
     reached[np.asarray(states)] = True
     while True:

@@ -1,6 +1,7 @@
-"""Grammars spelt out: each word of a grammar replaced by its units (phones or states), at once for all words.
+"""Spell out grammars: replace each word by its units (phones or states), for all words at once.
 
-The words that may come next are a tree, whose branches end in what other words end in, too (chains.py).
+The words that may come next form a tree whose branches share their endings with those of other words
+(chains.py).
 
 Legend: G states of the grammar, P pronunciations.
 """
@@ -14,8 +15,8 @@ import numpy as np
 from speechdp.decode.graphs.chains import Chains, Int64Array, Sequences, shared
 from speechdp.decode.graphs.fst_arrays import EPSILON, Arcs, FstArrays
 
-#: What back-off arcs read, until they read nothing: where a state has several, one less for each.  Words that
-#: sound alike read lower numbers than the first.
+#: Symbol of back-off arcs until it is removed; further back-off arcs of a state have lower numbers.  Words
+#: that sound alike have lower numbers than the first.
 BACKOFF = -1
 
 
@@ -24,14 +25,14 @@ class Spellings:
 
     Args:
         words: label of each pronunciation's word, (P,); a word may have several.
-        units: of each pronunciation, one or more, each at least 0.
-        costs: of each pronunciation, (P,).
-        have_silence: whether there is silence in each pronunciation, (P,): it could be taken for other words
-            and a pause, and is told apart by a symbol of its own behind its last unit.
+        units: units of each pronunciation, one or more, each at least 0.
+        costs: cost of each pronunciation, (P,).
+        have_silence: whether each pronunciation contains silence, (P,): it could be confused with other words
+            and a pause, and is distinguished by a separate symbol after its last unit.
 
     Attributes:
         sequences: unit + 1 of each pronunciation.
-        word, cost, has_silence: of each of the sequences, (P,).
+        word, cost, has_silence: for each of the sequences, (P,).
     """
 
     def __init__(
@@ -53,16 +54,16 @@ def spell_out(
     """Replace the words of a grammar by their pronunciations, with optional pauses around them.
 
     Args:
-        grammar: reads words, or EPSILON to back off; every state leads to an end.
-        spellings: of its words; arcs of words that have none are left out.
+        grammar: reads words, or EPSILON to back off; every state leads to a final state.
+        spellings: pronunciations of its words; arcs of words without any are left out.
         pause: the units of silence.
-        pause_cost, no_pause_cost: of a pause or none before the first word and behind each word; inf: there
-            are none.
+        pause_cost, no_pause_cost: cost of a pause, or of none, before the first word and after each word;
+            inf: no pauses.
 
     Returns:
-        An FST that reads unit + 1 and writes words.  State g comes before the pause, G + g behind it.  No two
-        arcs of a state read the same: arcs that read no unit have negative labels (BACKOFF and lower), but
-        those that leave out a pause.
+        An FST that reads unit + 1 and writes words.  State g comes before the pause, state G + g after it.
+        All arcs of a state read different labels: arcs that read no unit have negative labels (BACKOFF and
+        lower), except those that skip a pause.
 
     Example:
         >>> fst = kaldifst.compile("0 1 1 1 0.5\\n1")
@@ -76,7 +77,7 @@ def spell_out(
     """
     num_states = 2 * len(grammar.final)
     behind = len(grammar.final) + np.arange(len(grammar.final))
-    # Of the other states, those that are only backed off to, nothing leads to the boundary.
+    # Nothing leads to the boundary of the other states, which are only reached by backing off.
     boundary = np.unique(np.append(grammar.target[grammar.ilabel != EPSILON], grammar.start)).astype(np.int64)
     arcs: list[Arcs] = [(boundary, EPSILON, EPSILON, no_pause_cost, behind[boundary])]
     if np.isfinite(pause_cost):
@@ -100,7 +101,7 @@ def spell_out(
 
 
 def _pronounced(grammar: FstArrays, spellings: Spellings, behind: Int64Array) -> Chains:
-    """Return a chain for each pronunciation of the word of each arc."""
+    """Return a chain for each pronunciation of each arc's word."""
     by_word = np.argsort(spellings.word, kind="stable")
     words = spellings.word[by_word]
     arc = np.flatnonzero(grammar.ilabel != EPSILON)

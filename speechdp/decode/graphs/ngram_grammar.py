@@ -1,6 +1,7 @@
-"""G of an n-gram model: an acceptor whose states are the words before, with back-off arcs.
+"""G of an n-gram model: an acceptor whose states are the preceding words, with back-off arcs.
 
-All n-grams of a length are numbered at once: one by one, millions of them take most of the time of a graph.
+All n-grams of a length are numbered at once: one by one, millions of them would take most of the time of
+building a graph.
 
 Legend: N n-grams (or contexts) of a length, L words of each.
 """
@@ -19,13 +20,13 @@ from speechdp.decode.graphs.fst_arrays import EPSILON, Arcs, FstArrays
 from speechdp.errors import ConfigError
 from speechdp.language.ngram import END, START, Ngram, NgramModel
 
-#: What back-off arcs are called in Kaldi's words.txt.
+#: Name of back-off arcs in Kaldi's words.txt.
 BACKOFF_SYMBOL = "#0"
 _LN_10 = math.log(10.0)
-#: Numbers of what is no word; those of words are positive.
+#: Numbers of sentence start and end and of words without id; those of words are positive.
 _START, _END, _NO_ID = 0, -1, -2
 
-#: Numbers of the words of n-grams, (N, L) int64, in the order of the model, and their values, (N,).
+#: Numbers of the words of n-grams, (N, L) int64, in the model's order, and the n-grams' values, (N,).
 _Numbered: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 
@@ -51,12 +52,12 @@ def ngram_acceptor(
     if (END,) not in model.log10_probs:
         raise ConfigError("the language model has no </s>, so no sentence can end; add it and prepare again")
     ids = {**word_ids, START: _START, END: _END}
-    # <s> is never predicted, nothing follows </s>.
+    # <s> is never predicted, and nothing follows </s>.
     grams = {
         length: _where(numbered, _have_ids(numbered[0][:, :-1]) & _are_predicted(numbered[0][:, -1]))
         for length, numbered in _numbered(model.log10_probs, ids).items()
     }
-    # Contexts are also those after which only words without an id are listed: leaving them has its cost.
+    # A context may have only words without an id listed after it: backing off from it still has its cost.
     weights = {
         length: _where(numbered, _have_ids(numbered[0]))
         for length, numbered in _numbered(model.log10_backoffs, ids).items()
@@ -71,7 +72,7 @@ def ngram_acceptor(
         label, target = words[~ends, -1], states.after(words[~ends])
         arcs.append((source[~ends], label, label, cost[~ends], target))
     for length, contexts in states.contexts.items():
-        if length and len(contexts):  # that of unigrams has nothing to back off to
+        if length and len(contexts):  # the unigram context has nothing to back off to
             first, cost = states.first[length], np.zeros(len(contexts))
             source = first + np.arange(len(contexts))
             if length in weights:
@@ -83,7 +84,7 @@ def ngram_acceptor(
 
 
 def _numbered(values: Mapping[Ngram, float], ids: Mapping[str, int]) -> dict[int, _Numbered]:
-    """Return n-grams as numbers, by their length."""
+    """Return the n-grams as numbers, by length."""
     by_length: dict[int, tuple[list[Ngram], list[float]]] = {}
     for gram, value in values.items():
         grams, listed = by_length.setdefault(len(gram), ([], []))
@@ -102,7 +103,7 @@ def _where(numbered: _Numbered, keep: NDArray[np.bool_]) -> _Numbered:
 
 
 def _have_ids(contexts: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Tell of contexts, (N, L), whether all their words have an id; <s> may begin them."""
+    """Return for contexts, (N, L), whether all their words have an id; the first may be <s>."""
     known = contexts > _START
     if contexts.shape[1]:
         known[:, 0] |= contexts[:, 0] == _START
@@ -114,10 +115,10 @@ def _are_predicted(words: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 class _States:
-    """The states of an acceptor: one for each context, shorter ones first; 0 is that of unigrams.
+    """The states of an acceptor: one for each context, shorter ones first; 0 is the unigram context.
 
     Args:
-        grams: what is predicted, by length.
+        grams: n-grams with predicted words, by length.
         weights: contexts with a back-off weight, by length.
 
     Attributes:
@@ -140,7 +141,7 @@ class _States:
             self.num_states += len(one_of_each)
 
     def after(self, words: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the state of the longest end of each row of words, (N, L), that is a context; (N,)."""
+        """Return the state of the longest suffix of each row of words, (N, L), that is a context; (N,)."""
         state = np.zeros(len(words), np.int64)
         missing = np.arange(len(words))
         for length in range(words.shape[1], 0, -1):
@@ -152,7 +153,7 @@ class _States:
 
 
 def _places(rows: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the place of each wanted row among others, each of which is there once; -1: it is not there."""
+    """Return the index of each wanted row among distinct rows; -1: it is not among them."""
     codes = _codes(np.concatenate([rows, wanted]))
     place_of = np.full(codes.max(initial=-1) + 1, -1)
     place_of[codes[: len(rows)]] = np.arange(len(rows))
@@ -161,7 +162,7 @@ def _places(rows: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.in
 
 
 def _codes(rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number rows so that those that are equal, and no others, have the same number; (N,), from 0."""
+    """Number rows so that equal rows, and only these, have the same number; (N,), from 0."""
     codes = np.zeros(len(rows), np.int64)
     width = rows.max(initial=0) - _NO_ID + 1
     for column in rows.T:

@@ -1,11 +1,12 @@
-"""Graphs over phones turned into graphs over tied states: C and H of Kaldi's HCLG, composed in.
+"""Convert graphs over phones to graphs over tied states: this composes C and H of Kaldi's HCLG.
 
-A phone's class depends on the phone that comes before it, and with both contexts on the one that comes after:
-a place in the new graph is a place in the old one, the phone before it and, if need be, the phone that has
-been read but still waits for its right neighbour.  Left neighbours after which nothing differs are one, so
-that few places have many copies.
+A phone's class depends on the previous phone, and with both contexts also on the next.  So a place in the new
+graph consists of a place in the old one, the previous phone and, with both contexts, the phone that has been
+read but still waits for its right neighbour.  Left neighbours with the same effect count as one, so that few
+places have many copies.
 
-Places are found wave by wave from the start: those that an arc leads to from a place of the wave before.
+Places are found wave by wave from the start: each wave consists of the places that arcs from the previous
+wave lead to.
 
 Legend: P phones, S states of a phone, N places of a wave, M arcs that leave them.
 """
@@ -23,7 +24,7 @@ from speechdp.decode.graphs.fst_arrays import EPSILON, Arcs, FstArrays
 from speechdp.labels.gaussian_mixtures import DoubleArray
 from speechdp.labels.state_tying import EDGE, StateTying
 
-#: Stands for the phone that waits where none does.
+#: Stands for the waiting phone if there is none.
 _NONE = -1
 
 
@@ -31,10 +32,10 @@ def in_context(graph: FstArrays, tying: StateTying, leave_cost: DoubleArray) -> 
     """Return the graph that reads classes where `graph` reads phones, without self-loops.
 
     Args:
-        graph: input labels are the phone's number + 1 (1 is silence), EPSILON, or negative, which stay; with
-            both contexts there is a new negative one.
-        tying: of its phones.
-        leave_cost: of each class, (C,); each arc that enters a state has the cost of leaving it.
+        graph: input labels are the phone's number + 1 (1 is silence), EPSILON, or negative labels, which are
+            kept; with both contexts a new negative one is added.
+        tying: tying of its phones.
+        leave_cost: cost of leaving each class, (C,); it is added to each arc that enters a state.
 
     Example::
 
@@ -44,7 +45,7 @@ def in_context(graph: FstArrays, tying: StateTying, leave_cost: DoubleArray) -> 
 
 
 class _Expansion:
-    """Places are numbers meanwhile: (state of the old graph, phone that waits or _NONE, phone before)."""
+    """Computes the new graph; a place is a number for (old state, waiting phone or _NONE, previous phone)."""
 
     def __init__(self, graph: FstArrays, tying: StateTying, leave_cost: DoubleArray) -> None:
         self._graph, self._tying, self._leave_cost = graph.by_source(), tying, leave_cost
@@ -52,18 +53,18 @@ class _Expansion:
         phones = tying.num_phones
         before = np.arange(phones) if tying.looks_right else np.asarray(tying.same_left[0])
         waiting = np.asarray(tying.same_left) if tying.looks_right else np.empty((0, phones), int)
-        #: The phone before, of those with the same effect, by what waits (_NONE is the first row).
+        #: The first left phone with the same effect, by waiting phone (_NONE is the first row).
         self._left = np.vstack([before, waiting])
-        #: What is read with the first phone, which waits (Kaldi's #-1): else back-off before and behind it
-        #: would read alike, and the graph could not be determinised.
+        #: Read with the first phone, which waits (Kaldi's #-1): otherwise back-off before and after it would
+        #: read the same, and the graph could not be determinised.
         self._first_phone = int(graph.ilabel.min(initial=EPSILON)) - 1
-        # Of all waves: arcs as they are, sequences of states; (left, phone, right) of these, (M, 3).
+        # From all waves: unchanged arcs; sequences of states; their (left, phone, right), (M, 3).
         self._arcs: list[Arcs] = []
         self._chains: list[Arcs] = []
         self._contexts: list[Int64Array] = []
 
     def run(self) -> FstArrays:
-        """Return the graph of all places that can be reached, wave by wave from the first."""
+        """Return the graph of all reachable places, found wave by wave from the first."""
         wave = known = self._place(np.array([self._graph.start]), np.array([EDGE]), np.array([_NONE]))
         while len(wave):
             reached = distinct(self._follow(wave))
@@ -79,7 +80,7 @@ class _Expansion:
         return placed
 
     def _parts(self, place: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Return states, phones before, and phones that wait, (N,) each."""
+        """Return the states, previous phones and waiting phones of places, (N,) each."""
         phones = self._tying.num_phones
         state, waits = np.divmod(place // phones, phones + 1)
         return state, place % phones, waits - 1
@@ -113,11 +114,11 @@ class _Expansion:
         return reached
 
     def _join(self, places: Int64Array) -> FstArrays:
-        """Return the new graph, whose first states are the places, ascending."""
+        """Return the new graph; its first states are the places, ascending."""
         graph = self._graph
         state, left, waits = self._parts(places)
         final = graph.final[state]
-        # Behind a phone that waits at the end there is silence: its states lead to one where the graph ends.
+        # After a phone that waits at the end comes silence: its states lead to a state where the graph ends.
         late = np.isfinite(final) & (waits != _NONE)
         ends = len(places) + np.arange(late.sum())
         end_cost = final[late]
@@ -128,7 +129,7 @@ class _Expansion:
         contexts = np.concatenate(self._contexts)
         classes = self._tying.table[contexts[:, 0], contexts[:, 1], contexts[:, 2]]  # (M, S)
         arcs = [self._numbered(places, *part) for part in self._arcs]
-        # Right neighbours often make no difference: many chains of a place begin with the same classes.
+        # Right neighbours often make no difference, so many chains of a place begin with the same classes.
         shape = (self._tying.num_classes,) * classes.shape[1]
         codes, each = np.unique(np.ravel_multi_index(tuple(classes.T), shape), return_inverse=True)
         sequences = Sequences(np.stack(np.unravel_index(codes, shape), 1) + 1)  # in the order of the codes
@@ -150,11 +151,11 @@ class _Expansion:
         cost: ArrayLike,
         end: ArrayLike,
     ) -> Arcs:
-        """Return arcs with the new states of the places that they leave and lead to."""
+        """Return arcs with the places that they leave and lead to replaced by new states."""
         return np.searchsorted(places, source), label, word, cost, np.searchsorted(places, end)
 
 
 def _are_in(known: Int64Array, wanted: Int64Array) -> NDArray[np.bool_]:
-    """Return which values are among others, both ascending."""
+    """Return which values of `wanted` are in `known`, both ascending."""
     at = np.searchsorted(known, wanted).clip(max=len(known) - 1)
     return np.asarray(known[at] == wanted)
