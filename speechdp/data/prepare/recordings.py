@@ -34,7 +34,7 @@ _HALF_ESCAPE = re.compile(r"%[0-9A-F]?\Z")
 def recording_path(data_dir: Path, utterance_id: str) -> Path:
     """Return the file of a held-out utterance's recording: 16-bit FLAC at the data's sampling rate.
 
-    It exists for dev and test of data for synthesis; `data.audio.read_audio` reads it.
+    It exists for dev and test of data for synthesis; `data.signal.audio.read_audio` reads it.
     """
     return data_dir / RECORDINGS_NAME / f"{_stem(utterance_id)}.flac"
 
