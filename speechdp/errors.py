@@ -28,7 +28,7 @@ def one_line(error: object, longest: int | None = None) -> str:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Tell whether an error is that this computer's memory does not suffice."""
+    """Return whether an error is that this computer's memory does not suffice."""
     # Rust (safetensors) and torch's allocator have no class of their own for it.
     return isinstance(error, MemoryError) or "allocate memory" in str(error)
 

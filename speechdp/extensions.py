@@ -255,7 +255,7 @@ def _place_in_class(error: Exception, cls: type[Any]) -> str:
 
 
 def _is_again(old: type[Any], new: type[Any]) -> bool:
-    """Tell whether a class is another one's, loaded anew: also by a module that is run as the program."""
+    """Return whether a class is another one's, loaded anew: also by a module that is run as the program."""
     modules = {old.__module__, new.__module__}
     return old.__qualname__ == new.__qualname__ and (len(modules) == 1 or "__main__" in modules)
 
@@ -296,7 +296,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def _is_readable(kind: Any) -> bool:
-    """Tell whether _convert makes such a value of a text."""
+    """Return whether _convert makes such a value of a text."""
     kind = _without_none(kind)
     if typing.get_origin(kind) is typing.Literal:
         return all(isinstance(choice, str) for choice in typing.get_args(kind))

@@ -54,7 +54,7 @@ def starting_over(folder: Path) -> str:
 
 
 def goes_on_by_option() -> bool:
-    """Tell whether the command goes on with a run where it is told to, by --resume."""
+    """Return whether the command goes on with a run where it is told to, by --resume."""
     return _has("resume")
 
 
@@ -84,7 +84,7 @@ def less_memory() -> str:
 
 
 def is_script() -> bool:
-    """Tell whether a script of the user's runs, whose stack shows them where they are."""
+    """Return whether a script of the user's runs, whose stack shows them where they are."""
     return not _commands
 
 

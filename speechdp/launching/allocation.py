@@ -205,7 +205,7 @@ def _first_label(name: str) -> str:
 
 
 def _is_rank(environ: Mapping[str, str]) -> bool:
-    """Tell whether this is below mpirun, or one of several tasks of a step.
+    """Return whether this is below mpirun, or one of several tasks of a step.
 
     Raises:
         ConfigError: it is a shell in a step of several tasks on several nodes. (salloc's own shell may be a

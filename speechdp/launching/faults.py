@@ -93,7 +93,7 @@ class Fault:
 
 
 def ends_job(fault: Fault, *, tolerates_loss: bool = False) -> bool:
-    """Tell whether a fault is one after which no rank can go on; what might be a mere notice is not.
+    """Return whether a fault is one after which no rank can go on; what might be a mere notice is not.
 
     Args:
         tolerates_loss: the ranks go on without one that is gone (--tolerate-loss).
@@ -106,7 +106,7 @@ def ends_job(fault: Fault, *, tolerates_loss: bool = False) -> bool:
 
 
 def is_gone(fault: Fault) -> bool:
-    """Tell whether a fault is a rank whose process has ended otherwise than it was asked to.
+    """Return whether a fault is a rank whose process has ended otherwise than it was asked to.
 
     Example:
         >>> is_gone(Fault("killed", 1, signal=9)), is_gone(Fault("exited", 1, exit_code=exit_codes.STOPPED))

@@ -23,7 +23,7 @@ def split_words(option: str, text: str) -> tuple[str, ...]:
 
 
 def has_option(arguments: Sequence[str], name: str) -> bool:
-    """Tell whether a command line has an option `--like-this`; the ranks take `--like_this` as well."""
+    """Return whether a command line has an option `--like-this`; the ranks take `--like_this` as well."""
     return any(plain_option(word) == name for word in arguments)
 
 

@@ -119,7 +119,7 @@ def local_hosts(num_ranks: int) -> Hostfile:
 
 
 def is_this_machine(name: str) -> bool:
-    """Tell whether a host name or IPv4 address of a hostfile means the machine this runs on."""
+    """Return whether a host name or IPv4 address of a hostfile means the machine this runs on."""
     name, own = name.lower(), socket.gethostname().lower()
     first_label = own.split(".")[0]
     if name in {"localhost", own, first_label}:
@@ -131,12 +131,12 @@ def is_this_machine(name: str) -> bool:
 
 
 def is_host_name(name: str) -> bool:
-    """Tell whether a word is a host name or IPv4 address that no program takes for something else."""
+    """Return whether a word is a host name or IPv4 address that no program takes for something else."""
     return _HOST_NAME.fullmatch(name) is not None
 
 
 def is_address(name: str) -> bool:
-    """Tell whether a host is given by its IPv4 address."""
+    """Return whether a host is given by its IPv4 address."""
     try:
         IPv4Address(name)
     except AddressValueError:

@@ -354,7 +354,7 @@ class LauncherOutput:
         return self._release()
 
     def _ends_trace(self, text: str) -> bool:
-        """Tell whether a traceback is over: at its first line that is not indented, or Horovod's third."""
+        """Return whether a traceback is over: at its first line that is not indented, or Horovod's third."""
         if text == "" or text[0].isspace() or _TRACE_OF_LAUNCHER in text:
             return False
         return "Exit code:" in text or not any(_TRACE_OF_LAUNCHER.encode() in line for line in self._held)
@@ -396,7 +396,7 @@ def _note(banners: tuple[_Banner, ...], text: str, faults: list[Fault]) -> bool:
 
 
 def _may_be_known(rest: bytes) -> bool:
-    """Tell whether a line that has just begun may become one that is known."""
+    """Return whether a line that has just begun may become one that is known."""
     label = _LABEL_BEGUN.match(rest)
     untagged = rest if label is None else rest[label.end() :]
     return any(untagged.startswith(known[: len(untagged)]) for known in _BEGINNINGS)

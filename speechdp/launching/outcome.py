@@ -85,7 +85,7 @@ def find_target(arguments: Sequence[str]) -> Target | None:
 
 
 def is_complete(target: Target) -> bool:
-    """Tell whether the job left its completion marker.
+    """Return whether the job left its completion marker.
 
     A marker that stood there before and was not written again does not count: the exit code alone is
     no proof (Open MPI 5 returns 0 when a host is lost), and an old marker proves as little. Not
@@ -96,7 +96,7 @@ def is_complete(target: Target) -> bool:
 
 
 def has_tried_all(target: Target) -> bool:
-    """Tell whether a sweep has trained all runs but those that it says have failed: it is over for now."""
+    """Return whether a sweep has trained all runs but those that it says have failed: it is over for now."""
     if target.subcommand != "sweep":
         return False
     record = _sweep_record(target.directory)
@@ -132,7 +132,7 @@ def how_a_script_goes_on(
 
 
 def _has_broken_off(end: JobEnd, exit_code: int) -> bool:
-    """Tell whether ranks that nobody has stopped were lost: killed, hung, crashed, or their host gone."""
+    """Return whether ranks that nobody has stopped were lost: killed, hung, crashed, or their host gone."""
     cause = first_cause(end.faults)
     if end.stop_signal is not None or (cause is not None and cause.kind in _NOT_STARTED):
         return False

@@ -21,7 +21,7 @@ _QDEL = signal.SIGUSR2
 def is_to_go_on(
     end: JobEnd, exit_code: int, scheduler: Scheduler | None = None, *, begins_anew: bool = False
 ) -> bool:
-    """Tell whether the batch system, not the user, stopped the job: it saved, or had nothing to save yet.
+    """Return whether the batch system, not the user, stopped the job: it saved, or had nothing to save yet.
 
     Args:
         exit_code: of the launch, as outcome.verdict has it.
@@ -41,7 +41,7 @@ def _is_warning(signum: int, scheduler: Scheduler | None) -> bool:
 
 
 def is_ended_unsaved(end: JobEnd, exit_code: int, scheduler: Scheduler | None = None) -> bool:
-    """Tell whether the batch system asked the job to save and end, and it was ended without an answer, or
+    """Return whether the batch system asked the job to save and end, and it was ended without an answer, or
     a script has ended without having saved.
 
     Args:

@@ -171,7 +171,7 @@ class Restarts:
         return (*kept, "--resume") if kept[0] == "train" else tuple(kept)
 
     def _is_refusal(self, end: JobEnd, exit_code: int) -> bool:
-        """Tell whether the ranks refused to go on, as they would again."""
+        """Return whether the ranks refused to go on, as they would again."""
         cause = first_cause(end.faults)
         if end.exit_code == 0 or cause is None or cause.kind in _FAULTS_OF_HOSTS:
             # Open MPI 5 returns 0 when a host is lost, mpirun 1 when it reaches none, is ended by SIGTERM, or

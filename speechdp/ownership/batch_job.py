@@ -34,7 +34,7 @@ class SchedulerJob:
     restarts: int = 0
 
     def is_later_start_of(self, other: SchedulerJob) -> bool:
-        """Tell whether the scheduler has put `other` back into its queue, and this is what came of it."""
+        """Return whether the scheduler has put `other` back into its queue, and this is what came of it."""
         same = (self.scheduler, self.job_id, self.task) == (other.scheduler, other.job_id, other.task)
         return same and self.restarts > other.restarts
 

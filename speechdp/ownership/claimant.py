@@ -125,12 +125,12 @@ class Claimant:
         return Fate.UNKNOWN
 
     def _is_on_machine_of(self, other: Claimant) -> bool:
-        """Tell whether both are on one host for certain: containers may share both name and id."""
+        """Return whether both are on one host for certain: containers may share both name and id."""
         here, there = ((one.host, one.machine, one.pid_namespace) for one in (self, other))
         return bool(self.machine) and here == there and self.pid_namespace == _FIRST_PID_NAMESPACE
 
     def comes_after(self, other: Claimant) -> bool:
-        """Tell whether this process was started in place of another: by a requeue, or again by launch."""
+        """Return whether this process was started in place of another: by a requeue, or again by launch."""
         if self.job is not None and other.job is not None and self.job.is_later_start_of(other.job):
             return True
         return bool(self.launch) and self.launch == other.launch and self.launch_start > other.launch_start

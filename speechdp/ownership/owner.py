@@ -257,7 +257,7 @@ class FolderOwner:
         return chain
 
     def _is_gone(self, sight: _Sight) -> bool:
-        """Tell whether a claim is nobody's any more; False where it has changed, so as to look again.
+        """Return whether a claim is nobody's any more; False where it has changed, so as to look again.
 
         Raises:
             ConfigError: its claimant lives.
