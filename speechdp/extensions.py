@@ -1,8 +1,8 @@
 """Classes that others add by name, such as strategies: registered by a decorator, or offered by a package.
 
-Options of such a class are the fields of its dataclass, written `NAME:option=value,...`: numbers, texts,
-paths, true or false, one of several words (`Literal`), what a class with a class method `parse` reads and its
-`str` writes; each of them also `| None`, written `none`.
+The options of such a class are its dataclass fields, written `NAME:option=value,...`.  Their types are
+numbers, texts, paths, true or false, one of several words (`Literal`), or a class with a class method `parse`
+that reads what `str` writes; each of them also as `| None`, written `none`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from speechdp.errors import ConfigError, SpeechDPError, one_line
 
 _T = TypeVar("_T")
 _Class = TypeVar("_Class", bound=type[Any])
-#: Types that are made of a text as they stand.
+#: Types whose constructor takes the option's text.
 _PLAIN = (int, float, str, Path)
 _BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 class ExtensionPoint(Generic[_T]):
-    """The names of one kind of classes: ours, those registered, those that installed packages offer.
+    """The names of one kind of classes: our own, registered ones, and those that installed packages offer.
 
     Args:
-        kind: what messages call one, e.g. "strategy".
-        group: of entry points, by which packages offer theirs.
-        base: what they derive from; has `name`, a class variable.
-        own_names: gives the names of ours.
-        check: refuses a class that does not declare what it has to, beside the abstract methods; told
+        kind: name of the kind in messages, e.g. "strategy".
+        group: group of entry points by which packages offer classes.
+        base: base class of these classes; has a class variable `name`.
+        own_names: returns the names of our own classes.
+        check: refuses a class that lacks required declarations, besides abstract methods; called with
             "KIND 'NAME'" and the class.
     """
 
@@ -64,10 +64,10 @@ class ExtensionPoint(Generic[_T]):
         return register
 
     def check(self, where: str, cls: Any) -> None:
-        """Refuse what is no class of this kind, lacks methods, or has fields that cannot be options.
+        """Refuse a class that is not of this kind, lacks methods, or has fields that cannot be options.
 
         Args:
-            where: stands before the message.
+            where: beginning of the message.
 
         Raises:
             ConfigError: it cannot be used.
@@ -112,13 +112,13 @@ class ExtensionPoint(Generic[_T]):
         return self.registered[name]
 
     def named(self, text: str) -> tuple[type[_T], str]:
-        """Return the class of `NAME` or `MODULE:CLASS`, none of ours, and the text of the options behind it.
+        """Return the foreign class `NAME` or `MODULE:CLASS`, and the text of the options after it.
 
-        A name comes first, unless the module of that name has such a class.  Modules of the folder worked in
-        are found, too.
+        A registered name takes precedence, unless a module of that name has such a class.  Modules in the
+        current folder are found, too.
 
         Raises:
-            ConfigError: there is none, or its module cannot be used.
+            ConfigError: there is no such class, or its module cannot be used.
         """
         name, _, rest = text.partition(":")
         class_name, _, behind = rest.partition(":")
@@ -182,11 +182,10 @@ def imported(where: str, load: Callable[[], Any], remedy: str) -> Any:
     """Return what `load` imports.
 
     Args:
-        where: stands before the message.
-        remedy: ends it, where a module is not found.
-
+        where: beginning of the message.
+        remedy: end of the message if a module is not found.
     Raises:
-        ConfigError: it cannot be imported; the line names the place in a module whose own code fails.
+        ConfigError: the import fails; if a module's own code fails, the message names the line.
     """
     try:
         return load()
@@ -203,16 +202,15 @@ def imported(where: str, load: Callable[[], Any], remedy: str) -> Any:
 
 @contextlib.contextmanager
 def code_of(cls: type[Any], where: str, remedy: str) -> Iterator[None]:
-    """Turn what the code of a class from outside raises inside the block into one line.
+    """Turn an error that a foreign class's code raises inside the block into one line.
 
-    Our own errors, and those of the system that name a file, say enough and pass.
+    Our own errors, and system errors that name a file, are clear enough and pass unchanged.
 
     Args:
-        where: stands before the message.
-        remedy: ends it.
-
+        where: beginning of the message.
+        remedy: end of the message.
     Raises:
-        ConfigError: anything else was raised; names the file and the line of the class's module.
+        ConfigError: anything else was raised; the message names the file and line of the class's module.
     """
     try:
         yield
@@ -242,9 +240,9 @@ def _place_in_module(error: Exception) -> str:
 
 
 def _place_in_class(error: Exception, cls: type[Any]) -> str:
-    """Return the file and the innermost line where the code of a class, or of its bases, has failed.
+    """Return the file and the innermost line at which the code of a class, or of its bases, failed.
 
-    The file alone where no line of it was running: its method cannot be called as it has to be.
+    Only the file if none of its lines was running, because a method could not be called with its arguments.
     """
     modules = [base.__module__ for base in cls.__mro__ if not base.__module__.startswith("speechdp.")]
     files: list[str] = [getattr(sys.modules.get(module), "__file__", None) or module for module in modules]
@@ -255,13 +253,13 @@ def _place_in_class(error: Exception, cls: type[Any]) -> str:
 
 
 def _is_again(old: type[Any], new: type[Any]) -> bool:
-    """Return whether a class is another one's, loaded anew: also by a module that is run as the program."""
+    """Return whether `new` is the class `old` loaded again, also from a module that runs as the program."""
     modules = {old.__module__, new.__module__}
     return old.__qualname__ == new.__qualname__ and (len(modules) == 1 or "__main__" in modules)
 
 
 def _check_options(where: str, cls: type[Any]) -> None:
-    """Refuse a class with fields that cannot be options; those that it has of ours may be anything."""
+    """Refuse a class with fields that cannot be options; those inherited from our classes may be anything."""
     try:
         kinds = field_kinds(cls)
     except (NameError, AttributeError, TypeError) as error:
@@ -288,7 +286,7 @@ def _check_options(where: str, cls: type[Any]) -> None:
 
 
 def _without_none(kind: Any) -> Any:
-    """Return T of `T | None`, any other type as it is."""
+    """Return T for `T | None`, any other type unchanged."""
     if typing.get_origin(kind) not in (typing.Union, types.UnionType):
         return kind
     others = [part for part in typing.get_args(kind) if part is not type(None)]
@@ -296,7 +294,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def _is_readable(kind: Any) -> bool:
-    """Return whether _convert makes such a value of a text."""
+    """Return whether `_convert` can make a value of this type from a text."""
     kind = _without_none(kind)
     if typing.get_origin(kind) is typing.Literal:
         return all(isinstance(choice, str) for choice in typing.get_args(kind))
@@ -306,7 +304,7 @@ def _is_readable(kind: Any) -> bool:
 def field_kinds(cls: type[Any]) -> dict[str, Any]:
     """Return the types of a dataclass's fields, by their names.
 
-    Its other annotations may name classes of modules that are not loaded, such as torch.
+    Other annotations of the class may name classes of modules that are not loaded, such as torch.
 
     Raises:
         NameError, AttributeError, TypeError: a field's type does not exist at run time.
@@ -316,8 +314,8 @@ def field_kinds(cls: type[Any]) -> dict[str, Any]:
     for base in reversed(cls.__mro__):
         own = {name: kind for name, kind in inspect.get_annotations(base).items() if name in names}
         fields_alone = type(base.__name__, (), {"__annotations__": own, "__module__": base.__module__})
-        # The module's names before the class's own, as typing has it for a class: in `Period: Period =
-        # Period(3)` the class has the field's default under that name.
+        # The module's names take precedence over the class's, as typing does for classes: after `Period:
+        # Period = Period(3)` the class has the field's default under that name.
         module = getattr(sys.modules.get(base.__module__), "__dict__", {})
         kinds |= typing.get_type_hints(fields_alone, globalns=dict(vars(base)), localns=module)
     return kinds
@@ -331,7 +329,7 @@ def option_kinds(cls: type[Any]) -> dict[str, Any]:
 
 
 def split_options(text: str) -> dict[str, str | None]:
-    """Return the texts of `option=value,...` by option; None where there is no `=`."""
+    """Return the texts of `option=value,...` by option; None for an option without `=`."""
     parts = [part.partition("=") for part in text.split(",") if part]
     return {option: value if equals else None for option, equals, value in parts}
 
@@ -340,11 +338,11 @@ def read_options(name: str, cls: type, text: str, *, kind: str) -> dict[str, Any
     """Read `option=value,...` as the fields of a dataclass.
 
     Args:
-        name: stands before options in messages.
-        kind: what the class is, for messages.
+        name: text before the options in messages.
+        kind: kind of the class, for messages.
 
     Raises:
-        ConfigError: an option it does not have or that is given twice, or a value that does not fit.
+        ConfigError: an option is unknown or given twice, or a value does not fit.
     """
     given = [part.partition("=")[0] for part in text.split(",") if part]
     for option in given:
