@@ -319,7 +319,10 @@ def _round_dir(out_dir: Path, number: int) -> Path:
 
 
 def _was_begun_by_earlier_version(session: Session, round_dir: Path) -> bool:
-    """Return whether a round was begun by a version without `--realign-from`.  Collective."""
+    """Return whether a round was begun by a version in which rounds could not start from the one before.
+
+    Collective.
+    """
     run, found = RunDirectory(round_dir), None
     if session.comm.rank == 0:
         with remedies.of_part(round_dir):

@@ -291,7 +291,7 @@ class Trainer:
                 time.sleep((parts.slowness - 1) * (time.perf_counter() - begun_s))
 
     def capture_graphs(self) -> None:
-        """Capture graphs for shapes that have recurred, if any, outside the timing of steps."""
+        """Capture graphs for kinds of inputs that have recurred, if any, outside the timing of steps."""
         if self.parts.graphs.has_new:
             with self.parts.timeline.event(Span.CAPTURE):
                 self.parts.graphs.capture()

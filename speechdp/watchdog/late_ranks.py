@@ -40,7 +40,7 @@ class Sighting:
                 self.moved_s = now_s
 
     def silent_s(self, now_s: float) -> float:
-        """Return the time since a new status was last read, s."""
+        """Return the time since a new status was last read, or since observation began, s."""
         return now_s - (self.begun_s if self.changed_s is None else self.changed_s)
 
 
