@@ -1,7 +1,7 @@
 """Data-parallel training of speech models over N ranks, with a choice of averaging strategy and period.
 
-For a model and a loop of one's own: `run_ranks` and `DataParallel`; for a model that the commands have
-trained: `AcousticModel` and `SynthesisModel` (docs/api.md).
+For your own model and loop: `run_ranks` and `DataParallel`.  For a model trained by the commands:
+`AcousticModel` and `SynthesisModel` (docs/api.md).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["AcousticModel", "DataParallel", "SynthesisModel", "corpus", "run_ranks", "strategy", "task"]
 
-#: Where public names are.  They are imported when they are first used: `import speechdp` loads no torch.
+#: Modules of the public names.  They are imported on first use, so that `import speechdp` does not load
+#: torch.
 _MODULES = {
     "AcousticModel": "speechdp.trained",
     "DataParallel": "speechdp.parallel.data_parallel",

@@ -1,4 +1,4 @@
-"""`python -m speechdp` and the console script: from here on signals find somebody who heeds them."""
+"""`python -m speechdp` and the console script: signals are handled from here on."""
 
 import os
 
@@ -16,7 +16,7 @@ def main() -> None:
 
 
 def _heed_mpirun() -> None:
-    """Let rank 0 say that mpirun ends its ranks, if nobody else does: what supervises mpirun tells itself."""
+    """Let rank 0 say that mpirun ends its ranks, unless `speechdp launch` supervises mpirun and says so."""
     if "OMPI_COMM_WORLD_RANK" not in os.environ:
         return  # before anything more is imported
     from speechdp.comm.startup.mpirun_end import heed_mpirun_end  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""How far means of a few values differ by chance alone: Student's t."""
+"""Estimate how far means of a few values differ by chance alone, by Student's t."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Sequence
 from functools import lru_cache
 from statistics import fmean
 
-#: Of intervals and of what is told apart.
+#: Confidence level of intervals and of differences.
 CONFIDENCE = 0.95
 
 
 def missed_among(number: int) -> float:
-    """Return the probability with which intervals may miss, where the best of several settings is sought.
+    """Return the probability with which an interval may miss when the best of several settings is sought.
 
-    Each of the others may by chance seem better than the one that is the best in truth; all of them together
-    are to do so in 5 % of cases at most.  Of two or three settings each interval may miss in 5 %, to either
-    side in half of that.
+    Each of the other settings may by chance seem better than the truly best one; together they may do so in
+    at most 5 % of cases.  With two or three settings each interval may miss in 5 % of cases, half of that to
+    each side.
 
     Source: Bonferroni's bound for comparisons with the best (Hsu, Multiple Comparisons, 1996, section 4.2;
     recalled).
 
     Args:
-        number: of settings, the best among them.
+        number: number of settings, including the best.
 
     Example:
         >>> missed_among(2), missed_among(11)
@@ -56,18 +56,18 @@ def t_quantile(freedom: int, outside: float = 1 - CONFIDENCE) -> float:
 
 
 def least_told(groups: Sequence[Sequence[float]]) -> float | None:
-    """Return by how much means of groups have to differ at least, that no chance is likely to explain it.
+    """Return the least difference between means of groups that chance is unlikely to explain.
 
-    Of groups that are alike any two are that far apart in 5 % of all cases at most, however many there are.
-    The standard deviation is taken to be common to all groups: of the few values of a single one it is not
-    known.
+    Among equal groups, however many, the means of any two differ by as much in at most 5 % of cases.  The
+    standard deviation is assumed to be common to all groups, as a single group has too few values to estimate
+    it.
 
     Source: Tukey's honestly significant difference, with Bonferroni's bound in place of the studentised
     range (Miller, Simultaneous Statistical Inference, 1981, sections 2.1 and 2.2; recalled).
 
     Returns:
-        In the unit of the values, for the two groups with the fewest of them; None where no group has two,
-        or all groups have equal values: then nothing is known of chance.
+        The difference, in the unit of the values, for the two groups with the fewest values; None if no group
+        has two values, or the values within every group are equal: then nothing is known about chance.
 
     Example:
         >>> round(least_told([[1.0, 3.0], [2.0, 4.0]]), 2)
@@ -78,7 +78,7 @@ def least_told(groups: Sequence[Sequence[float]]) -> float | None:
     if freedom == 0 or len(filled) < 2:
         return None
     squares = sum((value - fmean(group)) ** 2 for group in filled for value in group)
-    if squares == 0:  # as of a script that takes no seed
+    if squares == 0:  # e.g. values of a script that ignores the seed
         return None
     fewest = sorted(len(group) for group in filled)[:2]
     error = math.sqrt(squares / freedom * sum(1 / number for number in fewest))

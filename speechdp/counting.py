@@ -1,4 +1,4 @@
-"""Numbers and names of things, as messages have them."""
+"""Format numbers and names of things for messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def agreeing(number: int, predicate: str) -> str:
-    """Return what is said of so many things, which begins with are, have or do, in their number.
+    """Return a predicate that begins with are, have or do in the grammatical number for `number` things.
 
     Example:
         >>> agreeing(1, "have no text"), agreeing(2, "have no text")
@@ -22,7 +22,7 @@ def agreeing(number: int, predicate: str) -> str:
 
 
 def said_of(number: int, noun: str, predicate: str) -> str:
-    """Return a number, what is counted and what is said of it, `agreeing`: `1 file has 8000 Hz`."""
+    """Return a number, a noun and a predicate that agrees (`agreeing`): `1 file has 8000 Hz`."""
     return f"{counted(number, noun)} {agreeing(number, predicate)}"
 
 
@@ -30,7 +30,7 @@ _OF_ONE = {"are": "is", "have": "has", "do": "does"}
 
 
 def epoch_text(epoch: float) -> str:
-    """Write how many epochs are done, of one that was paused to a hundredth.
+    """Format a number of epochs; a fraction, in a paused epoch, is rounded to a hundredth.
 
     Example:
         >>> epoch_text(2), epoch_text(20 / 27)
@@ -40,7 +40,7 @@ def epoch_text(epoch: float) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Ask whether one of the names was meant, `; did you mean train?`; "": none is like it."""
+    """Return a question whether a similar name was meant, `; did you mean train?`; "": none is similar."""
     import difflib  # noqa: PLC0415 - only for a message; every command imports this module
 
     like = difflib.get_close_matches(name, list(names), n=1)

@@ -15,10 +15,10 @@ def printable(text: str) -> str:
 
 
 def one_line(error: object, longest: int | None = None) -> str:
-    """Return the text of an error that is not ours without line breaks, to complete a message of ours.
+    """Return the text of a foreign error without line breaks, for use in one of our messages.
 
     Args:
-        longest: letters of it that are kept; None: all.
+        longest: number of characters to keep; None: all.
 
     Example:
         >>> one_line(ValueError("no such\n  entry"))
@@ -28,8 +28,8 @@ def one_line(error: object, longest: int | None = None) -> str:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Tell whether an error is that this computer's memory does not suffice."""
-    # Rust (safetensors) and torch's allocator have no class of their own for it.
+    """Return whether an error means that this computer is short of memory."""
+    # Rust (safetensors) and torch's allocator have no exception class for it.
     return isinstance(error, MemoryError) or "allocate memory" in str(error)
 
 
@@ -37,7 +37,7 @@ class SpeechDPError(Exception):
     """Base of all errors that the user can fix; never raised itself.
 
     Attributes:
-        exit_code: of the command that ends by it.
+        exit_code: exit code of a command that ends with this error.
     """
 
     exit_code: ClassVar[int] = exit_codes.FAILED
@@ -51,13 +51,13 @@ class ConfigError(SpeechDPError):
 
 
 class UsageError(ConfigError):
-    """A command line that is not one of the command's: words are missing, empty, too many, or not its own."""
+    """A command line that the command cannot read: words are missing, empty, too many or unknown."""
 
     exit_code = exit_codes.USAGE
 
 
 class UnreadableAudioError(ConfigError):
-    """An audio file that is damaged, or none at all.
+    """An audio file that is damaged, or a file that is not audio.
 
     Attributes:
         fault: the message without its remedy.
@@ -69,7 +69,7 @@ class UnreadableAudioError(ConfigError):
 
 
 class OutsideRecordingError(ConfigError):
-    """An utterance that is no stretch of its recording, or one without a sample.
+    """An utterance that does not lie within its recording, or that has no samples.
 
     Attributes:
         fault: the message without its remedy.
@@ -81,7 +81,7 @@ class OutsideRecordingError(ConfigError):
 
 
 class SeveralChannelsError(ConfigError):
-    """An audio file of several channels where one is to be read.
+    """An audio file with several channels, of which only one can be read.
 
     Attributes:
         fault: the message without its remedy.
@@ -113,4 +113,4 @@ class RunError(SpeechDPError):
 
 
 class DivergedError(RunError):
-    """A training whose loss or parameters are not finite: its options, or the data, are at fault."""
+    """A training whose loss or parameters are not finite, because of its options or the data."""

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-#: A rank refused what it was asked for, or the data it was given; the same would happen again.
+#: A rank refused the request or the data; the same would happen again.
 FAILED = 1
 #: A command line that cannot be read: an unknown command or option, or words that are missing, empty or too
 #: many (what argument parsers return).
 USAGE = 2
-#: Something unexpected, or a peer that was lost: another start may help (EX_SOFTWARE of sysexits.h).
+#: An unexpected error, or a lost peer: another start may help (EX_SOFTWARE of sysexits.h).
 CRASHED = 70
-#: The folder belongs to another job that lives, or has taken it over: another start would only be refused, or
-#: disturb it (EX_CANTCREAT of sysexits.h).
+#: The folder belongs to another live job, or was taken over by one: another start would only be refused, or
+#: disturb that job (EX_CANTCREAT of sysexits.h).
 IN_USE = 73
-#: The run was asked to stop and saved a checkpoint: not success (there is no model yet), and told apart
-#: from failure by schedulers that requeue on it (EX_TEMPFAIL of sysexits.h).
+#: The run stopped as requested and saved a checkpoint.  This is no success, as there is no model yet;
+#: schedulers that requeue on it can distinguish it from failure (EX_TEMPFAIL of sysexits.h).
 STOPPED = 75
-#: A user's script was asked to stop and has saved nothing: another start would only do the same work again
-#: (the next free one of sysexits.h).
+#: A user's script stopped as requested without saving: another start would only repeat the same work (the
+#: next free code of sysexits.h).
 STOPPED_UNSAVED = 76
 #: No step ended for --hang-timeout, or a script's rank waited so long for others (what timeout(1) returns).
 HUNG = 124

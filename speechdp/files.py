@@ -1,4 +1,4 @@
-"""Writing files: a name only ever shows the whole of its file, and what to do where the disk refuses."""
+"""Write files atomically, so that a name only ever shows a complete file; find remedies for disk errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PIECE_BYTES = 4 * 2**20
 _NETWORK_DISK = "see that the network disk is mounted and answers"
 _PERMIT = "permit writing there"
 _SPACE = "free some space"
-#: What helps against an error of the disk; HDF5 and others that give no number get `_UNKNOWN`.
+#: Remedies by errno of disk errors; errors of HDF5 and others without a number get `_UNKNOWN`.
 _REMEDIES = {
     errno.ENOSPC: _SPACE,
     errno.EDQUOT: _SPACE,
@@ -52,16 +52,16 @@ _REMEDIES = {
 }
 _UNKNOWN = "look at the disk and the folder's rights"
 _PERMIT_READING = "permit reading it"
-#: What fsync says on file systems that do not have it.
+#: Errors of fsync on file systems that do not support it.
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 #: How HDF5, Rust (safetensors) and torch put the number of an error into words.
 _NUMBER = re.compile(r"errno = (\d+)|os error (\d+)|read-only mode: .*\((\d+)\)")
-#: Times a rename is tried that a signal interrupts, which network disks allow.
+#: Attempts at a rename that signals interrupt, as they may on network disks.
 _ATTEMPTS = 10
 
 
 def disk_reason(error: Exception) -> str:
-    """Return in a few words what an error of the disk says; HDF5 raises some of them as RuntimeError."""
+    """Return a disk error's reason in a few words; HDF5 raises some disk errors as RuntimeError."""
     number = _number(error)
     if isinstance(error, OSError) and error.strerror and "\n" not in error.strerror:
         # HDF5's and safetensors' own texts name the number somewhere in the middle.
@@ -70,7 +70,7 @@ def disk_reason(error: Exception) -> str:
 
 
 def remedy_of(error: Exception, *, reading: bool = False) -> str:
-    """Return what helps against an error of the disk, as an order: `free some space`."""
+    """Return the remedy for a disk error, as an imperative: `free some space`."""
     number = _number(error)
     if reading and number in (errno.EACCES, errno.EPERM):
         return _PERMIT_READING
@@ -82,7 +82,7 @@ def cannot_be_written(path: Path | str, error: Exception, then: str = "run again
 
     Args:
         error: an OSError, or what HDF5 raises in place of one.
-        then: what to do when that is done.
+        then: what to do after the remedy.
 
     Example:
         >>> cannot_be_written("/data/a.h5", OSError(errno.ENOSPC, "No space left on device"))
@@ -92,12 +92,12 @@ def cannot_be_written(path: Path | str, error: Exception, then: str = "run again
 
 
 def or_by_links(error: OSError, folder: Path, *written: str) -> str:
-    """Return how results of a folder that may not be written are made, as the end of a list of remedies.
+    """Return how to make results of a folder without write permission, as the end of a list of remedies.
 
     Args:
-        error: what the disk said; "" is returned where it is not about rights.
-        folder: a colleague's run, or one in an archive.
-        written: names in it of what is made.
+        error: the disk's error; the result is "" if it is not about permissions.
+        folder: folder of a run, e.g. a colleague's or one in an archive.
+        written: names of the files to be made in the folder.
     """
     if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
         return ""
@@ -111,9 +111,10 @@ def cannot_be_read(path: Path | str, error: Exception, then: str = "run again") 
 
 
 def no_memory_to_read(path: Path | str, error: Exception, then: str = "run again") -> str | None:
-    """Return one line that says so where that is what an error of reading is about, else None.
+    """Return one line about lack of memory if that is why reading failed, else None.
 
-    To be asked of what is known, or likely, to be whole: a file that is damaged may ask for any memory.
+    Use it only for a file that is known, or likely, to be complete: a damaged file may ask for any amount of
+    memory.
     """
     if not lacks_memory(error):
         return None
@@ -121,7 +122,7 @@ def no_memory_to_read(path: Path | str, error: Exception, then: str = "run again
 
 
 def named_file_cannot_be_read(path: Path | str, error: OSError) -> str:
-    """Return `cannot_be_read` of a file that the user names: where it is missing, its path is wrong.
+    """Return `cannot_be_read` for a file that the user names; if it is missing, the path is wrong.
 
     Example:
         >>> named_file_cannot_be_read("lm.arpa", OSError(errno.ENOENT, "No such file or directory"))
@@ -133,14 +134,12 @@ def named_file_cannot_be_read(path: Path | str, error: OSError) -> str:
 
 
 def refused_by_disk(line: str) -> str | None:
-    """Return what a process has said of a disk that takes nothing more, without how it would go on itself.
+    """Return a process's message about a disk that accepts no more data, without advice on how to continue.
 
     Args:
-        line: one that it has ended with, ours or the system's.
-
+        line: last line of the process, ours or the system's.
     Returns:
-        None where the line says nothing of the kind: a file that is missing or damaged may be the fault of
-        what the process was given.
+        None if the line is not about that: a missing or damaged file may be due to the process's input.
 
     Example:
         >>> refused_by_disk("a.h5: cannot be written (No space left on device); free some space, then go on")
@@ -160,12 +159,12 @@ _TAKES_NO_MORE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def record_cannot_be_read(path: Path | str, error: Exception, remedy: str) -> str:
-    """Return one line that says why a record cannot be read: the disk refuses, or what it holds is damaged.
+    """Return one line that says why a record cannot be read: a disk error, or damaged content.
 
     Args:
-        path: of the record, which a program wrote.
-        error: what opening, parsing or looking into it raised.
-        remedy: what helps where it is damaged; a disk's error has its own.
+        path: path of the record, which a program wrote.
+        error: error raised in opening, parsing or examining it.
+        remedy: remedy for damaged content; a disk error has its own.
 
     Example:
         >>> record_cannot_be_read("run/tuned.json", KeyError("options"), "tune again, or remove it")
@@ -177,14 +176,14 @@ def record_cannot_be_read(path: Path | str, error: Exception, remedy: str) -> st
 
 
 def damage(error: Exception) -> str:
-    """Return in words what parsing a record, or looking into it, has found wrong."""
+    """Return a description of the error that parsing or examining a record raised."""
     return f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
 
 
 def cannot_be_used(error: OSError) -> str | None:
-    """Return what to say of an error of the disk where nothing nearer has words; None: it names no file.
+    """Return the message for a disk error that no more specific code handles; None: it names no file.
 
-    So a network disk that has gone, or a folder without rights, is never a traceback.
+    So an unavailable network disk, or a folder without permissions, never causes a traceback.
     """
     if not error.filename or not error.errno:
         return None
@@ -195,15 +194,15 @@ def cannot_be_used(error: OSError) -> str | None:
 def listed_anew(folder: Path) -> list[str]:
     """Return the names in a folder as they are now.  Raises OSError.
 
-    Listing makes NFS ask its server: else it remembers for a minute that there was no file of a name, or no
-    folder, and what an older file held.
+    Listing makes NFS ask its server.  Otherwise NFS caches for a minute that a file or folder did not exist,
+    and the content of an older file.
     """
     with os.scandir(folder) as entries:
         return [entry.name for entry in entries]
 
 
 def why_no_folder(path: Path) -> str:
-    """Return what is wrong with a path that is no folder, to complete "PATH: ..."."""
+    """Return what is wrong with a path that is not a folder, to complete "PATH: ..."."""
     return "is a file, not a folder" if path.exists() else "no such folder"
 
 
@@ -217,7 +216,7 @@ def _number(error: Exception) -> int:
 
 
 def is_of_disk(error: Exception) -> bool:
-    """Return whether the disk refused, rather than that a file holds something odd."""
+    """Return whether an error is the disk's, and not about the content of a file."""
     return _number(error) != 0  # what HDF5 finds wrong in a file is an OSError without a number
 
 
@@ -238,9 +237,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
         sync(temporary)
         hand_over(temporary, path)
     except BaseException as error:
-        with contextlib.suppress(OSError):  # what went wrong first is what counts
+        with contextlib.suppress(OSError):  # the first error is the one to report
             temporary.unlink(missing_ok=True)
-        # A write names no file, an opening one that nobody has heard of.
+        # A write error names no file, an open error the temporary file, which means nothing to the user.
         if isinstance(error, OSError) and error.errno and error.filename in (None, str(temporary)):
             error.filename, error.filename2 = str(path), None
         raise
@@ -249,12 +248,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """Yield a new folder in `parent`, which goes with the block.
+    """Yield a new folder in `parent`, which is removed after the block.
 
-    tempfile.TemporaryDirectory calls itself without end where it may not open a folder it is to remove.
+    tempfile.TemporaryDirectory recurses without end if it may not open a folder that it has to remove.
 
     Raises:
-        OSError: the folder cannot be made, or the block ended well and it cannot be removed.
+        OSError: the folder cannot be made, or cannot be removed after a block without error.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
@@ -286,10 +285,10 @@ def _remove_folder(folder: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder where it is missing and see that files can be made in it, before work that would be lost.
+    """Make a folder if it is missing and check that files can be made in it, before work that would be lost.
 
     Raises:
-        OSError: they cannot.
+        OSError: the folder or a file cannot be made.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -314,13 +313,13 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write UTF-8 `text` to a file nobody looks for yet, and have the disk keep it.  Raises OSError."""
+    """Write UTF-8 `text` to a file that nothing reads yet, and sync it to disk.  Raises OSError."""
     path.write_text(text, encoding="utf-8")
     sync(path)
 
 
 def hand_over(temporary: Path, path: Path) -> None:
-    """Rename a file or folder; afterwards it belongs to whoever looks for `path`, who may take it away.
+    """Rename a file or folder; afterwards it belongs to the process that waits for `path` and may remove it.
 
     Raises:
         OSError: it still has its old name.
@@ -330,7 +329,7 @@ def hand_over(temporary: Path, path: Path) -> None:
         try:
             temporary.replace(path)
         except OSError as error:
-            # A network disk may say no to a request that it has carried out already: it was sent twice.
+            # A network disk may refuse a request that was sent twice and that it has already carried out.
             with contextlib.suppress(OSError):
                 if os.path.samestat(before, path.stat()):
                     return
@@ -350,7 +349,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Have the disk keep a file's content, or a folder's names.  Raises OSError."""
+    """Sync a file's content, or a folder's names, to disk.  Raises OSError."""
     fd = os.open(path, os.O_RDONLY)
     try:
         sync_open(fd)
@@ -359,27 +358,26 @@ def sync(path: Path) -> None:
 
 
 def sync_open(fd: int, *, data_alone: bool = False) -> None:
-    """Have the disk keep what is open, where its file system can be told so.
+    """Sync an open file to disk, if its file system supports that.
 
     Args:
-        data_alone: not its size and times, as more is to follow.
-
+        data_alone: whether to skip size and times, as more data follows.
     Raises:
-        OSError: it is not kept.
+        OSError: the sync failed.
     """
     try:
         (os.fdatasync if data_alone else os.fsync)(fd)
     except OSError as error:
-        # Of some (FUSE, SMB, mostly for folders); nothing was lost, and they keep what they keep.
+        # Some file systems (FUSE, SMB, mostly for folders) do not support it; nothing is lost by that.
         if error.errno not in _CANNOT_SYNC:
             raise
 
 
 def sync_name(path: Path) -> None:
-    """Have the disk keep the name of `path`, which it has been given: else a power cut may undo that.
+    """Sync the new name of `path` to disk, which a power cut might otherwise undo.
 
-    Whether that works changes nothing about what is written: some disks cannot, and the folder may be
-    another's by now.
+    Errors are ignored, as the content is written in any case: some disks do not support this, and the folder
+    may belong to another process by now.
     """
     with contextlib.suppress(OSError):
         sync(path.parent)

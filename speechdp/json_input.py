@@ -8,10 +8,10 @@ from typing import Any
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a JSON text holds.
+    """Return the content of a JSON text.
 
     Raises:
-        ValueError: not JSON, or nested so deeply that Python's parser gives up.
+        ValueError: the text is not JSON, or is nested too deeply for Python's parser.
     """
     try:
         return json.loads(text)
@@ -20,9 +20,9 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def other_version(content: Mapping[str, Any], known: int) -> str:
-    """Return what is to be said of a record that may be misread; "": it is of the known version, or of none.
+    """Return the message about a record of another version; "": it has the known version, or none.
 
-    It is not damaged: whatever stands beside it is of use to the speechdp that wrote it.
+    Such a record is not damaged: it and the files beside it are of use to the speechdp that wrote them.
 
     Example:
         >>> other_version({"format": "speechdp-run", "version": 2}, 1).partition(";")[0]

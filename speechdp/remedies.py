@@ -1,7 +1,7 @@
-"""What messages advise: options of the speechdp command that runs, or what a user's own script has instead.
+"""Remedies for messages: options of the running speechdp command, or their equivalents in a user's script.
 
-Code below the command line does not know who uses it.  It asks here, so that nobody is told of an option that
-their command does not have.
+Code below the command line does not know what uses it.  It asks here, so that no message names an option that
+the command does not have.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-#: The options of each command that runs in this process; none: a script of the user's runs.
+#: The options of each command that runs in this process; empty: a user's script runs.
 _commands: list[frozenset[str]] = []
 #: Folders of runs that are trained as parts of a command's work: --overwrite would delete other parts, too.
 _parts: list[Path] = []
@@ -18,10 +18,10 @@ _parts: list[Path] = []
 
 @contextmanager
 def of_command(options: Collection[str]) -> Iterator[None]:
-    """Advise the options of a command inside the block.
+    """Let messages name the options of a command inside the block.
 
     Args:
-        options: their names as Python has them, e.g. `hang_timeout`.
+        options: names of the options in Python's form, e.g. `hang_timeout`.
     """
     names = frozenset(options)
     _commands.append(names)
@@ -33,7 +33,7 @@ def of_command(options: Collection[str]) -> Iterator[None]:
 
 @contextmanager
 def of_part(folder: Path) -> Iterator[None]:
-    """Take the run in `folder`, inside the block, for a part of a command's work, e.g. a run of a sweep."""
+    """Treat the run in `folder`, inside the block, as part of a command's work, e.g. a run of a sweep."""
     _parts.append(folder)
     try:
         yield
@@ -42,41 +42,41 @@ def of_part(folder: Path) -> Iterator[None]:
 
 
 def going_on() -> str:
-    """Return what continues work that was broken off, to complete "free some space, then ..."."""
+    """Return how to continue interrupted work, to complete "free some space, then ..."."""
     return "continue with --resume" if goes_on_by_option() else "run again"
 
 
 def starting_over(folder: Path) -> str:
-    """Return how the run in `folder` is begun anew, as an order."""
+    """Return how to start the run in `folder` over, as an imperative."""
     if _has("overwrite") and folder not in _parts:
         return "start over with --overwrite"
     return f"delete {folder}, then {going_on()}"
 
 
 def goes_on_by_option() -> bool:
-    """Tell whether the command goes on with a run where it is told to, by --resume."""
+    """Return whether the command resumes a run by the option --resume."""
     return _has("resume")
 
 
 def going_on_as_begun() -> str:
-    """Return how a run is gone on with that was begun with other options than those given, as an order."""
+    """Return how to resume a run that was begun with other options than those given, as an imperative."""
     if goes_on_by_option():
         return "give --resume alone, which takes the run's options"
     return "repeat its command (it stands in run.json)"
 
 
 def backend(name: str) -> str:
-    """Return how a communicator back-end is chosen, to complete "choose ..."."""
+    """Return how to choose a communicator back-end, to complete "choose ..."."""
     return f"--backend {name}" if _commands else f"SPEECHDP_BACKEND={name}"
 
 
 def device(name: str) -> str:
-    """Return how the device is chosen, to complete "use ..."."""
+    """Return how to choose the device, to complete "use ..."."""
     return f"--device {name}" if _commands else f'run_ranks(device="{name}")'
 
 
 def less_memory() -> str:
-    """Return how less memory is taken, as an order."""
+    """Return how to use less memory, as an imperative."""
     if not _commands:
         return "take smaller batches"
     options = [f"--{name.replace('_', '-')}" for name in ("batch_size", "batch_frames") if _has(name)]
@@ -84,12 +84,12 @@ def less_memory() -> str:
 
 
 def is_script() -> bool:
-    """Tell whether a script of the user's runs, whose stack shows them where they are."""
+    """Return whether a user's script runs, in which a stack trace shows the user the place."""
     return not _commands
 
 
 def longer_wait() -> str:
-    """Return how ranks are given longer to start, as the end of a list of remedies; "": they are not."""
+    """Return how to give ranks longer to start, as the end of a list of remedies; "": it is not possible."""
     return ", or raise --hang-timeout where a disk is just slow" if _has("hang_timeout") else ""
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints: what is in one, how ranks write it during training, how it is read back."""
+"""Checkpoints: their contents, how ranks write them during training, and how they are read back."""

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint while it is written, how rank 0 completes it, and what goes for it."""
+"""The folder of a checkpoint while it is written, how rank 0 completes it, and which older ones go."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from speechdp.checkpoint.state import (
 from speechdp.files import cannot_be_written, hand_over, sync, sync_name, write_synced
 
 _KEPT = 2
-#: What a rank tells of its file: its name, sha256 and bytes, or the problem and its errno.
+#: A rank's entry about its file: name, sha256 and bytes, or a problem and its errno.
 Entry = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class CheckpointPlace:
-    """Where a checkpoint is written, and what its folder is called when it is whole."""
+    """Where a checkpoint is written, and its folder's final name once it is complete."""
 
     step: int
     temporary: Path
@@ -34,16 +34,17 @@ class CheckpointPlace:
 
 
 def entry_name(rank: int) -> str:
-    """Return the file in which a rank other than 0 tells of its part."""
+    """Return the name of the file with the entry of a rank other than 0."""
     return f"rank-{rank:04d}.json"
 
 
 def read_entries(folder: Path, ranks: list[int]) -> dict[int, Entry]:
-    """Return the entries that have come from `ranks`, those whose file is seen whole.  Raises OSError."""
+    """Return the entries of `ranks` that have arrived and whose file is visible in full.  Raises OSError."""
     found: dict[int, Entry] = {}
     names = {path.name for path in folder.iterdir()}
     for rank in ranks:
-        # Of what a network disk lists it may not show all yet; what cannot be parsed is looked at again.
+        # A network disk may list a file before its content is visible; an entry that cannot be parsed is
+        # read again later.
         with contextlib.suppress(FileNotFoundError, ValueError):
             if entry_name(rank) in names:
                 entry = json.loads((folder / entry_name(rank)).read_text(encoding="utf-8"))
@@ -53,17 +54,17 @@ def read_entries(folder: Path, ranks: list[int]) -> dict[int, Entry]:
 
 
 def bytes_written(folder: Path) -> int:
-    """Return the bytes that the ranks' files have so far, as far as can be seen."""
+    """Return the visible size of the ranks' files so far, bytes."""
     with contextlib.suppress(OSError):
         return sum(path.stat().st_size for path in folder.iterdir())
     return 0
 
 
 def commit(place: CheckpointPlace, entries: dict[int, Entry], size: int) -> None:
-    """Make a checkpoint of what the ranks have written; of `size` those without an entry are lost.
+    """Complete a checkpoint from the ranks' files; of the `size` ranks, those without an entry are lost.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the checkpoint cannot be written.
     """
     lost = [rank for rank in range(size) if rank not in entries]
     head = {
@@ -75,11 +76,11 @@ def commit(place: CheckpointPlace, entries: dict[int, Entry], size: int) -> None
     }
     write_synced(place.temporary / "checkpoint.json", json.dumps(head, indent=2) + "\n")
     for rank in range(size):
-        with contextlib.suppress(OSError):  # nobody minds it
+        with contextlib.suppress(OSError):  # a leftover entry does no harm
             (place.temporary / entry_name(rank)).unlink(missing_ok=True)
-    sync(place.temporary)  # the names in it, the other ranks' too
+    sync(place.temporary)  # the names in the folder, including other ranks' files
     aside = place.temporary.with_suffix(ASIDE)
-    if place.final.exists():  # of a step that was taken again, after it could not be read
+    if place.final.exists():  # an unreadable checkpoint of a step that was trained again
         place.final.rename(aside)
     try:
         hand_over(place.temporary, place.final)
@@ -92,10 +93,10 @@ def commit(place: CheckpointPlace, entries: dict[int, Entry], size: int) -> None
 
 
 def tell(place: CheckpointPlace, rank: int, entry: Entry) -> None:
-    """Tell rank 0 of a rank's part, which is rank 0's from now on, and so is the folder: it may be gone.
+    """Hand over a rank's part to rank 0, which may then delete it together with the folder.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the entry cannot be written.
     """
     path = place.temporary / entry_name(rank)
     temporary = path.with_suffix(".tmp")
@@ -104,11 +105,11 @@ def tell(place: CheckpointPlace, rank: int, entry: Entry) -> None:
 
 
 def prune(run_dir: Path, written: list[int], gone_on_from: int | None) -> None:
-    """Keep the last two that are whole.  What cannot be seen or deleted now goes the next time.
+    """Delete all but the last two complete checkpoints.  What cannot be seen or deleted now goes next time.
 
     Args:
-        written: steps of the checkpoints of this start, in order, the newest last.
-        gone_on_from: step of the checkpoint that was loaded: later ones of earlier starts could not be read.
+        written: steps of this start's checkpoints, in order, the newest last.
+        gone_on_from: step of the checkpoint that was loaded; later ones of earlier starts were unreadable.
     """
     try:
         steps = list(checkpoint_steps(run_dir))
@@ -122,6 +123,6 @@ def prune(run_dir: Path, written: list[int], gone_on_from: int | None) -> None:
 
 
 def not_saved(run_dir: Path, error: OSError) -> str:
-    """Return the message of a disk that is full, or the like."""
+    """Return the message for a checkpoint that cannot be written, e.g. on a full disk."""
     problem = cannot_be_written(run_dir / "checkpoints", error, remedies.going_on())
     return f"{problem}; {last_checkpoint_note(run_dir)}"

@@ -1,7 +1,7 @@
-"""The file in which a rank keeps its part of a checkpoint: safetensors, written piece by piece.
+"""The file of a rank's part of a checkpoint: safetensors, written piece by piece.
 
-safetensors' own writer makes a second copy of everything and holds Python's lock meanwhile; here a thread
-writes and hashes straight from the tensors' memory, and training goes on beside it.
+safetensors' own writer copies everything once more and holds the GIL meanwhile.  Here a thread writes and
+hashes directly from the tensors' memory, while training continues.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from speechdp.checkpoint.state import RankState
 from speechdp.files import sync_open
 
 _PIECE_BYTES = 4 * 2**20
-#: So much is sent to the disk at a time: one fsync of all of it would be silent for too long.
+#: Bytes per fsync: a single fsync of the whole file would take too long without a beat.
 _SYNCED_BYTES = 64 * 2**20
 _TYPES = {
     torch.float64: "F64",
@@ -43,16 +43,16 @@ _TYPES = {
 
 
 class GivenUpError(Exception):
-    """Nobody wants the file any more."""
+    """The file is no longer wanted."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A rank's state, copied to the memory of the host: what training does next does not change it.
+    """A copy of a rank's state in host memory, which further training does not change.
 
     Attributes:
-        values: JSON text.
-        tensors: by name, on the CPU, contiguous.
+        values: values as JSON text.
+        tensors: contiguous tensors on the CPU, by name.
     """
 
     values: str = "{}"
@@ -63,8 +63,8 @@ def take_snapshot(state: RankState, past: Snapshot) -> Snapshot:
     """Copy a state.
 
     Args:
-        state: on any device.
-        past: a snapshot that is not needed any more; its memory serves again where shapes are the same.
+        state: state to copy, on any device.
+        past: a snapshot no longer needed; its memory is reused for tensors of the same shape.
     """
     tensors = {}
     devices = set()
@@ -86,12 +86,12 @@ def write_rank_file(
     """Write a snapshot to disk; return the file's sha256 and bytes.
 
     Args:
-        given_up: set when it is not wanted any more.
-        beat: called whenever some more is on disk.
+        given_up: set when the file is no longer wanted.
+        beat: called whenever another part is on disk.
 
     Raises:
-        OSError: it cannot be written.
-        GivenUpError: `given_up` was set meanwhile.
+        OSError: the file cannot be written.
+        GivenUpError: `given_up` was set during writing.
     """
     checksum, num_bytes, num_synced = hashlib.sha256(), 0, 0
     with path.open("wb") as file:
@@ -112,7 +112,7 @@ def write_rank_file(
 
 
 def _pieces(snapshot: Snapshot) -> Iterator[bytes | memoryview]:
-    # Wide types first: every tensor then begins at a multiple of its width.
+    # Wide types first, so that every tensor begins at a multiple of its element size.
     names = sorted(snapshot.tensors, key=lambda name: (-snapshot.tensors[name].element_size(), name))
     yield _header(snapshot, names)
     for name in names:
@@ -122,7 +122,7 @@ def _pieces(snapshot: Snapshot) -> Iterator[bytes | memoryview]:
 
 
 def _header(snapshot: Snapshot, names: list[str]) -> bytes:
-    """Return what stands before the tensors.  Source: the format's description in safetensors' README."""
+    """Return the file's header.  Source: the format's description in safetensors' README."""
     entries: dict[str, object] = {"__metadata__": {"state": snapshot.values}}
     begin = 0
     for name in names:

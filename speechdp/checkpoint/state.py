@@ -1,8 +1,8 @@
-"""Checkpoints: everything a run needs to go on, on every rank; what is in one, and how it is read back.
+"""Checkpoints: everything every rank of a run needs to resume; their contents, and how they are read back.
 
 RUN/checkpoints/step-00000120/ holds one safetensors file per rank and checkpoint.json, which names them with
-their sha256.  The folder gets its name by a rename after all of it is on disk (checkpoint_writer.py), so a
-folder with that name is whole.  Nothing here is pickled: loading a checkpoint never runs code.
+their sha256.  The folder is renamed to this name after all its contents are on disk (checkpoint/writer.py),
+so a folder with such a name is complete.  Nothing is pickled: loading a checkpoint never runs code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from speechdp.json_input import parse_json
 CHECKPOINT_FORMAT = "speechdp-checkpoint"
 CHECKPOINT_VERSION = 1
 _NAME = re.compile(r"step-[0-9]{8,}")
-#: Ending of a checkpoint's name while another of its step takes its place.
+#: Suffix of a checkpoint's name while another checkpoint of the same step replaces it.
 ASIDE = ".old"
 
 
@@ -43,10 +43,10 @@ class RankState:
     """What one rank saves.
 
     Attributes:
-        values: JSON-like.
-        tensors: by name; on any device.
-        size: ranks of the job that wrote the checkpoint this was read from; 0: it was not read.
-        is_copy: another rank has saved this: this one was not there, or was lost.
+        values: JSON-like values.
+        tensors: tensors on any device, by name.
+        size: number of ranks that wrote the checkpoint this was read from; 0: not read from one.
+        is_copy: whether another rank saved this, because this rank did not exist then or was lost.
     """
 
     values: dict[str, Any]
@@ -56,7 +56,7 @@ class RankState:
 
 
 def split_state(prefix: str, state: dict[str, Any]) -> RankState:
-    """Part a state dict into JSON-like values and tensors, names prefixed."""
+    """Split a state dict into JSON-like values and tensors, whose names get `prefix`."""
     tensors = {f"{prefix}.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
     return RankState({k: v for k, v in state.items() if not isinstance(v, Tensor)}, tensors)
 
@@ -67,24 +67,24 @@ def join_state(prefix: str, values: dict[str, Any], tensors: dict[str, Tensor]) 
     return {**values, **own}
 
 
-#: What is not there, or what a disk has lost, here or on a file server, is no better the next time; anything
-#: else may be.  None: safetensors' own.
+#: Errors that another try would not mend: a missing file, or data lost by a disk here or on a file server.
+#: Any other error may be temporary.  None: safetensors' own errors.
 _LOST = (None, errno.ENOENT, errno.EIO, errno.ESTALE)
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints of a folder, which may not be there.  Raises OSError: it cannot be listed."""
+    """Return the checkpoints of a folder, which may not exist.  Raises OSError: it cannot be listed."""
     found = (path for path in _paths_in(folder) if _NAME.fullmatch(path.name))
     return sorted(found, key=_step_of, reverse=True)
 
 
 def _paths_in(folder: Path) -> list[Path]:
-    """Return what is in a folder, which may not be there.  Raises OSError: it cannot be listed."""
-    # Not by glob, to which a folder that may not be read is an empty one.
+    """Return the contents of a folder, which may not exist.  Raises OSError: it cannot be listed."""
+    # Not by glob, which treats an unreadable folder as empty.
     try:
         return list(folder.iterdir())
     except FileNotFoundError:
-        return list(folder.iterdir()) if folder.is_dir() else []  # it has been made meanwhile
+        return list(folder.iterdir()) if folder.is_dir() else []  # it may have been made meanwhile
 
 
 def _step_of(folder: Path) -> int:
@@ -103,19 +103,20 @@ def last_checkpoint_note(run_dir: Path) -> str:
 def load_checkpoint(
     run_dir: Path, comm: Communicator, notices: list[str], *, any_size: bool = False, num_feeders: int = 0
 ) -> RankState | None:
-    """Return this rank's state of the newest checkpoint that is whole on all ranks.  Collective.
+    """Return this rank's state from the newest checkpoint that is complete on all ranks.  Collective.
 
     Args:
-        notices: gets a line for every broken checkpoint that is passed over.
-        any_size: take one of R other ranks too: rank r gets what rank r modulo R has saved.
-        num_feeders: ranks of the job besides those of `comm`, for the message that says how to start.
+        notices: gets a line for every broken checkpoint that is skipped.
+        any_size: whether to accept a checkpoint of a different number R of ranks; rank r then gets the state
+            of rank r modulo R.
+        num_feeders: ranks of the job besides those of `comm`, for the message on how to start.
 
     Returns:
-        The state, or None where there is no checkpoint at all.
+        The state, or None if there is no checkpoint at all.
 
     Raises:
-        RunError: checkpoints exist, but none is whole, or they are of another number of ranks and that
-            is not to be; or their folder cannot be read.
+        RunError: checkpoints exist but none is complete, or they are of another number of ranks and
+            `any_size` is False, or their folder cannot be read.
     """
     folders = comm.broadcast_object([str(f) for f in _listed(run_dir)] if comm.rank == 0 else None)
     problems: list[_Problem] = []
@@ -128,7 +129,7 @@ def load_checkpoint(
         problems.append(_Problem(**found[0]))
         notices.append(f"passing over {problems[-1].text}")
     if problems:
-        # A disk that does not answer may answer again: nobody should give up a run for that.
+        # A disk that does not answer may answer later: a run need not be given up for that.
         anew = remedies.starting_over(run_dir)
         remedy = next((f"{p.remedy}, or {anew}" for p in problems if p.remedy), anew)
         told = "; ".join(problem.text for problem in problems)
@@ -138,7 +139,7 @@ def load_checkpoint(
 
 @dataclass(frozen=True)
 class _Problem:
-    """Why a checkpoint cannot be used, and what helps where that may be the disk's fault."""
+    """Why a checkpoint cannot be used, and the remedy if the disk may be at fault."""
 
     text: str
     remedy: str = ""
@@ -153,16 +154,16 @@ def _listed(run_dir: Path) -> list[Path]:
 
 
 def _name_again(folder: Path) -> None:
-    """Name a checkpoint that a kill has left between two renames: that of its step aside, itself unnamed.
+    """Finish renaming a checkpoint if a kill came after the old one was put aside and before the new rename.
 
     Raises:
         OSError: the folder cannot be read.
-        RunError: the disk refuses the name.
+        RunError: the rename fails.
     """
     for aside in _paths_in(folder):
         final = folder / aside.name[1:].partition(".")[0]
         if aside.suffix == ASIDE and _NAME.fullmatch(final.name) and not final.exists():
-            new = aside.with_suffix(".tmp")  # whole: nothing is put aside before the last file is written
+            new = aside.with_suffix(".tmp")  # complete: nothing is put aside before the last file is written
             try:
                 hand_over(new if new.is_dir() else aside, final)
             except OSError as error:
@@ -172,7 +173,7 @@ def _name_again(folder: Path) -> None:
 def _try_load(
     folder: Path, comm: Communicator, num_feeders: int | None
 ) -> tuple[RankState | None, _Problem | None]:
-    """Load this rank's state, of a checkpoint of as many ranks; `num_feeders` None: of any number."""
+    """Load this rank's state from a checkpoint of as many ranks; `num_feeders` None: of any number."""
     try:
         head = parse_json((folder / "checkpoint.json").read_text(encoding="utf-8"))
         if other := _of_another_format(folder, head):
@@ -185,11 +186,11 @@ def _try_load(
                 f"{folder}: written by {size} ranks, cannot be resumed by {comm.size}; "
                 f"start with -np {size + num_feeders}{feeders}"
             )
-        # Ranks that were lost before it was written begin again as copies of rank 0, which never is.
+        # Ranks lost before the checkpoint was written start as copies of rank 0, which cannot be lost.
         rank = 0 if comm.rank % size in lost else comm.rank % size
         path = folder / f"rank-{rank:04d}.safetensors"
         entry = _entry_of(path.name, entries)
-        # The size first: a file that something has blown up may take hours to read.
+        # The size first: a file that has been inflated by a fault may take hours to read.
         num_bytes = path.stat().st_size
         if num_bytes != entry["bytes"]:
             return None, _Problem(f"{path}: damaged ({num_bytes} bytes, {entry['bytes']} were written)")
@@ -197,7 +198,8 @@ def _try_load(
             return None, _Problem(f"{path}: damaged (checksum)")
         with safetensors.safe_open(str(path), framework="pt") as file:
             values = parse_json(file.metadata()["state"])
-            # Copies: what safetensors returns is the file, mapped, which goes when newer ones are whole.
+            # Copies: safetensors returns views of the mapped file, which is deleted once newer checkpoints
+            # exist.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except OSError as error:
         _refuse_short_of_memory(folder, error)
@@ -208,7 +210,7 @@ def _try_load(
     except (
         ValueError,
         MemoryError,
-        RuntimeError,  # torch's, where the memory does not do
+        RuntimeError,  # torch's, if memory is short
         ArithmeticError,  # no ranks at all
         LookupError,
         TypeError,
@@ -216,13 +218,13 @@ def _try_load(
         safetensors.SafetensorError,
     ) as error:
         _refuse_short_of_memory(folder, error)
-        # What a damaged JSON file gives: another type than expected, or none at all.
+        # A damaged JSON file gives values of unexpected types, or none at all.
         return None, _Problem(f"{folder}: cannot be read ({one_line(error)})")
     return RankState(values, tensors, size, is_copy=rank != comm.rank), None
 
 
 def _of_another_format(folder: Path, head: dict[str, Any]) -> _Problem | None:
-    """Return why a checkpoint that may well be whole cannot be read here; None where it can."""
+    """Return why this version cannot read a checkpoint, though it may be complete; None if it can."""
     if head.get("format") != CHECKPOINT_FORMAT:
         return _Problem(f"{folder}: not a checkpoint of speechdp")
     if (version := head.get("version")) == CHECKPOINT_VERSION:
@@ -232,9 +234,9 @@ def _of_another_format(folder: Path, head: dict[str, Any]) -> _Problem | None:
 
 
 def _refuse_short_of_memory(folder: Path, error: Exception) -> None:
-    """Raise RunError where a checkpoint is whole, and could be read with more memory.
+    """Raise RunError if a checkpoint may be complete and could be read with more memory.
 
-    Passed over it would be lost: training goes on from an older one, or is to begin anew.
+    If it were skipped, it would be lost: training would resume from an older one, or have to start over.
     """
     line = no_memory_to_read(folder, error, remedies.going_on())
     if line is not None:
@@ -246,6 +248,6 @@ def _entry_of(file: str, entries: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def checkpoint_steps(run_dir: Path) -> Iterator[int]:
-    """Yield the steps of the checkpoints there are, newest first."""
+    """Yield the steps of the existing checkpoints, newest first."""
     for folder in _newest_first(run_dir / "checkpoints"):
         yield _step_of(folder)

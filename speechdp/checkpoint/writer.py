@@ -1,9 +1,9 @@
-"""Checkpoints written during training: each rank's thread writes its own file, rank 0's completes the folder.
+"""Write checkpoints during training: a thread of each rank writes its file, rank 0's completes the folder.
 
-A rank's thread writes its file into RUN/checkpoints/.step-00000120.NONCE.tmp/ and then tells of it in an
-entry beside it.  Rank 0's waits for the entries of all, writes checkpoint.json, and gives the folder its
-name.  The nonce is drawn anew at every start, so what a killed job has left is never mixed in.  Threads
-exchange nothing over the communicator: the shared disk is all they need.
+A rank's thread writes its file into RUN/checkpoints/.step-00000120.NONCE.tmp/ and then an entry about it
+beside it.  Rank 0's thread waits for all entries, writes checkpoint.json, and renames the folder to its final
+name. Every start draws a new nonce, so that leftovers of a killed job are never mixed in.  The threads
+exchange nothing over the communicator: they need only the shared disk.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from speechdp.files import cannot_be_read, disk_reason
 from speechdp.watchdog.shared_disk import LOOK_S, Patience, not_shared, why_unseen
 from speechdp.watchdog.watchdog import Stillness
 
-#: Seconds that rank 0 waits while no file of the others grows; once one could not write, for them to end.
+#: Seconds that rank 0 waits while no other rank's file grows, and, after a rank failed to write, for the
+#: others.
 PATIENCE_S, _AFTER_PROBLEM_S = 600.0, 2.0
-#: Seconds a failed run gives the checkpoint under way.
+#: Seconds that a failed run gives the checkpoint being written.
 _GRACE_S = 2.0
 _LONGEST_PAUSE_S = 0.2
-#: Share of its patience after which rank 0 looks again how large the files have become: on a network disk a
-#: request a file.
+#: Share of its patience after which rank 0 checks the files' sizes again; on a network disk that takes one
+#: request per file.
 _SIZES_SHARE = 0.1
 
 
 class CheckpointWriter:
-    """Writes a run's checkpoints, at most one at a time, while training goes on.
+    """Writes a run's checkpoints, one at a time, while training continues.
 
     Args:
         run_dir: the run's folder, on a disk all hosts share.
         comm: the ranks.
-        beat: called while this rank's file is written: slow is not hung.
-        patience_s: how long rank 0 waits while nothing comes from the others, s.
+        beat: called while this rank's file is written, so that a slow disk does not count as a hang.
+        patience_s: time rank 0 waits while nothing arrives from the others, s.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class CheckpointWriter:
         self._given_up = threading.Event()
 
     def open(self) -> None:
-        """Agree on a nonce, and see that the ranks share the disk; nothing the second time.  Collective.
+        """Agree on a nonce and check that the ranks share the disk; only the first call does.  Collective.
 
         Raises:
             RunError: the folder cannot be written, or a rank does not see it.
@@ -105,14 +106,14 @@ class CheckpointWriter:
                 None,
             )
             if comm.rank == 0:
-                with contextlib.suppress(OSError):  # the next start clears it
+                with contextlib.suppress(OSError):  # the next start deletes it
                     probe.unlink(missing_ok=True)
         if problem is not None:
             raise RunError(problem)
         self._nonce = nonce
 
     def _prepare(self, probe: Path) -> str | None:
-        """Make the folder, clear what killed jobs have left in it, and leave a file for others to see."""
+        """Make the folder, delete leftovers of killed jobs, and write a probe file for the others to see."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for left in (*self._folder.glob(".step-*"), *self._folder.glob(".*.probe")):
@@ -125,7 +126,7 @@ class CheckpointWriter:
         return None
 
     def _look_for(self, probe: Path) -> tuple[str | None, str | None]:
-        """Return why this rank does not see the file, and the line on a folder that cannot be read."""
+        """Return why this rank does not see the file, or the message about an unreadable folder."""
         try:
             return why_unseen(probe), None
         except OSError as error:
@@ -134,41 +135,41 @@ class CheckpointWriter:
             return None, cannot_be_read(self._folder, told, remedies.going_on())
 
     def go_on_from(self, step: int) -> None:
-        """Note which checkpoint could be read: it is kept until newer ones take its place."""
+        """Record which checkpoint was loaded; it is kept until newer ones replace it."""
         self._gone_on_from = step
 
     def start(self, step: int, state: RankState) -> Path:
-        """Begin to write a checkpoint, after the one before it; return where it will be.  Collective.
+        """Begin to write a checkpoint once the previous one is done; return its final path.  Collective.
 
-        On return the state may change.
+        The caller may change the state once this returns.
 
         Raises:
-            RunError: the one before could not be written.
+            RunError: the previous checkpoint could not be written.
         """
         self.open()
         self._join()
         self.check()
         name = f"step-{step:08d}"
-        # A number too: asynchronous ranks may save twice at a step, and rank 0 may be behind the others.
+        # With a number, as asynchronous ranks may save twice at a step, and rank 0 may be behind the others.
         self._num_begun += 1
         temporary = self._folder / f".{name}.{self._nonce}-{self._num_begun}.tmp"
         place = CheckpointPlace(step, temporary, self._folder / name)
         self._snapshot = take_snapshot(state, self._snapshot)
         thread = threading.Thread(target=self._work, args=(place,), name="speechdp-checkpoint", daemon=True)
         thread.start()
-        self._thread = thread  # not one that the system had no room for: `close` would wait for it in vain
+        self._thread = thread  # only once started: `close` would fail on a thread the system refused to start
         return place.final
 
     def check(self) -> None:
-        """Raise what has gone wrong in the background on this rank: RunError where the disk is full."""
+        """Raise this rank's background error, if there was one, e.g. RunError for a full disk."""
         if self._failure is not None:
             raise self._failure
 
     def flush(self) -> None:
-        """Wait until what was begun is whole on disk.  Collective.
+        """Wait until the checkpoint that was begun is complete on disk.  Collective.
 
         Raises:
-            RunError: it could not be written; the same on all ranks.
+            RunError: it could not be written; raised alike on all ranks.
         """
         self._join()
         if self._failure is not None and not isinstance(self._failure, RunError):
@@ -181,7 +182,7 @@ class CheckpointWriter:
                 raise RunError(other)
 
     def close(self) -> None:
-        """Give what is under way some seconds to become whole, then leave it.  Safe to call twice."""
+        """Give a pending checkpoint some seconds to complete, then abandon it.  Safe to call twice."""
         if self._thread is not None:
             self._thread.join(_GRACE_S)
             self._given_up.set()

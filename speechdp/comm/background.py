@@ -1,4 +1,4 @@
-"""Threads in which strategies exchange while training goes on; their failures are never lost."""
+"""Threads in which strategies exchange while training continues; no failure in them goes unnoticed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _made: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def exchanging() -> set[threading.Thread]:
-    """Return the strategies' threads of this process that have not ended: their exchanges may go on."""
+    """Return the strategies' threads of this process that are still alive and may still exchange."""
     return {thread for thread in list(_made) if thread.is_alive()}
 
 
 class ExchangeThread:
-    """Runs `function` from the start on; an error ends the job, or is raised by `check` and `join`.
+    """A thread that runs `function`.  An error in it ends the job, or is raised by `check` and `join`.
 
     Args:
-        name: of the thread.
-        function: what to do; returns when the strategy is to pause.
+        name: name of the thread.
+        function: what to run; returns when the strategy is to pause.
     """
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:
@@ -40,22 +40,22 @@ class ExchangeThread:
             raise
 
     def check(self) -> None:
-        """Raise what the function raised, if it has."""
+        """Raise the function's error, if there was one."""
         if self._error is not None:
             raise self._error
 
     def join(self) -> None:
-        """Wait for the function to return; raise what it raised."""
+        """Wait for the function to return; raise its error, if there was one."""
         self._thread.join()
         self.check()
 
 
 class JobThread:
-    """Calls `job` in a thread of its own, once for every `start`.
+    """A thread that calls `job` once for every `start`.
 
     Args:
-        name: of the thread.
-        job: what to do each time.
+        name: name of the thread.
+        job: what to run each time.
     """
 
     def __init__(self, name: str, job: Callable[[], None]) -> None:
@@ -73,19 +73,19 @@ class JobThread:
             self._results.put(False)
 
     def start(self) -> None:
-        """Let the thread begin."""
+        """Let the thread run the job once."""
         self._orders.put(True)
 
     def wait(self) -> None:
-        """Wait until the job is done; raise what it raised."""
+        """Wait until the job is done; raise its error, if there was one."""
         if not self._results.get():
             self._thread.join()
 
     def dismiss(self) -> None:
-        """Let the thread end, without waiting: its job may never come to an end."""
+        """Tell the thread to end, without waiting for it: its job may never return."""
         self._orders.put(False)
 
     def close(self) -> None:
-        """Let the thread end and wait for it; raise what a job raised."""
+        """Tell the thread to end and wait for it; raise a job's error, if there was one."""
         self.dismiss()
         self._thread.join()

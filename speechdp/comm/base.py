@@ -28,7 +28,7 @@ class ReduceOp(Enum):
     MIN = "min"
 
     def combine(self, total: Tensor, part: Tensor) -> None:
-        """Combine a rank's values into those of others, in place."""
+        """Combine one rank's values, `part`, into `total`, in place."""
         if self is ReduceOp.SUM:
             total += part
         elif self is ReduceOp.MAX:
@@ -42,7 +42,7 @@ class Work(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until the result is in the tensor.  Raises CommunicationError if a peer is gone."""
+        """Block until the result is in the tensor.  Raises CommunicationError if a peer is lost."""
 
 
 class CompletedWork(Work):
@@ -88,7 +88,7 @@ class PeerCommunicator(ABC):
 
     @abstractmethod
     def recv(self, x: Tensor, source: int | None = None, *, tag: int = 0) -> int:
-        """Receive a message of exactly the size of `x` into it and return the rank it is from.
+        """Receive a message of exactly the size of `x` into `x`, and return the rank that sent it.
 
         Args:
             x: contiguous tensor of the shape and dtype that was sent.
@@ -98,7 +98,7 @@ class PeerCommunicator(ABC):
         Raises:
             PeerLost: losses are tolerated, and the sender is lost; with source None, a rank was lost since
                 the last such call (the next call waits for the remaining ranks).
-            CommunicationError: the sender is lost, or the message has another size.
+            CommunicationError: the sender is lost, or the message has a different size.
         """
 
     @abstractmethod
@@ -119,14 +119,14 @@ class Communicator(ABC):
         local_rank: index of this rank among those on the same host; selects the GPU.
         device: the device this rank computes on; the CPU by default.
         role: role of this rank for messages, e.g. "feeder"; "" for a training rank.
-        calls: where `DataParallel` notes which of its calls this rank is at; None: there is none yet.
-        spans_job: whether these are all the ranks that trained together at the start: no group of them.
-        sent_bytes: bytes this rank has sent so far in allreduces and broadcasts, assuming a ring-allreduce.
+        calls: where `DataParallel` notes which of its calls this rank is in; None: no `DataParallel` yet.
+        spans_job: whether these are all the ranks that trained together at the start, not a group of them.
+        sent_bytes: bytes this rank has sent so far in allreduces and broadcasts, assuming a ring allreduce.
     """
 
     backend: ClassVar[str]
-    #: dtypes the back-end sums correctly; others are refused, because e.g. bfloat16 passed to MPI as bytes
-    #: gives wrong sums without an error.
+    #: dtypes that the back-end sums correctly.  It refuses others: bfloat16 passed to MPI as bytes, for
+    #: example, would give wrong sums without an error.
     reducible: ClassVar[frozenset[torch.dtype]] = frozenset(
         {torch.float32, torch.float64, torch.int32, torch.int64}
     )
@@ -139,21 +139,21 @@ class Communicator(ABC):
     calls: Calls | None = None
     spans_job: bool = True
     sent_bytes: float = 0.0
-    #: Whether the back-end, as it was started, has point-to-point messages (`peers`) and groups (`split`).
+    #: Whether this back-end, started in this way, has point-to-point messages (`peers`) and groups (`split`).
     has_peers: bool = True
 
     @property
     def alive(self) -> tuple[int, ...]:
         """Ranks that take part in collectives: all, or the remaining ones if losses are tolerated.
 
-        It is the same on every rank after the same collective.  Work that was divided among the ranks
-        before a collective, and is combined in it, is complete if `alive` has not changed meanwhile.
+        After the same collective it is the same on every rank.  Work that is divided among the ranks before
+        a collective, and combined in that collective, is complete if `alive` has not changed meanwhile.
         """
         return tuple(range(self.size))
 
     @property
     def gone(self) -> frozenset[int]:
-        """Ranks that this one knows to be lost, agreed by all or not; empty unless losses are tolerated.
+        """Ranks this rank knows to be lost, whether or not all agree; empty unless losses are tolerated.
 
         Not collective; may be called from any thread.
         """
@@ -162,19 +162,19 @@ class Communicator(ABC):
     def tolerate_loss(self) -> None:
         """Continue without lost ranks from now on, instead of raising.  Collective.
 
-        Rank 0 must not be lost.  Every collective then completes in the same way on all remaining ranks: sums
-        are over these, and lists have an entry for each of them.  Channels opened after this raise PeerLost.
+        Rank 0 must not be lost.  Every collective then gives all remaining ranks the same result: sums are
+        over these ranks, and lists have one entry for each.  Channels opened after this call raise PeerLost.
 
         Raises:
-            ConfigError: as `check_loss_tolerance`.
+            ConfigError: as for `check_loss_tolerance`.
         """
         self.check_loss_tolerance()
 
     def check_loss_tolerance(self) -> None:
-        """Refuse what `tolerate_loss` would refuse, and change nothing.  Not collective.
+        """Raise the error that `tolerate_loss` would raise, but change nothing.  Not collective.
 
         Raises:
-            ConfigError: this back-end cannot do it; the message names one that can.
+            ConfigError: this back-end cannot tolerate losses; the message names one that can.
         """
         raise ConfigError(
             f"--tolerate-loss: the {self.backend} back-end cannot continue without a lost rank; start "
@@ -186,8 +186,9 @@ class Communicator(ABC):
 
         Args:
             x: contiguous tensor of a dtype in `reducible`; any shape, the same on every rank.
-            name: of the exchange, in messages; Horovod matches the ranks' by it.  Several in progress at the
-                same time may have the same one if all ranks start, and wait for, these in the same order.
+            name: name of the exchange, for messages; Horovod matches the ranks' tensors by it.  Exchanges in
+                progress at the same time may share a name if all ranks start them, and wait for them, in the
+                same order.
             op: how values are combined.
 
         Returns:
@@ -215,7 +216,7 @@ class Communicator(ABC):
         return x
 
     def broadcast(self, x: Tensor, *, name: str, root: int = 0) -> Tensor:
-        """Overwrite `x` on every rank in place with that of `root`, and return it.  Collective."""
+        """Overwrite `x` on every rank in place with the `x` of `root`, and return it.  Collective."""
         if not x.is_contiguous():
             raise CommunicationError(f"tensor {name!r} is not contiguous; broadcast a flat buffer")
         if self.size > 1 and x.numel() > 0:
@@ -235,15 +236,15 @@ class Communicator(ABC):
         return [json.loads(part) for part in self._allgather_bytes(encoded)]
 
     def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
-        """Return `root`'s JSON-like `value` on every rank; the others' argument is ignored.  Collective."""
+        """Return `root`'s JSON-like `value` on every rank; other ranks' values are ignored.  Collective."""
         values = self.allgather_object(value if self.rank == root else None)
         return values[self.alive.index(root)]
 
     def peers(self) -> PeerCommunicator:
-        """Open a channel for point-to-point messages.  Collective; each call opens another one.
+        """Open a channel for point-to-point messages.  Collective; each call opens a new one.
 
         Raises:
-            ConfigError: it has no such messages; the error says how ranks are started to have them.
+            ConfigError: the back-end has no such messages; the error says how to start ranks that have them.
         """
         raise ConfigError(
             f"the {self.backend} back-end has no messages between two ranks as it was started; "
@@ -251,7 +252,7 @@ class Communicator(ABC):
         )
 
     def packets(self, allocate: Allocate = fresh) -> PacketChannel:
-        """Open a channel for packets, which are sent without waiting.  Collective; each call opens another.
+        """Open a channel for packets, sent without waiting.  Collective; each call opens a new one.
 
         Args:
             allocate: returns memory for received tensors.
@@ -266,9 +267,8 @@ class Communicator(ABC):
     def split(self, color: int) -> Communicator:
         """Return the communicator of the ranks that pass the same `color`, in rank order.  Collective.
 
-        It has the same `local_rank` as this communicator, which still selects the GPU, and the same `calls`,
-        which the rank's watchdog looks at.  It counts its own `sent_bytes`, and must be closed before this
-        one.
+        The new communicator keeps this one's `local_rank`, which still selects the GPU, and its `calls`,
+        which the rank's watchdog reads.  It counts its own `sent_bytes`, and must be closed before this one.
 
         Raises:
             ConfigError: this back-end cannot be split.
@@ -290,7 +290,7 @@ class Communicator(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the back-end's resources; join its threads.  Collective; safe to call twice."""
+        """Release the back-end's resources and join its threads.  Collective; safe to call twice."""
 
     def abandon(self) -> None:
         """Give up this rank's part after an error, without waiting for the others; no call may follow."""

@@ -1,13 +1,13 @@
-"""Which collective call of a run a rank is at: told by the rank, read by its watchdog's thread."""
+"""Record which collective call of a run a rank is in, for the rank's watchdog thread to read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: Where a script has come to once `main` has returned, as messages have it.
+#: What messages call the place a script has reached once `main` has returned.
 END_OF_MAIN = "the end of main"
-#: What to do about ranks that are at different calls.
+#: The remedy for ranks that are in different calls.
 CALL_ALIKE = (
     "make the same collective calls on every rank, in the same order; rank 0 alone writes what is written "
     "once"
@@ -18,10 +18,10 @@ class Calls:
     """The collective calls that a script makes on one rank.
 
     Attributes:
-        at: the call that the rank is in now, e.g. `run.save_checkpoint()`; "": in code of its own.
+        at: the call that the rank is in now, e.g. `run.save_checkpoint()`; "": the script's own code.
         last: the call that it was in last.
         beats: calls entered and left so far.
-        has_ended: the script has no more to do; it waits for the others to end, for however long.
+        has_ended: whether the script is finished and waits, for however long, for the others to end.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Calls:
         self.last = "the start"
         self.beats = 0
         self.has_ended = False
-        #: Runs under way in which a rank may be long with steps of its own.
+        #: Active runs in which a rank may spend a long time in steps of its own.
         self._apart: list[object] = []
 
     @property
@@ -41,7 +41,7 @@ class Calls:
         """Note that a run begins.
 
         Args:
-            together: its ranks are all of the job, and wait for each other in every step.
+            together: whether the run has all ranks of the job, and they wait for each other in every step.
         """
         if not together:
             self._apart.append(run)
@@ -52,7 +52,7 @@ class Calls:
 
     @contextmanager
     def of(self, call: str) -> Iterator[None]:
-        """Be at a call for the block; "": in code of the script's own, for the length of it."""
+        """Record that the rank is in `call` during the block; "": in the script's own code."""
         before = self.at
         self._go_to(call)
         try:
@@ -61,6 +61,7 @@ class Calls:
             self._go_to(before)
 
     def _go_to(self, call: str) -> None:
-        # Beats first: a watchdog that sees the new place must not take it for one held since the last beat.
+        # Beats first: a watchdog that sees the new call must not think the rank has been in it since the
+        # previous beat.
         self.beats += 1
         self.last, self.at = self.at or self.last, call

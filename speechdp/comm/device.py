@@ -1,4 +1,4 @@
-"""Choose where a rank computes."""
+"""Choose the device that a rank computes on."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from speechdp import remedies
 from speechdp.counting import counted
 from speechdp.errors import CommunicationError, ConfigError
 
-#: Ranks of a host that share a GPU, as tests of several ranks on one GPU need it; one by default.
+#: Variable: how many ranks of a host share a GPU (default 1), for tests of several ranks on one GPU.
 RANKS_PER_GPU = "SPEECHDP_RANKS_PER_GPU"
 
 
 def num_gpus() -> int:
-    """Return how many GPUs torch sees on this host; CUDA_VISIBLE_DEVICES counts."""
+    """Return how many GPUs torch sees on this host, given CUDA_VISIBLE_DEVICES."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -24,7 +24,7 @@ def ranks_per_gpu() -> int:
     """Return how many ranks of a host share a GPU.
 
     Raises:
-        ConfigError: the environment says nonsense.
+        ConfigError: the environment's value is not a positive integer.
     """
     shared_by = os.environ.get(RANKS_PER_GPU) or "1"
     if not shared_by.isdecimal() or int(shared_by) < 1:
@@ -33,10 +33,10 @@ def ranks_per_gpu() -> int:
 
 
 def ranks_on_gpus(name: str) -> int:
-    """Return how many ranks of this host compute on GPUs at most, with `auto`, `cpu` or `cuda`.
+    """Return the largest number of this host's ranks that can use GPUs, with `auto`, `cpu` or `cuda`.
 
     Raises:
-        ConfigError: cuda was asked for and there is none; or the environment says nonsense.
+        ConfigError: cuda was requested and there is no GPU, or `ranks_per_gpu` refuses the environment.
     """
     shared_by = ranks_per_gpu()
     if name == "cpu":
@@ -51,7 +51,7 @@ def ranks_on_gpus(name: str) -> int:
 
 
 def exchange_device(name: str) -> torch.device:
-    """Return the kind of device that exchanges are on, before the communicator knows the local rank."""
+    """Return the kind of device whose tensors are exchanged, before the local rank is known."""
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -59,7 +59,7 @@ def choose_device(name: str, local_rank: int) -> torch.device:
     """Return the device for `auto`, `cpu` or `cuda`.
 
     Raises:
-        ConfigError: cuda was asked for and this rank has none; or the environment says nonsense.
+        ConfigError: cuda was requested and this rank has no GPU, or `ranks_per_gpu` refuses the environment.
     """
     most = ranks_on_gpus(name)
     if most == 0:
@@ -76,13 +76,13 @@ def choose_device(name: str, local_rank: int) -> torch.device:
 
 
 def refuse_mixed_kinds(places: Sequence[tuple[str, str]]) -> None:
-    """Refuse ranks of which some compute on GPUs and others on the CPU: their flat vectors differ in layout.
+    """Refuse a job in which some ranks use GPUs and others the CPU: their flat vectors differ in layout.
 
     Args:
         places: host and kind of device (`cuda`, `cpu`) of every rank, in order.
 
     Raises:
-        CommunicationError: naming the first rank of either kind.
+        CommunicationError: the kinds differ; the message names the first rank of each.
     """
     kinds = [kind for _, kind in places]
     if len(set(kinds)) < 2:

@@ -1,4 +1,4 @@
-"""Continuing without lost ranks: errors, collectives through rank 0, work that is repeated."""
+"""Continue without lost ranks: errors, collectives through rank 0, repeated work."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ABSENT = -1
 
 
 class PeerLost(CommunicationError):  # noqa: N818 (what happened; not always an error)
-    """Ranks that this one waited for are lost; raised only where losses are tolerated.
+    """Ranks that this rank waited for are lost; raised only where losses are tolerated.
 
     Attributes:
-        ranks: all that are known to be gone by now.
+        ranks: all ranks known to be lost by now.
     """
 
     def __init__(self, ranks: Collection[int]) -> None:
@@ -40,14 +40,14 @@ def leader_lost() -> CommunicationError:
 
 
 class Star:
-    """Collectives of the ranks that are left of a channel, one at a time.
+    """Collectives of a channel's remaining ranks, one at a time.
 
-    Every rank hands its part to rank 0, and takes from it the result and the list of those whose parts are
-    in it.  So all agree on the list whoever is lost when, as long as rank 0 is left; nothing is ever done a
-    second time.  Rank 0 moves the bytes of all: this is for exchanges that are rare.
+    Every rank sends its part to rank 0, and receives the result and the list of ranks whose parts are in it.
+    So all agree on the list, whichever ranks are lost at whatever time, as long as rank 0 remains; nothing is
+    ever repeated.  All bytes pass through rank 0, so this suits rare exchanges only.
 
     Args:
-        peers: a channel of nobody else's whose calls raise PeerLost.
+        peers: a channel that nothing else uses and whose calls raise PeerLost.
 
     Attributes:
         alive: ranks that took part in the last collective.
@@ -58,11 +58,11 @@ class Star:
         self.alive = tuple(range(peers.size))
 
     def barrier(self) -> None:
-        """Return once every rank that is left has called it.  Collective."""
+        """Return once every remaining rank has called it.  Collective."""
         self.allreduce(torch.empty(0), ReduceOp.SUM)
 
     def allreduce(self, x: Tensor, op: ReduceOp) -> None:
-        """Combine `x`, on the CPU, over the ranks that are left, in place, in their order.  Collective."""
+        """Combine `x`, on the CPU, over the remaining ranks, in place, in rank order.  Collective."""
         part = torch.empty_like(x)
 
         def take(rank: int) -> int:
@@ -74,7 +74,7 @@ class Star:
         self._share(x)
 
     def broadcast(self, x: Tensor, root: int) -> None:
-        """Overwrite `x` with that of `root`.  Collective.  Raises CommunicationError if `root` is gone."""
+        """Overwrite `x` with the `x` of `root`.  Collective.  Raises CommunicationError if `root` is lost."""
         none = x.new_empty(0)
 
         def take(rank: int) -> int:
@@ -89,7 +89,7 @@ class Star:
         self._share(x)
 
     def allgather(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every rank that is left, in the order of ranks.  Collective."""
+        """Return the bytes of every remaining rank, in rank order.  Collective."""
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _bytes(0)
         found = [own]
 
@@ -107,22 +107,22 @@ class Star:
         return [part.numpy().tobytes() for part in torch.split(everything, sizes)]
 
     def part(self) -> None:
-        """Let rank 0 be the last to leave: none that waits for a result takes it for lost.  Collective."""
+        """Let rank 0 leave last, so that no rank waiting for a result considers it lost.  Collective."""
         if self._peers.rank > 0:
             with contextlib.suppress(PeerLost):
                 self._peers.send(_bytes(0), 0, tag=_GOODBYE)
             return
         for rank in self.alive[1:]:
-            with contextlib.suppress(PeerLost):  # it has left without its goodbye being heard
+            with contextlib.suppress(PeerLost):  # it left, but its goodbye did not arrive
                 self._peers.recv(_bytes(0), rank, tag=_GOODBYE)
 
     def _gather(self, parts: list[Tensor], take: Callable[[int], int], own: int = 0) -> list[int]:
-        """Hand this rank's parts to rank 0, which takes them, and learn who took part.
+        """Send this rank's parts to rank 0, which combines them, and learn which ranks took part.
 
         Args:
-            parts: what this rank sends.
-            take: on rank 0, receives what a rank sends and returns a number to be told to all.
-            own: the number of rank 0.
+            parts: tensors this rank sends.
+            take: on rank 0, receives one rank's parts and returns a number that all ranks learn.
+            own: rank 0's number.
 
         Returns:
             The number of each rank of `alive`.
@@ -143,13 +143,13 @@ class Star:
         return [int(numbers[rank]) for rank in self.alive]
 
     def _share(self, x: Tensor) -> None:
-        """Overwrite `x` with that of rank 0 on all ranks that took part."""
+        """Overwrite `x` with rank 0's on all ranks that took part."""
         if self._peers.rank > 0:
             with _needing_the_leader():
                 self._peers.recv(x, 0, tag=_RESULT)
             return
         for rank in self.alive[1:]:
-            with contextlib.suppress(PeerLost):  # the next collective is without it
+            with contextlib.suppress(PeerLost):  # the next collective leaves it out
                 self._peers.send(x, rank, tag=_RESULT)
 
 
@@ -173,8 +173,8 @@ def in_shares(comm: Communicator, work: Callable[[int, int], T]) -> T:
     """Run each rank's share of some work and return the combined result.  Collective.
 
     Args:
-        work: called with this rank's share, 0 <= share < number, and the number of shares; ends with the
-            collective that puts them together.  Called again where a rank was lost with its share.
+        work: called with this rank's share, 0 <= share < number, and the number of shares; must end with
+            the collective that combines the shares.  Called again if a rank was lost with its share.
     """
     while True:
         alive = comm.alive

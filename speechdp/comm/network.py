@@ -1,4 +1,4 @@
-"""Find the interface over which the ranks of a job reach one another."""
+"""Find the network interface over which the ranks of a job reach one another."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Interface:
 
 
 def interface_between(rank: int, hosts: Sequence[str]) -> Interface:
-    """Return the interface for this rank's traffic: the one the user chose, else loopback on one host.
+    """Return the interface for this rank's traffic: the user's choice, else loopback on a single host.
 
     Args:
         rank: this rank.
@@ -70,22 +70,22 @@ def has_infiniband() -> bool:
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this host that packets to `host` leave from.
+    """Return the source address of this host's packets to `host`.
 
-    The name of this host is no help: many systems let it stand for 127.0.1.1.
+    This host's own name is no help: on many systems it resolves to 127.0.1.1.
 
     Raises:
-        OSError: `host` has no known address, or there is no way to it.
+        OSError: `host` has no known address, or there is no route to it.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing, only asks the routing table
+        probe.connect((host, 9))  # sends nothing, only consults the routing table
         return str(probe.getsockname()[0])
 
 
 def address_of_own_name() -> str | None:
-    """Return the address that this host's own name stands for; None: it stands for none of this host's.
+    """Return the address that this host's own name resolves to; None: none of this host's addresses.
 
-    As Gloo takes it where it is given no interface.
+    Gloo uses this address if it is given no interface.
     """
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)

@@ -1,7 +1,7 @@
 """Packets between ranks: a small JSON-like header followed by tensors, sent and received without waiting.
 
-A message of `PeerCommunicator` has a size that the receiver knows, and its sender waits.  A packet describes
-its own contents, and its sender continues at once; feeders send batches in this way.
+For a message of `PeerCommunicator` the receiver must know the size, and the sender waits.  A packet describes
+its own contents, and its sender continues at once.  Feeders send batches in packets.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from speechdp.errors import CommunicationError
 
-#: Returns memory for a tensor of this shape and dtype that is about to arrive.
+#: Allocates memory for a tensor of this shape and dtype that is about to arrive.
 Allocate: TypeAlias = Callable[[Sequence[int], torch.dtype], Tensor]
-#: Told when a packet has left, and for how many seconds it had the way out to itself.
+#: Called when a packet has left, with the seconds for which it occupied the outgoing channel.
 Sent: TypeAlias = Callable[[float], None]
 
 _FIRST_SLEEP_S, _LONGEST_SLEEP_S, _LONGEST_SLEEP_MOVING_S = 20e-6, 1e-3, 100e-6
-#: For so long after the last packet a tensor on its way is looked after without sleeping: through shared
-#: memory without single copies its pieces come as fast as both ranks fetch them.
+#: For this long after the last packet a pending transfer is polled without sleeping: through shared memory
+#: without single-copy transfers, the pieces of a tensor arrive as fast as both ranks fetch them.
 _BUSY_S = 2e-3
 
 
@@ -35,12 +35,12 @@ def fresh(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Packet:
-    """What another rank has sent.
+    """A packet from another rank.
 
     Attributes:
         source: rank of the sender.
-        head: JSON-like.
-        tensors: on the CPU.
+        head: header, JSON-like.
+        tensors: tensors on the CPU.
     """
 
     source: int
@@ -52,7 +52,7 @@ class PacketChannel(ABC):
     """Packets between any two ranks, on a separate channel; only `close` is collective.
 
     Packets from one rank to another arrive in the order in which they were sent.  Transfers make progress
-    only during calls of `receive`, by one thread of a rank at a time; any thread may send.
+    only during calls of `receive`, which one thread of a rank may make at a time; any thread may send.
 
     Attributes:
         sent_bytes: payload this rank has sent.
@@ -70,18 +70,18 @@ class PacketChannel(ABC):
 
         Args:
             dest: another rank.
-            head: JSON-like.
-            tensors: contiguous, on the CPU; held until they have left, and not to be written before.
-            sent: called when they have left, by whoever calls `receive`; its seconds begin when the packet
-                before has left, so that their sum is how long the way out was in use.
+            head: header, JSON-like.
+            tensors: contiguous tensors on the CPU; kept, and not to be written, until they have left.
+            sent: called when they have left, by the thread that calls `receive`.  Its seconds begin when the
+                previous packet has left, so their sum is how long the outgoing channel was in use.
 
         Raises:
-            CommunicationError: it cannot be sent.
+            CommunicationError: the packet cannot be sent.
         """
 
     @abstractmethod
     def receive(self) -> Packet | None:
-        """Return a packet that has arrived, or None; makes progress on pending transfers and never waits.
+        """Return a packet that has arrived, or None.  Advance pending transfers; never wait.
 
         Raises:
             CommunicationError: the transport has failed.
@@ -94,10 +94,10 @@ class PacketChannel(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the channel.  Collective; nothing may be on its way; safe to call twice."""
+        """Release the channel.  Collective; no packet may be in flight; safe to call twice."""
 
     def check(self, dest: int, tensors: Sequence[Tensor]) -> None:
-        """Refuse what cannot be sent."""
+        """Refuse a receiver or tensors that cannot be sent to or sent."""
         if dest == self.rank or not 0 <= dest < self.size:
             raise CommunicationError(
                 f"rank {self.rank} cannot send to rank {dest}: not another rank of the {self.size} there are"
@@ -108,17 +108,17 @@ class PacketChannel(ABC):
 
 
 class Pacing:
-    """How long to sleep between two looks at a channel: an eighth of the time waited so far, to 1 ms."""
+    """Sleeps between polls of a channel, for an eighth of the time waited so far, at most 1 ms."""
 
     def __init__(self) -> None:
         self._since_s = time.monotonic()
 
     def reset(self) -> None:
-        """Start over: something has arrived."""
+        """Start over, as something has arrived."""
         self._since_s = time.monotonic()
 
     def sleep(self, *, moving: bool) -> None:
-        """Sleep until the next look; with something on its way it comes sooner."""
+        """Sleep until the next poll, which comes sooner while a transfer is pending (`moving`)."""
         waited_s = time.monotonic() - self._since_s
         if moving and waited_s < _BUSY_S:
             time.sleep(0)
@@ -128,10 +128,10 @@ class Pacing:
 
 
 def describe(tensors: Sequence[Tensor]) -> list[list[Any]]:
-    """Return dtype and shape of each tensor, JSON-like."""
+    """Return the dtype and shape of each tensor, JSON-like."""
     return [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
 
 
 def make_room(description: list[list[Any]], allocate: Allocate) -> tuple[Tensor, ...]:
-    """Return memory for tensors that were described so."""
+    """Allocate memory for tensors from what `describe` returned."""
     return tuple(allocate(shape, getattr(torch, dtype)) for dtype, shape in description)

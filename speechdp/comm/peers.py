@@ -1,4 +1,4 @@
-"""What channels between two ranks share: argument checks and byte counts."""
+"""What point-to-point channels share: argument checks and byte counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_TAGS = 1000
 class CheckedPeers(PeerCommunicator):
     """A channel that checks its arguments before a back-end sees them.
 
-    Messages without elements are messages like any other: they are waited for, and carry 0 bytes.
+    Messages without elements are like any other: the receiver waits for them, and they carry 0 bytes.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -27,7 +27,7 @@ class CheckedPeers(PeerCommunicator):
 
     def send(self, x: Tensor, dest: int, *, tag: int = 0) -> None:
         self._check(f"send to rank {dest}", x, dest, tag)
-        # A message may travel in several pieces, which those of another thread must not come between.
+        # A message may travel in several pieces; another thread's pieces must not come between them.
         with self._turns.setdefault((dest, tag), threading.Lock()):
             self._send(x, dest, tag)
         with self._counting:
@@ -48,7 +48,7 @@ class CheckedPeers(PeerCommunicator):
             self._abandon()
 
     def wrong_size(self, expected: int, received: int, source: int, tag: int) -> CommunicationError:
-        """Return the error of a message whose size is another than that of the tensor it was meant for."""
+        """Return the error for a message whose size differs from that of the receiving tensor."""
         return CommunicationError(
             f"rank {self.rank} expected {expected} bytes with tag {tag} from rank {source}, which sent "
             f"{received}; both ranks must name a tensor of the same shape and dtype"

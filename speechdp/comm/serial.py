@@ -1,4 +1,4 @@
-"""The communicator of a single process: every exchange is the identity."""
+"""The communicator of a single process, where every exchange is the identity."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Lend CPU memory to an exchange of a CUDA tensor, for back-ends that cannot read the GPU's.
+"""Lend CPU memory to an exchange of a CUDA tensor, for back-ends that cannot read GPU memory.
 
-Copies run on a stream of their own, one a device: a copy between GPU and host beside kernels that compute
-holds up neither.
+Each device has a separate stream for these copies, so that a copy and the computing kernels do not delay each
+other.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _streams_lock = threading.Lock()
 class Staged:
     """A view of a tensor that the back-end can exchange: the tensor itself, or a pinned copy on the host.
 
-    `fetch` before the exchange touches the memory; `store` once it is over.  Both order themselves against
-    the stream that is current in the thread that calls: the one that made the object, and the one that
-    calls `store` and goes on with `x`.
+    Call `fetch` before the exchange touches the memory, and `store` once it is over.  The copy to the host is
+    ordered after the current stream of the thread that makes the object; the copy back is ordered before
+    later work on the current stream of the thread that calls `store` and then uses `x`.
 
     Args:
-        x: contiguous tensor; not written by anybody else until `store`.
-        direct: the back-end reads and writes the GPU's memory itself; nothing is copied.
-        load: the exchange reads the values of `x`; False when it only overwrites them.
+        x: contiguous tensor; nothing else may write to it until `store`.
+        direct: whether the back-end reads and writes GPU memory itself, so that nothing is copied.
+        load: whether the exchange reads the values of `x`; False if it only overwrites them.
     """
 
     def __init__(self, x: Tensor, *, direct: bool = False, load: bool = True) -> None:
@@ -35,7 +35,7 @@ class Staged:
         self._copied = self._x.is_cuda and not direct
         if not self._x.is_cuda:
             return
-        # `blocking` lets the waiting thread sleep, where it would spin.
+        # `blocking` lets the waiting thread sleep instead of spin.
         self._ready = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._ready.record(torch.cuda.current_stream(self._x.device))
         if self._copied:
@@ -43,19 +43,19 @@ class Staged:
             self._start_copy(self._ready, load)
 
     def fetch(self) -> Tensor:
-        """Wait until the memory holds the tensor's values and return it, flat."""
+        """Wait until the memory holds the tensor's values; return that memory as a flat tensor."""
         if self._ready is not None:
             self._ready.synchronize()
         return self._buffer
 
     def store(self) -> None:
-        """Put the result into the tensor, ordered before whatever the current stream does next."""
+        """Copy the result into the tensor, ordered before whatever the current stream does next."""
         if not self._copied:
             return
         side = _side_stream(self._x.device)
         with torch.cuda.stream(side):
-            # After whatever used `x` before this object was made: `side` has waited for that already.  The
-            # allocator of pinned memory waits for this copy before it lends the buffer again.
+            # This runs after everything that used `x` before this object was made: `side` has waited for
+            # that already.  The pinned-memory allocator waits for this copy before it reuses the buffer.
             self._x.copy_(self._buffer, non_blocking=True)
         self._x.record_stream(side)
         torch.cuda.current_stream(self._x.device).wait_stream(side)
@@ -65,12 +65,12 @@ class Staged:
         side = _side_stream(self._x.device)
         side.wait_event(written)
         if not load:
-            # Nobody has used the host's buffer yet, so there is nothing `fetch` would wait for.
+            # Nothing has used the host's buffer yet, so `fetch` has nothing to wait for.
             self._ready = None
             return
         with torch.cuda.stream(side):
             self._buffer.copy_(self._x, non_blocking=True)
-        # Freed while the copy runs, its memory is not lent to the current stream before the copy has ended.
+        # If `x` is freed while the copy runs, the allocator does not reuse its memory before the copy ends.
         self._x.record_stream(side)
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         copied.record(side)
@@ -78,7 +78,7 @@ class Staged:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """Return contiguous `x` as a flat uint8 view: a broadcast moves bits, whatever the dtype."""
+    """Return contiguous `x` as a flat uint8 view, since a broadcast moves bits whatever the dtype."""
     return x.detach().view(-1).view(torch.uint8)
 
 

@@ -13,12 +13,12 @@ _LONGEST_SLEEP_S = 1e-3
 def sleep_until(
     done: Callable[[], bool], *, busy_s: float = 0.0, longest_sleep_s: float = _LONGEST_SLEEP_S
 ) -> None:
-    """Call `done` until it is true: a few times at once, then between sleeps that double.
+    """Call `done` until it returns true: a few times at once, then between sleeps that double in length.
 
     Args:
-        done: returns at once.
-        busy_s: for so long there is no sleep, s; whoever else wants the core gets it all the same.
-        longest_sleep_s: where the doubling ends, s.
+        done: the condition; must return at once.
+        busy_s: time to poll without sleeping, s; the core is still yielded to whoever else wants it.
+        longest_sleep_s: longest sleep, s.
     """
     for _ in range(_NUM_TESTS_AT_ONCE):
         if done():

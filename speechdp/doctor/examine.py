@@ -1,4 +1,4 @@
-"""All of an examination: hosts, programs, logins, the probe's job, and what is to be thought of it."""
+"""Run a whole examination: hosts, programs, logins, the probe's job, and its judgement."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Examination:
 
 
 def examine(request: DoctorRequest, tell: Callable[[str], None]) -> Examination:
-    """Look at hosts from here, run the probe over those that can be reached, and judge it all.
+    """Check hosts from here, run the probe on those that can be reached, and judge all results.
 
     Args:
         tell: takes a line about what is being done.
@@ -193,7 +193,7 @@ def _run_job(
         extra_options=request.mpi_options,
         in_batch_job=request.allocation is not None,
     )
-    # With the threads that each of a job's ranks would have, not those of the few ranks of the probe.
+    # With the number of threads that each rank of a job would have, not that of the few probe ranks.
     filled = tuple(replace(host, slots=max(host.slots, request.slots.get(host.name, 0))) for host in hosts)
     environment = child_environment(
         replace(job, hosts=filled),
@@ -216,7 +216,7 @@ def _run_job(
 def _command(
     request: DoctorRequest, programs: _Programs, job: LaunchJob, environment: dict[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return argv and environment of the launcher, as `speechdp launch` has them."""
+    """Return the launcher's argv and environment, as `speechdp launch` would make them."""
     if request.launcher == "srun":
         return srun_command(job, programs.mpi, environment), srun_environment(job, programs.mpi, environment)
     if request.launcher == "horovodrun":
@@ -243,7 +243,7 @@ def _judge(request: DoctorRequest, job: JobRecord, placed: Sequence[str]) -> lis
 
 
 def _remove_tokens(folder: Path, token: str) -> None:
-    """Remove what ranks that were killed have left here."""
+    """Remove files that killed ranks have left here."""
     for path in folder.glob(f"{TOKEN_PREFIX}{token}-*"):
         path.unlink(missing_ok=True)
 

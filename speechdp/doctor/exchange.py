@@ -1,4 +1,4 @@
-"""What ranks of the probe find out together: shared folder, clocks, speed, Horovod.  All is collective."""
+"""What the probe's ranks find out together: shared folder, clocks, speed, Horovod.  All is collective."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from speechdp.files import disk_reason, remedy_of
 
 #: A network disk may show a new file late.
 _VISIBLE_WITHIN_S = 3.0
-#: What a folder says that is not there, or not for this user.
+#: Errors of a folder that does not exist, or that this user may not access.
 _NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
 _CLOCK_ROUNDS = 7
 _LATENCY_ROUNDS = 20
 _SPEED_ROUNDS = 3
-#: A measurement of one link ends after about so long, however slow it is.
+#: Approximate longest time for measuring one link, however slow it is, s.
 _SPEED_S = 3.0
 _MIB = 1 << 20
 
 
 def folder_facts(comm: Communicator, folder: Path, prefix: str, token: str) -> dict[str, Any]:
-    """Write a file each, and look whether the others' can be read.  Collective.
+    """Write one file per rank, and check that the others' files can be read.  Collective.
 
     Args:
         prefix: of the names of the files.
@@ -66,7 +66,7 @@ def folder_facts(comm: Communicator, folder: Path, prefix: str, token: str) -> d
 
 
 def clock_facts(comm: Communicator) -> dict[str, Any]:
-    """Read this rank's clock around some exchanges that no rank leaves before all have come.  Collective.
+    """Read this rank's clock around some exchanges that no rank leaves before all have joined.  Collective.
 
     Two ranks' readings give bounds of the difference of their clocks (judge_network.clock_offset).
     """
@@ -133,7 +133,7 @@ def slow_pairs(rates: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
 
 
 def horovod_facts(comm: Communicator, num_bytes: int) -> dict[str, Any]:
-    """Start Horovod as a training would, compare its world, and time it.  Collective.
+    """Start Horovod as training would, check its world, and time it.  Collective.
 
     Returns:
         "skipped": why it was not started, or rank, size, controller and what speed_facts returns.
@@ -150,7 +150,7 @@ def horovod_facts(comm: Communicator, num_bytes: int) -> dict[str, Any]:
 
 
 def neighbours(hosts: Sequence[str]) -> list[tuple[int, int]]:
-    """Return pairs of ranks, the first of neighbouring hosts; with 3 hosts or more the last and first too.
+    """Return the pairs of first ranks of neighbouring hosts; with 3 hosts or more, also last and first.
 
     Args:
         hosts: host of each rank.
@@ -161,7 +161,7 @@ def neighbours(hosts: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _seconds(comm: Communicator, x: torch.Tensor, name: str) -> float:
-    """Return the time of one allreduce on the rank that took longest; the same number everywhere."""
+    """Return the time of one allreduce on the slowest rank; the same number on all ranks."""
     comm.barrier()
     begin = time.perf_counter()
     comm.allreduce(x, name=name)

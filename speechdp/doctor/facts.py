@@ -1,4 +1,4 @@
-"""What a rank can find out by itself about its node; nothing here is collective."""
+"""What a rank can find out about its node on its own; nothing here is collective."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from speechdp.timing.gpu import gpu_facts
 
 
 def _machine() -> str:
-    """Return what tells this machine, or container, from all others until it starts again; "": unknown."""
+    """Return an id of this machine or container, unique until it restarts; "": unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         spaces = [str(Path("/proc/self/ns", name).readlink()) for name in ("uts", "net")]
@@ -35,7 +35,7 @@ def _machine() -> str:
 
 
 def node_facts() -> dict[str, Any]:
-    """Return what is installed and built into this node, as JSON."""
+    """Return the node's software and hardware facts, as JSON."""
     return {
         "host": environment.host_name(),
         "machine": _machine(),
@@ -95,7 +95,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _nvml_facts() -> dict[str, Any]:
-    """Return how many GPUs the driver knows, whatever torch can use; -1 where nothing can tell."""
+    """Return the number of GPUs that the driver knows, whatever torch can use; -1: unknown."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -111,7 +111,7 @@ def _nvml_facts() -> dict[str, Any]:
 
 
 def _interfaces() -> dict[str, list[str]]:
-    """Return the IPv4 addresses of every interface that is up, loopback left out."""
+    """Return the IPv4 addresses of every interface that is up, except loopback."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found: dict[str, list[str]] = {}
     for name, addresses in psutil.net_if_addrs().items():
@@ -123,5 +123,5 @@ def _interfaces() -> dict[str, list[str]]:
 
 
 def _limit(which: int) -> int:
-    """Return a hard limit, which speechdp raises itself to; -1: none."""
+    """Return a hard limit, to which speechdp raises its own limit; -1: none."""
     return resource.getrlimit(which)[1]

@@ -1,4 +1,4 @@
-"""What a check of the doctor says."""
+"""Findings: the results of the doctor's checks."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Finding:
 
 
 def ok(check: str, found: str) -> Finding:
-    """Return the finding that nothing is wrong."""
+    """Return a finding that nothing is wrong."""
     return Finding(check, "ok", found)
 
 
 def who_has_what(values: Mapping[str, object]) -> str:
-    """Say which hosts have which value: "4.1.8 (n1, n2), 4.1.4 (n3)".
+    """Return a text on which hosts have which value: "4.1.8 (n1, n2), 4.1.4 (n3)".
 
     Args:
         values: by host.
@@ -58,7 +58,7 @@ def grouped(values: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
 
 
 def minority(values: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the hosts whose value is not the commonest one."""
+    """Return the hosts whose value is not the most common one."""
     hosts_of = grouped(values)
     commonest = max(hosts_of, key=lambda value: len(hosts_of[value]))  # the first of equals
     return tuple(host for host, value in values.items() if str(value) != commonest)

@@ -1,4 +1,4 @@
-"""Judge clocks, interfaces and the speed between hosts."""
+"""Judge the clocks, the interfaces and the speed between hosts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from speechdp.doctor.links import slow_links, suspects
 from speechdp.doctor.seen import Rank, by_host
 
 _CLOCK_S = 1.0
-#: A link of 100 Mbit/s brings 12 MB/s, one of 1 Gbit/s 110.
+#: A link of 100 Mbit/s transfers 12 MB/s, one of 1 Gbit/s 110.
 _SLOW_BYTES_S = 50e6
 
 
@@ -30,7 +30,7 @@ def judge_clocks(ranks: Sequence[Rank]) -> list[Finding]:
 
 
 def clock_offset(first: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Return by how many seconds another clock is ahead of the first, from readings around barriers.
+    """Return by how many seconds a clock is ahead of the first, from readings around barriers.
 
     No rank leaves a barrier before all have come to it, so what one read before it is earlier than what
     the other read after it: offset <= other's after - first's before, and >= other's before - first's
@@ -43,7 +43,7 @@ def clock_offset(first: Mapping[str, Any], other: Mapping[str, Any]) -> float:
 
 
 def judge_interfaces(ranks: Sequence[Rank], interface: str | None, *, job_hangs: bool) -> list[Finding]:
-    """Look for addresses that several hosts have, and for the interface the user chose.
+    """Check for addresses that several hosts share, and for the interface the user chose.
 
     Args:
         interface: of --interface.
@@ -93,7 +93,7 @@ def _shown(interfaces: Mapping[str, Any]) -> str:
 
 
 def judge_speed(ranks: Sequence[Rank]) -> list[Finding]:
-    """Judge the links between neighbouring hosts, and tell the speed of all together."""
+    """Judge the links between neighbouring hosts, and report the speed of all hosts together."""
     findings = []
     pairs = pair_speeds(ranks)
     rates = {pair: float(facts["bus_bytes_s"]) for pair, facts in pairs.items()}
@@ -120,7 +120,7 @@ def judge_speed(ranks: Sequence[Rank]) -> list[Finding]:
 
 
 def pair_speeds(ranks: Sequence[Rank]) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """Return what was measured for pairs of hosts."""
+    """Return the measurements for pairs of hosts."""
     host_of = {rank.rank: rank.host for rank in ranks}
     found: dict[tuple[str, str], Mapping[str, Any]] = {}
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Judge what is installed and built into the nodes: all must be alike, and fit for a job."""
+"""Judge the nodes' software and hardware: all nodes must be alike, and fit for a job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FEWEST_FILES = 1024
 
 
 def judge_nodes(ranks: Sequence[Rank], slots: Mapping[str, int]) -> list[Finding]:
-    """Judge everything a rank can tell of its node.
+    """Judge everything that ranks report about their nodes.
 
     Args:
         slots: by host; a job will have as many ranks there, if not more.
@@ -68,7 +68,7 @@ def judge_versions(ranks: Sequence[Rank]) -> list[Finding]:
 
 
 def judge_world(ranks: Sequence[Rank]) -> list[Finding]:
-    """Compare what launcher, MPI and Horovod take for the world, and ask for MPI's threads."""
+    """Compare the worlds of launcher, MPI and Horovod, and check MPI's thread support."""
     connected = [rank for rank in ranks if "connect" in rank.facts]
     if not connected:
         return []
@@ -117,7 +117,7 @@ def _judge_horovod(ranks: Sequence[Rank]) -> list[Finding]:
 
 
 def judge_host_names(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
-    """Ask for a name of its own for each host."""
+    """Check that each host has a name of its own."""
     by_name = grouped({host: node["host"] for host, node in nodes.items()})
     shared = {name: hosts for name, hosts in by_name.items() if len(hosts) > 1}
     if not shared:
@@ -141,7 +141,7 @@ def _is_one_machine(hosts: Sequence[str], nodes: Mapping[str, Mapping[str, Any]]
 
 
 def judge_cores(nodes: Mapping[str, Mapping[str, Any]], num_ranks: Mapping[str, int]) -> Finding:
-    """Compare threads of all ranks of a host with its cores.
+    """Compare the threads of all ranks of a host with its cores.
 
     Args:
         num_ranks: by host.
@@ -164,7 +164,7 @@ def judge_cores(nodes: Mapping[str, Mapping[str, Any]], num_ranks: Mapping[str, 
 
 
 def judge_gpus(nodes: Mapping[str, Mapping[str, Any]], num_ranks: Mapping[str, int]) -> list[Finding]:
-    """Compare GPUs, driver and torch's CUDA; no GPU anywhere is fine where torch has no CUDA.
+    """Compare GPUs, drivers and torch's CUDA; hosts without GPUs are fine if torch has no CUDA.
 
     Args:
         num_ranks: by host.
@@ -210,7 +210,7 @@ def _gpu_kinds(
 
 
 def judge_limits(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
-    """Look at limits of memory that may be locked (InfiniBand) and of open files."""
+    """Check the limits on locked memory (for InfiniBand) and on open files."""
     few = {h: n["open_files"] for h, n in nodes.items() if 0 <= n["open_files"] < _FEWEST_FILES}
     if few:
         remedy = (
@@ -227,7 +227,7 @@ def judge_limits(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
 
 
 def judge_file_locking(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
-    """Look at HDF5_USE_FILE_LOCKING; speechdp itself reads without locks."""
+    """Check HDF5_USE_FILE_LOCKING; speechdp itself reads without locks."""
     values = {host: str(node["file_locking"]) for host, node in nodes.items()}
     wrong = tuple(host for host, value in values.items() if value.upper() not in _HDF5_LOCKING)
     if wrong or len(set(values.values())) > 1:

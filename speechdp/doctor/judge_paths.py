@@ -13,7 +13,7 @@ _NEARLY_FULL_BYTES = 1 << 30
 
 
 def judge_data(ranks: Sequence[Rank], data: str) -> list[Finding]:
-    """Ask for the same complete data directory on every host."""
+    """Check that every host has the same complete data directory."""
     hosts = by_host(ranks, "data")
     if not hosts:
         return []
@@ -42,7 +42,7 @@ def judge_data(ranks: Sequence[Rank], data: str) -> list[Finding]:
 
 
 def judge_folder(ranks: Sequence[Rank], folder: str) -> list[Finding]:
-    """Ask for a folder that all hosts share and may write to, with room on its disk."""
+    """Check that all hosts share the folder and may write to it, and that its disk has room."""
     told = {rank.rank: rank for rank in ranks if "folder" in rank.facts}
     if not told:
         return []

@@ -1,4 +1,4 @@
-"""Judge whether hosts can be reached, and whether the probe's job came to its end."""
+"""Judge whether hosts can be reached, and whether the probe's job completed."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ _JOB = (
 
 
 def judge_reach(reach: Reach) -> list[Finding]:
-    """Judge what one host looks like from here."""
+    """Judge one host as seen from here."""
     hosts = (reach.host,)
     findings: list[Finding] = []
     if not reach.tried:
@@ -124,7 +124,7 @@ def _refused(reach: Reach) -> Finding:
 
 
 def judge_job(job: JobRecord, placed: Sequence[str]) -> Finding:
-    """Judge whether every rank came up and through all parts of the probe.
+    """Judge whether every rank started and completed all parts of the probe.
 
     Args:
         placed: host of each rank.
@@ -154,7 +154,7 @@ def _own_words(job: JobRecord) -> Finding | None:
 def _missing(
     job: JobRecord, silent: Sequence[int], open_ranks: Sequence[int], placed: Sequence[str]
 ) -> Finding:
-    """Say of a job that ended, or was ended, without a word which ranks were missing."""
+    """Name the ranks that were missing when a job ended, or was ended, without a message."""
     if silent:
         remedy = (
             "start one by hand with the command of speechdp launch --dry-run; a firewall must let hosts "
@@ -170,7 +170,7 @@ def _missing(
 
 
 def _hang(job: JobRecord, open_ranks: Sequence[int], placed: Sequence[str]) -> Finding:
-    """Name those who did not come to the part that others wait in, or say that all wait."""
+    """Name the ranks that did not reach the part in which others wait, or say that all wait."""
     furthest = max(len(record.begun) for record in job.ranks.values())
     part = next(r.begun[-1] for r in job.ranks.values() if len(r.begun) == furthest)
     late = [rank for rank, record in sorted(job.ranks.items()) if len(record.begun) < furthest]
@@ -188,7 +188,7 @@ def _hang(job: JobRecord, open_ranks: Sequence[int], placed: Sequence[str]) -> F
 
 
 def _known_trouble(job: JobRecord, silent: tuple[str, ...]) -> Finding | None:
-    """Return what a message of the launcher's means, for the hosts nothing was heard of."""
+    """Return the meaning of a launcher's message, for the hosts that did not report."""
     for trouble in _JOB:
         line = next((line for line in job.said if trouble.text.search(line)), None)
         if line is not None:

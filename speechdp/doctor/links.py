@@ -1,4 +1,4 @@
-"""Tell slow links between hosts from good ones."""
+"""Distinguish slow links between hosts from good ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SLOW_SHARE = 0.5
 
 
 def slow_links(rates: Mapping[tuple[Node, Node], float]) -> tuple[dict[tuple[Node, Node], float], float]:
-    """Return the links that bring less than half of what a good one brings, and what that is, bytes/s.
+    """Return the links with less than half the speed of a good link, and that speed, bytes/s.
 
     A good link brings the median over hosts of each one's best: not the median of links, as among three
     hosts one bad one spoils two of three.
@@ -30,7 +30,7 @@ def slow_links(rates: Mapping[tuple[Node, Node], float]) -> tuple[dict[tuple[Nod
 
 
 def suspects(slow: Mapping[tuple[Node, Node], float]) -> tuple[Node, ...]:
-    """Return who is in most of some pairs: one bad host spoils both of its links."""
+    """Return the members of most of the given pairs: one bad host slows both of its links."""
     counts: dict[Node, int] = {}
     for pair in slow:
         for node in pair:

@@ -23,7 +23,7 @@ from speechdp.doctor.wire import ALL, Report, Speaker
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
 
-#: Files of a token are hidden, and have names nobody else gives: this, the token, a dash, the rank.
+#: Prefix of the probe's hidden files, whose names nothing else uses: this, the token, a dash, the rank.
 TOKEN_PREFIX = ".speechdp-doctor-"
 #: Times a link that looks slow is measured again.
 _SECOND_LOOKS = 2
@@ -33,7 +33,7 @@ _VERIFY_LIMIT_S = 24 * 3600.0
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    """What the probe is to look at.
+    """What the probe has to check.
 
     Attributes:
         data: the data directory, "" none.
@@ -65,7 +65,7 @@ class ProbeOptions:
 
 
 class Probe:
-    """The parts of the probe on one rank; what each finds is reported at its end."""
+    """The parts of the probe on one rank; each part reports its results at its end."""
 
     def __init__(self, options: ProbeOptions, launch: environment.Launch | None) -> None:
         self._options = options
@@ -74,7 +74,7 @@ class Probe:
         self._facts: dict[str, dict[str, Any]] = {}
 
     def run(self) -> int:
-        """Look at this node, then meet the others; return the exit code."""
+        """Check this node, then join the others; return the exit code."""
         with self._part("node") as found:
             from speechdp.doctor.facts import data_facts, node_facts  # noqa: PLC0415
 
@@ -88,7 +88,7 @@ class Probe:
         return guard(self._connect, self._together)
 
     def _connect(self) -> Communicator:
-        """Initialise what the launcher has ranks meet over."""
+        """Initialise the library over which the launcher connects the ranks."""
         from speechdp.comm.startup.create import create_communicator  # noqa: PLC0415
 
         with self._part("connect") as found:
@@ -102,7 +102,7 @@ class Probe:
 
     def _together(self, comm: Communicator) -> int:
         if self._launch is not None and (self._launch.rank, self._launch.size) != (comm.rank, comm.size):
-            return 0  # no world to do anything in; the facts of `connect` say so
+            return 0  # no common world for further checks; the facts of `connect` say so
         from speechdp.doctor import exchange  # noqa: PLC0415
 
         options = self._options
@@ -134,7 +134,7 @@ class Probe:
             for pair in pairs:
                 with self._part(f"pair {pair[0]} {pair[1]}") as found:
                     found.update(exchange.pair_facts(comm, pair, self._options.num_bytes, rates))
-            # Something else may have kept a host busy: what looks slow is looked at again.
+            # Something else may have kept a host busy, so slow links are measured again.
             pairs = exchange.slow_pairs(rates)
 
     def _horovod(self, comm: Communicator) -> None:
@@ -153,7 +153,7 @@ class Probe:
         rank = self._speaker.rank
         self._speaker.say(Report(rank, phase, is_end=False, limit_s=limit_s))
         found: dict[str, Any] = {}
-        # By a thread of C's own, since MPI_Init keeps Python's lock; the doctor knows where we were.
+        # By a C thread, since MPI_Init holds the GIL; the doctor knows which part was running.
         with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
             faulthandler.dump_traceback_later(limit_s, exit=True, file=nowhere)
             try:
@@ -179,7 +179,7 @@ def _mpi_facts() -> Mapping[str, Any]:
 
 
 def main() -> None:
-    """Run the probe and leave with its exit code."""
+    """Run the probe and exit with its exit code."""
     options = ProbeOptions.from_json(sys.argv[1])
     with remedies.of_command(()):
         sys.exit(Probe(options, environment.announced()).run())

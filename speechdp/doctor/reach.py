@@ -1,4 +1,4 @@
-"""Look from here at hosts a launcher will reach by ssh: name, login without a prompt, Python in its place."""
+"""Check hosts that a launcher will reach by ssh: name, login without a prompt, Python at its path."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Reach:
-    """What one host looks like from here.
+    """The state of one host as seen from here.
 
     Attributes:
         host: its name in the hostfile.
@@ -66,7 +66,7 @@ class Login:
             f"test -x {shlex.quote(str(path))} || echo speechdp-doctor-missing-{i}"
             for i, path in enumerate(self.programs)
         ]
-        # A shell of whatever kind reads this: only what all of them know.
+        # Any kind of shell may read this, so it uses only what all of them know.
         remote = "; ".join([f"echo {_LOGGED_IN}", *tests, "true"])
         if Path(self.agent[0]).name != "ssh":
             return [*self.agent, host, remote]
@@ -74,7 +74,7 @@ class Login:
 
 
 def look_at_hosts(hosts: Sequence[str], login: Login | None) -> list[Reach]:
-    """Look at every host, many at a time.
+    """Check every host, many at a time.
 
     Args:
         hosts: names from a hostfile.
@@ -85,7 +85,7 @@ def look_at_hosts(hosts: Sequence[str], login: Login | None) -> list[Reach]:
 
 
 def look_at(host: str, login: Login | None, run: Callable[..., subprocess.CompletedProcess[str]]) -> Reach:
-    """Look at one host.
+    """Check one host.
 
     Args:
         run: subprocess.run, or what tests put in its place.
@@ -99,14 +99,14 @@ def look_at(host: str, login: Login | None, run: Callable[..., subprocess.Comple
     try:
         ended = run(
             login.command(host),
-            stdin=subprocess.DEVNULL,  # nobody is asked for a password
+            stdin=subprocess.DEVNULL,  # no prompt for a password
             capture_output=True,
             encoding="utf-8",
             errors="replace",
             timeout=login.time_limit_s,
             check=False,
             env={**os.environ, "LC_ALL": "C"},
-            start_new_session=True,  # without the terminal, over which ssh would ask all the same
+            start_new_session=True,  # without the terminal, on which ssh would prompt all the same
         )
     except subprocess.TimeoutExpired:
         return Reach(host, address=address)

@@ -1,4 +1,4 @@
-"""What was heard of a job's ranks, by host: what the judging functions take."""
+"""The reports of a job's ranks, by host: the input of the judging functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rank:
 
 
 def by_host(ranks: Sequence[Rank], part: str) -> dict[str, Mapping[str, Any]]:
-    """Return what each host's first rank found in a part; hosts that have not come so far are left out."""
+    """Return the results of each host's first rank in a part, without hosts that did not reach it."""
     found: dict[str, Mapping[str, Any]] = {}
     for rank in ranks:
         if part in rank.facts:
@@ -34,7 +34,7 @@ def by_host(ranks: Sequence[Rank], part: str) -> dict[str, Mapping[str, Any]]:
 def label_ranks(
     facts: Mapping[int, Mapping[str, Any]], placed: Sequence[str], *, trust_place: bool
 ) -> list[Rank]:
-    """Give every rank that was heard the name of its host.
+    """Assign its host's name to every rank that reported.
 
     Args:
         facts: by rank.

@@ -1,4 +1,4 @@
-"""Lay findings out: a table on a terminal, plain lines elsewhere."""
+"""Print findings: a table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _MOST_HOSTS = 6
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """Print a line for each finding, its remedy below it, and how many are red."""
+    """Print a line for each finding, with its remedy below it, and the number of red ones."""
     if console.is_terminal:
         console.print(_table(findings))
     else:
         for finding in findings:
-            # Text is no markup: host names and messages come from elsewhere.
+            # As text, not markup: host names and messages come from elsewhere.
             console.print(Text(_shown(_line(finding))), soft_wrap=True)
     console.print(Text(_sum(findings)), soft_wrap=True)
 
@@ -48,7 +48,7 @@ def _line(finding: Finding) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return text without characters that would steer the terminal: hosts and logins may print anything."""
+    """Return text without terminal control characters, as hosts and logins may print anything."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 

@@ -1,4 +1,4 @@
-"""How ranks of the probe report to `speechdp doctor`: lines on stdout, which every launcher brings home.
+"""How the probe's ranks report to `speechdp doctor`: lines on stdout, which every launcher forwards.
 
 No file (whether folders are shared is one of the questions) and no connection of our own. Launchers put
 words before lines, and may cut a line where another rank's begins: a report travels in short numbered pieces
@@ -17,13 +17,13 @@ from typing import Any
 
 _PIECE_CHARACTERS = 600
 _LINE = re.compile(r"@speechdp-doctor (\d+) (\d+) (\d+)/(\d+) ([0-9a-f]{8}) (.*)@")
-#: Facts of all ranks, told once more by rank 0 while the others are silent.
+#: Facts of all ranks, reported again by rank 0 while the others are silent.
 ALL = "all"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank says.
+    """A report of one rank.
 
     Attributes:
         rank: the launcher's number of the rank it is about.
@@ -95,7 +95,7 @@ def _parse(text: str) -> Report | None:
         rank, phase, is_end, limit_s, facts = json.loads(text)
         return Report(int(rank), str(phase), bool(is_end), float(limit_s), dict(facts))
     except (ValueError, TypeError):
-        return None  # none of ours: our own pieces have passed their checksums
+        return None  # not our report: our own pieces have passed their checksums
 
 
 def _checksum(piece: str) -> str:

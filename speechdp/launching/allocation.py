@@ -1,6 +1,6 @@
 """Find the hosts a batch system has given this job, from the variables and files it leaves.
 
-What is looked at, in this order (all variables of one row must be there, one alone is no allocation):
+Checked in this order (an allocation needs all variables of a row, not only one):
 
 | scheduler | variables | ranks on a host |
 |---|---|---|
@@ -9,7 +9,7 @@ What is looked at, in this order (all variables of one row must be there, one al
 | pbs | PBS_JOBID, PBS_NODEFILE | lines of the host (mpiprocs) |
 | sge | JOB_ID, PE_HOSTFILE | second word of the host's line |
 
-Slurm alone tells how many cores of each host are the job's, by SLURM_JOB_CPUS_PER_NODE.
+Only Slurm tells how many cores the job has on each host, by SLURM_JOB_CPUS_PER_NODE.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Scheduler = Literal["slurm", "lsf", "pbs", "sge"]
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._\[\]-]{0,127}")
 _COUNT = re.compile(r"[1-9][0-9]{0,4}")
-#: Names of the node an LSF job's script runs on where this is not one of those that compute.
+#: Names of the node that runs an LSF job's script if that is not a compute node.
 _LSF_BATCH_NODE = re.compile(r"batch|login|launch", re.IGNORECASE)
 #: Most hosts of a job that a message names.
 _SHOWN_HOSTS = 4
@@ -44,15 +44,16 @@ _REMEDY = "start the job with --hostfile FILE, or unset the variable if this is 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What a batch system has given to this job.
+    """What a batch system has allocated to this job.
 
     Attributes:
-        scheduler: whose it is.
-        job_id: as its commands take it (scontrol requeue, qrerun); checked, so it is no option.
+        scheduler: the batch system.
+        job_id: job id for its commands (scontrol requeue, qrerun); checked, so it cannot be taken for an
+            option.
         hostfile: hosts with their ranks; `source` is the variable (and file) they were read from.
-        restarts: how often the scheduler has started this job before; LSF and Grid Engine only tell
-            whether, PBS not even that.
-        cores: by host, the job's there; empty: it is not told.
+        restarts: number of earlier starts of this job; LSF and Grid Engine tell only whether there was one,
+            PBS not even that.
+        cores: the job's cores on each host, by host name; empty: unknown.
     """
 
     scheduler: Scheduler
@@ -65,14 +66,14 @@ class Allocation:
 def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     """Return the allocation this process runs in; None: no batch system has given it hosts.
 
-    None as well in a rank, that is below mpirun or in a step of several tasks: its job has been placed.
+    Also None in a rank, i.e. below mpirun or in a step of several tasks, whose job has already been placed.
 
     Args:
-        environ: the environment of the batch script.
+        environ: environment of the batch script.
 
     Raises:
-        ConfigError: an allocation that cannot be read, or not be used from here; names variable, file and
-            content, and the remedy.
+        ConfigError: the allocation cannot be read, or cannot be used from here; the message names variable,
+            file, content and remedy.
     """
     if _is_rank(environ):
         return None
@@ -88,13 +89,13 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
 
 
 def with_names_of_slurm(allocation: Allocation, hostfile: Hostfile) -> Hostfile:
-    """Return a hostfile whose addresses are called by what the Slurm job calls these nodes.
+    """Return a hostfile with its addresses replaced by the Slurm job's names of these nodes.
 
-    mpirun and srun know the nodes of a job by these names only.  Names are resolved where the file has an
-    address; one that stands for none of the nodes, as far as these are known by name here, stays.
+    mpirun and srun know the nodes of a job only by these names.  The job's names are resolved only if the
+    file has an address.  An address that belongs to none of the nodes that can be resolved here is kept.
 
     Raises:
-        ConfigError: a node stands in the file by its name, or another address, as well.
+        ConfigError: the file lists a node twice, by its name and an address, or by two addresses.
     """
     if allocation.scheduler != "slurm" or not any(is_address(host.name) for host in hostfile.hosts):
         return hostfile
@@ -106,7 +107,7 @@ def with_names_of_slurm(allocation: Allocation, hostfile: Hostfile) -> Hostfile:
     for host in hostfile.hosts:
         name = called.get(host.name, host.name)
         if is_address(name) and own is not None and is_this_machine(name):
-            name = own  # which may stand for loopback
+            name = own  # our own name may resolve to loopback
         other = given.setdefault(name.lower(), host.name)
         if other != host.name:
             raise ConfigError(
@@ -119,7 +120,7 @@ def with_names_of_slurm(allocation: Allocation, hostfile: Hostfile) -> Hostfile:
 
 @lru_cache(maxsize=4096)
 def _addresses_of(name: str) -> tuple[str, ...]:
-    """Return a host's IPv4 addresses, without loopback's; none where the name is not known."""
+    """Return a host's IPv4 addresses, without loopback; none if the name is unknown."""
     try:
         addresses = socket.gethostbyname_ex(name)[2]
     except (OSError, UnicodeError):
@@ -130,19 +131,19 @@ def _addresses_of(name: str) -> tuple[str, ...]:
 def check_hosts(
     allocation: Allocation, hosts: Sequence[Host], source: str, environ: Mapping[str, str], *, by_srun: bool
 ) -> None:
-    """Refuse hosts of a hostfile that are none of the Slurm job, or to take more ranks than may start there.
+    """Refuse hosts of a hostfile that are not the Slurm job's, or have more ranks than may start there.
 
-    mpirun and srun know what the job has, too, but say only that all nodes are filled, or more processors are
+    mpirun and srun check this, too, but say only that all nodes are filled, or that more processors are
     requested than permitted.  Other batch systems are left to mpirun, which does not know them all.
 
     Args:
-        hosts: their `slots` are the ranks placed.
-        source: of the hosts, for the message.
-        environ: of the launcher.
-        by_srun: srun starts the ranks, which counts cores; mpirun counts tasks.
+        hosts: hosts of the job; `slots` are the ranks placed.
+        source: source of the hosts, for the message.
+        environ: environment of the launcher.
+        by_srun: whether srun, which counts cores, starts the ranks; mpirun counts tasks.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is such a host.
     """
     if allocation.scheduler != "slurm":
         return
@@ -162,10 +163,10 @@ def check_hosts(
 
 
 def _check_names(allocation: Allocation, hosts: Iterable[Host], source: str, *, launcher: str) -> None:
-    """Refuse hosts that cannot be the job's.  Raises ConfigError.
+    """Refuse hosts that cannot belong to the job.  Raises ConfigError.
 
-    This machine by any of its names, a name with another domain, and an address where not all names of the
-    job are known here may be one of them.
+    These may belong to it: this machine by any of its names, a name with another domain, and any address if
+    not all of the job's names can be resolved here.
     """
     names = [host.name for host in allocation.hostfile.hosts]
     known = {_first_label(name) for name in names}
@@ -205,11 +206,11 @@ def _first_label(name: str) -> str:
 
 
 def _is_rank(environ: Mapping[str, str]) -> bool:
-    """Tell whether this is below mpirun, or one of several tasks of a step.
+    """Return whether this process is below mpirun, or is one of several tasks of a step.
 
     Raises:
-        ConfigError: it is a shell in a step of several tasks on several nodes. (salloc's own shell may be a
-            step of one; on one node ranks are started without Slurm.)
+        ConfigError: it is a shell in a step of several tasks on several nodes.  (salloc's own shell may be a
+            step of one task; on one node ranks are started without Slurm.)
     """
     if "OMPI_COMM_WORLD_SIZE" in environ or "HOROVOD_SIZE" in environ:
         return True
@@ -241,7 +242,7 @@ def _slurm(environ: Mapping[str, str]) -> Allocation:
     restarts = environ.get("SLURM_RESTART_COUNT", "")
     cores = {}
     if environ.get("SLURM_JOB_CPUS_PER_NODE"):
-        # Of no more account than that: of a job whose hosts were narrowed down it may tell of others.
+        # Errors are ignored: if the job's hosts were narrowed down, this variable may describe others.
         with suppress(ConfigError):
             counts = _per_node(environ, "SLURM_JOB_CPUS_PER_NODE", len(names))
             cores = dict(zip(names, counts, strict=True))
@@ -269,7 +270,7 @@ def _slurm_counts(environ: Mapping[str, str], num_hosts: int) -> list[int]:
 
 
 def _per_node(environ: Mapping[str, str], source: str, num_hosts: int) -> list[int]:
-    """Return the numbers of a variable that has one for each node."""
+    """Return the numbers in a variable that has one for each node."""
     try:
         counts = expand_task_counts(environ[source])
     except HostListError as error:
@@ -283,7 +284,7 @@ def _per_node(environ: Mapping[str, str], source: str, num_hosts: int) -> list[i
     return counts
 
 
-#: In the order in which they are taken: the file is never cut short, LSB_HOSTS may be absent or cut.
+#: In order of preference: the file is never truncated, LSB_HOSTS may be missing or truncated.
 _LSF_SOURCES = ("LSB_DJOB_HOSTFILE", "LSB_MCPU_HOSTS", "LSB_HOSTS")
 
 
@@ -307,9 +308,9 @@ def _lsf(environ: Mapping[str, str]) -> Allocation:
 
 
 def _without_batch_node(hosts: tuple[Host, ...], is_csm: bool) -> tuple[Host, ...]:
-    """Leave out the node that only runs the script, as on Summit: first, one slot, and called so.
+    """Leave out a node that only runs the script, as on Summit: the first, with one slot and such a name.
 
-    `bsub -n 5 -R span[ptile=4]` may give a computing node a single slot too, so one slot is not enough.
+    `bsub -n 5 -R span[ptile=4]` may give a compute node a single slot, too, so one slot is not proof enough.
     """
     first, *others = hosts
     is_called_so = is_csm or _LSF_BATCH_NODE.search(first.name) is not None
@@ -339,7 +340,7 @@ def _grid_engine(environ: Mapping[str, str]) -> Allocation:
 
 
 def _lines(source: str, path: str) -> list[tuple[str, str]]:
-    """Return the lines of a file that are not blank, each after what messages call it."""
+    """Return the non-blank lines of a file, each preceded by its name in messages."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -350,7 +351,7 @@ def _lines(source: str, path: str) -> list[tuple[str, str]]:
 
 
 def _counted(words: Iterable[tuple[str, str]], source: str) -> tuple[Host, ...]:
-    """Return hosts in the order of their first mention, a slot for each mention."""
+    """Return hosts in the order of their first mention, with one slot per mention."""
     slots: dict[str, int] = {}
     for where, name in words:
         _check_name(name, where)
@@ -359,7 +360,7 @@ def _counted(words: Iterable[tuple[str, str]], source: str) -> tuple[Host, ...]:
 
 
 def _checked(pairs: Iterable[tuple[str, int]], source: str) -> tuple[Host, ...]:
-    """Return hosts whose names are names, one entry a host in the order of their first mention."""
+    """Check host names; return one entry per host in the order of their first mention."""
     slots: dict[str, int] = {}
     for name, count in pairs:
         _check_name(name, source)
@@ -401,5 +402,5 @@ def _unreadable(where: str, reason: str) -> ConfigError:
 
 
 def _shown(text: str) -> str:
-    """Return a piece of somebody's text for a message: on one line, not longer than useful."""
+    """Return a foreign text for a message: on one line, and shortened."""
     return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")

@@ -1,4 +1,4 @@
-"""Build the command line and environment that start a job; pure functions, no shell."""
+"""Build the command line and environment that start a job.  Pure functions, no shell."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from speechdp.launching.mpi.open_mpi import OpenMpi, given_settings
 Launcher = Literal["mpirun", "horovodrun", "srun"]
 Controller = Literal["mpi", "gloo"]
 
-#: Python's own options: what runs a module, also `-um NAME` and `-mNAME`, and those whose value may follow.
+#: Python's own options: those that run a module, also `-um NAME` and `-mNAME`, and those with a separate
+#: value.
 _MODULE_OPTION = re.compile(r"-[^-cmWX]*m(.*)")
 _OPTION_WITH_WORD = re.compile(r"-[^-cmWX]*[WX]|--check-hash-based-pycs")
 
-#: What horovodrun gives mpirun, whatever the user does, and what besides where ranks are on several hosts.
+#: Settings that horovodrun always gives mpirun, and one that it adds if ranks are on several hosts.
 _SETTINGS_OF_HOROVODRUN = ("pml", "btl")
 _INTERFACE_OF_HOROVODRUN = "btl_tcp_if_include"
 
 
 def check_controller(launcher: Launcher, controller: Controller) -> None:
-    """Check that a controller is only given to the launcher that has one.
+    """Check that a controller is given only to the launcher that has one.
 
     Raises:
-        ConfigError: it is given to another.
+        ConfigError: it is given to another launcher.
     """
     if launcher != "horovodrun" and controller != "mpi":
         raise ConfigError(f"--controller {controller} belongs to --launcher horovodrun")
@@ -42,16 +43,16 @@ def horovodrun_command(
 ) -> list[str]:
     """Return the argv that starts `job` with horovodrun.
 
-    Horovod composes a shell command of `--mpi-args` and quotes the program itself; binding, `-x` of the
-    whole environment and the rank before each line of output are its own.
+    Horovod makes a shell command of `--mpi-args` and quotes the program itself.  It also adds binding, `-x`
+    of the whole environment, and the rank before each line of output.
 
     Args:
-        horovodrun: how it is started: (python, path), so that the script's first line does not matter.
-        mpi: needed for controller "mpi" only.
+        horovodrun: command that starts it: (python, path), so that the script's first line does not matter.
+        mpi: needed only for controller "mpi".
 
     Raises:
-        ConfigError: with controller "mpi" Open MPI 5, which fails inside Horovod, another MPI, or options of
-            mpirun's that horovodrun gives it, too.
+        ConfigError: with controller "mpi": Open MPI 5, which fails inside Horovod; an MPI other than Open
+            MPI; or mpirun options that horovodrun sets, too.
     """
     argv = [*horovodrun, "-np", str(job.num_ranks), "-H", job.host_list]
     if job.interface is not None:
@@ -80,19 +81,19 @@ def horovodrun_command(
         )
     settings = mpi.own_prefix() + mpi.runtime_options(job, {})
     options = shlex.join([*settings, *job.extra_options])
-    # One word with `=`: argparse would take a value that begins with a dash for an option.
+    # One word with `=`: argparse would treat a value that begins with a dash as an option.
     return [*argv, "--mpi", f"--mpi-args={options}", *job.program, *job.arguments]
 
 
 def srun_command(job: LaunchJob, mpi: Mpirun, environment: Mapping[str, str]) -> list[str]:
     """Return the argv that starts `job` with Slurm's srun, inside an allocation.
 
-    Every host gets its number of ranks; where these differ, host names are repeated in the order of the
-    ranks. `--export=ALL` carries the environment over Slurm's own channel (it does not show in ps), also
-    where sbatch was told --export=NONE. What mpirun gets as options, ranks find in srun_environment.
+    Every host gets its number of ranks; if the numbers differ, host names are repeated in rank order.
+    `--export=ALL` passes the environment over Slurm's own channel (invisible in ps), even if sbatch was given
+    --export=NONE.  What mpirun gets as options, ranks get through `srun_environment`.
 
     Args:
-        environment: of the child.
+        environment: environment of the child.
     """
     names = [host.name for host in job.hosts]
     most_ranks = max(host.slots for host in job.hosts)
@@ -106,8 +107,8 @@ def srun_command(job: LaunchJob, mpi: Mpirun, environment: Mapping[str, str]) ->
     if re.fullmatch(r"[1-9][0-9]{0,4}", cpus_per_task):
         # From 22.05 on srun does not read this itself: each rank would get one core.
         argv += [f"--cpus-per-task={cpus_per_task}"]
-    # Not --kill-on-bad-exit=1: it would kill ranks that are leaving with 75 a moment after the first, and the
-    # job would not look stopped. A rank that dies ends the step by PMIx or PMI, within a second.
+    # Not --kill-on-bad-exit=1: it would kill ranks that exit with 75 a moment after the first, and the job
+    # would not look stopped.  A rank that dies ends the step through PMIx or PMI, within a second.
     argv += ["--kill-on-bad-exit=0", "--wait=30", "--export=ALL", "--cpu-bind=none"]
     if job.tag_output:
         argv += ["--label"]
@@ -115,32 +116,32 @@ def srun_command(job: LaunchJob, mpi: Mpirun, environment: Mapping[str, str]) ->
 
 
 def srun_environment(job: LaunchJob, mpi: Mpirun, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of an srun job: `environment`, and what mpirun would get as options."""
-    # sbatch's --ntasks-per-node: srun would take it for its own where none is given it.
+    """Return the environment of an srun job: `environment` and what mpirun would get as options."""
+    # Set by sbatch's --ntasks-per-node; srun without that option would apply it.
     kept = {name: value for name, value in environment.items() if name != "SLURM_NTASKS_PER_NODE"}
     return {**mpi.srun_settings(job, environment), **kept}
 
 
 def horovodrun_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which horovodrun takes the hosts it is given.
+    """Return an environment in which horovodrun uses the hosts it is given.
 
-    Where LSB_JOBID is set it asks LSF's CSM for them, even though -H names them, and ends with
-    `KeyError: 'CSM_ALLOCATION_ID'` on clusters that have none.
+    If LSB_JOBID is set, horovodrun asks LSF's CSM for hosts, even though -H names them, and on clusters
+    without CSM it ends with `KeyError: 'CSM_ALLOCATION_ID'`.
     """
     return {name: value for name, value in environment.items() if name != "LSB_JOBID"}
 
 
 def share_of_cores(hosts: Sequence[Host], allocation: Allocation | None, num_cores: int) -> int | None:
-    """Return how many cores each rank has where ranks are most crowded.
+    """Return the number of cores per rank on the most crowded host.
 
-    None where that is not known here: each rank then takes its share by itself (cores.share_cores).
+    None if that is not known here; each rank then takes its share by itself (`cores.share_cores`).
 
     Args:
-        hosts: of the job; `slots` are the ranks placed.
-        allocation: the batch job it is part of. What that has on each host counts first: `salloc` may leave
-            its user on a login node.
-        num_cores: of this machine, which counts if it is the only host, or one of a batch job's, whose nodes
-            are taken to be alike.
+        hosts: hosts of the job; `slots` are the ranks placed.
+        allocation: the batch job that this is part of.  Its cores on each host take precedence, as `salloc`
+            may leave its user on a login node.
+        num_cores: cores of this machine; used if it is the only host, or one of a batch job's hosts, which
+            are assumed to be alike.
     """
     known: Mapping[str, int] = {} if allocation is None else allocation.cores
     if all(host.name in known for host in hosts):
@@ -154,21 +155,22 @@ def share_of_cores(hosts: Sequence[Host], allocation: Allocation | None, num_cor
 def child_environment(
     job: LaunchJob, mpi: Mpirun | None, environ: Mapping[str, str], *, is_root: bool, cores: int | None
 ) -> dict[str, str]:
-    """Return the launcher's environment: the present one, and what a rank needs besides.
+    """Return the launcher's environment: the current one and what a rank needs besides.
 
     Args:
-        environ: the present environment; what the user, not PBS, has set there stays.
-        is_root: as whom Open MPI's mpirun runs only if told twice.
-        cores: of each rank, as share_of_cores returns them.
+        environ: current environment; values set by the user, not by PBS, are kept.
+        is_root: whether this is root, as whom Open MPI's mpirun runs only if two variables allow it.
+        cores: cores per rank, from `share_of_cores`.
     """
     environment = _without_threads_of_pbs(job, environ, cores)
     if mpi is not None:
         environment.update(mpi.settings(job, environment, is_root=is_root))
     if environ.get("SLURM_JOB_ID"):
-        # Of srun, by which mpirun starts its daemons, too. A lost node's step is there until Slurm gives the
-        # node up, after minutes, and those of a restart would wait for its cores on all other nodes.
+        # For srun, by which mpirun starts its daemons, too.  A lost node's step lasts until Slurm gives up
+        # the node, after minutes; meanwhile the steps of a restart would wait for its cores on all other
+        # nodes.
         environment.setdefault("SLURM_OVERLAP", "1")
-        # In a job of `sbatch --export=NONE` the daemons would get no environment, and not find Open MPI.
+        # In a job of `sbatch --export=NONE` the daemons would get no environment and would not find Open MPI.
         environment["SLURM_EXPORT_ENV"] = "ALL"
     if cores is not None:
         environment.setdefault("OMP_NUM_THREADS", str(cores))
@@ -184,10 +186,10 @@ def child_environment(
 
 
 def _without_threads_of_pbs(job: LaunchJob, environ: Mapping[str, str], cores: int | None) -> dict[str, str]:
-    """Return the environment with each rank's share where PBS's OMP_NUM_THREADS is all cores of a node.
+    """Return the environment with each rank's share, if PBS set OMP_NUM_THREADS to all cores of a node.
 
-    PBS sets it, and NCPUS with it, to `ompthreads` of the job's first chunk, or where that is not given to
-    its `ncpus`, however many ranks share these. Where ranks have fewer cores than that it is the latter.
+    PBS sets OMP_NUM_THREADS and NCPUS to `ompthreads` of the job's first chunk or, without that, to its
+    `ncpus`, however many ranks share these.  If ranks have fewer cores than that, it must be `ncpus`.
     """
     environment = dict(environ)
     threads = environ.get("OMP_NUM_THREADS", "")
@@ -199,25 +201,25 @@ def _without_threads_of_pbs(job: LaunchJob, environ: Mapping[str, str], cores: i
 
 
 def own_program(python: Path) -> tuple[str, ...]:
-    """Return how a rank begins: this Python, by absolute path, running speechdp."""
+    """Return the command that starts a rank: this Python, by absolute path, running speechdp."""
     return (str(python.absolute()), "-m", "speechdp")
 
 
 def is_script(command: Sequence[str]) -> bool:
-    """Return whether what follows `--` is a script of the user's, `python train.py ...`."""
+    """Return whether the command after `--` is a user's script, `python train.py ...`."""
     return bool(command) and re.fullmatch(r"python[0-9.]*", Path(command[0]).name) is not None
 
 
 def check_script(command: Sequence[str]) -> None:
     """Refuse a speechdp command written as a script, `python -m speechdp train ...`.
 
-    It would train, but as a script, of which it is not known what it has saved and whether it is complete.
+    It would train, but it would be treated as a script, whose checkpoints and completion are unknown.
 
     Args:
-        command: what follows `--`, of which is_script is true.
+        command: command after `--`, for which `is_script` is true.
 
     Raises:
-        ConfigError: it is one.
+        UsageError: it is a speechdp command.
     """
     words = list(command[1:])
     while words and words[0].startswith("-"):
@@ -235,14 +237,14 @@ def check_script(command: Sequence[str]) -> None:
 
 
 def python_program(command: Sequence[str], python: Path) -> tuple[str, ...]:
-    """Return how a rank begins that runs a user's own script, `python train.py ...`; () if it is no Python.
+    """Return the start of a rank's command for a user's script, `python train.py ...`; () if not Python.
 
     Args:
-        command: what follows `--`.
-        python: of this environment, which is taken where the command says just `python`.
+        command: command after `--`.
+        python: Python of this environment, used if the command says just `python`.
 
     Raises:
-        ConfigError: as check_script does.
+        UsageError: as for `check_script`.
     """
     if not is_script(command):
         return ()

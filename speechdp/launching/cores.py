@@ -1,4 +1,4 @@
-"""Count the cores this process may really use and the ranks a machine has room for, and share them."""
+"""Count the cores that this process may really use and the ranks that fit a machine, and share the cores."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 _CGROUP_V2_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_V2_MEMORY = Path("/sys/fs/cgroup/memory.max")
-#: Bytes: any program that has loaded Python and MPI takes as much, and a rank of ours four times that before
-#: it has a model.
+#: Least memory of a rank, bytes: any program with Python and MPI loaded takes this much, and a rank of ours
+#: four times as much before it has a model.
 _LEAST_OF_A_RANK = 2**26
 
 
@@ -32,7 +32,7 @@ def available_cores(quota_file: Path = _CGROUP_V2_QUOTA) -> int:
 
 
 def room_for_ranks(limit_file: Path = _CGROUP_V2_MEMORY) -> int:
-    """Return how many ranks, of whatever program, this machine's memory has room for at the very most.
+    """Return the largest number of ranks, of any program, for which this machine's memory may be enough.
 
     Args:
         limit_file: cgroup v2's `memory.max`, bytes, or "max".
@@ -48,9 +48,9 @@ def share_cores(hosts: Sequence[str], here: str) -> None:
 
     Args:
         hosts: host of every rank, feeders included.
-        here: this rank's.
+        here: this rank's host.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        # As `speechdp launch` has it on one machine: ranks share a host's cores instead of each taking all.
+        # As `speechdp launch` does on one machine: ranks share a host's cores instead of each taking all.
         torch = importlib.import_module("torch")  # counting cores must not cost a launcher this import
         torch.set_num_threads(max(1, available_cores() // hosts.count(here)))

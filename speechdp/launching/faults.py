@@ -1,4 +1,4 @@
-"""What is known of the end of a job: which rank or host failed, and how."""
+"""What is known about the end of a job: which rank or host failed, and how."""
 
 from __future__ import annotations
 
@@ -25,33 +25,34 @@ FaultKind = Literal[
     "step aborted",
     "step timed out",
 ]
-#: What srun says about all ranks: that it ends them, and that it has waited in vain for some to end.  No
-#: fault by itself: it tells which hosts are lost (`located`).
+#: srun's messages about all ranks: that it ends them, and that it waited in vain for some to end.  They are
+#: not faults by themselves, but show which hosts are lost (`located`).
 _OF_STEP = ("step aborted", "step timed out")
-#: What a launcher notices while it starts ranks, and may get over; it tells why where they then fail.
+#: Problems that a launcher meets while it starts ranks and may overcome; if the ranks then fail, they are the
+#: cause.
 _NOTICES = (*_OF_STEP, "no room")
-#: What Open MPI's mpirun returns when a host or its daemon is lost; for all launchers, where they tell it.
+#: Exit code of Open MPI's mpirun when a host or its daemon is lost; used for all launchers that report this.
 LOST_HOST = 205
-#: What ssh returns, whatever ended the program on the other side.
+#: Exit code of ssh, whatever ended the remote program.
 ENDED_BY_SSH = 255
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What a launcher's output tells about the end of a job.
+    """A failure reported in a launcher's output.
 
     Attributes:
-        kind: a rank's own message, a rank killed by a signal or ended with an exit code, a host lost, a rank
-            that aborted all others, having said why, a host on which no daemon could be started, or one
-            without the program, a launcher that can make no folder for itself, or has no room there, a host
-            whose ranks have no room for what they share, or ranks that waited in vain for others to start;
-            and what srun says of all ranks.
-        rank: index of the rank, None where the launcher does not tell.
-        host: its host, None likewise.
-        signal: what killed it.
-        exit_code: what it ended with.
-        silent_hosts: hosts of ranks that, by a hung rank's message, gave no sign of life.
-        detail: of "no folder": which, and why not.
+        kind: a rank's own message; a rank killed by a signal or ended with an exit code; a lost host; a rank
+            that aborted all others after saying why; a host on which no daemon could be started, or without
+            the program; a launcher that cannot make its folder, or has no room there; a host without room for
+            what its ranks share; ranks that waited in vain for others to start; or a message of srun about
+            all ranks.
+        rank: index of the rank; None if the launcher does not tell.
+        host: host of the rank; None likewise.
+        signal: signal that killed the rank.
+        exit_code: exit code of the rank.
+        silent_hosts: hosts of ranks that gave no sign of life, by a hung rank's message.
+        detail: for "no folder": which folder, and why.
     """
 
     kind: FaultKind
@@ -63,7 +64,7 @@ class Fault:
     detail: str = ""
 
     def describe(self) -> str:
-        """Return who failed and how, for one line."""
+        """Return which rank or host failed, and how, as part of a line."""
         who = "a rank" if self.rank is None else f"rank {self.rank}"
         if self.host is not None and self.rank is not None:
             who += f" on {self.host}"
@@ -93,10 +94,10 @@ class Fault:
 
 
 def ends_job(fault: Fault, *, tolerates_loss: bool = False) -> bool:
-    """Tell whether a fault is one after which no rank can go on; what might be a mere notice is not.
+    """Return whether no rank can continue after a fault; False for what may be only a notice.
 
     Args:
-        tolerates_loss: the ranks go on without one that is gone (--tolerate-loss).
+        tolerates_loss: whether ranks continue without a lost one (--tolerate-loss).
     """
     if fault.kind in _NOTICES:
         return False
@@ -106,7 +107,7 @@ def ends_job(fault: Fault, *, tolerates_loss: bool = False) -> bool:
 
 
 def is_gone(fault: Fault) -> bool:
-    """Tell whether a fault is a rank whose process has ended otherwise than it was asked to.
+    """Return whether a fault is a rank process that ended in any way other than a requested stop.
 
     Example:
         >>> is_gone(Fault("killed", 1, signal=9)), is_gone(Fault("exited", 1, exit_code=exit_codes.STOPPED))
@@ -118,35 +119,35 @@ def is_gone(fault: Fault) -> bool:
 
 
 def located(faults: Sequence[Fault], hosts: Sequence[Host], *, was_killed: bool = False) -> tuple[Fault, ...]:
-    """Return the faults with hosts called as the hostfile has them, also where the launcher tells none.
+    """Return the faults with hosts named as in the hostfile, even if the launcher names none.
 
-    A host that is an address or an alias there calls itself something else.
+    A host listed by an address or alias calls itself by another name.
 
     Args:
-        hosts: of the job, filled with ranks in order; `slots` are the ranks placed.
-        was_killed: the launcher was, as it did not end in time.
+        hosts: hosts of the job, filled with ranks in order; `slots` are the ranks placed.
+        was_killed: whether the launcher was killed because it did not end in time.
     """
     of_rank = [host.name for host in hosts for _ in range(host.slots)]
     known = {short_name(host.name): host.name for host in hosts}
 
     def locate(fault: Fault) -> Fault:
         host = None if fault.host is None else known.get(short_name(fault.host))
-        # What a rank says of itself counts training ranks only, where others feed.
+        # With feeders, a rank's own message numbers only training ranks.
         if host is None and fault.kind != "said" and fault.rank is not None and fault.rank < len(of_rank):
             host = of_rank[fault.rank]
         if host == "localhost":
-            host = fault.host  # which tells more
+            host = fault.host  # more informative
         return replace(fault, host=host or fault.host)
 
     return tuple(map(locate, _after_srun(faults, hosts, was_killed=was_killed)))
 
 
 def _after_srun(faults: Sequence[Fault], hosts: Sequence[Host], *, was_killed: bool) -> list[Fault]:
-    """Return the faults with the hosts that srun has lost.
+    """Return the faults, with the hosts that srun has lost.
 
-    When ranks fail it kills those that are left, and tells of each how it has ended.  It waits for those of
-    a lost node, of which Slurm knows only minutes later: hosts that it tells nothing of are lost, and ranks
-    that it has killed are no cause.
+    When ranks fail, srun kills the remaining ones and reports how each ended.  It waits for those of a lost
+    node, whose loss Slurm learns only minutes later.  So hosts that srun does not report on are lost, and
+    ranks that it killed are not the cause.
     """
     told = [fault for fault in faults if fault.kind not in _OF_STEP]
     kinds = [fault.kind for fault in faults]
@@ -162,15 +163,15 @@ def _after_srun(faults: Sequence[Fault], hosts: Sequence[Host], *, was_killed: b
 
 
 def short_name(host: str) -> str:
-    """Return a host's name without its domain; an address as it is."""
+    """Return a host's name without its domain, or an address unchanged."""
     return host if host.replace(".", "").isdigit() else host.split(".", maxsplit=1)[0]
 
 
 def first_cause(faults: Sequence[Fault]) -> Fault | None:
-    """Return the fault that tells most about why a job ended: what came first, a message before others."""
+    """Return the fault that best explains why a job ended: the first, but a message before other kinds."""
     faults = [fault for fault in faults if fault.kind not in _OF_STEP]
     said = next((fault for fault in faults if fault.kind == "said"), None)
-    # Behind ssh a killed rank looks like this; those who speak have only noticed it.
+    # Behind ssh a killed rank looks like this; ranks with messages have only noticed its end.
     speakers = {fault.rank for fault in faults if fault.kind == "said"}
     cut_off = next((f for f in faults if f.exit_code == ENDED_BY_SSH and f.rank not in speakers), None)
     lost = next((fault for fault in faults if fault.kind == "host lost"), None)

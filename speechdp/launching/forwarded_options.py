@@ -9,7 +9,7 @@ from speechdp.errors import ConfigError
 
 
 def split_words(option: str, text: str) -> tuple[str, ...]:
-    """Split the value of `option` into words as a shell would, but read nothing else of it.
+    """Split the value of `option` into words as a shell would, without other shell processing.
 
     Raises:
         ConfigError: a quote is not closed.
@@ -23,7 +23,7 @@ def split_words(option: str, text: str) -> tuple[str, ...]:
 
 
 def has_option(arguments: Sequence[str], name: str) -> bool:
-    """Tell whether a command line has an option `--like-this`; the ranks take `--like_this` as well."""
+    """Return whether a command line has an option `--like-this`; ranks accept `--like_this` as well."""
     return any(plain_option(word) == name for word in arguments)
 
 

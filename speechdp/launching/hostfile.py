@@ -15,8 +15,8 @@ from speechdp.counting import counted
 from speechdp.errors import ConfigError
 from speechdp.files import disk_reason
 
-#: Letters, digits, dots, dashes and underscores, beginning and ending with a letter or digit: nothing
-#: that ssh or mpirun could take for an option (`-oProxyCommand=...`) or for a second host.
+#: Letters, digits, dots, dashes and underscores, with a letter or digit first and last: nothing that ssh or
+#: mpirun could take for an option (`-oProxyCommand=...`) or a second host.
 _HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,253}[A-Za-z0-9])?")
 _SLOTS = re.compile(r"slots=([1-9][0-9]{0,4})")
 _EXAMPLE = "node01 slots=2"
@@ -37,10 +37,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Hostfile:
-    """Hosts in the order in which they are filled with ranks.
+    """Hosts, in the order in which they are filled with ranks.
 
     Attributes:
-        source: what error messages call it; the path of the file.
+        source: name in error messages: the path of the file.
         hosts: at least one host, each name once.
     """
 
@@ -56,10 +56,10 @@ class Hostfile:
         """Return the hosts that carry `num_ranks` ranks, filled in order; their `slots` are the ranks placed.
 
         Args:
-            option: by which the user gives the number of ranks, for messages.
+            option: option that gives the number of ranks, for messages.
 
         Raises:
-            ConfigError: fewer than one rank asked for, or more than there are slots.
+            ConfigError: fewer than one rank is requested, or more than there are slots.
         """
         if num_ranks < 1:
             raise ConfigError(f"{option} {num_ranks}: at least 1 rank is needed")
@@ -80,11 +80,11 @@ class Hostfile:
 
 
 def read_hostfile(path: Path) -> Hostfile:
-    """Read lines of the form `host slots=N`; `#` begins a comment, blank lines are left out.
+    """Read lines of the form `host slots=N`; `#` begins a comment, blank lines are ignored.
 
     Raises:
-        ConfigError: unreadable, no hosts, a line without slots, a doubtful or repeated host name; the
-            message names file, line and remedy.
+        ConfigError: the file is unreadable or has no hosts, a line has no slots, or a host name is invalid or
+            repeated; the message names file, line and remedy.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows begin a file with a mark
@@ -114,12 +114,12 @@ def read_hostfile(path: Path) -> Hostfile:
 
 
 def local_hosts(num_ranks: int) -> Hostfile:
-    """Return this machine alone, with `num_ranks` slots: what is used without a hostfile."""
+    """Return this machine alone, with `num_ranks` slots, for jobs without a hostfile."""
     return Hostfile("localhost", (Host("localhost", max(num_ranks, 0)),))
 
 
 def is_this_machine(name: str) -> bool:
-    """Tell whether a host name or IPv4 address of a hostfile means the machine this runs on."""
+    """Return whether a hostfile's host name or IPv4 address means this machine."""
     name, own = name.lower(), socket.gethostname().lower()
     first_label = own.split(".")[0]
     if name in {"localhost", own, first_label}:
@@ -131,12 +131,12 @@ def is_this_machine(name: str) -> bool:
 
 
 def is_host_name(name: str) -> bool:
-    """Tell whether a word is a host name or IPv4 address that no program takes for something else."""
+    """Return whether a word is a host name or IPv4 address that no program takes for something else."""
     return _HOST_NAME.fullmatch(name) is not None
 
 
 def is_address(name: str) -> bool:
-    """Tell whether a host is given by its IPv4 address."""
+    """Return whether a host is given by its IPv4 address."""
     try:
         IPv4Address(name)
     except AddressValueError:
@@ -168,7 +168,7 @@ def _parse_line(content: list[str], where: str) -> Host:
             f"write e.g. `{_EXAMPLE}`"
         )
     if not rest:
-        # Open MPI would count the host's cores instead, which is seldom what is meant.
+        # Open MPI would use the number of the host's cores, which is seldom intended.
         raise ConfigError(
             f"{where}: host {name!r} has no slots; write `{name} slots=N`, N ranks on that host"
         )

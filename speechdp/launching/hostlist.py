@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-#: More hosts than any machine has; a list that comes to more is a mistake, and would fill the memory.
+#: More hosts than any cluster has; a list with more is a mistake, and would fill the memory.
 MAX_HOSTS = 100_000
 
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
@@ -13,13 +13,13 @@ _REPEATED = re.compile(r"([1-9][0-9]{0,4})(?:\(x([1-9][0-9]{0,5})\))?", re.ASCII
 
 
 class HostListError(ValueError):
-    """A list that is not of Slurm's form; the message says why, its reader says where it came from."""
+    """A list is not in Slurm's form; the message says why, and the caller adds where it came from."""
 
 
 def expand_host_list(text: str) -> list[str]:
     """Return the names of `n[01-03,7],gpu-a[1-2]-ib`, in order, leading zeros kept.
 
-    Several brackets in one name are allowed, the last running fastest.
+    A name may have several brackets; the last varies fastest.
 
     Raises:
         HostListError: brackets that do not close, an empty name, a range that runs backwards, too many hosts.
@@ -34,7 +34,7 @@ def expand_task_counts(text: str) -> list[int]:
     """Return the counts of `2(x3),1`: [2, 2, 2, 1].
 
     Raises:
-        HostListError: something else than counts from 1 to 99999, or too many of them.
+        HostListError: a word is not a count from 1 to 99999, or there are too many.
     """
     counts: list[int] = []
     for word in text.split(","):

@@ -1,8 +1,8 @@
-"""Parse a launcher's output: learn which rank failed, and hide banners that our own message replaces.
+"""Parse a launcher's output: find out which rank failed, and hide banners that our own message replaces.
 
 Open MPI and Horovod print ten lines of their own around a rank's one, among them "Primary job terminated
-normally, but 1 process returned a non-zero exit code".  What is known is taken for what it says; anything
-else is passed on untouched.
+normally, but 1 process returned a non-zero exit code".  Known texts are turned into faults and hidden;
+anything else is passed on unchanged.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from speechdp.launching.faults import ENDED_BY_SSH, LOST_HOST, Fault
 from speechdp.process.notices import WARNING
 
 _RULE = re.compile(r"-{74}")
-#: A rank's line without an end, and mpirun's rule right behind it.
+#: A rank's line without a line break, followed directly by mpirun's rule.
 _RULE_BEHIND = re.compile(rb"(.*[^-\n])(-{74}\r?\n)", re.DOTALL)
 #: `mpirun --tag-output` and horovodrun put the rank before each line, and so do `srun --label` and Hydra's
 #: `-prepend-rank`.
 _TAG = re.compile(r"^(?:\[\d+(?:,\d+)?\]<(?:stderr|stdout)>:\s?| *\d+: |\[\d+\] )")
-#: As much of srun's tag as there is yet, before what may be a known line.
+#: The part of srun's tag received so far, before what may be a known line.
 _LABEL_BEGUN = re.compile(rb" *\d*(?::(?: |$)|$)")
-#: A rank's last word; before it knows that it is one of several it does not say which it is.
+#: A rank's last message; a rank that does not yet know that it is one of several does not name itself.
 _SAID = re.compile(
     rf"(?!{WARNING})speechdp: (?:rank (?P<rank>\d+)(?: \([^)]*\))? on (?P<host>[^\s:]+): )?(?P<text>.*)"
 )
-#: what srun calls the signals that end a task, as strsignal has it.
+#: srun's names of signals that end a task, as given by strsignal.
 _SIGNAL_NAMES = {signal.strsignal(number): int(number) for number in signal.Signals}
-#: How a hung rank's line begins (watchdog/watchdog.py, watchdog/script_watchdog.py).
+#: Beginnings of a hung rank's line (watchdog/watchdog.py, watchdog/script_watchdog.py).
 _HUNG = ("no step ended for ", "waited in vain ")
-#: What a command of one rank says that a signal has ended (process/ending.py): it cleans up first.
+#: Message of a rank ended by a signal, after cleaning up (process/ending.py).
 _ENDED = re.compile(r"ended by (?P<name>SIG[A-Z0-9]+)")
 _LATE = re.compile(r"rank (?P<rank>\d+) on (?P<host>[^\s:,;]+) \(no sign of life")
 
 
 @dataclass(frozen=True)
 class _Banner:
-    """A text a launcher prints, and the fault it tells of; None: it tells nothing.
+    """A text that a launcher prints, and the fault that it reports; None: it reports none.
 
     Attributes:
-        is_last_word: it tells something only where nothing has been told before, and is shown if no fault
-            follows from it: what Hydra says of ranks that it has killed itself, and of its own end.
+        is_last_word: whether it counts only if no fault was reported before, and is shown if it reports none:
+            Hydra's messages about ranks that it killed itself, and about its own end.
     """
 
     text: re.Pattern[str]
@@ -108,7 +108,7 @@ def _host_lost(match: re.Match[str]) -> Fault:
 
 
 def _host_lost_by_hydra(match: re.Match[str]) -> Fault:
-    """As Open MPI's mpirun has it: Hydra's own exit code is 255 whatever happened."""
+    """Return a lost host with Open MPI's exit code for it: Hydra's own is 255 whatever happened."""
     return Fault("host lost", host=match.groupdict().get("host"), exit_code=LOST_HOST)
 
 
@@ -116,7 +116,7 @@ def _some_rank_killed(match: re.Match[str]) -> Fault:
     return Fault("killed", signal=int(match["signal"]))
 
 
-#: Texts between two rules of dashes; blanks and line breaks in them are one blank each.
+#: Texts between two rules of dashes; runs of blanks and line breaks are replaced by one blank.
 _BLOCKS = (
     # Open MPI 4 and 5
     _Banner(
@@ -165,8 +165,8 @@ _BLOCKS = (
     ),
 )
 _LINES = (
-    # Of a rank that waited for the others in MPI_Init, where no code of ours can run; it has ended itself.
-    # The fraction is _TIMER_MARK_S of comm/startup/start_guard.py: a script's own timer may go on.
+    # From a rank that waited for the others in MPI_Init, where no code of ours can run, and ended itself.
+    # The fraction is _TIMER_MARK_S of comm/startup/start_guard.py: a script's own timer may not end it.
     _Banner(re.compile(r"^Timeout \(\d+:\d\d:\d\d\.015625\)!$"), _start_hung),
     _Banner(re.compile(r"^Connection to (?P<host>\S+) closed by remote host\.$"), _host_lost),
     _Banner(re.compile(r"^\[warn\] Epoll |plm:rsh: Warning: setpgid"), _nothing),
@@ -174,15 +174,15 @@ _LINES = (
     _Banner(
         re.compile(r'more process(es have| has) sent help message|"orte_base_help_aggregate" to 0'), _nothing
     ),
-    # Of the files in TMPDIR by which daemons tell ranks of each other, a disk is full.
+    # A full disk for the files in TMPDIR by which daemons inform ranks about each other.
     _Banner(
         re.compile(r"^\[(?P<host>[^\s:\]]+):\d+\] PMIX ERROR: OUT-OF-RESOURCE in file \S*dstore"), _no_room
     ),
     _Banner(re.compile(r"PMIX ERROR: ERROR in file \S*(dstore|gds_ds)"), _nothing),
-    # Of a daemon whose ranks have gone before all of them were told of the end.
+    # From a daemon whose ranks were gone before all had been notified of the end.
     _Banner(re.compile(r"PMIX ERROR: UNREACHABLE in file \S*pmix_server"), _nothing),
     _Banner(re.compile(r"^mpirun: Forwarding signal \d+ to job"), _nothing),
-    # Horovod, of a peer that has gone
+    # Horovod, about a peer that is gone
     _Banner(re.compile(r"Horovod background loop uncaught exception"), _nothing),
     _Banner(re.compile(r"^\[\d{4}-\d\d-\d\d [\d:.]+: E ?$"), _nothing),
     # srun
@@ -208,7 +208,7 @@ _LINES = (
     _Banner(
         re.compile(
             r"^srun: (Terminating StepId|launch/slurm: _step_signal"
-            r"|cluster configuration lacks support for cpu binding)"  # of which srun_command asks for none
+            r"|cluster configuration lacks support for cpu binding)"  # which srun_command does not request
         ),
         _nothing,
     ),
@@ -252,14 +252,14 @@ _LINES = (
     _Banner(re.compile(r"^This typically refers to a problem with your application\.$"), _nothing),
     _Banner(re.compile(r"^Please see the FAQ page for debugging suggestions$"), _nothing),
     _Banner(re.compile(r"^\[(?:mpiexec|proxy:[\d:]+)@[^\]]+\] "), _nothing, is_last_word=True),
-    # Slurms that may have several slurmd on a host, as Debian's, name one: slurmstepd-n1.
+    # Slurm builds that allow several slurmd on a host, such as Debian's, add a name: slurmstepd-n1.
     _Banner(re.compile(r"^slurmstepd(-\S+)?: error: \*\*\* STEP \S+ ON \S+ CANCELLED"), _nothing),
 )
-#: What the shell between horovodrun and a rank says about its end.
+#: Message of the shell between horovodrun and a rank about the rank's end.
 _SHELLS_WORD = re.compile(r"\[\d+\]<stderr>:(Killed|Terminated)")
 #: horovodrun ends with a traceback of its own, whose last line but two says what happened.
 _TRACE_BEGINS = "Traceback (most recent call last):"
-#: A thread of horovodrun that fails at its end has just begun to say so.
+#: The same, directly behind the first words about a horovodrun thread that fails at its end.
 _TRACE_BEGINS_BEHIND = f"Exception in thread {_TRACE_BEGINS}"
 _TRACE_OF_LAUNCHER = "Horovod detected that one or more processes exited with non-zero status"
 _TRACES = (
@@ -289,22 +289,22 @@ _MOST_HELD_LINES = 80
 
 
 class LauncherOutput:
-    """Takes a launcher's stderr piece by piece and returns what of it is to be shown.
+    """Takes a launcher's stderr piece by piece and returns the parts to show.
 
     Attributes:
-        faults: what was learnt, in order.
+        faults: faults found so far, in order.
     """
 
     def __init__(self) -> None:
         self.faults: list[Fault] = []
         self._rest = b""
-        self._begun = False  # the beginning of the present line is shown already
+        self._begun = False  # whether the beginning of the current line has been shown
         self._held: list[bytes] = []
         self._in_trace = False
         self._after_trace = False
 
     def feed(self, data: bytes) -> bytes:
-        """Take what was read; return what is to be shown at once."""
+        """Take data that was read; return what to show at once."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         shown = b""
         for line in lines:
@@ -312,13 +312,13 @@ class LauncherOutput:
             for part in (line + b"\n",) if behind is None else (behind[1] + b"\n", behind[2]):
                 shown += part if self._begun else self._take(part)
                 self._begun = False
-        # The live bar and prompts have no line break: hold back only what may become a known line.
+        # The progress bar and prompts have no line break: hold back only what may become a known line.
         if self._rest and (self._begun or not (self._held or _may_be_known(self._rest))):
             shown, self._rest, self._begun = shown + self._rest, b"", True
         return shown
 
     def end(self) -> bytes:
-        """Return what is still held back; the launcher has ended."""
+        """Return what is still held back, after the launcher has ended."""
         shown = self._take(self._rest) if self._rest else b""
         self._rest = b""
         return shown + self._release()
@@ -342,7 +342,7 @@ class LauncherOutput:
 
     def _hold(self, line: bytes, text: str) -> bytes:
         self._held.append(line)
-        if self._note_own(text) or len(self._held) > _MOST_HELD_LINES:  # our own lines are never held back
+        if self._note_own(text) or len(self._held) > _MOST_HELD_LINES:  # never hold back our own lines
             return self._release()
         if not (self._ends_trace(text) if self._in_trace else _RULE.fullmatch(text)):
             return b""
@@ -354,7 +354,7 @@ class LauncherOutput:
         return self._release()
 
     def _ends_trace(self, text: str) -> bool:
-        """Tell whether a traceback is over: at its first line that is not indented, or Horovod's third."""
+        """Return whether a traceback ends: at its first line that is not indented, or Horovod's third."""
         if text == "" or text[0].isspace() or _TRACE_OF_LAUNCHER in text:
             return False
         return "Exit code:" in text or not any(_TRACE_OF_LAUNCHER.encode() in line for line in self._held)
@@ -368,7 +368,7 @@ class LauncherOutput:
         if match is None:
             return False
         silent = tuple(dict.fromkeys(found["host"] for found in _LATE.finditer(match["text"])))
-        # horovodrun ends with 1 whatever a rank ended with.
+        # horovodrun exits with 1 whatever a rank's exit code.
         exit_code = exit_codes.HUNG if match["text"].startswith(_HUNG) else None
         rank = None if match["rank"] is None else int(match["rank"])
         ended = _ENDED.fullmatch(match["text"].strip())
@@ -381,7 +381,7 @@ class LauncherOutput:
 
 
 def _note(banners: tuple[_Banner, ...], text: str, faults: list[Fault]) -> bool:
-    """Note the fault a known text tells of; say whether it is known."""
+    """Record the fault that a known text reports; return whether the text is known."""
     for banner in banners:
         match = banner.text.search(text)
         if match is None:
@@ -396,7 +396,7 @@ def _note(banners: tuple[_Banner, ...], text: str, faults: list[Fault]) -> bool:
 
 
 def _may_be_known(rest: bytes) -> bool:
-    """Tell whether a line that has just begun may become one that is known."""
+    """Return whether a partial line may become a known one."""
     label = _LABEL_BEGUN.match(rest)
     untagged = rest if label is None else rest[label.end() :]
     return any(untagged.startswith(known[: len(untagged)]) for known in _BEGINNINGS)

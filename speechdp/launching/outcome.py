@@ -1,4 +1,4 @@
-"""Tell from its run directory whether a job did what it was started for."""
+"""Judge the outcome of a job, from how its launcher ended and from its run directory."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
 _CONTINUES = (
     "the same command continues if the script saves and loads checkpoints (docs/api.md), and else begins anew"
 )
-#: How a script goes on that has not been asked to save: nobody but it knows whether it has.
+#: How to continue a script that was not asked to save: only the script knows whether it has saved.
 SCRIPT_CONTINUES = f"{_CONTINUES} once its folder is removed"
 
-#: Faults after which the ranks have not begun: what was said of them says what to do.
+#: Faults after which no rank has begun; their own messages name the remedy.
 _NOT_STARTED = ("not reached", "no program", "no folder", "no room", "no shared memory")
-#: Exit codes of ranks that refused what they were asked for: an error of the user's, an unknown option,
-#: a folder of another job's.
+#: Exit codes of ranks that refused the command: a user error, an unknown option, another job's folder.
 _REFUSED = (exit_codes.FAILED, exit_codes.USAGE, exit_codes.IN_USE)
 
 
 @dataclass(frozen=True)
 class Target:
-    """The run a forwarded command works on.
+    """The run or sweep that a forwarded command works on.
 
     Attributes:
         subcommand: "train" or "sweep".
         directory: RUN or OUT.
-        marker_before: state of the completion marker when the job was started, None: it was not there.
-        tolerates_loss: ranks may be lost on the way (--tolerate-loss): the exit code tells nothing.
+        marker_before: state of the completion marker when the job was started; None: there was none.
+        tolerates_loss: whether ranks may be lost on the way (--tolerate-loss), so that the exit code proves
+            nothing.
     """
 
     subcommand: str
@@ -52,10 +52,10 @@ class Target:
 
 
 def find_target(arguments: Sequence[str]) -> Target | None:
-    """Return what a forwarded command line works on; None where nothing is left to check.
+    """Return what a forwarded command line works on; None if there is no marker to check.
 
     Raises:
-        UsageError: no subcommand, a nested launch, or a folder that cannot be told from the options.
+        UsageError: there is no subcommand, a nested launch, or a folder cannot be told from the options.
     """
     if not arguments or arguments[0].startswith("-"):
         raise UsageError("nothing to launch; write it after --, e.g. speechdp launch -np 2 -- train DATA RUN")
@@ -69,7 +69,7 @@ def find_target(arguments: Sequence[str]) -> Target | None:
     if subcommand not in _WITH_MARKER or {"-h", "--help"} & set(rest):
         return None
     folders = list(itertools.takewhile(lambda word: not word.startswith("-"), rest[:2]))
-    if len(folders) == 1:  # `train RUN --resume`, say: where it stands is not what is wrong
+    if len(folders) == 1:  # e.g. `train RUN --resume`: a folder is missing, not misplaced
         raise UsageError(
             f"{subcommand} needs two folders, and has {folders[0]} alone: "
             f"speechdp launch ... -- {subcommand} {_WITH_MARKER[subcommand]} [options]"
@@ -85,18 +85,18 @@ def find_target(arguments: Sequence[str]) -> Target | None:
 
 
 def is_complete(target: Target) -> bool:
-    """Tell whether the job left its completion marker.
+    """Return whether the job left its completion marker.
 
-    A marker that stood there before and was not written again does not count: the exit code alone is
-    no proof (Open MPI 5 returns 0 when a host is lost), and an old marker proves as little. Not
-    compared by the clock, which a file server may have of its own.
+    A marker from before that was not written again does not count: the exit code alone is no proof (Open MPI
+    5 returns 0 when a host is lost), and neither is an old marker.  Clocks are not compared, as a file server
+    may have its own.
     """
     state = _marker_state(target.subcommand, target.directory)
     return state is not None and state != target.marker_before
 
 
 def has_tried_all(target: Target) -> bool:
-    """Tell whether a sweep has trained all runs but those that it says have failed: it is over for now."""
+    """Return whether a sweep has trained all runs except those recorded as failed, and so is over for now."""
     if target.subcommand != "sweep":
         return False
     record = _sweep_record(target.directory)
@@ -111,17 +111,17 @@ def has_tried_all(target: Target) -> bool:
 def how_a_script_goes_on(
     end: JobEnd, exit_code: int, folder: Path | None, *, may_begin_anew: bool = False
 ) -> str:
-    """Return what follows the reason that a user's script was stopped or has failed, a clause or "".
+    """Return the advice to append to the reason why a user's script was stopped or failed: a clause or "".
 
     Args:
-        end: of the job.
-        exit_code: of the launch.
-        folder: that SPEECHDP_FOLDER names; None: the script's own, which is not known here.
-        may_begin_anew: it begins again in its folder as it is, as runs of an experiment do.
+        end: end of the job.
+        exit_code: exit code of the launch.
+        folder: folder named by SPEECHDP_FOLDER; None: the script's own, which is unknown here.
+        may_begin_anew: whether it can start over in its folder as it is, like runs of an experiment.
     """
     is_stopped = end.stop_signal is not None and exit_code in (exit_codes.STOPPED, 128 + end.stop_signal)
     if not is_stopped and not _has_broken_off(end, exit_code):
-        return ""  # the ranks, or what was said of them, have said what to do
+        return ""  # messages of the ranks, or about them, name the remedy
     found = None if folder is None else newest_checkpoint(folder)
     known = "" if found is None else f"; last checkpoint: {found}"
     if folder is not None and found is None:
@@ -132,7 +132,7 @@ def how_a_script_goes_on(
 
 
 def _has_broken_off(end: JobEnd, exit_code: int) -> bool:
-    """Tell whether ranks that nobody has stopped were lost: killed, hung, crashed, or their host gone."""
+    """Return whether ranks were lost without a stop request: killed, hung, crashed, or with their host."""
     cause = first_cause(end.faults)
     if end.stop_signal is not None or (cause is not None and cause.kind in _NOT_STARTED):
         return False
@@ -140,17 +140,18 @@ def _has_broken_off(end: JobEnd, exit_code: int) -> bool:
 
 
 def last_checkpoint(target: Target) -> Path | None:
-    """Return the newest whole checkpoint of the run, its realignments or a sweep's runs; None: there is none.
+    """Return the newest complete checkpoint of the run, its realignments or a sweep's runs; None: none.
 
-    Checkpoints get their name when they are whole, so a name that fits is enough.
+    Checkpoints get their name when they are complete, so a matching name is enough.
     """
     return newest_checkpoint(target.directory)
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """Return the newest whole checkpoint somewhere in a folder; None: there is none.
+    """Return the newest complete checkpoint anywhere in a folder; None: there is none.
 
-    Of one run it is that of the last step, with which the run goes on, whatever the clock has been set to.
+    Within one run that is the checkpoint of the last step, from which the run resumes, whatever the clock
+    says.
     """
     changes = {
         path: changed_ns
@@ -162,9 +163,9 @@ def newest_checkpoint(directory: Path) -> Path | None:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Return all whole checkpoints somewhere in a folder."""
+    """Return all complete checkpoints anywhere in a folder."""
     found: list[Path] = []
-    # Others may delete meanwhile, which ends a glob by an error.
+    # Not by glob, which raises if others delete folders meanwhile.
     for name, folders, _files in os.walk(directory):
         folder = Path(name)
         if folder.name == "checkpoints":
@@ -192,9 +193,9 @@ class Verdict:
     """The outcome of a job.
 
     Attributes:
-        exit_code: of the launch.
-        reason: what went wrong, with the last checkpoint; None: nothing did.
-        advice: what the user may do next, a clause to follow the reason; "": the ranks have said it.
+        exit_code: exit code of the launch.
+        reason: what went wrong, with the last checkpoint; None: nothing.
+        advice: what the user may do next, a clause to follow the reason; "": the ranks have said so.
     """
 
     exit_code: int
@@ -220,16 +221,16 @@ def verdict(end: JobEnd, target: Target | None) -> Verdict:
         return Verdict(exit_codes.FAILED, f"{happened}{_known(target)}", _how_to_go_on(target))
     happened = _what_happened(end, exit_code, cause)
     begun = target is not None and last_checkpoint(target) is not None
-    if exit_code in _REFUSED and cause is None:  # the launcher's own end: nobody refused anything
+    if exit_code in _REFUSED and cause is None:  # the launcher's own exit code: no rank refused anything
         return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target) if begun else "")
     if exit_code in _REFUSED or (cause is not None and cause.kind in _NOT_STARTED):
-        # A mistake is not mended by giving the same command again: what was said of it says what to do.
+        # Repeating the command does not correct a user error; its own message names the remedy.
         return Verdict(exit_code, f"{happened}{_known(target) if begun else ''}")
     return Verdict(exit_code, f"{happened}{_known(target)}", _how_to_go_on(target))
 
 
 def _stopped(end: JobEnd, exit_code: int, target: Target | None) -> Verdict:
-    """Judge a job that was asked to end: the ranks saved, had nothing to save yet, or failed over it."""
+    """Judge a job that was asked to end: its ranks saved, had nothing to save yet, or failed in doing so."""
     assert end.stop_signal is not None
     if not end.is_begun:
         by = signal.Signals(end.stop_signal).name
@@ -240,7 +241,7 @@ def _stopped(end: JobEnd, exit_code: int, target: Target | None) -> Verdict:
     cause = first_cause(end.faults)
     if (
         cause is not None and cause.kind == "said"
-    ):  # a full disk, say: not to be taken for a stop like any other
+    ):  # e.g. a full disk, which must not be reported as an ordinary stop
         happened = f"{happened}, and {_what_happened(end, exit_code, cause)}"
     elif exit_code not in (exit_codes.STOPPED, exit_codes.STOPPED_UNSAVED):
         exit_code = 128 + end.stop_signal
@@ -260,7 +261,7 @@ def ranks_exit_code(end: JobEnd) -> int:
 
 
 def _what_happened(end: JobEnd, exit_code: int, cause: Fault | None) -> str:
-    """Name the rank and host that failed where the launcher told them, else what its exit code means."""
+    """Name the failed rank and host if the launcher reported them, else the meaning of its exit code."""
     if cause is not None and exit_code != exit_codes.STOPPED:
         told = cause.kind == "exited" and cause.exit_code == exit_code
         return cause.describe() if told else f"{cause.describe()} (exit code {exit_code})"
@@ -291,7 +292,7 @@ def _how_to_go_on(target: Target | None) -> str:
 
 
 def _meaning(exit_code: int) -> str:
-    """Say what an exit code of the launcher tells."""
+    """Return the meaning of a launcher's exit code."""
     if exit_code == exit_codes.STOPPED:
         return "the ranks were asked to stop, and saved"
     if exit_code == exit_codes.STOPPED_UNSAVED:
@@ -304,14 +305,14 @@ def _meaning(exit_code: int) -> str:
 
 
 def _marker_state(subcommand: str, directory: Path) -> tuple[int, int] | None:
-    """Return what tells one writing of the completion marker from another; None: not complete."""
+    """Return a value that identifies this writing of the completion marker; None: not complete."""
     for folder in reversed((directory, *directory.parents)):
         with contextlib.suppress(OSError):
             listed_anew(folder)
     if subcommand == "sweep" and _sweep_record(directory).get("completed") is not True:
         return None
     try:
-        # Opened, as that makes NFS ask the server: it may know of the file from before the job.
+        # Opening makes NFS ask the server; its cached state may be from before the job.
         with (directory / ("sweep.json" if subcommand == "sweep" else "completed.json")).open("rb") as file:
             marker = os.fstat(file.fileno())
     except OSError:
@@ -320,7 +321,7 @@ def _marker_state(subcommand: str, directory: Path) -> tuple[int, int] | None:
 
 
 def _sweep_record(out: Path) -> dict[str, Any]:
-    """Return what a sweep has written about itself; nothing where that cannot be read."""
+    """Return a sweep's record of itself; {} if it cannot be read."""
     try:
         record = parse_json((out / "sweep.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

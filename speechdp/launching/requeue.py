@@ -14,21 +14,22 @@ from speechdp.launching.programs import ask
 from speechdp.launching.supervise import JobEnd
 from speechdp.process.ending import WARNINGS, give_up_handler
 
-#: What Grid Engine sends with -notify before qdel kills; before it suspends or the time limit, SIGUSR1 comes.
+#: Signal that Grid Engine sends with -notify before qdel kills; before a suspension or time limit it is
+#: SIGUSR1.
 _QDEL = signal.SIGUSR2
 
 
 def is_to_go_on(
     end: JobEnd, exit_code: int, scheduler: Scheduler | None = None, *, begins_anew: bool = False
 ) -> bool:
-    """Tell whether the batch system, not the user, stopped the job: it saved, or had nothing to save yet.
+    """Return whether the batch system, not the user, stopped the job: it saved, or had nothing to save yet.
 
     Args:
-        exit_code: of the launch, as outcome.verdict has it.
-        scheduler: whose job it is; None: no batch job.
-        begins_anew: what has not saved would begin anew at each time limit, for ever: a user's script, of
-            which only exit code 75 tells that it has, and a command that saves nothing on the way.  What was
-            stopped before its ranks were started leaves with 75 as well.
+        exit_code: exit code of the launch, from `outcome.verdict`.
+        scheduler: batch system of the job; None: no batch job.
+        begins_anew: whether an unsaved job would start over at each time limit, for ever: a user's script,
+            for which only exit code 75 proves that it saved, or a command that saves nothing on the way.  A
+            job stopped before its ranks were started exits with 75 as well.
     """
     if exit_code == exit_codes.STOPPED:
         return end.stop_signal is None or _is_warning(end.stop_signal, scheduler)
@@ -36,17 +37,17 @@ def is_to_go_on(
 
 
 def _is_warning(signum: int, scheduler: Scheduler | None) -> bool:
-    """Tell a batch system's warning from the user's own scancel, qdel or Ctrl-C."""
+    """Return whether a signal is a batch system's warning, not the user's own scancel, qdel or Ctrl-C."""
     return signum in WARNINGS and not (scheduler == "sge" and signum == _QDEL)
 
 
 def is_ended_unsaved(end: JobEnd, exit_code: int, scheduler: Scheduler | None = None) -> bool:
-    """Tell whether the batch system asked the job to save and end, and it was ended without an answer, or
+    """Return whether the batch system asked the job to save and end, and it was ended without an answer, or
     a script has ended without having saved.
 
     Args:
-        exit_code: of the launch, as outcome.verdict has it.
-        scheduler: as of is_to_go_on.
+        exit_code: exit code of the launch, from `outcome.verdict`.
+        scheduler: as for `is_to_go_on`.
     """
     signum = end.stop_signal
     without_answer = signum is not None and _is_warning(signum, scheduler) and exit_code == 128 + signum
@@ -54,7 +55,7 @@ def is_ended_unsaved(end: JobEnd, exit_code: int, scheduler: Scheduler | None = 
 
 
 def why_not_requeued(command: Sequence[str], end: JobEnd, *, is_script: bool) -> str:
-    """Return why a job that was ended unsaved would begin anew, and the remedy."""
+    """Return why a job that ended unsaved would start over, and the remedy."""
     if not is_script:
         return (
             f"{command[0]} saves nothing on the way, and would begin anew and be stopped again; submit it "
@@ -73,9 +74,10 @@ def why_not_requeued(command: Sequence[str], end: JobEnd, *, is_script: bool) ->
 
 
 def requeue(allocation: Allocation, *, is_script: bool = False) -> int:
-    """Ask for another run of this job; return the exit code to leave with.
+    """Request another run of this job; return the exit code to exit with.
 
-    LSF and Grid Engine are told by it alone.  SIGTERM is ignored once another program was asked.
+    For LSF and Grid Engine the exit code alone is the request.  For others a program is called, after which
+    SIGTERM is ignored.
 
     Raises:
         ConfigError: the scheduler refused.
@@ -89,7 +91,7 @@ def requeue(allocation: Allocation, *, is_script: bool = False) -> int:
 
 
 class _Accepted(BaseException):
-    """The batch system ends this job, as it was told to: `qrerun` would wait for that end."""
+    """The batch system ends this job as requested; `qrerun` would wait for that end."""
 
 
 def _accept(_signum: int, _frame: FrameType | None) -> None:

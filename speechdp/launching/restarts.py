@@ -20,19 +20,19 @@ from speechdp.launching.outcome import Target, has_tried_all, whole_checkpoints
 from speechdp.launching.processes import descendants, kill
 from speechdp.launching.supervise import JobEnd
 
-#: Faults that another start, over other hosts, may escape.
+#: Faults that another start, on other hosts, may avoid.
 _FAULTS_OF_HOSTS = ("killed", "host lost", "not reached", "no program", "no folder", "no room")
-#: Exit codes after which nobody wants another start, and nothing is to be said about that.
+#: Exit codes after which another start is not wanted, and needs no message.
 _NEVER_AGAIN = (
     exit_codes.USAGE,
     exit_codes.IN_USE,
     exit_codes.STOPPED,
     exit_codes.STOPPED_UNSAVED,
 )
-#: A host on which ranks died so often is left out where the others have room for ranks enough.
+#: Number of rank deaths after which a host is left out, if the others have room for enough ranks.
 _FAILURES_OF_A_BAD_HOST = 2
 _PROBE_S = 15.0
-#: Time for a launcher that is asked to end to do so, s.
+#: Time that a launcher gets to end when asked to, s.
 _PROBE_END_S = 2.0
 _PROBES_AT_ONCE = 32
 _POLL_S = 0.1
@@ -43,8 +43,8 @@ class RestartPolicy:
     """How often, and with how few ranks, a job may be restarted.
 
     Attributes:
-        max_restarts: starts after the first; 0: none.
-        min_ranks: fewest ranks to go on with where hosts are gone; None: as many as at the start.
+        max_restarts: largest number of starts after the first; 0: none.
+        min_ranks: fewest ranks to continue with if hosts are lost; None: as many as at the start.
     """
 
     max_restarts: int = 0
@@ -73,7 +73,7 @@ class RestartPolicy:
             )
 
     def fewer_ranks(self, hosts: Sequence[Host], num_ranks: int) -> list[int]:
-        """Return the numbers of ranks below `num_ranks` with which a job that lost any hosts may go on."""
+        """Return the numbers of ranks below `num_ranks` with which a job may continue after losing hosts."""
         slots = {0}
         for host in hosts:
             slots |= {left + host.slots for left in slots}
@@ -81,7 +81,7 @@ class RestartPolicy:
         return sorted(left for left in slots if least <= left < num_ranks)
 
 
-#: What tells one state of a file or folder from another: (path, time of change in ns, inode).
+#: Identifies a state of a file or folder: (path, modification time in ns, inode).
 _State = tuple[Path, int, int]
 
 
@@ -90,16 +90,16 @@ class Restarts:
     """Decides whether and how a job is restarted.
 
     Args:
-        policy: how often.
+        policy: how often to restart.
         hostfile: all hosts that may be used.
-        num_ranks: wanted.
-        target: the run; None: nothing that could go on.
-        reachable: returns those of some hosts on which a process can be started.
-        is_script: a user's script is started, which knows by itself what to go on from.
+        num_ranks: wanted number of ranks.
+        target: the run; None: nothing that could be resumed.
+        reachable: returns those of the given hosts on which a process can be started.
+        is_script: whether a user's script runs, which itself knows from what to resume.
 
     Attributes:
-        number: starts after the first so far.
-        left_out: hosts that the last of them did without, because they failed or did not answer.
+        number: number of starts after the first so far.
+        left_out: hosts not used in the last of them, because they failed or did not answer.
     """
 
     policy: RestartPolicy
@@ -121,14 +121,14 @@ class Restarts:
         return self.hostfile.allocate(self.num_ranks)
 
     def why_not(self, end: JobEnd, exit_code: int) -> str | None:
-        """Return why the job is not to be started again, None where it is; "": there is no need to say."""
+        """Return why the job must not be started again; None: it may be; "": the reason needs no message."""
         if exit_code == 0 or self.policy.max_restarts == 0 or end.stop_signal is not None:
             return ""
         if (self.target is None and not self.is_script) or exit_code in _NEVER_AGAIN:
             return ""
         if self._is_refusal(end, exit_code) and self.target is not None and has_tried_all(self.target):
-            return ""  # of a sweep: what has failed would fail again
-        # What a script has saved is not known, nor what its exit code means.
+            return ""  # a sweep whose failed runs would fail again
+        # What a script has saved, and what its exit code means, is unknown.
         if not self.is_script and self._is_refusal(end, exit_code) and not self._has_gone_on():
             return "not started again: it would fail in the same way, as there is no checkpoint of this start"
         if self.number >= self.policy.max_restarts:
@@ -161,21 +161,21 @@ class Restarts:
         return left.allocate(min(self.num_ranks, slots))
 
     def going_on(self, arguments: Sequence[str]) -> tuple[str, ...]:
-        """Return the command line of a further start: the same run goes on, once it has begun."""
+        """Return the command line of a further start, which resumes the run if it has begun."""
         if self.is_script:
             return tuple(arguments)
         if has_option(arguments, "--overwrite") and self._present_record() == self._record:
-            return tuple(arguments)  # what is to be overwritten is still there
+            return tuple(arguments)  # the run to overwrite is still there
         kept = [word for word in arguments if plain_option(word) not in ("--overwrite", "--resume")]
-        # A sweep keeps what is finished by itself.
+        # A sweep keeps its finished runs by itself.
         return (*kept, "--resume") if kept[0] == "train" else tuple(kept)
 
     def _is_refusal(self, end: JobEnd, exit_code: int) -> bool:
-        """Tell whether the ranks refused to go on, as they would again."""
+        """Return whether the ranks refused to continue, as they would again."""
         cause = first_cause(end.faults)
         if end.exit_code == 0 or cause is None or cause.kind in _FAULTS_OF_HOSTS:
-            # Open MPI 5 returns 0 when a host is lost, mpirun 1 when it reaches none, is ended by SIGTERM, or
-            # fails itself.
+            # Open MPI 5 returns 0 when a host is lost; mpirun returns 1 when it reaches no host, is ended by
+            # SIGTERM, or fails itself.
             return False
         return exit_code == exit_codes.FAILED
 
@@ -187,7 +187,7 @@ class Restarts:
         return frozenset(state for state in map(_state, paths) if state is not None)
 
     def _present_record(self) -> _State | None:
-        """Return the state of the file that every run, or sweep, writes when it begins."""
+        """Return the state of the file that every run or sweep writes at its beginning."""
         if self.target is None:
             return None
         return _state(
@@ -208,12 +208,12 @@ def find_reachable(
     environment: Mapping[str, str],
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Host]:
-    """Return the hosts on which the launcher can start a process; several are tried at the same time.
+    """Return the hosts on which the launcher can start a process, trying several at the same time.
 
     Args:
         probe: returns the command line that runs `true` on a host.
-        environment: of the probes.
-        stopped: whether to give up; then no host is known to answer but this one.
+        environment: environment of the probes.
+        stopped: returns whether to give up; then only this host is known to answer.
     """
     others = [host for host in hosts if not is_this_machine(host.name)]
     answering: set[str] = {host.name for host in hosts if host not in others}
@@ -244,9 +244,9 @@ def _start_probe(argv: list[str], environment: Mapping[str, str]) -> subprocess.
 
 
 def _end_probes(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
-    """End the probes that have not ended, with all they have started: mpirun's ssh has a group of its own."""
+    """End running probes and all their descendants: mpirun's ssh has a process group of its own."""
     waiting = [child for child in running.values() if child.poll() is None]
-    below = [pid for child in waiting for pid in descendants(child.pid)]  # of nobody once mpirun has ended
+    below = [pid for child in waiting for pid in descendants(child.pid)]  # not found after mpirun has ended
     for child in waiting:
         child.terminate()  # mpirun then deletes the folder of its session
     deadline = time.monotonic() + _PROBE_END_S
@@ -261,7 +261,7 @@ def _end_probes(running: Mapping[str, subprocess.Popen[bytes]]) -> None:
 
 
 def _hosts_at_fault(faults: Sequence[Fault]) -> set[str]:
-    """Return the short names of the hosts at which it began, not of those that were ended after that."""
+    """Return the short names of the hosts that caused the end, not of those that were ended as a result."""
     cause = first_cause(faults)
     hosts = {cause.host} if cause is not None and cause.host and cause.kind in _FAULTS_OF_HOSTS else set()
     return {short_name(host) for host in [*hosts, *(host for fault in faults for host in fault.silent_hosts)]}

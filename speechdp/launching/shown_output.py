@@ -1,4 +1,4 @@
-"""Pass on a launcher's output while it runs, and notice failures in it."""
+"""Show a launcher's output while it runs, and detect failures in it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from speechdp.launching.launcher_output import LauncherOutput
 from speechdp.process.output import STDERR, STDOUT, give_up, is_read, write_standard
 
 _PIPE_BYTES = 65_536
-#: A pipe or terminal that can take anything takes so much without blocking (PIPE_BUF).
+#: Bytes that a writable pipe or terminal accepts without blocking (PIPE_BUF).
 _WRITTEN_AT_ONCE = 4096
-#: A process that left the job's session may hold the pipe for ever.
+#: Longest wait for the end of a pipe, s: a process that left the job's session may hold it for ever.
 _PIPE_END_S = 1.0
-#: So long whoever reads our output may take nothing of what is left at the end, s.
+#: Longest time in which the reader of our output may accept nothing of what is left at the end, s.
 _READER_PATIENCE_S = 60.0
-#: So long what is left is written once this process is asked to end, s.
+#: Longest time for writing what is left once this process is asked to end, s.
 _ASKED_PATIENCE_S = 2.0
 _POLL_S = 0.2
 
 
 @dataclass
 class _Relay:
-    """One stream of the launcher on its way to ours.
+    """Relays one of the launcher's streams to one of ours.
 
     Attributes:
-        descriptor: ours.
-        pipe: reading end; None: it is at its end.
-        take: what becomes of what was read, before it is shown.
+        descriptor: descriptor of our stream.
+        pipe: reading end of the launcher's stream; None: the stream has ended.
+        take: takes data read and returns what to show of it.
         end: returns what was held back.
-        pending: what is to be written.
-        most_pending: how much of that there may be before the launcher has to wait, bytes.
+        pending: data still to be written.
+        most_pending: size of `pending` beyond which the launcher has to wait, bytes.
     """
 
     descriptor: int
@@ -47,7 +47,7 @@ class _Relay:
 
     @property
     def readable(self) -> list[int]:
-        """The pipe, where there is more to come and room for it."""
+        """The pipe, if it has not ended and there is room for its data."""
         return [self.pipe] if self.pipe is not None and len(self.pending) <= self.most_pending else []
 
     def read(self) -> None:
@@ -73,21 +73,22 @@ class _Relay:
 
 
 class ShownOutput:
-    """Shows what a launcher writes to its stdout and stderr, and notes when the first fault was read.
+    """Shows what a launcher writes to its stdout and stderr, and records when the first fault was read.
 
-    Its stdout is passed on, too, and not handed to it: mpirun ends the job where it cannot write there.
-
-    In the main thread, by and by: when this process is killed, the launcher gets a signal for each thread of
-    it that dies (PR_SET_PDEATHSIG), and mpirun crashes on the second before it has ended the ranks.
+    The launcher does not get our stdout directly, because mpirun ends the job if it cannot write there.
+    Relaying is done piecewise in the main thread, without further threads: when this process is killed, the
+    launcher gets a signal for each of its threads (PR_SET_PDEATHSIG), and mpirun crashes on the second before
+    it has ended the ranks.
 
     Args:
         stdout, stderr: reading ends of pipes; None: there is nothing to show.
-        tolerates_loss: a rank that is gone is no fault to be noticed (see ends_job).
+        tolerates_loss: whether a lost rank does not count as a fault (see `ends_job`).
 
     Attributes:
-        fault_since: when the first fault was read after which no rank can go on, by the monotonic clock;
+        fault_since: time at which the first fault was read that ends the job, by the monotonic clock, s;
             infinite: none yet.
-        gone_since: when the first of these was read that tells of a rank's process that is gone.
+        gone_since: time at which the first such fault about a lost rank process was read, s; infinite: none
+            yet.
     """
 
     def __init__(self, stdout: int | None, stderr: int | None, *, tolerates_loss: bool = False) -> None:
@@ -101,7 +102,7 @@ class ShownOutput:
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """What was learnt so far."""
+        """The faults found so far."""
         return tuple(self._output.faults)
 
     @property
@@ -110,13 +111,13 @@ class ShownOutput:
         return not any(relay.readable or relay.pending for relay in self._relays)
 
     def pump(self, timeout_s: float) -> bool:
-        """Read and show what there is, waiting so long for it; return whether the pipes may give more."""
+        """Read and show available data, waiting up to `timeout_s`; return whether data was available."""
         reading = {pipe: relay for relay in self._relays for pipe in relay.readable}
         writing = {relay.descriptor: relay for relay in self._relays if relay.pending}
         if self.is_over:
             return False
         readable, writable, _ = select.select([*reading], [*writing], [], timeout_s)
-        for descriptor in writable[-1:]:  # both may be one pipe, whose room is that for one
+        for descriptor in writable[-1:]:  # both may be one pipe, which has room for one write only
             writing[descriptor].write()
         for pipe in readable:
             reading[pipe].read()
@@ -136,11 +137,11 @@ class ShownOutput:
         """Show what is left, as long as somebody reads it; the launcher has ended.
 
         Args:
-            asked: tells whether this process was asked to end.
+            asked: returns whether this process was asked to end.
         """
-        deadline = time.monotonic() + _PIPE_END_S  # a process of nobody's may hold a pipe for ever
+        deadline = time.monotonic() + _PIPE_END_S  # a stray process may hold a pipe for ever
         for relay in self._relays:
-            relay.most_pending = math.inf  # no more than the pipes hold
+            relay.most_pending = math.inf  # at most what the pipes still hold
         while self.pump(0.0) and time.monotonic() < deadline:
             pass
         for relay in self._relays:

@@ -1,4 +1,4 @@
-"""Hand a batch script to the batch system; no shell is involved."""
+"""Submit a batch script to the batch system, without a shell."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from speechdp.launching.variables import PAUSE
 
 _SUBMIT_TIMEOUT_S = 120
 _RESUME = ("--resume", "--no-resume")
-#: Commands whose --overwrite deletes the run that a job started again would go on with.
+#: Commands whose --overwrite deletes the run that a restarted job would resume.
 _DELETES_RUN = ("train", "sweep")
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A script and how it is handed over.
+    """A script and how to submit it.
 
     Attributes:
         path: absolute path of the script.
-        argv: of the batch system's program.
+        argv: argv of the batch system's program.
     """
 
     scheduler: Scheduler
@@ -41,7 +41,7 @@ class Submission:
 
     @property
     def reads_stdin(self) -> bool:
-        """Whether the program reads the script from there (bsub)."""
+        """Whether the program reads the script from stdin (bsub)."""
         return SYSTEMS[self.scheduler].reads_stdin
 
     @property
@@ -54,7 +54,7 @@ class Submission:
 def plan_submission(
     scheduler: Scheduler, name: str, folder: Path, scheduler_arguments: Sequence[str]
 ) -> Submission:
-    """Return how a job's script is submitted; it is to be written into `folder`.
+    """Return how to submit a job's script, which is to be written into `folder`.
 
     Args:
         scheduler_arguments: more options of the batch system's program, after ours.
@@ -77,13 +77,12 @@ def plan_submission(
 def detect_scheduler(
     search_path: str, environ: Mapping[str, str], *, only_shown: bool = False
 ) -> tuple[Scheduler, str]:
-    """Return which batch system is here, and what tells: a program on PATH or a variable.
+    """Return the batch system found here, and the evidence: a program on PATH or a variable.
 
     Args:
-        only_shown: the script is only shown (--dry-run), for which no batch system is needed.
-
+        only_shown: whether the script is only shown (--dry-run), which needs no batch system.
     Raises:
-        ConfigError: none, or a qsub that may be PBS's or Grid Engine's.
+        ConfigError: there is none, or there is a qsub that may be PBS's or Grid Engine's.
     """
     if shutil.which("sbatch", path=search_path):
         return "slurm", "sbatch is on PATH"
@@ -108,13 +107,13 @@ def detect_scheduler(
 
 
 def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
-    """Return the command a job runs: as given, for train with --resume.  Scripts are not looked into.
+    """Return the command that a job runs: as given, and for train with --resume.  Scripts are not examined.
 
-    --resume starts anew where there is no checkpoint, so it is safe, and a job started again goes on.
+    --resume starts over if there is no checkpoint, so it is safe, and a job started again resumes.
 
     Raises:
-        UsageError: nothing to run, a nested launch, a speechdp command as a script, or folders that cannot be
-            told.
+        UsageError: there is nothing to run, a nested launch, a speechdp command written as a script, or
+            folders that cannot be told from the options.
         ConfigError: --overwrite in a job that would delete its own checkpoints when it is started again, or a
             step to pause at in one that would then be requeued.
     """
@@ -153,14 +152,14 @@ def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
 
 
 def check_pause(command: Sequence[str], *, is_script: bool) -> None:
-    """Refuse a step to pause at in a job that is requeued: it would be for ever, and pause there again.
+    """Refuse a step to pause at in a job that is requeued: it would pause there again, for ever.
 
     Args:
         command: what every rank runs.
-        is_script: a user's script does, which is told by the environment.
+        is_script: whether that is a user's script, which gets the step from the environment.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is such a step.
     """
     given, remedy = "", "leave it out"
     if is_script:
@@ -176,10 +175,10 @@ def check_pause(command: Sequence[str], *, is_script: bool) -> None:
 
 
 def check_output_folder(job: BatchJob) -> None:
-    """Refuse an output file in a folder that is not there: no batch system makes it, and jobs fail mutely.
+    """Refuse an output file in a missing folder: no batch system makes it, and jobs would fail silently.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the folder does not exist.
     """
     output = job.placement.output
     if output is None:
@@ -191,7 +190,7 @@ def check_output_folder(job: BatchJob) -> None:
 
 
 def find_program(scheduler: Scheduler, search_path: str) -> str:
-    """Return the path of the program that takes scripts.  Raises ConfigError: it is not here."""
+    """Return the path of the program that submits scripts.  Raises ConfigError: it is not on PATH."""
     program = SYSTEMS[scheduler].program[0]
     found = shutil.which(program, path=search_path)
     if found is None:
@@ -206,17 +205,17 @@ def write_script(path: Path, script: str) -> Path | None:
     """Write the script, with the permissions the user's umask leaves.
 
     Returns:
-        Where another script of this name, edited perhaps, has been moved to; None: there was none.
+        New path of a different, perhaps edited, script that had this name; None: there was none.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the script cannot be written.
     """
     kept = None
     try:
         if path.is_file() and path.read_bytes() != os.fsencode(script):
             kept = path.with_name(f"{path.name}.old")
             path.replace(kept)
-        # "x": never through a link that somebody else has put there, in a folder all may write to.
+        # "x": never through a link that another user has put there, in a folder that all may write to.
         with atomic_path(path) as temporary, temporary.open("xb") as file:
             file.write(os.fsencode(script))
     except OSError as error:
@@ -227,10 +226,10 @@ def write_script(path: Path, script: str) -> Path | None:
 
 
 def submit(submission: Submission, search_path: str) -> str:
-    """Submit the script and return the job's number.
+    """Submit the script and return the job id.
 
     Raises:
-        ConfigError: the program is missing, refuses the script, or says no job's number.
+        ConfigError: the program is missing, refuses the script, or prints no job id.
     """
     program = submission.argv[0]
     answer = _run_program(submission, search_path)

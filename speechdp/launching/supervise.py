@@ -1,5 +1,5 @@
-"""Run a launcher as a child: pass signals on so that the ranks can save, end it once a rank has failed, and
-leave no process behind.
+"""Run a launcher as a child: pass on signals so that ranks can save, end it once a rank has failed, and leave
+no process behind.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from speechdp.process.ending import WARNINGS, take_held_warnings
 from speechdp.process.file_limit import raise_file_limit_of_launcher
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *WARNINGS)
-#: A batch system may send others after its warning, with time left before SIGKILL: only these mean haste, and
-#: only if they come twice.
+#: Signals that mean haste if they come twice.  Not the others: a batch system may send them after its
+#: warning, with time left before SIGKILL.
 _URGENT_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-#: Signals within so long are one request, s: the death of a process is told once a thread (PR_SET_PDEATHSIG),
-#: and a batch system may signal both this process and its group.
+#: Signals within this time are one request, s: a process's death sends one signal per thread
+#: (PR_SET_PDEATHSIG), and a batch system may signal both this process and its group.
 _AT_ONCE_S = 1.0
 _POLL_S = 0.2
 _KILL_AFTER_FAULT_S = 2.0
-#: beginnings of the names mpirun runs under; in the PyPI wheel it becomes "orterun_wrapper".
+#: Beginnings of the process names of launchers; the PyPI wheel's mpirun becomes "orterun_wrapper".
 _LAUNCHERS = ("mpirun", "orterun", "prterun", "mpiexec", "srun")
 
 
@@ -47,20 +47,22 @@ class StopPolicy:
     """How a job is ended on request.
 
     Attributes:
-        first_signal: what the launcher gets at once. mpirun hands SIGUSR1 on to all ranks, who save a
-            checkpoint and leave; SIGTERM it would answer by killing them. horovodrun --gloo knows only
-            SIGTERM, which it hands on, killing what is left 5 s later.
-        ranks_have: a variable in the environment of the ranks, where all are on this machine and their
-            launcher gives them no time: they get SIGUSR1 themselves, and it nothing; "": it gets its signal.
-        grace_s: time the ranks have to leave by themselves; then SIGTERM.
-        kill_after_s: time after that until everything left is killed.
-        fault_grace_s: time a launcher has to end by itself once it is known that a rank or host has failed:
-            one whose daemon is frozen or cut off would be waited for without end, and so would Open MPI 5
-            that is asked by several ranks at once to abort.
-        gone_grace_s: no more than this once a rank's process is known to be gone.
-        tolerates_loss: a rank that is gone is no reason to end the job; one that says why it fails is.
-        terminate_after_fault: send SIGTERM then, before everything left is killed: not to mpirun, which is
-            ending the job already and crashes when it is asked again.
+        first_signal: signal the launcher gets at once.  mpirun forwards SIGUSR1 to all ranks, which save a
+            checkpoint and exit; on SIGTERM it would kill them.  horovodrun --gloo knows only SIGTERM, which
+            it forwards, and kills remaining ranks 5 s later.
+        ranks_have: a variable in the ranks' environment, if all ranks are on this machine and their launcher
+            gives them no time to save: then the ranks get SIGUSR1 themselves and the launcher gets nothing;
+            "": the launcher gets `first_signal`.
+        grace_s: time the ranks have to exit by themselves before SIGTERM, s.
+        kill_after_s: time from SIGTERM until every remaining process is killed, s.
+        fault_grace_s: time the launcher has to end by itself once a rank or host is known to have failed, s.
+            Otherwise one whose daemon is frozen or cut off would be waited for for ever, and so would Open
+            MPI 5 when several ranks ask it to abort at once.
+        gone_grace_s: shorter limit once a rank's process is known to be gone, s.
+        tolerates_loss: whether the job continues without a lost rank; a rank that reports a failure still
+            ends it.
+        terminate_after_fault: whether to send SIGTERM after a fault, before everything is killed; not to
+            mpirun, which is already ending the job and crashes when asked again.
     """
 
     first_signal: signal.Signals = signal.SIGUSR1
@@ -78,11 +80,11 @@ class JobEnd:
     """How the launcher ended.
 
     Attributes:
-        exit_code: of the launcher; 128 + signal where one killed it.
-        stop_signal: the signal by which the user asked for the end; None: it came by itself.
-        faults: what the launcher printed about ranks and hosts that failed.
-        killed_by: the signal that killed the launcher itself; None: it ended by itself.
-        is_begun: ranks were started; else the user asked for the end before that.
+        exit_code: exit code of the launcher; 128 + signal if a signal killed it.
+        stop_signal: signal by which the user asked to stop; None: the job ended by itself.
+        faults: what the launcher printed about failed ranks and hosts.
+        killed_by: signal that killed the launcher itself; None: it ended by itself.
+        is_begun: whether ranks were started; False if the user asked to stop before that.
     """
 
     exit_code: int
@@ -94,14 +96,14 @@ class JobEnd:
 
 @dataclass
 class SupervisorStop:
-    """Notes of the signal handlers; what follows from them is left to the main loop.
+    """Records the signals received; the main loop acts on them.
 
     Attributes:
-        signals: those that came, in order.
-        since: when the first came, by the monotonic clock.
-        urgent_since: when the first came by which a user ends a job.
-        again: when the user asked so once more, and means haste.
-        clock: that tells s.
+        signals: signals received, in order.
+        since: time of the first signal, by the monotonic clock, s.
+        urgent_since: time of the first signal by which a user ends a job, s; None: none yet.
+        again: time of the user's second such request, which means haste, s; None: none yet.
+        clock: returns the time, s.
     """
 
     signals: list[int] = field(default_factory=list)
@@ -111,7 +113,7 @@ class SupervisorStop:
     clock: Callable[[], float] = time.monotonic
 
     def note(self, signum: int, _frame: FrameType | None) -> None:
-        """Note a signal; this is the handler of all of them."""
+        """Record a signal; this is the handler for all of them."""
         now = self.clock()
         if not self.signals:
             self.since = now
@@ -132,12 +134,12 @@ def run_job(
 ) -> JobEnd:
     """Run `argv` to its end in a process group of its own.
 
-    To be called in the main thread (signal handlers). A second SIGINT or SIGTERM skips the grace period.
+    Call it in the main thread, for signal handlers.  A second SIGINT or SIGTERM skips the grace period.
 
     Args:
-        output: file for what it prints; None: this process's stdout and stderr, without what launchers
-            print about failures, which is left in the result.
-        request: of a caller who notes signals between jobs as well; None: they are noted meanwhile.
+        output: file for its output; None: this process's stdout and stderr, without the launcher's texts
+            about failures, which are returned as faults.
+        request: signals recorded by a caller that records them between jobs, too; None: recorded here.
 
     Raises:
         ConfigError: the program cannot be started, or may open too few files.
@@ -163,14 +165,14 @@ def run_job(
 def _start(
     argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | None, tolerates_loss: bool
 ) -> tuple[subprocess.Popen[bytes], ShownOutput]:
-    """Start the launcher, which ends when this process is killed outright; return what shows its output."""
+    """Start the launcher so that it ends if this process is killed; return it and what shows its output."""
     if output is not None:
         child = _popen(argv, environment, stdout=output, stderr=subprocess.STDOUT)
         return child, ShownOutput(None, None)
     reading, writing = zip(*(os.pipe() for _ in range(2)), strict=True)
     try:
-        # The launcher holds the reading ends, too: were this process killed, what it then says about the
-        # ranks it ends would be an error.
+        # The launcher holds the reading ends, too.  Otherwise, if this process is killed, the launcher's
+        # messages about the ranks that it ends would fail to be written.
         child = _popen(argv, environment, stdout=writing[0], stderr=writing[1], pass_fds=reading)
     except ConfigError:
         for pipe in reading:
@@ -187,7 +189,7 @@ def _popen(argv: Sequence[str], environment: Mapping[str, str], **streams: Any) 
         return subprocess.Popen(
             argv,
             env=dict(environment),
-            # mpirun would read the terminal for rank 0 and be stopped for it, being in the background.
+            # mpirun, in the background, would read the terminal for rank 0 and be stopped for that.
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=at_our_death(),  # noqa: PLW1509 - a folder's owner may run, whose locks it takes none of
@@ -200,7 +202,7 @@ def _popen(argv: Sequence[str], environment: Mapping[str, str], **streams: Any) 
 def _wait(
     child: subprocess.Popen[bytes], request: SupervisorStop, policy: StopPolicy, shown: ShownOutput
 ) -> int:
-    """Wait for the child; step through first signal, SIGTERM and SIGKILL once a stop is requested or due."""
+    """Wait for the child; send first signal, SIGTERM and SIGKILL in turn once a stop is requested or due."""
     stages: list[Callable[[], None]] = [
         lambda: _ask_to_stop(child, policy),
         lambda: _signal_launcher(child, signal.SIGTERM),
@@ -208,7 +210,7 @@ def _wait(
     ]
     done = 0
     while True:
-        if shown.is_over:  # as a rule it ends a moment later
+        if shown.is_over:  # the child usually ends a moment later
             with suppress(subprocess.TimeoutExpired):
                 return child.wait(_POLL_S)
         elif not shown.pump(_POLL_S):
@@ -217,19 +219,19 @@ def _wait(
                 return exit_code
         due = _stages_due(request, policy, _end_after_fault(policy, shown))
         while done < due:
-            # After a fault nobody is left to save, and not every launcher may be asked to end.
+            # After a fault no rank is left to save, and not every launcher may be sent SIGTERM.
             if request.signals or done == len(stages) - 1 or (done == 1 and policy.terminate_after_fault):
                 stages[done]()
             done += 1
 
 
 def _end_after_fault(policy: StopPolicy, shown: ShownOutput) -> float:
-    """Return until when the launcher may end by itself after a fault, by the monotonic clock."""
+    """Return the deadline for the launcher to end by itself after a fault, by the monotonic clock, s."""
     return min(shown.fault_since + policy.fault_grace_s, shown.gone_since + policy.gone_grace_s)
 
 
 def _stages_due(request: SupervisorStop, policy: StopPolicy, end_after_fault: float) -> int:
-    """Return how many of the three stages of ending a job are due by now."""
+    """Return how many of the three stages of ending a job are due."""
     now = time.monotonic()
     due = 0
     if request.signals:
@@ -245,18 +247,18 @@ def _passed(time_s: float, deadlines_s: tuple[float, ...]) -> int:
 
 
 def _ask_to_stop(child: subprocess.Popen[bytes], policy: StopPolicy) -> None:
-    """Let the ranks save and leave."""
+    """Let the ranks save and exit."""
     ranks = outermost_with(child.pid, policy.ranks_have) if policy.ranks_have else []
     for pid in ranks:
         kill(pid, signal.SIGUSR1)
-    if not ranks:  # none has started yet, or their launcher tells them
+    if not ranks:  # none has started yet, or the launcher forwards the signal
         _signal_launcher(child, policy.first_signal)
 
 
 def _signal_launcher(child: subprocess.Popen[bytes], signum: signal.Signals) -> None:
-    """Send a signal to the launcher; SIGUSR1 to mpirun itself, also where horovodrun started it.
+    """Send a signal to the launcher; SIGUSR1 to mpirun itself, even if horovodrun started it.
 
-    Horovod becomes a shell that may wait for mpirun: SIGUSR1 would end the shell and reach no rank.
+    horovodrun becomes a shell that may wait for mpirun: SIGUSR1 would end the shell and reach no rank.
     """
     if signum == signal.SIGUSR1:
         family = [child.pid, *descendants(child.pid)]
@@ -271,9 +273,9 @@ def _signal_launcher(child: subprocess.Popen[bytes], signum: signal.Signals) -> 
 
 @contextmanager
 def noted_signals() -> Iterator[SupervisorStop]:
-    """Note stop signals, held warnings too, instead of dying of them; restore the former handlers.
+    """Record stop signals and held warnings, instead of dying of them; restore the handlers after the block.
 
-    Signals that are ignored stay so: `nohup` lets a job outlive the terminal it was started from.
+    Ignored signals stay ignored: with `nohup` a job outlives the terminal it was started from.
     """
     request = SupervisorStop()
     heeded = [signum for signum in _STOP_SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]

@@ -1,19 +1,19 @@
-"""Which batch job this process is part of, from the variables that batch systems set."""
+"""Find the batch job that this process is part of, from the variables that batch systems set."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-#: Variable with the number of a job, the batch system, the variable with the task of an array, and what that
-#: holds in a job that is of none.
+#: Per batch system: the variable with the job id, the system's name, the variable with the array task, and
+#: that variable's values outside an array.
 _SYSTEMS = (
     ("SLURM_JOB_ID", "slurm", "SLURM_ARRAY_TASK_ID", ("",)),
     ("LSB_JOBID", "lsf", "LSB_JOBINDEX", ("", "0")),
     ("PBS_JOBID", "pbs", "PBS_ARRAY_INDEX", ("",)),
     ("JOB_ID", "sge", "SGE_TASK_ID", ("", "undefined")),
 )
-#: Batch systems in which the tasks of an array have the number of the array's job; others have one each.
+#: Batch systems in which all tasks of an array share the array's job id; in others each task has its own.
 _WITH_ONE_NUMBER = ("lsf", "sge")
 
 
@@ -23,9 +23,10 @@ class SchedulerJob:
 
     Attributes:
         scheduler: slurm, lsf, pbs or sge.
-        job_id: its number there.
-        task: of an array of jobs; "" in others.
-        restarts: how often it was started before.  LSF and Grid Engine only tell whether, PBS not even that.
+        job_id: job id in that system.
+        task: task of a job array; "" outside an array.
+        restarts: number of earlier starts.  LSF and Grid Engine tell only whether there was one, PBS not even
+            that.
     """
 
     scheduler: str
@@ -34,13 +35,13 @@ class SchedulerJob:
     restarts: int = 0
 
     def is_later_start_of(self, other: SchedulerJob) -> bool:
-        """Tell whether the scheduler has put `other` back into its queue, and this is what came of it."""
+        """Return whether the scheduler requeued `other` and then started it again as this job."""
         same = (self.scheduler, self.job_id, self.task) == (other.scheduler, other.job_id, other.task)
         return same and self.restarts > other.restarts
 
     @property
     def task_variable(self) -> str:
-        """Name of the variable that has the task of an array; "": this is of none."""
+        """Name of the variable with the array task; "": this job is not part of an array."""
         if not self.task:
             return ""
         return next((variable for _, name, variable, _ in _SYSTEMS if name == self.scheduler), "")
@@ -51,10 +52,10 @@ class SchedulerJob:
 
 
 def find_batch_job(environment: Mapping[str, str]) -> SchedulerJob | None:
-    """Return the batch job that a process with this environment is part of; None: it is part of none."""
+    """Return the batch job that a process with this environment is part of; None: there is none."""
     for variable, scheduler, task_variable, none in _SYSTEMS:
         job_id = environment.get(variable)
-        # Only Grid Engine's name is one that others might use as well.
+        # Other programs might also set Grid Engine's variable, whose name is so general.
         if job_id and (scheduler != "sge" or "SGE_ROOT" in environment or "SGE_TASK_ID" in environment):
             task = environment.get(task_variable, "")
             return SchedulerJob(scheduler, job_id, "" if task in none else task, _restarts(environment))

@@ -1,4 +1,4 @@
-"""Who claims a folder: a process on a host, and whether it is known to be gone, seen from another."""
+"""The process that claims a folder, and what another process can know about whether it is gone."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from speechdp.ownership.batch_job import SchedulerJob, find_batch_job
 
 CLAIM_FORMAT = "speechdp-owner"
 CLAIM_VERSION = 1
-#: What a host's own processes see, those of containers do not; it is fixed in Linux.
+#: PID namespace of a host's own processes, not of those in containers; the number is fixed in Linux.
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
-#: Set by `speechdp launch` for its ranks: a word of its own, a colon, and the number of the start.
+#: Variable set by `speechdp launch` for its ranks: a unique word, a colon, and the number of the start.
 START_VARIABLE = "SPEECHDP_START"
 
 
@@ -36,16 +36,16 @@ class Claimant:
     """A process that claims a folder.
 
     Attributes:
-        command: what it does, e.g. "train".
-        host: its name.
-        pid: of the process, on that host.
-        process_start: when it started, in ticks of that host since it booted; None where there is no /proc.
-        boot: id of the host's boot; "" where unknown, as the next two.
-        pid_namespace: in which `pid` counts: containers have numbers of their own.
+        command: what the process does, e.g. "train".
+        host: host name.
+        pid: process id on that host.
+        process_start: start time of the process, in ticks since the host booted; None without /proc.
+        boot: id of the host's boot; "" if unknown, as for the next two.
+        pid_namespace: namespace of `pid`: containers number their processes separately.
         machine: id of the installation on the host.
-        since: when it claimed the folder (ISO 8601).
+        since: time of the claim (ISO 8601).
         nonce: a word that no other claim has.
-        job: the batch job it is part of.
+        job: the batch job that the process is part of.
         launch: the `speechdp launch` that started it; `launch_start`: which of its starts; "" and 0 without.
     """
 
@@ -67,7 +67,7 @@ class Claimant:
         """Return this process as a new claimant.
 
         Args:
-            environment: of this process.
+            environment: environment of this process.
         """
         launch, _, start = environment.get(START_VARIABLE, "").partition(":")
         counted = start.isascii() and start.isdigit()
@@ -91,7 +91,7 @@ class Claimant:
         """Return what `to_json` wrote.
 
         Raises:
-            ValueError, LookupError, TypeError: it is something else.
+            ValueError, LookupError, TypeError: the values are not a claimant's.
         """
         if values["format"] != CLAIM_FORMAT or values["version"] != CLAIM_VERSION:
             raise ValueError("not the claim of a folder, or of another version")
@@ -111,26 +111,26 @@ class Claimant:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what owner.json holds."""
+        """Return the content of owner.json."""
         return {"format": CLAIM_FORMAT, "version": CLAIM_VERSION, **asdict(self)}
 
     def fate_of(self, other: Claimant) -> Fate:
-        """Return what this process, on its host, knows of another."""
+        """Return what this process, on its host, knows about another."""
         if self.boot and self.pid_namespace and self.boot == other.boot:
             if self.pid_namespace != other.pid_namespace:
                 return Fate.UNKNOWN
             return process_fate(other.pid, other.process_start)
         if self._is_on_machine_of(other) and self.boot and other.boot:
-            return Fate.GONE  # the host has been started anew since
+            return Fate.GONE  # the host has been rebooted since
         return Fate.UNKNOWN
 
     def _is_on_machine_of(self, other: Claimant) -> bool:
-        """Tell whether both are on one host for certain: containers may share both name and id."""
+        """Return whether both are certainly on one host; containers may share both name and id."""
         here, there = ((one.host, one.machine, one.pid_namespace) for one in (self, other))
         return bool(self.machine) and here == there and self.pid_namespace == _FIRST_PID_NAMESPACE
 
     def comes_after(self, other: Claimant) -> bool:
-        """Tell whether this process was started in place of another: by a requeue, or again by launch."""
+        """Return whether this process replaces another: after a requeue, or restarted by launch."""
         if self.job is not None and other.job is not None and self.job.is_later_start_of(other.job):
             return True
         return bool(self.launch) and self.launch == other.launch and self.launch_start > other.launch_start
@@ -142,12 +142,12 @@ class Claimant:
 
 
 def process_fate(pid: int, start: int | None) -> Fate:
-    """Return whether the process that had a number, and started then, is there on this host."""
+    """Return whether the process with this id and start time still exists on this host."""
     here = _stat(pid)
     if here is not None and start is not None:
         state, started = here
         return Fate.ALIVE if started == start and state not in ("Z", "X") else Fate.GONE
-    # Asked last: it may end meanwhile.  /proc may hide the processes of others.
+    # Last, as the process may end meanwhile.  /proc may hide other users' processes.
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -163,8 +163,8 @@ def _process_start(pid: int) -> int | None:
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
-    """Return state and start, in ticks since the boot, of a process."""
-    # The name, in brackets, may hold blanks and brackets itself: read on after the last one.
+    """Return a process's state and start time, in ticks since the boot."""
+    # The name, in brackets, may itself contain blanks and brackets: parse after the last bracket.
     words = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
     try:
         return words[0], int(words[19])

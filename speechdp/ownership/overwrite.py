@@ -1,6 +1,6 @@
-"""Folders that commands write: told from each other, and emptied for --overwrite.
+"""Folders that commands write: distinguish their kinds, and empty them for --overwrite.
 
-Only what a command writes is deleted.  Whatever else somebody keeps in the folder stays.
+Only files that a command writes are deleted.  Anything else in the folder stays.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ class FolderKind:
     """What one command writes into a folder of its own (docs/run-directory.md).
 
     Attributes:
-        what: the folder holds, for messages, e.g. "a run".
-        record: the file by which it is told from folders of other commands.
-        begun: patterns besides, one of which a folder has that was left before it had its record.
-        contents: patterns of the names that may be in it, without those that `begun` begins with.
-        parts: patterns, one of which each of its parts (a run of a sweep, say) has; none: it has no parts.
+        what: what the folder holds, for messages, e.g. "a run".
+        record: file that distinguishes it from folders of other commands.
+        begun: further patterns, one of which matches in a folder that was left before it had its record.
+        contents: patterns of the names that may be in it, except those that patterns of `begun` start with.
+        parts: patterns, one of which matches in each of its parts (e.g. a run of a sweep); empty: it has no
+            parts.
     """
 
     what: str
@@ -56,8 +57,8 @@ class FolderKind:
         return any(next(path.glob(part), None) for part in self.parts) or not any(path.iterdir())
 
 
-#: Until the targets are made, a run or sweep has only what makes them, or a part of them, half written
-#: perhaps (.NAME.h5.*.tmp).
+#: Until its targets are complete, a run or sweep has only the runs that make them, or some of the targets,
+#: perhaps half written (.NAME.h5.*.tmp).
 _TARGETS = (
     "alignments/0/completed.json",
     "alignments/0/*.h5*",
@@ -110,9 +111,9 @@ DATA = FolderKind(
     (),
     ("*.h5", "classes.txt", "lexicon.txt", "symbols.json", "lm.json", "lm.arpa.gz", "G.fst", "words.txt"),
 )
-#: Where in a folder others may have an owner: the runs of a sweep are in OUT, those of a search in OUT/runs.
+#: Where inside a folder other folders may have owners: a sweep's runs are in OUT, a search's in OUT/runs.
 _OWNED = ("*", "*/*")
-#: What a start may leave besides its owner's file without having begun: status of ranks, files half written.
+#: What a start that was killed early may leave besides its owner's file: statuses, half-written files.
 _TRACES = ("status", ".*.tmp")
 _KINDS = (RUN, SWEEP, COMPARISON, PROFILE, TUNE, DATA)
 
@@ -121,7 +122,7 @@ def check_kind(folder: Path, kind: FolderKind) -> None:
     """Refuse a folder that another command writes.
 
     Raises:
-        ConfigError: its record is that of another command.
+        ConfigError: the folder has another command's record.
     """
     for other in _KINDS:
         if other is not kind and os.path.lexists(folder / other.record):
@@ -131,10 +132,10 @@ def check_kind(folder: Path, kind: FolderKind) -> None:
 
 
 def refuse_inside(folder: Path) -> None:
-    """Refuse a place in a folder that a command has written: what is added there nobody expects, nor keeps.
+    """Refuse a place inside a folder that a command has written, where nobody expects or keeps other files.
 
     Raises:
-        ConfigError: it lies in one; names the outermost.
+        ConfigError: it lies in such a folder; the message names the outermost.
     """
     for parent in reversed(Path(os.path.realpath(folder)).parents):
         for kind in _KINDS:
@@ -157,15 +158,16 @@ def is_record(path: Path) -> bool:
 def check_overwrite(
     folder: Path, kind: FolderKind, read: Mapping[str, Path | None] = MappingProxyType({})
 ) -> None:
-    """Refuse what --overwrite must not, or cannot, delete.
+    """Refuse a folder that --overwrite must not, or cannot, empty.
 
     Args:
-        folder: to be emptied; a symbolic link stands for the folder it leads to, and stays.
+        folder: folder to empty; a symbolic link stands for its target, and is kept.
         kind: what the command writes.
-        read: what the command reads, by the option that names it; None: it was not given.
+        read: paths that the command reads, by the option that names them; None: not given.
 
     Raises:
-        ConfigError: it holds something else, or what is to be read, or may not be deleted by this user.
+        ConfigError: the folder holds something else, or a path to read, or this user may not delete its
+            files.
     """
     check_kind(folder, kind)
     for name, given in read.items():
@@ -176,7 +178,7 @@ def check_overwrite(
         if not folder.exists():
             return
     except OSError:
-        return  # who tries to own it is told why
+        return  # the attempt to own it will report why
     try:
         holds_what_is_said = _is_left(folder, kind) or any(
             next(folder.glob(record), None) for record in kind.records
@@ -191,21 +193,21 @@ def check_overwrite(
 
 
 def _is_left(folder: Path, kind: FolderKind) -> bool:
-    """Return whether a folder is empty, or holds only what a start leaves that was killed before it began.
+    """Return whether a folder is empty, or holds only the leftovers of a start that was killed early.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the folder cannot be read.
     """
     return folder.is_dir() and all(is_owners(path.name) or _is_trace(path, kind) for path in folder.iterdir())
 
 
 def _is_trace(path: Path, kind: FolderKind) -> bool:
-    # Not all that the kind owns: a folder with nothing but `alignments` or `report` may be somebody else's.
+    # Not everything the kind owns: a folder with only `alignments` or `report` may be somebody else's.
     return any(fnmatch(path.name, pattern) for pattern in _TRACES) and kind.owns(path)
 
 
 def check_deletable(folder: Path) -> None:
-    """Refuse a folder of which this user may not delete all that is in it.  Raises ConfigError."""
+    """Refuse a folder whose contents this user may not delete completely.  Raises ConfigError."""
     for directory, folders, files in os.walk(folder, onerror=_refuse):
         if not may_write(Path(directory)):
             raise _not_deletable(directory)
@@ -220,7 +222,7 @@ def check_deletable(folder: Path) -> None:
 
 
 def _of_another_user(directory: Path, names: Sequence[str]) -> Path | None:
-    """Return something of another user that this one may not delete from a folder where it may write."""
+    """Return another user's file that this user may not delete from a folder, though it may write there."""
     state = directory.stat()
     if not state.st_mode & stat.S_ISVTX or os.geteuid() in (0, state.st_uid):
         return None
@@ -229,16 +231,16 @@ def _of_another_user(directory: Path, names: Sequence[str]) -> Path | None:
 
 
 def empty(owner: FolderOwner, kind: FolderKind) -> str:
-    """Delete all that a command has written to a folder, but what tells of its owner.
+    """Delete everything that a command has written to a folder, except the owner's files.
 
-    The records go last: what was cut short can be begun again.
+    The records are deleted last, so that an interrupted deletion can be repeated.
 
     Args:
-        owner: of the folder.
+        owner: owner of the folder.
         kind: as in `check_overwrite`.
 
     Returns:
-        A line that names what is somebody else's and stays; "" if there is nothing.
+        A line naming files that are somebody else's and stay; "" if there are none.
 
     Raises:
         ConfigError: a folder in it is in use.
@@ -261,7 +263,7 @@ def empty(owner: FolderOwner, kind: FolderKind) -> str:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """Name the first of some files, and how many there are besides."""
+    """Return the first of some names, and how many more there are."""
     return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
 
 

@@ -1,11 +1,12 @@
 """One owner per folder: a second job is refused in one line, or takes over from one that is gone.
 
-The owner's file is made by a hard link, which one process alone succeeds in, on NFS as well.  Its time of
-change is renewed every few seconds.  Only changes are looked for, so that the clocks of hosts need not agree.
+The owner's file is made by a hard link, which only one process can succeed in, on NFS as well.  The owner
+updates its modification time every few seconds.  Others look only for changes, so that hosts' clocks need not
+agree.
 
-Whoever takes over from a claim first links its own beside it, under a name that follows from that claim.
-One process alone can do so; it then replaces the owner's file by a rename.  Should it die in between, its
-claim is the one that the next has to judge.
+A process that takes over from a claim first links its own claim beside it, under a name derived from the old
+one. Only one process can do so; it then replaces the owner's file by a rename.  If it dies in between, the
+next process has to judge its claim.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from speechdp.ownership.claimant import Claimant, Fate
 
 OWNER_FILE = "owner.json"
 _MOST_BYTES = 1 << 16
-#: So long a thread that waits for the disk is waited for at the end, s.
+#: Longest wait at the end for a thread that waits for the disk, s.
 _PATIENCE_S = 2.0
-#: Times a folder is made that others remove meanwhile.
+#: Attempts to make a folder that others may remove meanwhile.
 _ATTEMPTS = 10
-#: What a file system says that has no hard links.
+#: Errors of a file system without hard links.
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -47,7 +48,7 @@ class StopAsked(Exception):  # noqa: N818 (not an error)
 
 @dataclass(frozen=True)
 class OwnerTiming:
-    """How often an owner gives a sign of life, how long it may be silent, how often others look, s."""
+    """Intervals, s: between an owner's signs of life, of its longest silence, and between looks by others."""
 
     beat_s: float = 10.0
     silence_s: float = 60.0
@@ -59,7 +60,7 @@ def _never() -> bool:
 
 
 def _clock() -> float:
-    """Return seconds that go on while the host is suspended, where it has such a clock."""
+    """Return the time in seconds, counting suspension of the host if it has such a clock."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -68,11 +69,11 @@ class Surroundings:
     """What an owner needs of its process.
 
     Attributes:
-        say: takes a line of news.
-        end: ends the process at once with a line; called in a thread when another has taken the folder over.
-        stopped: tells whether the process was asked to stop.
-        pause: waits for some seconds.
-        clock: tells the time in seconds, that of a suspension included.
+        say: called with a line for the user.
+        end: ends the process at once with a line; called in a thread when another has taken over the folder.
+        stopped: returns whether the process was asked to stop.
+        pause: sleeps for some seconds.
+        clock: returns the time in seconds, including suspension.
     """
 
     say: Callable[[str], None]
@@ -85,7 +86,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class _Sight:
-    """A claim as it was seen: `key` tells it from others, `changed_ns` one sign of life from the next."""
+    """A claim as it was seen; `key` identifies the claim, `changed_ns` its latest sign of life."""
 
     path: Path
     key: str
@@ -94,14 +95,14 @@ class _Sight:
 
 
 class FolderOwner:
-    """Owns a folder while its block runs.
+    """Owns a folder during its block.
 
     Args:
-        folder: what is owned; made if it is not there.
+        folder: folder to own; made if it does not exist.
         claimant: this process.
-        surroundings: see there.
-        file: the owner's file, where it is not the one in `folder`; then `folder` is not made.
-        beats: give signs of life.
+        surroundings: see Surroundings.
+        file: path of the owner's file if it is not in `folder`; then `folder` is not made.
+        beats: whether to give signs of life.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class FolderOwner:
         self._made: list[Path] = []
         self._ended = threading.Event()
         self._last_sign_s = 0.0
-        #: What the disk refused at the last sign of life.
+        #: The disk's error at the last sign of life; None if it succeeded.
         self._refused: OSError | None = None
         self._thread: threading.Thread | None = None
 
@@ -134,12 +135,12 @@ class FolderOwner:
         self.release()
 
     def acquire(self) -> None:
-        """Become the owner; wait where it is not known whether another still lives.
+        """Become the owner; wait if it is not known whether another owner is still alive.
 
         Raises:
-            ConfigError: another owns the folder, or it cannot be one.
+            ConfigError: another process owns the folder, or the path cannot be a folder.
             RunError: the folder cannot be written.
-            StopAsked: meanwhile the process was asked to stop.
+            StopAsked: the process was asked to stop while it waited.
         """
         try:
             self._make_and_claim()
@@ -155,15 +156,15 @@ class FolderOwner:
             thread = threading.Thread(target=self._run, name="speechdp-owner", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no more threads: without signs of life nobody would know that it has ended
+            except RuntimeError:  # no more threads: without signs of life others would consider it gone
                 self.release()
                 raise
             self._thread = thread
 
     def _make_and_claim(self) -> None:
-        """Make the folder where it is missing and claim it.
+        """Make the folder if it is missing, and claim it.
 
-        Anew where it goes in between: one that made it removes it at its end, empty as it is then.
+        Try again if it disappears in between: the process that made it removes it at its end if it is empty.
         """
         for attempt in range(_ATTEMPTS):
             try:
@@ -177,7 +178,7 @@ class FolderOwner:
                 return
 
     def release(self) -> None:
-        """Give the folder up; as far as the disk lets it."""
+        """Give up the folder, as far as the disk permits."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_PATIENCE_S)
@@ -189,7 +190,7 @@ class FolderOwner:
         return FolderOwner(folder, self._claimant, self._surroundings, beats=False)
 
     def beat(self) -> None:
-        """Give a sign of life; end the process if another has taken over.  What the disk refuses is left."""
+        """Give a sign of life; end the process if another has taken over.  A disk error is only recorded."""
         try:
             self._beat()
             self._refused = None
@@ -197,7 +198,7 @@ class FolderOwner:
             self._refused = error
 
     def _beat(self) -> None:
-        """As `beat`.  Raises OSError."""
+        """Do the work of `beat`.  Raises OSError."""
         sight = _look(self.file)
         now_s = self._surroundings.clock()
         if self._ended.is_set():
@@ -216,7 +217,7 @@ class FolderOwner:
             )
 
     def _lost(self) -> str:
-        """Return why this process can no longer be sure to be the only one."""
+        """Return the message on why this process may no longer be the only owner."""
         if self._refused is not None:
             refused = cannot_be_written(self.file, self._refused, remedies.going_on())
             return f"{refused}; as it is missing, another may write in its folder, and this process ends"
@@ -241,14 +242,14 @@ class FolderOwner:
             _remove(self._temporary)
 
     def _try(self) -> bool:
-        """Try to become the owner; return False where the claims have changed meanwhile."""
+        """Try to become the owner; return False if the claims have changed meanwhile."""
         chain = self._chain()
         if not chain:
             return self._link(self.file)
         return self._is_gone(chain[-1]) and self._succeed(chain[-1])
 
     def _chain(self) -> list[_Sight]:
-        """Return the owner's claim, the one that takes over from it, and so on; the last is to be judged."""
+        """Return the owner's claim, the claim that takes over from it, and so on; the last must be judged."""
         chain: list[_Sight] = []
         sight = _look(self.file)
         while sight is not None and sight.key not in [other.key for other in chain]:
@@ -257,10 +258,10 @@ class FolderOwner:
         return chain
 
     def _is_gone(self, sight: _Sight) -> bool:
-        """Tell whether a claim is nobody's any more; False where it has changed, so as to look again.
+        """Return whether a claim's process is gone; False also if the claim changed and must be read again.
 
         Raises:
-            ConfigError: its claimant lives.
+            ConfigError: the claimant is alive.
         """
         other, me = sight.claimant, self._claimant
         fate = Fate.UNKNOWN if other is None else me.fate_of(other)
@@ -288,14 +289,14 @@ class FolderOwner:
         return True
 
     def _succeed(self, gone: _Sight) -> bool:
-        """Take over from a claim; return False where another was faster, or its claimant gave a sign."""
+        """Take over from a claim; return False if another was faster, or its claimant gave a sign of life."""
         mine = self._name_after(gone)
         if not self._link(mine):
             return False
         try:
             chain = self._chain()
             if len(chain) < 2 or not self._is_mine(chain[-1]):
-                return False  # `gone` is no claim any more: another has taken over, and done with it
+                return False  # `gone` is no longer a claim: another process took over, and has finished
             if chain[-2].changed_ns != gone.changed_ns and not self._comes_after(gone):
                 return False
             os.utime(self._temporary)
@@ -326,11 +327,11 @@ class FolderOwner:
                 self.file.unlink()
 
     def _link(self, name: Path) -> bool:
-        """Give our claim a name, unless there is something of that name."""
+        """Link our claim to a name, unless the name exists."""
         try:
             os.link(self._temporary, name)
         except FileExistsError:
-            # An answer of NFS may get lost, and the request be repeated.
+            # NFS may have lost the answer to a first request that succeeded, and repeated the request.
             return self._temporary.stat().st_nlink > 1 and self._is_mine(_look(name))
         except OSError as error:
             if error.errno not in _NO_LINKS:
@@ -347,7 +348,7 @@ class FolderOwner:
             with file:
                 file.write(self._content())
         except OSError:
-            _remove(name)  # a claim of nobody, which the next would wait for
+            _remove(name)  # an unreadable claim, which the next process would wait for
             raise
         return True
 
@@ -363,7 +364,7 @@ class FolderOwner:
 
     def _refusal(self, sight: _Sight) -> FolderInUseError:
         mine, other = self._claimant.job, None if sight.claimant is None else sight.claimant.job
-        # The same task of another job is the array submitted once more, which has the same folders.
+        # The same task of another job means that the array was submitted again, with the same folders.
         if mine and mine.task_variable and other and other.task not in ("", mine.task):
             own = f"{self.folder}-${mine.task_variable}"
             return FolderInUseError(
@@ -395,14 +396,14 @@ class FolderOwner:
             self._made.append(path)
 
     def _remove_made(self) -> None:
-        """Leave no empty folder behind that was not there before."""
+        """Remove the folders that this process made, if they are empty."""
         with contextlib.suppress(OSError):
             while self._made:
                 self._made.pop().rmdir()
 
 
 def check_no_file(folder: Path) -> None:
-    """Refuse a name that a file has, or a link that leads to no folder.  Raises ConfigError."""
+    """Refuse a path that is a file, or a link that does not lead to a folder.  Raises ConfigError."""
     if folder.is_dir():
         return
     if folder.is_symlink():
@@ -415,15 +416,15 @@ def check_no_file(folder: Path) -> None:
 
 
 def is_owners(name: str) -> bool:
-    """Return whether a file of that name, in a folder that is owned, tells of its owner."""
+    """Return whether a file of this name, in an owned folder, is one of the owner's files."""
     return name == OWNER_FILE or name.startswith(f".{OWNER_FILE}.")
 
 
 def _look(path: Path) -> _Sight | None:
-    """Return a claim; None: there is none.  What cannot be read is the claim of nobody known."""
+    """Return a claim; None: there is none.  A claim that cannot be read has no claimant."""
     raw = b""
     try:
-        # Opening makes NFS ask the server.  A pipe must not keep us, nor a link lead elsewhere.
+        # Opening makes NFS ask the server.  A pipe must not block us, nor a link lead elsewhere.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return None
@@ -452,7 +453,7 @@ def _look(path: Path) -> _Sight | None:
 def _describe(sight: _Sight) -> str:
     try:
         heard = datetime.fromtimestamp(sight.changed_ns / 1e9).astimezone().isoformat(timespec="seconds")
-    except (ValueError, OverflowError, OSError):  # of a host whose clock is mad: no year that we know
+    except (ValueError, OverflowError, OSError):  # the host's clock is far off: no representable date
         heard = "at a time that is no date"
     who = f"a job that {sight.path} does not name" if sight.claimant is None else str(sight.claimant)
     return f"{who}, last heard of {heard}"

@@ -1,1 +1,1 @@
-"""Ends of a process: its output, its last lines, ends by signals."""
+"""How a process ends: its output, its last messages, ends by signals."""

@@ -9,17 +9,17 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: So long a call may take, s.
+#: Longest time for a call, s.
 _PATIENCE_S = 1.0
-#: So long its thread may wait for a core before that, s: no disk holds it up yet, only a busy machine.
+#: Longest time for its thread to get a core, s: before the call only a busy machine can delay it, not a disk.
 _START_S = 10.0
 
 
 def bounded(function: Callable[[], T], *, default: T) -> T:
     """Return what `function` returns, or `default` if it fails or takes longer than a second.
 
-    The second is counted from when it has begun; it is given up, too, where that takes 10 s, or where the
-    system has no more threads.
+    The second counts from the start of the call.  The result is also `default` if the call does not start
+    within 10 s, or if the system has no more threads.
 
     Example:
         >>> bounded(lambda: 1 // 0, default=7)
@@ -36,7 +36,7 @@ def bounded(function: Callable[[], T], *, default: T) -> T:
     thread = threading.Thread(target=call, name="speechdp-last-words", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no more threads: whoever calls goes on to the end of this process
+    except RuntimeError:  # no more threads; the caller must still be able to end this process
         return default
     begun.wait(_START_S)
     thread.join(_PATIENCE_S)

@@ -1,4 +1,4 @@
-"""End on a signal as on an error: clean up on the way, one line, the exit code of that signal."""
+"""End on a signal as on an error: clean up, print one line, exit with that signal's code."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-#: By these batch systems warn ahead of a time limit, and mpirun hands them on to all ranks.
+#: Signals by which batch systems warn ahead of a time limit; mpirun forwards them to all ranks.
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, *WARNINGS)
-#: Warnings that came before there was anybody to heed them.
+#: Warnings that came before anything could handle them.
 _held: list[int] = []
-#: Says that mpirun ends its ranks; None: it does not end this process.
+#: Prints that mpirun ends its ranks; None: SIGTERM to this process would not be mpirun's.
 _tell_end_by_mpirun: Callable[[], object] | None = None
-#: mpirun kills the others as soon as it sees a rank's death, else all of them 1 s after SIGTERM: for that
-#: second they clean up and speak.
+#: How long a rank delays its death, s.  mpirun kills the others as soon as it sees a rank die, else 1 s after
+#: SIGTERM: in that second they clean up and print their messages.
 _OTHERS_SPEAK_S = 1.5
-#: Signals that came amid an import, and come again so much later, s; one that comes meanwhile is not put off.
+#: Signals that came during an import and were deferred, and the delay after which they are sent again, s.  A
+#: signal that arrives once more meanwhile is not deferred.
 _deferred: list[int] = []
 _AGAIN_S = 0.1
-#: What is said of a stop before there was anything to save.
+#: Message about a stop before there was anything to save.
 STOPPED_BEFORE = "stopped as requested before it began; repeat the command"
 
 
 class Ended(BaseException):
-    """A signal asked for the end; no error, so that nothing takes it for one and goes on.
+    """A signal asked to end.  Not an `Exception`, so that nothing handles it as an error and continues.
 
     Attributes:
         signum: the signal's number.
-        exit_code: what a shell reports for a program that the signal has ended.
-        is_warning: a batch system warns by this signal.
+        exit_code: exit code that a shell reports for a program ended by the signal.
+        is_warning: whether batch systems warn by this signal.
     """
 
     def __init__(self, signum: int) -> None:
@@ -48,22 +49,22 @@ class Ended(BaseException):
 
 
 class Stopped(Exception):  # noqa: N818 (not an error)
-    """Work over ranks was asked to stop, which all have agreed on, and what can be gone on from is saved."""
+    """Work over ranks stops as asked: all ranks have agreed, and what is needed to resume is saved."""
 
 
 class Paused(Stopped):
-    """It has come to the step where it was told to stop (--pause-at)."""
+    """Training has reached the step at which it was to stop (--pause-at)."""
 
 
 class StoppedUnsaved(Stopped):
-    """It was asked to stop and has done so, but nothing was saved: it can only begin anew."""
+    """Work stopped as asked, but nothing was saved: it must start over."""
 
 
 class StoppedBefore(Stopped):
-    """It was asked to stop while it waited for a folder, in which nothing was begun.
+    """The process was asked to stop while it waited for a folder, in which nothing was begun.
 
     Attributes:
-        folder: waited for.
+        folder: the folder that was waited for.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,16 +73,16 @@ class StoppedBefore(Stopped):
 
 
 def describe_end(error: KeyboardInterrupt | Ended) -> tuple[str, int]:
-    """Return what to say of an end by a signal, and the exit code."""
+    """Return the message and the exit code for an end by a signal."""
     if isinstance(error, Ended):
         return str(error), error.exit_code
     return "interrupted", 128 + signal.SIGINT
 
 
 def hold_warnings(signals: Sequence[signal.Signals] = WARNINGS) -> None:
-    """Only note a batch system's warnings from now on: nobody can heed them yet, and they would kill.
+    """Only record a batch system's warnings from now on: nothing handles them yet, and they would kill.
 
-    To be called first of all, before what takes long to import.
+    Call it first of all, before slow imports.
     """
     for signum in signals:
         if signal.getsignal(signum) == signal.SIG_DFL:
@@ -89,19 +90,19 @@ def hold_warnings(signals: Sequence[signal.Signals] = WARNINGS) -> None:
 
 
 def hold_end_by_mpirun(tell: Callable[[], object]) -> None:
-    """Hold SIGTERM as well: mpirun ends its ranks by it, and `tell` has to say so, if nobody else has."""
+    """Hold SIGTERM as well, by which mpirun ends its ranks; `tell` must say so if no rank has said why."""
     global _tell_end_by_mpirun  # noqa: PLW0603 - of this process, as handlers are
     _tell_end_by_mpirun = tell
     hold_warnings((signal.SIGTERM,))
 
 
 def is_ended_by_mpirun() -> bool:
-    """Say whether SIGTERM would come from mpirun, which ends its ranks."""
+    """Return whether SIGTERM would come from mpirun, which ends its ranks."""
     return _tell_end_by_mpirun is not None
 
 
 def leave_if_ended_by_mpirun(end: BaseException) -> None:
-    """Die of SIGTERM if mpirun has sent it, now that what was incomplete is removed; else return."""
+    """Die of SIGTERM if mpirun sent it, after incomplete files have been removed; else return."""
     if _tell_end_by_mpirun is None or not isinstance(end, Ended) or end.signum != signal.SIGTERM:
         return
     _tell_end_by_mpirun()
@@ -117,34 +118,34 @@ def _hold(signum: int, _frame: FrameType | None) -> None:
 
 
 def interrupts_end() -> None:
-    """Let Ctrl-C end this process without a word, as nothing has begun; to be called with `hold_warnings`."""
+    """Let Ctrl-C end this process silently, as nothing has begun yet; call it with `hold_warnings`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def interrupts_raise() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, to be called by who tells of it in a line."""
+    """Let Ctrl-C raise KeyboardInterrupt; for callers that print a line about it."""
     if signal.getsignal(signal.SIGINT) in (signal.SIG_DFL, signal.default_int_handler):
         signal.signal(signal.SIGINT, _interrupt)
     _lose_none()
 
 
 def is_interrupt_raised() -> bool:
-    """Say whether Ctrl-C raises KeyboardInterrupt: it is not ignored, and no one else heeds it."""
+    """Return whether Ctrl-C raises KeyboardInterrupt: it is not ignored, and has no other handler."""
     return signal.getsignal(signal.SIGINT) in (_interrupt, signal.default_int_handler)
 
 
 def take_held_warnings() -> list[int]:
-    """Return what has come since `hold_warnings`, in order; to be called by who heeds it from now on."""
+    """Return the signals held since `hold_warnings`, in order; for code that handles them from now on."""
     taken = _held[:]
     del _held[: len(taken)]
     return taken
 
 
 def end_by_exception(signals: Sequence[signal.Signals] = _SIGNALS) -> None:
-    """Let these signals raise `Ended` in the main thread; where they are ignored (nohup) they stay so.
+    """Let these signals raise `Ended` in the main thread; ignored ones (nohup) stay ignored.
 
-    More of them do not disturb the cleaning up after the first.
+    Further signals do not disturb the clean-up after the first.
     """
     for signum in signals:
         if signal.getsignal(signum) in (signal.SIG_DFL, _hold):
@@ -153,9 +154,9 @@ def end_by_exception(signals: Sequence[signal.Signals] = _SIGNALS) -> None:
 
 
 def _lose_none() -> None:
-    """Let what a signal raises where Python drops exceptions, in a finaliser or callback, be raised anew.
+    """Raise a signal's exception again if Python drops it, as it does in finalisers and callbacks.
 
-    Else it would be printed with a traceback ("Exception ignored in"), and the command would go on.
+    Otherwise Python would print a traceback ("Exception ignored in"), and the command would continue.
     """
     if isinstance(sys.unraisablehook, _RaisesAnew):
         return
@@ -163,7 +164,7 @@ def _lose_none() -> None:
 
 
 class _RaisesAnew:
-    """Takes what Python has dropped; hands on what no signal has raised."""
+    """Receives exceptions that Python drops; passes on those that no signal raised."""
 
     def __init__(self, others: Callable[[sys.UnraisableHookArgs], object]) -> None:
         self._others = others
@@ -176,19 +177,19 @@ class _RaisesAnew:
         if not (is_raised and is_here and _comes_again(signum)):
             self._others(dropped)
         elif isinstance(end, Ended):
-            signal.signal(signum, _raise)  # that one has let signals be ignored
+            signal.signal(signum, _raise)  # raising the dropped exception has made the signals ignored
 
 
 def end_by_held_warning() -> None:
-    """Raise `Ended` for a warning that came while they were held."""
+    """Raise `Ended` for a warning that came while warnings were held."""
     for signum in take_held_warnings():
         _raise(signum, None)
 
 
 def outlast_signals() -> None:
-    """Let signals raise no more as they do here: all is done, and what leaves is not to be told as stopped.
+    """Stop signals from raising: the work is done, and a process that exits must not be reported as stopped.
 
-    A warning changes nothing; of others, the second ends what takes long to leave.
+    A warning then has no effect; of other signals, the second ends a process that takes long to exit.
     """
     for signum in WARNINGS:
         if signal.getsignal(signum) == _raise:
@@ -216,16 +217,16 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _is_put_off(signum: int, frame: FrameType | None) -> bool:
-    """Have a signal come again if it came amid an import, for the first time: an import may hang."""
+    """Defer a signal if it came during an import, but only the first time, as an import may hang."""
     if _is_importing(frame) and signum not in _deferred and _comes_again(signum):
         return True
-    while signum in _deferred:  # heeded now, it must not come once more into the cleaning up
+    while signum in _deferred:  # handled now, it must not come once more during the clean-up
         _deferred.remove(signum)
     return False
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Say whether a module is being imported: what raises amid a library's C++ ends the process (SIGABRT)."""
+    """Return whether a module is being imported: raising inside a library's C++ would abort (SIGABRT)."""
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True
@@ -234,18 +235,18 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _comes_again(signum: int) -> bool:
-    """Have a signal come once more a little later, to who heeds it then; False: another has the alarm."""
+    """Send a signal again a little later, to its handler at that time; False: the alarm is in other use."""
     if signal.getsignal(signal.SIGALRM) not in (signal.SIG_DFL, _send_again):
         return False
     _deferred.append(signum)
     if signal.signal(signal.SIGALRM, _send_again) is signal.SIG_DFL:
-        atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # an alarm that nobody takes would kill
+        atexit.register(signal.setitimer, signal.ITIMER_REAL, 0)  # an alarm without a handler would kill
     signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     return True
 
 
 def heed_put_off() -> None:
-    """Let a signal that came amid an import come now, as that has ended, and not into what begins next."""
+    """Send a signal deferred by an import now that the import has ended, not during what begins next."""
     _send_again(signal.SIGALRM, None)
 
 
@@ -257,11 +258,11 @@ def _send_again(_signum: int, _frame: FrameType | None) -> None:
 
 
 def give_up_handler(signum: signal.Signals, disposition: signal.Handlers) -> None:
-    """Leave a signal to the system from now on: SIG_IGN or SIG_DFL.  In the main thread alone.
+    """Leave a signal to the system from now on: SIG_IGN or SIG_DFL.  Only in the main thread.
 
-    signal.signal prints a traceback ("ignored due to race condition") where the signal comes meanwhile.
+    signal.signal would print a traceback ("ignored due to race condition") if the signal came meanwhile.
     """
-    signal.signal(signum, _do_nothing)  # with one that has come, and that Python has not yet handled
+    signal.signal(signum, _do_nothing)  # for a signal that has come but that Python has not yet handled
     set_disposition = ctypes.CDLL(None).signal
     set_disposition.argtypes, set_disposition.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     set_disposition(signum, int(disposition))
@@ -272,37 +273,37 @@ def _do_nothing(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _is_observed() -> bool:
-    """Say whether a profiler, debugger or measurer of coverage is at work."""
+    """Return whether a profiler, debugger or coverage tool is active."""
     monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on; it has six places
     tools = [] if monitoring is None else [monitoring.get_tool(number) for number in range(6)]
     return any(each is not None for each in (sys.getprofile(), sys.gettrace(), *tools))
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End this process as sys.exit does, but without taking the interpreter down.
+    """End this process like sys.exit, but without shutting down the interpreter.
 
-    That takes 0.7 s where torch is loaded, of every rank, and a job ends with the last of them.  What is
-    registered to be done at the end is done, MPI's own end with it.
+    With torch loaded, that would take every rank 0.7 s, and a job ends with its last rank.  Exit handlers are
+    run, and MPI is finalised.
     """
     threads = [thread for thread in threading.enumerate() if not thread.daemon]
     if threads != [threading.main_thread()] or _is_observed():
-        sys.exit(exit_code)  # others wait for the end: threads, or who has started a profiler
+        sys.exit(exit_code)  # threads, or a profiler, need an ordinary exit
     atexit._run_exitfuncs()
     library = sys.modules.get("speechdp.comm.mpi.library")
     if library is not None:
         library.finalise()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    ctypes.CDLL(None).fflush(None)  # what libraries have printed
+    ctypes.CDLL(None).fflush(None)  # output of C libraries
     end_finalised(exit_code)
 
 
 def end_finalised(exit_code: int) -> NoReturn:
-    """Leave at once, where MPI has been started and ended or never was; what is to be written, has been.
+    """End this process at once, with MPI finalised or never initialised, and all output flushed.
 
-    MPICH tells its launcher not in MPI_Finalize but in an exit handler of the C library that a rank has ended
-    well.  Hydra kills all others as soon as one has left without that.
+    MPICH reports a rank's success to its launcher not in MPI_Finalize but in an exit handler of the C
+    library. Hydra kills all other ranks as soon as one exits without that report.
     """
     if "PMI_RANK" in os.environ:
-        ctypes.PyDLL(None).exit(exit_code)  # keeps the interpreter's lock: no thread of Python's goes on
+        ctypes.PyDLL(None).exit(exit_code)  # holds the GIL, so that no Python thread continues
     os._exit(exit_code)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from speechdp.errors import ConfigError
 
-#: What a launcher and the ranks of a host need at least: with fewer, Open MPI waits without end for ranks
-#: that it could not start.  2 ranks take 29, 8 take 41 and 16 take 57 before MPI is there.
+#: Least number of files for a launcher and the ranks of a host: with fewer, Open MPI waits for ever for ranks
+#: that it could not start.  2 ranks need 29, 8 need 41 and 16 need 57 before MPI is initialised.
 _LEAST_OF_LAUNCHER = 64
-#: Raised to by a launcher, not to all that the system lets it have: Open MPI closes every number up to the
-#: limit for each rank that it starts, which takes minutes where that is a thousand millions.
+#: Limit that a launcher sets, not the largest the system allows: Open MPI closes every descriptor up to the
+#: limit for each rank that it starts, which takes minutes with a limit of a thousand million.
 _OF_LAUNCHER = 4096
 
 
@@ -22,23 +22,23 @@ def files_left() -> int | None:
         return None
     try:
         already = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    except OSError:  # not one, to look
+    except OSError:  # not even one, to look
         return 0
     return max(0, limit - already)
 
 
 def raise_file_limit() -> None:
-    """Let this rank open as many files as the system lets it: a shard in use is one."""
+    """Let this rank open as many files as the system allows: every shard in use is an open file."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def raise_file_limit_of_launcher() -> None:
-    """Let this process, and the launcher and ranks that it starts, open files enough.
+    """Let this process, and the launcher and ranks that it starts, open enough files.
 
     Raises:
-        ConfigError: the system lets it have fewer than these need.
+        ConfigError: the system allows fewer files than these need.
     """
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY

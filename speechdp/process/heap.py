@@ -1,14 +1,14 @@
-"""Keep what tensors have freed for the next ones, and give back to the system what none of them needs.
+"""Keep memory that tensors have freed for the next ones, and return to the system what none of them needs.
 
-Batches of different lengths make tensors of different sizes, and between them oneDNN keeps small pieces for
-each of the last 1,024 kernels that it has made, one or more a shape.  What is free between those is too small
-for the next batch, so glibc takes more from the system, and keeps all of it: a rank that has 0.4 GB in use
-holds 1.2 GB after 50 epochs.  Shapes do not come again soon, so fewer kernels do.
+Batches of different lengths make tensors of different sizes.  Between them oneDNN keeps small pieces for each
+of the last 1,024 kernels that it has made, one or more per shape.  The gaps between these are too small for
+the next batch, so glibc takes more memory from the system, and keeps all of it: a rank that uses 0.4 GB holds
+1.2 GB after 50 epochs.  Shapes do not recur soon, so fewer kernels are enough.
 
-Pages that come from the system are cleared by the kernel, a tenth of a CPU rank's time where each step gives
-back what its tensors had and takes it again, as glibc lets it; more still where each large tensor has pages
-of its own (M_MMAP_THRESHOLD).  So the heap keeps all until what is free is given back as a whole,
-seldom, and in the middle of a step: what the step works with is in use then and stays.
+The kernel clears pages that come from the system.  That takes a tenth of a CPU rank's time if, as by glibc's
+defaults, each step returns its tensors' memory and takes it again, and more if each large tensor has pages of
+its own (M_MMAP_THRESHOLD).  So the heap keeps everything until all free memory is returned at once.  That is
+done rarely, and in the middle of a step, when the step's working memory is in use and stays.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 
-#: Free memory is given back so often, s.  That takes some 20 ms.
+#: Interval at which free memory is returned, s.  Returning it takes some 20 ms.
 EVERY_S = 5.0
-#: Of glibc's mallopt: what may be free at the heap's end, and sizes from which on memory is no part of it.
+#: Parameters of glibc's mallopt: most free memory at the heap's end, and size from which on memory is mapped.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-MOST_FREE, LARGEST_IN_HEAP = 1 << 30, (32 << 20) - 1  # glibc takes no more for the second
-#: By these a user says how the heap is to be.
+MOST_FREE, LARGEST_IN_HEAP = 1 << 30, (32 << 20) - 1  # glibc accepts no more for the second
+#: Variables by which users configure the heap.
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
-#: Kernels that oneDNN keeps: some times those of a step, for training on chunks, whose shapes are the same.
+#: Kernels that oneDNN keeps: several times those of a step, for training on chunks, whose shapes are the
+#: same.
 _KERNELS = "64"
 _KERNELS_VARIABLE = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 
 
 def keep_few_kernels(environ: MutableMapping[str, str]) -> None:
-    """Let oneDNN keep few kernels, before it makes the first; not where the user has set how many."""
-    if _KERNELS_VARIABLE.replace("ONEDNN", "DNNL") not in environ:  # the name that it had
+    """Let oneDNN keep few kernels, unless the user set their number; call it before it makes the first."""
+    if _KERNELS_VARIABLE.replace("ONEDNN", "DNNL") not in environ:  # the variable's former name
         environ.setdefault(_KERNELS_VARIABLE, _KERNELS)
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> None:
-    """Let the heap keep what is freed until it is given back; not where the user has set what it does."""
+    """Let the heap keep freed memory until it is returned explicitly, unless the user configured the heap."""
     option = getattr(ctypes.CDLL(None), "mallopt", None)
     if option is not None and not any(name in environ for name in _VARIABLES):
         option(_MMAP_THRESHOLD, LARGEST_IN_HEAP)
@@ -48,7 +49,7 @@ def keep_freed_memory(environ: Mapping[str, str]) -> None:
 
 
 def give_back_free_heap() -> None:
-    """Give back what is free, in whole pages; nothing where the C library is not glibc."""
+    """Return free memory to the system, in whole pages; do nothing if the C library is not glibc."""
     if (trim := _trim()) is not None:
         trim(0)
 
@@ -59,7 +60,7 @@ def _trim() -> Callable[[int], int] | None:
 
 
 def resident_bytes() -> int | None:
-    """Return what this process holds in memory; None where Linux does not tell."""
+    """Return the resident memory of this process, bytes; None if Linux does not tell."""
     try:
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -67,11 +68,11 @@ def resident_bytes() -> int | None:
 
 
 class HeapTrimmer:
-    """Gives back now and then what is free, so that memory follows what is in use.
+    """Returns free memory to the system now and then, so that the memory held follows the memory in use.
 
     Args:
-        give_back: does it.
-        clock: tells s.
+        give_back: returns the memory.
+        clock: returns the time, s.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class HeapTrimmer:
         self._last = clock()
 
     def before_backward(self) -> None:
-        """Give back, unless that was done lately.
+        """Return free memory, unless that was done recently.
 
-        To be called where a step has most in use.  Between steps what the next one needs is free as well, and
-        would be cleared for it: 3 % of the time where ranks fill the cores.
+        Call it where a step uses the most memory.  Between steps the memory that the next step needs is free
+        as well, and would have to be cleared for it: 3 % of the time if ranks fill the cores.
         """
         now = self._clock()
         if now - self._last >= EVERY_S:

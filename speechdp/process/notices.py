@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 FILE_NAME = "notices.txt"
-#: How a line on stderr begins that tells of no failure.
+#: Beginning of a line on stderr that does not report a failure.
 WARNING = "speechdp: warning: "
 _RECORDS = ("run.json", "sweep.json")
 
@@ -18,15 +18,14 @@ def tell(text: str) -> None:
 
 
 def warn(text: str) -> None:
-    """Print a line to stderr; `speechdp launch` knows by its beginning that no rank has failed."""
+    """Print a line to stderr whose beginning tells `speechdp launch` that no rank has failed."""
     print(f"{WARNING}{text}", file=sys.stderr, flush=True)
 
 
 def add_notice(folder: Path, text: str) -> bool:
-    """Append a line with the present time; return whether it was written.
+    """Append a line with the current time; return whether it was written.
 
-    False where no run, or sweep, has begun in the folder, or nothing can be written there: a notice must not
-    end a run either.
+    False if no run or sweep has begun in the folder, or if writing fails: a notice must not end a run.
     """
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     try:

@@ -1,8 +1,8 @@
-"""Standard output and error that end no command: what cannot be written is dropped, and said elsewhere.
+"""Keep failures of standard output and error from ending a command: drop the output, and report it elsewhere.
 
-A full disk under a log, a closed terminal or a reader that has gone (`| head`) is no reason to lose a run. So
-nothing that prints ever meets an error, Python's own last flush included. A run says so in RUN/notices.txt; a
-command without one ends with a line about it (`cli/main.py`).
+A full disk under a log, a closed terminal or a reader that is gone (`| head`) is no reason to lose a run.  So
+printing never raises, including Python's own last flush.  A run reports lost output in RUN/notices.txt; a
+command without a run ends with a line about it (`cli/main.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NAMES = {STDOUT: "standard output", STDERR: "standard error"}
 
 @dataclass
 class _Loss:
-    """That something could not be written: why, and the folders whose notices say so."""
+    """Lost output: the error, and the folders whose notices report it."""
 
     error: OSError
     noted_in: set[Path] = field(default_factory=set)
@@ -41,16 +41,16 @@ class _Loss:
 
 _losses: dict[int, _Loss] = {}
 _folders: list[Path] = []
-#: Descriptors whose reader was waited for in vain.
+#: Descriptors whose reader did not read in time.
 _unread: set[int] = set()
-_lock = threading.RLock()  # a signal handler may print in the midst of it
+_lock = threading.RLock()  # a signal handler may print while it is held
 
 
 def keep_standard_streams() -> None:
-    """Make standard output and error such that nothing that prints meets an error; to be called once, early.
+    """Make standard output and error streams on which printing never raises; call it once, early.
 
-    A stream that is closed (`>&-`) becomes /dev/null: else the next file that is opened would take its place,
-    and be printed into.  Streams that are no files (of a test) stay as they are.
+    A closed stream (`>&-`) becomes /dev/null; otherwise the next file to be opened would get its descriptor
+    and be printed into.  Streams that are not files (in tests) stay as they are.
     """
     for descriptor in (0, STDOUT, STDERR):
         _open_if_closed(descriptor)
@@ -59,10 +59,10 @@ def keep_standard_streams() -> None:
 
 
 def write_standard(descriptor: int, data: bytes) -> int:
-    """Write what is possible at once to standard output or error; return how much of `data` is done with.
+    """Write to standard output or error what is possible at once; return the bytes written or dropped.
 
     Raises:
-        BlockingIOError: nothing for now.
+        BlockingIOError: nothing can be written now.
     """
     try:
         return os.write(descriptor, data)
@@ -74,9 +74,9 @@ def write_standard(descriptor: int, data: bytes) -> int:
 
 
 def is_read(descriptor: int, patience_s: float = 60.0) -> bool:
-    """Tell whether standard output or error takes something, within some time; where not, give it up.
+    """Return whether standard output or error accepts data within some time; if not, give it up.
 
-    What was given up is waited for but a second.
+    A stream that was given up before gets only a second.
     """
     if select.select([], [descriptor], [], min(patience_s, 1.0) if descriptor in _unread else patience_s)[1]:
         return True
@@ -85,15 +85,15 @@ def is_read(descriptor: int, patience_s: float = 60.0) -> bool:
 
 
 def give_up(descriptor: int) -> None:
-    """Note that something is lost because nobody reads standard output or error."""
+    """Record that output is lost because nobody reads standard output or error."""
     _unread.add(descriptor)
     _note(descriptor, OSError(errno.ETIMEDOUT, "nobody reads it"))
 
 
 def lost_output() -> tuple[str, bool] | None:
-    """Return what became of standard output where nothing says so yet, and whether its reader has just gone.
+    """Return a description of lost standard output, and whether the cause is only that its reader is gone.
 
-    None: all was written, or a run's notices tell.
+    None: everything was written, or a run's notices report the loss.
     """
     loss = _losses.get(STDOUT)
     if loss is None:
@@ -104,9 +104,9 @@ def lost_output() -> tuple[str, bool] | None:
 
 @contextmanager
 def losses_noted_in(run_dir: Path) -> Iterator[None]:
-    """Say in RUN/notices.txt what of the output is lost before and during the block.
+    """Report in RUN/notices.txt output that is lost before and during the block.
 
-    At once, and at the block's end what could not be said before: the run may only begin meanwhile.
+    Losses are reported at once, or at the block's end if the run had not begun yet.
     """
     with _lock:
         _folders.append(run_dir)
@@ -129,14 +129,14 @@ def _note(descriptor: int, error: OSError) -> None:
 def _tell() -> None:
     for descriptor, loss in _losses.items():
         for folder in _folders:
-            # It goes where a run is overwritten.  Not by pathlib, which raises where a network disk is stale.
+            # Overwriting a run deletes the notice.  Not by pathlib, which raises on a stale network disk.
             stands_there = folder in loss.noted_in and os.path.exists(folder / FILE_NAME)  # noqa: PTH110
             if not stands_there and add_notice(folder, loss.describe(descriptor)):
                 loss.noted_in.add(folder)
 
 
 class _KeptFile(io.RawIOBase):
-    """A file whose writes never fail; what cannot be written is noted."""
+    """A file whose writes never fail; output that cannot be written is recorded as lost."""
 
     def __init__(self, standard: int, descriptor: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class _KeptFile(io.RawIOBase):
         while rest:
             try:
                 rest = rest[os.write(self._descriptor, rest) :]
-            except BlockingIOError:  # somebody who shares the terminal or pipe has made it so
+            except BlockingIOError:  # another process sharing the terminal or pipe has made it non-blocking
                 select.select([], [self._descriptor], [])
             except OSError as error:
                 _note(self._standard, error)

@@ -1,4 +1,4 @@
-"""Memory and threads that are not there: the errors by which libraries say so, told apart from defects."""
+"""Lack of memory or threads: recognise the errors by which libraries report it, unlike defects."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import resource
 from speechdp import remedies
 from speechdp.errors import lacks_memory, one_line
 
-#: What CUDA says on a GPU that others fill, for which torch has no class of its own.
+#: CUDA's message on a GPU filled by others, for which torch has no exception class.
 _ON_GPU = "CUDA error: out of memory"
-_LONGEST = 160  # letters of what the library says: CUDA's advice on its own settings follows
-#: What Python says, in a RuntimeError, where the system lets this user or container have no more threads.
+_LONGEST = 160  # characters of the library's message; after that comes CUDA's advice on its own settings
+#: Message of Python's RuntimeError if the system allows this user or container no more threads.
 _NO_THREAD = "can't start new thread"
-#: What oneDNN says, in a RuntimeError without its reason, where it gets no memory for a kernel or for what a
-#: kernel works with.  For what it has no kernel it says more.
+#: Messages of oneDNN's RuntimeError if it gets no memory for a kernel or for a kernel's workspace; they give
+#: no reason.  If oneDNN has no kernel for an operation, its message is longer.
 _NO_KERNEL = ("could not create a primitive", "could not execute a primitive")
 
 
 def shortage(error: BaseException) -> str | None:
-    """Return one line that says what was wanted of the computer and what helps; None: the error is another.
+    """Return one line on the resource that is short and the remedy; None: the error has another cause.
 
-    One of the system, an OSError, is none: it is told with what was wanted of the system.
+    An OSError is never one: its own message says what the system was asked for.
 
     Example:
         >>> shortage(MemoryError("Unable to allocate 7.45 GiB for an array"))
@@ -38,7 +38,7 @@ def shortage(error: BaseException) -> str | None:
         )
     if isinstance(error, RuntimeError) and said in _NO_KERNEL:
         return f"out of memory, most likely (oneDNN {said}); {remedies.less_memory()}{_or_raise_limit()}"
-    # torch.OutOfMemoryError by its name: where nothing has imported torch, it is not worth its import.
+    # torch.OutOfMemoryError by its name, to avoid importing torch.
     on_gpu = type(error).__name__ == "OutOfMemoryError" or _ON_GPU in said
     if not (on_gpu or lacks_memory(error)):
         return None
@@ -50,9 +50,9 @@ def shortage(error: BaseException) -> str | None:
 
 
 def _or_raise_limit() -> str:
-    """Return the remedy where this process may not have all memory, as the end of a list; "": it may.
+    """Return the remedy for a process with a memory limit, as the end of a list; "": it has no limit.
 
-    Of libraries alone it needs more than smaller batches can save.
+    With a limit, the libraries alone may need more than smaller batches can save.
     """
     return ", or raise the limit on memory (ulimit -v)" if _has_limit() else ""
 

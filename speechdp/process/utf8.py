@@ -1,4 +1,4 @@
-"""Names of files and what is printed are UTF-8, whatever the locale says: so are transcripts and ids."""
+"""Make file names and output UTF-8 whatever the locale says, as transcripts and ids are UTF-8, too."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TextIO
 
 
 def use_utf8() -> None:
-    """Have names of files be UTF-8 in this process and those it starts; to be called once, first of all.
+    """Make file names UTF-8 in this process and those it starts; call it once, first of all.
 
-    Under another locale (Python takes C for UTF-8, unless PYTHONUTF8=0) names of files would not be those in
-    transcripts, and some could not be opened.  Python decides that when it starts: it is started anew, as the
-    same process.  What standard output cannot show stands there as \\xfc.
+    Under another locale (Python treats C as UTF-8, unless PYTHONUTF8=0) file names would differ from those in
+    transcripts, and some files could not be opened.  Python decides this at start-up, so it is started again,
+    as the same process.  Standard output shows characters that it cannot encode as e.g. \\xfc.
     """
     if sys.getfilesystemencoding() != "utf-8":
         os.environ["PYTHONUTF8"] = "1"
@@ -22,6 +22,6 @@ def use_utf8() -> None:
 
 
 def _never_refuse(stream: TextIO | None) -> None:
-    reconfigure = getattr(stream, "reconfigure", None)  # there is none where a test has put its own, or None
+    reconfigure = getattr(stream, "reconfigure", None)  # missing if the stream is None or a test's own
     if reconfigure is not None and stream is not None and stream.errors == "strict":
         reconfigure(errors="backslashreplace")

@@ -1,1 +1,1 @@
-"""The trainer of the product: one run from options to a finished model."""
+"""The trainer of `speechdp train`: one run from options to a finished model."""

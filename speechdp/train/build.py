@@ -49,29 +49,29 @@ from speechdp.train.trainer import Trainer
 from speechdp.train.trainer_state import TrainingParts
 from speechdp.watchdog.progress_beats import Pulse
 
-#: Batches read ahead; asynchronous ranks hold as few as hide the reading, since others may be faster.
+#: Batches read ahead.  Asynchronous ranks hold only enough to hide the reading, since others may be faster.
 _READ_AHEAD, _READ_AHEAD_APART = 4, 1
 
 
 def training_ranks(options: TrainOptions, size: int) -> int:
-    """Return how many of `size` ranks train; with some strategies others only serve."""
+    """Return how many of `size` ranks train; with some strategies the others only serve."""
     return options.strategy.parsed.roster(size).num_parts
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the batches of a run come from: the split trained on, and the one held out."""
+    """Where the batches of a run come from: the training split and the held-out split."""
 
     training: SplitSource
     held_out: SplitSource
 
 
 def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -> None:
-    """Refuse data, and combinations of batch options, that are invalid.
+    """Refuse invalid data and invalid combinations of batch options.
 
     Raises:
-        ConfigError: perturbation of stored features, a GPU there is none of, ...
-        ShardError: there is no such split, or alignment.
+        ConfigError: perturbation of stored features, a GPU that does not exist, ...
+        ShardError: a split or an alignment does not exist.
     """
     for split, augmented in ((options.train_split, True), (options.held_out, False)):
         if split not in session.dataset.splits:
@@ -90,12 +90,12 @@ def check_sources(session: Session, options: TrainOptions, strategy: Strategy) -
 
 
 def check_shards(session: Session, options: TrainOptions) -> None:
-    """Open the shards of both splits, and check all targets, as a training does when it begins.  Collective.
+    """Open the shards of both splits and check all targets, as training does at its start.  Collective.
 
-    For what is to be done before a folder is emptied: a run that is there is not lost to a lost shard.
+    Call it before a folder is emptied, so that a missing shard does not cost the run that the folder holds.
 
     Raises:
-        ShardError: a shard, or its targets, are missing, damaged or not those that data.json lists.
+        ShardError: a shard or its targets are missing, damaged or not those that data.json lists.
     """
     for split in dict.fromkeys((options.train_split, options.held_out)):
         files = SplitFiles(session.dataset, split, options.alignments)
@@ -124,10 +124,10 @@ def _open_source(session: Session, options: TrainOptions, request: SourceRequest
 
 
 def plan_options_for(dataset: Dataset, options: TrainOptions) -> PlanOptions:
-    """Return how these data are cut into batches.
+    """Return how this data set is cut into batches.
 
-    The chunks of an utterance of an audio shard stay near one another: its features are computed once and
-    kept for all of them.
+    The chunks of an utterance in an audio shard stay close together, so that its features are computed once
+    and kept for all its chunks.
     """
     plan_options = options.plan()
     if dataset.stored != "audio" or not plan_options.chunk_frames or plan_options.order == "blocking-sort":
@@ -136,7 +136,7 @@ def plan_options_for(dataset: Dataset, options: TrainOptions) -> PlanOptions:
 
 
 def epoch_planner(session: Session, source: SplitSource, options: TrainOptions) -> Callable[[int], EpochPlan]:
-    """Return the pure function that plans an epoch of these data, with resolved options, over these ranks."""
+    """Return the pure function that plans an epoch of this data over these ranks; `options` are resolved."""
     parts = training_ranks(options, session.comm.size)
     plan_options = plan_options_for(session.dataset, options)
 
@@ -160,9 +160,9 @@ def open_loader(
     """Start reading this rank's next batches; in an asynchronous run, open the dealing too.  Collective.
 
     Args:
-        options: resolved.
-        stack: closes the loader; the dealing is to be closed by all ranks together when training has ended.
-        pass_on: passes the assignments on to the loader's thread, which may have to wait for them.
+        options: resolved options.
+        stack: closes the loader.  All ranks together must close the dealing once training has ended.
+        pass_on: wraps the assignments on their way to the loader's thread, which may have to wait for them.
     """
     comm, strategy = session.comm, trainer.parts.strategy
     plan = Planner(epoch_planner(session, source, options), options.num_epochs)
@@ -178,7 +178,7 @@ def open_loader(
     loader = _make_loader(session, options, source, pass_on(assignments), together=together)
     stack.enter_context(loader)
     if dealing is not None:
-        stack.callback(dealing.stop_asking)  # before the loader's thread, which asks, is joined
+        stack.callback(dealing.stop_asking)  # before joining the loader's thread, which asks for batches
     return loader, dealing
 
 
@@ -233,7 +233,7 @@ def _optimizer_maker(
 ) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
     momentum, decay, rate = options.momentum, options.weight_decay, options.schedule().learning_rate
     assert momentum is not None
-    # fused: one pass over the flat vector; on a CPU 4 times as fast as the default for Adam.
+    # fused: one pass over the flat vector; for Adam on a CPU 4 times as fast as the default.
     if options.optimizer == "sgd":
         return lambda p: torch.optim.SGD(p, rate, momentum=momentum, weight_decay=decay, fused=True)
     cls = torch.optim.Adam if options.optimizer == "adam" else torch.optim.AdamW
@@ -251,10 +251,10 @@ def build_trainer(
     """Build a trainer at step 0 and open the data.  Collective.
 
     Args:
-        run_dir: where timeline, metrics and checkpoints go.
-        stack: closes what was opened.
-        timeline: takes this rank's times; None: one is opened in `run_dir`.
-        pulse: is told of progress; None: one of its own.
+        run_dir: folder for timeline, metrics and checkpoints.
+        stack: closes what this function opens.
+        timeline: records this rank's times; None: a timeline is opened in `run_dir`.
+        pulse: receives beats of progress; None: a new pulse.
     """
     comm = session.comm
     options = options.resolve(training_ranks(options, comm.size))
@@ -268,7 +268,7 @@ def build_trainer(
         )
     stack.callback(timeline.close)
     strategy = options.strategy.parsed.attach(replica, comm, timeline)
-    # From here on ranks draw different random numbers (dropout).
+    # From here on each rank draws different random numbers (dropout).
     torch.manual_seed(options.seed * 65_537 + comm.rank)
     precision = Precision(options.precision, session.device)
     graphs = _graphs(model, session.device, options)
@@ -299,7 +299,7 @@ def build_trainer(
 
 
 def _network(session: Session, options: TrainOptions) -> nn.Module:
-    """Make the network with its first weights, on the device of this rank."""
+    """Make the network with its initial weights, on this rank's device."""
     model = make_model(session.dataset, options)
     load_initial_weights(model, session.dataset, options)
     model = model.to(session.device)
@@ -307,12 +307,12 @@ def _network(session: Session, options: TrainOptions) -> nn.Module:
     if session.device.type == "cuda":
         for module in model.modules():
             if isinstance(module, nn.RNNBase):
-                module.flatten_parameters()  # before the weights become views: their layout is kept
+                module.flatten_parameters()  # before the weights become views, which keep their layout
     return model
 
 
 def _graphs(model: nn.Module, device: torch.device, options: TrainOptions) -> Graphs:
-    """Let what can be captured of a model train by graphs, on a GPU."""
+    """Return the CUDA graphs for the parts of a model that can be captured; none on a CPU."""
     if device.type != "cuda" or options.cuda_graphs == "off":
         return Graphs([], device)
     return Graphs.of(model, device, lambda: CudaRecorder(device))
@@ -321,7 +321,7 @@ def _graphs(model: nn.Module, device: torch.device, options: TrainOptions) -> Gr
 def _writers(
     session: Session, task: Task, run_dir: Path, stack: ExitStack
 ) -> tuple[Callable[[Metrics], None], Callable[[int, Mapping[str, float]], None]]:
-    """Return what takes evaluations, and the score of the mean of several epochs' models."""
+    """Return two callbacks: one for evaluations, one for the score of the mean of several epochs' models."""
     if session.comm.rank != 0:
         return lambda metrics: None, lambda step, values: None
     run = RunDirectory(run_dir)

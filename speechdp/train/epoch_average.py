@@ -1,4 +1,4 @@
-"""The mean of the models after the last epochs, which takes the last one's place (--average-epochs)."""
+"""The mean of the models after the last epochs, which replaces the final model (--average-epochs)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ _NAME = "epoch_average"
 
 
 class EpochAverage:
-    """Adds up the models that a run has after its last epochs; the final one is the last of them.
+    """Adds up a run's models after each of its last epochs; the last of them is the final model.
 
-    Sums are in float64, in the memory of rank 0's host alone: 8 bytes a parameter.  So nothing is rounded but
-    the mean itself, and a GPU holds nothing more.  Running statistics (batch normalisation's) are averaged as
-    parameters are; other buffers stay those of the final model: counts of batches, and tables that have
-    become longer meanwhile.
+    The sums are float64 in host memory, on rank 0 alone: 8 bytes per parameter.  So only the mean itself is
+    rounded, and a GPU holds nothing more.  Running statistics (of batch normalisation) are averaged like
+    parameters.  Other buffers stay those of the final model: counts of batches, and tables that have grown.
 
     Args:
-        wanted: models in the mean; 1: the final model is left as it is.
-        num_epochs: of the run.
+        wanted: number of models in the mean; 1: the final model is left unchanged.
+        num_epochs: number of epochs of the run.
         comm: the ranks.
 
     Example:
@@ -39,19 +38,19 @@ class EpochAverage:
     def __init__(self, wanted: int, num_epochs: int, comm: Communicator) -> None:
         self._first, self._num_epochs, self._comm = num_epochs - wanted + 1, num_epochs, comm
         self._num_models = 0
-        #: Both empty on other ranks than 0.
+        #: Both stay empty on ranks other than 0.
         self._parameters: Tensor | None = None
         self._statistics: dict[str, Tensor] = {}
 
     def note(self, epochs_done: float, replica: Replica, model: nn.Module) -> None:
-        """Add the model that was scored at a place in training if an epoch ends there, one that counts.
+        """Add the model that was just scored, if one of the epochs to average ends here.
 
-        The last epoch's is not added: where a strategy's `finish` has more to do, it is not the final model.
+        The last epoch's model is not added: if a strategy's `finish` changes it, it is not the final model.
 
         Args:
-            epochs_done: a fraction where a run pauses within an epoch.
-            replica: with the parameters that were scored.
-            model: likewise, with the ranks' average of its running statistics.
+            epochs_done: epochs done; a fraction if a run pauses within an epoch.
+            replica: replica with the scored parameters.
+            model: scored model, with the ranks' average of its running statistics.
         """
         if self._first <= epochs_done < self._num_epochs and float(epochs_done).is_integer():
             self._add(replica, model)
@@ -73,14 +72,14 @@ class EpochAverage:
         }
 
     def conclude(self, replica: Replica, model: nn.Module) -> int:
-        """Give every rank the mean of the final model and of those before.  Collective.
+        """Give every rank the mean of the final model and those added before.  Collective.
 
         Args:
-            replica: with the final model's parameters, the same on every rank.
+            replica: replica with the final model's parameters, the same on every rank.
             model: the final model.
 
         Returns:
-            Models in the mean; 1: nothing has changed.
+            Number of models in the mean; 1: nothing has changed.
         """
         if self._num_models == 0:
             return 1
@@ -105,7 +104,7 @@ class EpochAverage:
         self._num_models, self._parameters, self._statistics = 0, None, {}
 
     def state(self) -> RankState:
-        """Return what a checkpoint needs; the sums on rank 0."""
+        """Return the state for a checkpoint: the count, and on rank 0 the sums."""
         values: dict[str, Any] = {_NAME: self._num_models} if self._num_models else {}
         sums = {f"statistics.{name}": x for name, x in self._statistics.items()}
         if self._parameters is not None:
@@ -113,7 +112,7 @@ class EpochAverage:
         return RankState(values, split_state(_NAME, sums).tensors)
 
     def load(self, state: RankState) -> None:
-        """Restore what `state` returned; a rank that goes on as a copy of rank 0 keeps no sums."""
+        """Restore what `state` returned; a rank that resumes from a copy of rank 0's state keeps no sums."""
         self._forget()
         self._num_models = state.values.get(_NAME, 0)
         if self._comm.rank != 0 or not self._num_models:
@@ -124,5 +123,5 @@ class EpochAverage:
 
 
 def _sum_from(tensor: Tensor) -> Tensor:
-    """Begin a sum, whose memory is its own."""
+    """Return a float64 copy of `tensor` on the CPU, to begin a sum."""
     return tensor.detach().to("cpu", torch.float64, copy=True)

@@ -20,15 +20,15 @@ def measure_epoch(
     """Return the metrics of an epoch, or of its first part, over all ranks, finite or not.  Collective.
 
     Args:
-        parts: their strategy shows the model that is scored.
-        at: where training stands; holds this rank's loss of the epoch.
-        epochs_done: with this one, or as much of it as is done.
+        parts: parts of the trainer; their strategy provides the model to score.
+        at: state of training, with this rank's loss of the epoch.
+        epochs_done: epochs done, including this one or the part of it that is done.
         time_s: training time of the run so far, s.
-        frames_per_s: of all ranks since the evaluation before.
+        frames_per_s: speed of all ranks together since the previous evaluation, frames/s.
 
     Raises:
         DivergedError: no loss was finite.
-        RunError: no frame was learnt, or nothing of the held-out split scored.
+        RunError: no frame was trained on, or no held-out frame was scored.
     """
     loss, frames, learnt = parts.comm.allreduce(at.epoch_loss.clone(), name="epoch_loss").tolist()
     if frames == 0 and learnt > 0:
@@ -62,7 +62,7 @@ def measure_epoch(
 def settle_final_model(parts: TrainingParts) -> None:
     """Give every rank the final model, after the strategy's `finish`.  Collective.
 
-    The held-out split chooses among the models a strategy has kept (Kaldi's final combination).
+    If a strategy offers several models, the best on the held-out split is chosen (cf. Kaldi's combination).
     """
     average_statistics(parts.model, parts.comm, has_trained=_has_trained(parts))
     candidates = final_models(parts.strategy)
@@ -75,7 +75,7 @@ def settle_final_model(parts: TrainingParts) -> None:
 
 
 def _evaluate(parts: TrainingParts, epochs_done: float) -> tuple[HeldOutScores, float]:
-    """Score the model the strategy shows; return the farthest replica's distance too.  Collective."""
+    """Score the strategy's model for evaluation; also return the farthest replica's distance.  Collective."""
     values = parts.replica.parameters.values
     own = None if parts.strategy.traits.replicas_equal else values.clone()
     statistics = averaged_statistics(parts.model, parts.comm, has_trained=_has_trained(parts))
@@ -90,5 +90,5 @@ def _evaluate(parts: TrainingParts, epochs_done: float) -> tuple[HeldOutScores, 
 
 
 def _has_trained(parts: TrainingParts) -> bool:
-    """Return whether this rank trains; with some strategies others only serve."""
+    """Return whether this rank trains; with some strategies some ranks only serve."""
     return parts.strategy.roster(parts.comm.size).part_of_rank[parts.comm.rank] is not None

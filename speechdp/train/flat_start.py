@@ -1,7 +1,7 @@
-"""A first alignment from nothing but transcripts: Gaussian mixtures, trained and aligned in turn.
+"""A first alignment from transcripts alone, by training Gaussian mixtures and aligning with them in turn.
 
-Viterbi training as in Kaldi's monophone stage, over N ranks: every rank aligns its own utterances and counts;
-one exchange a round adds the counts up, and every rank estimates the same mixtures from the sums.
+Viterbi training as in Kaldi's monophone stage, over N ranks.  Every rank aligns its own utterances and
+accumulates counts; one exchange per round sums the counts, and every rank estimates the same mixtures.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ from speechdp.process.ending import Stopped
 from speechdp.train.session import Session
 
 _ROUNDS = 32
-#: Rounds that align anew; between them the Gaussians move to the same alignment (as Kaldi's do).
+#: Rounds that realign; the rounds between them re-estimate the Gaussians on the same alignment (as in Kaldi).
 _ALIGNING = frozenset((*range(1, 11), *range(12, _ROUNDS, 2)))
 _FIRST_SPLIT, _LAST_SPLIT = 5, 26
 _GAUSSIANS_PER_CLASS = 10
-#: Utterances of so many frames in all (20 hours) are enough for so few parameters; the shortest are taken.
+#: Most frames to train on (20 hours), which are enough for so few parameters; the shortest utterances are
+#: used.
 _MAX_FRAMES = 20 * 360_000
-_LONGEST = 12_000  # frames of an utterance; longer ones are left out
-_TOGETHER = 256  # utterances that are counted at once
+_LONGEST = 12_000  # frames of an utterance; longer utterances are left out
+_TOGETHER = 256  # utterances that are accumulated at once
 
 
 @dataclass(frozen=True)
 class FlatStart:
-    """What `train_mixtures` has found.
+    """The result of `train_mixtures`.
 
     Attributes:
-        mixtures: of the states, for inputs `cepstra_of(features)`.
-        self_loop: probabilities, (C,).
-        are_cepstra: what the data hold are cepstra.
-        utterances: how many it was trained on, over all ranks.
-        log_likelihood: of a frame in the end, nats.
+        mixtures: Gaussian mixtures of the states, for inputs `cepstra_of(features)`.
+        self_loop: self-loop probabilities, (C,).
+        are_cepstra: whether the data's features are cepstra.
+        utterances: number of training utterances, over all ranks.
+        log_likelihood: final log-likelihood per frame, nats.
     """
 
     mixtures: GaussianMixtures
@@ -65,7 +66,7 @@ class FlatStart:
     log_likelihood: float
 
     def score(self, features: Iterable[FloatArray]) -> Iterator[tuple[int, FloatArray]]:
-        """Yield (position, log-likelihoods (T, C)) of utterances: an `align.Scorer`."""
+        """Yield (position, log-likelihoods (T, C)) for each utterance; this is an `align.Scorer`."""
         for position, x in enumerate(features):
             yield position, self.mixtures.log_likelihoods(cepstra_of(x, are_cepstra=self.are_cepstra))
 
@@ -79,13 +80,13 @@ class _Utterance:
 
 
 def train_mixtures(session: Session, split: str) -> FlatStart:
-    """Train the mixtures on a split.  Collective; the same on every rank, to rounding for any number of them.
+    """Train the mixtures on a split.  Collective; the same on all ranks, and, to rounding, for any number.
 
     Raises:
-        Stopped: a rank was asked to.
+        Stopped: a rank was asked to stop.
         ShardError: a shard is damaged.
-        RunError: no utterance is long enough for its transcript and has no unknown words, or one has features
-            that are not finite.
+        RunError: no utterance is both long enough for its transcript and free of unknown words, or an
+            utterance has features that are not finite.
     """
     dataset, comm = session.dataset, session.comm
     lexicon, inventory = Lexicon.load(dataset.lexicon_path), StateInventory.load(dataset.classes_path)
@@ -127,7 +128,7 @@ class _Reader:
     are_cepstra: bool
 
     def read(self, split: str) -> list[_Utterance]:
-        """Read those that are short enough to be among the 20 hours, and that the lexicon can spell."""
+        """Read the utterances that are short enough for the 20 hours and whose words are in the lexicon."""
         comm = self.session.comm
         with ExitStack() as stack:
             paths = self.session.dataset.shard_paths(split)[comm.rank :: comm.size]
@@ -143,15 +144,15 @@ class _Reader:
             return [utterance for utterance in read if utterance is not None]
 
     def _longest(self, shards: Sequence[Shard]) -> tuple[int, float]:
-        """Choose the shortest utterances of all ranks, as many frames as are wanted.  Collective.
+        """Choose the shortest utterances of all ranks, up to the wanted number of frames.  Collective.
 
         Returns:
-            The length up to which all are taken, and the share of those that are a frame longer.
+            The length up to which all utterances are used, and the share to use of those one frame longer.
 
         Raises:
-            RunError: all are too long.
+            RunError: all utterances are too long.
         """
-        frames = np.zeros(_LONGEST + 2)  # the last: of those that are too long
+        frames = np.zeros(_LONGEST + 2)  # the last element counts utterances that are too long
         for shard in shards:
             lengths = np.diff(shard.offsets)
             np.add.at(frames, np.minimum(lengths, _LONGEST + 1), lengths)
@@ -188,12 +189,12 @@ class _Reader:
 
 
 def _lot(utterance_id: str) -> float:
-    """Return a number from 0 to 1 that is an utterance's own, whatever rank reads it."""
+    """Return a number from 0 to 1 that depends on the utterance only, whichever rank reads it."""
     return zlib.crc32(utterance_id.encode()) / 2**32
 
 
 def _uniform(words: Sequence[str], num_frames: int, lexicon: Lexicon, inventory: StateInventory) -> IntArray:
-    """Spread silence, the words and silence over the frames; nothing where there are too few frames."""
+    """Spread silence, the words and silence over the frames; return nothing if there are too few frames."""
     states = STATES_PER_PHONE * sum(len(lexicon.pronunciations[word][0]) for word in words)
     if num_frames < states:
         return np.empty(0, dtype=np.int32)
@@ -202,7 +203,7 @@ def _uniform(words: Sequence[str], num_frames: int, lexicon: Lexicon, inventory:
 
 
 def _align(session: Session, own: Sequence[_Utterance], aligner: Aligner, mixtures: GaussianMixtures) -> None:
-    """Align this rank's utterances anew, until it is asked to stop; what has no path keeps its alignment."""
+    """Realign this rank's utterances until it is asked to stop; without a path one keeps its alignment."""
     for utterance in own:
         if session.is_asked_to_stop():
             return
@@ -212,7 +213,7 @@ def _align(session: Session, own: Sequence[_Utterance], aligner: Aligner, mixtur
 
 
 def _moments(own: Sequence[_Utterance], dim: int) -> DoubleArray:
-    """Return numbers of frames and of utterances, and the sums of inputs and of their squares."""
+    """Return the numbers of frames and utterances, and the sums of the inputs and of their squares."""
     total = np.zeros(2 + 2 * dim)
     for utterance in own:
         x = utterance.x.astype(np.float64)
@@ -223,7 +224,7 @@ def _moments(own: Sequence[_Utterance], dim: int) -> DoubleArray:
 def _count(
     session: Session, own: Sequence[_Utterance], mixtures: GaussianMixtures
 ) -> tuple[Statistics, DoubleArray]:
-    """Return all ranks' sums over the alignments, and the self-loop probabilities that follow from them."""
+    """Return all ranks' statistics over the alignments, and the self-loop probabilities from their counts."""
     size, dim, num_classes = mixtures.num_gaussians, mixtures.dim, mixtures.num_classes
     statistics = Statistics.empty(size, dim)
     frames, runs = np.zeros(num_classes, np.int64), np.zeros(num_classes, np.int64)
@@ -241,7 +242,7 @@ def _count(
 
 
 def _sum(session: Session, values: DoubleArray) -> DoubleArray:
-    """Add up over the ranks.  Raises Stopped on all of them where one was asked to stop."""
+    """Sum `values` over the ranks.  Raises Stopped on all ranks if any was asked to stop."""
     asked = float(session.is_asked_to_stop())
     total = session.comm.allreduce(torch.from_numpy(np.append(values, asked)), name="flat-start").numpy()
     if total[-1]:

@@ -1,4 +1,4 @@
-"""What depends on the task of a run: model, loss, options and model file."""
+"""The parts of a run that depend on its task: model, loss, options and model file."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from speechdp.tasks.model_file import ClassCounts, load_weights, shapes_of
 from speechdp.tasks.registry import is_ours, made_network
 from speechdp.train.session import Session
 
-#: Ranks that are threads draw from the same generator: weights of one made meanwhile would be others.
+#: Ranks that are threads share a random generator: models made at the same time would get other weights.
 _ONE_AT_A_TIME = threading.Lock()
 
 
 def check_task(dataset: Dataset, options: TrainOptions) -> None:
-    """Refuse data that are another task's.  Raises ConfigError."""
+    """Refuse data prepared for another task.  Raises ConfigError."""
     task, stored = options.task_class, dataset.stored
     if stored in task.trains_on:
         return
@@ -49,10 +49,10 @@ def check_task(dataset: Dataset, options: TrainOptions) -> None:
 
 
 def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
-    """Build the model with weights that depend on the seed alone.
+    """Build the model with initial weights that depend only on the seed.
 
     Raises:
-        ConfigError: the task says that `decode` reads its models, and could not make this one again.
+        ConfigError: the task says that `decode` reads its models, but `decode` could not rebuild this one.
     """
     task = options.make_task()
     data = task_data(dataset, options)
@@ -65,14 +65,14 @@ def make_model(dataset: Dataset, options: TrainOptions) -> nn.Module:
 
 
 def _refuse_unlike_network(task: Task, model: nn.Module, data: TaskData) -> None:
-    """Refuse a model that decoding, which knows the task alone, makes otherwise.  Raises ConfigError."""
+    """Refuse a model that `decode` would build differently from the task alone.  Raises ConfigError."""
     if not isinstance(task, AcousticTask):
         raise ConfigError(
             f"--task {task.name}: decode reads models of tasks derived from AcousticTask alone; derive the "
             "class from it, or declare decodes = False"
         )
     if type(task).make_model in (AcousticTask.make_model, FullSumTask.make_model):
-        return  # it is what make_network has made
+        return  # make_network has made it
     with torch.random.fork_rng(devices=[]):
         network = made_network(task, data.feature_dim, task.num_outputs(data))
     if shapes_of(model.state_dict()) != shapes_of(network.state_dict()):
@@ -85,10 +85,10 @@ def _refuse_unlike_network(task: Task, model: nn.Module, data: TaskData) -> None
 
 
 def outline(dataset: Dataset, options: TrainOptions) -> nn.Module:
-    """Return the model to look at what it is made of: kinds and sizes.  Raises as `make_model`.
+    """Return the model for inspecting its layers and sizes.  Raises as `make_model`.
 
-    Ours has no weights then, and takes neither time nor memory.  Another task's may be made by numbers that
-    it has just computed, which only a real device has.
+    A model of our own tasks has no weights here, which takes neither time nor memory.  Another task may build
+    its model from values that it computes, which exist on a real device only.
     """
     if not is_ours(options.task):
         return make_model(dataset, options)
@@ -97,17 +97,17 @@ def outline(dataset: Dataset, options: TrainOptions) -> nn.Module:
 
 
 def check_precision(session: Session, options: TrainOptions) -> None:
-    """Refuse a number format that this rank's device cannot compute the model in.  Raises ConfigError."""
+    """Refuse a precision in which this rank's device cannot compute the model.  Raises ConfigError."""
     if options.precision == "fp32":
         return
     Precision(options.precision, session.device).check(outline(session.dataset, options))
 
 
 def task_data(dataset: Dataset, options: TrainOptions) -> TaskData:
-    """Return what the task is told of the data, and of the targets it trains on.
+    """Return what the task is told about the data and the targets it trains on.
 
     Raises:
-        ConfigError: how the targets are tied cannot be read, or they are of other phones.
+        ConfigError: the targets' state tying cannot be read, or the targets are of other phones.
     """
     tying = tying_in(options.alignments)
     if tying is not None and tying.inventory != StateInventory.load(dataset.classes_path):
@@ -121,12 +121,12 @@ def task_data(dataset: Dataset, options: TrainOptions) -> TaskData:
 def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptions) -> None:
     """Give a model the weights of `options.initial_model`, if there is one.
 
-    If that has states without context and the targets have them with context, each class begins with what
-    the state it belongs to has learnt; see `_with_classes_of`.
+    If that model has states without context, and the targets have states in context, each class starts from
+    the weights of the state it belongs to; see `_with_classes_of`.
 
     Raises:
-        ConfigError: that is a model of other sizes, features or classes.
-        RunError: it is missing or damaged.
+        ConfigError: the initial model has other sizes, features or classes.
+        RunError: the initial model is missing or damaged.
     """
     folder = options.initial_model
     if folder is None:
@@ -164,7 +164,7 @@ def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptio
 
 
 def _made_by(config: Mapping[str, Any]) -> str:
-    """Return the options of a run that its network was made by, as its model file knows them."""
+    """Return the options that determined a run's network, according to its model file."""
     if "lstm" in config:
         return "--preset, --layers, --cells"
     return f"--task {config['task']}{':' if config['options'] else ''}{config['options']}"
@@ -173,16 +173,16 @@ def _made_by(config: Mapping[str, Any]) -> str:
 def _with_classes_of(
     tying: StateTying, weights: Mapping[str, Tensor], own: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the weights of a model of states without context, with the classes of tied states.
+    """Expand the weights of a model of states without context to the classes of tied states.
 
-    The output layer, which has a row for each state, (S, ...), gets one for each class, (C, ...): that of its
-    state.  The K classes of a state share its probability at first, so its bias becomes ln K less.  Then the
-    posteriors of a state's classes add up to that of the state.
+    The output layer has one row per state, (S, ...), and gets one per class, (C, ...): a copy of its state's
+    row.  The K classes of a state share its probability at first, so their bias is lower by ln K.  Then the
+    posteriors of a state's classes add up to the posterior of the state.
 
     Args:
-        tying: says which classes belong to a state.
-        weights: of the model without context.
-        own: weights of the model with context, whose sizes say where classes are.
+        tying: mapping of classes to states.
+        weights: weights of the model without context.
+        own: weights of the model with context; their sizes show which tensors have a row per class.
     """
     states = torch.from_numpy(tying.states).long()
     shared_by = torch.bincount(states).log()[states]  # ln K of each class's state
@@ -199,16 +199,16 @@ def _with_classes_of(
 
 
 def check_initial_model(dataset: Dataset, options: TrainOptions) -> None:
-    """Refuse an initial model that the training cannot start from.  Raises as `load_initial_weights`."""
+    """Refuse an initial model that training cannot start from.  Raises as `load_initial_weights`."""
     if options.initial_model is not None:
         load_initial_weights(make_model(dataset, options), dataset, options)
 
 
 def describe_data(dataset: Dataset, options: TrainOptions) -> dict[str, Any]:
-    """Return what the model file says of the data; before training, lest a missing file be found after it.
+    """Return the model file's description of the data; call it before training, to find missing files early.
 
     Raises:
-        ConfigError: classes or symbols that are missing, or other data's; what the file cannot hold.
+        ConfigError: classes or symbols are missing or belong to other data, or a value is not JSON-like.
     """
     task = options.make_task()
     facts = task.describe_data(task_data(dataset, options))
@@ -230,14 +230,14 @@ def save_trained(
     model: nn.Module,
     facts: dict[str, Any],
 ) -> None:
-    """Write the trained model with what its use needs.  Collective.
+    """Write the trained model with everything needed to use it.  Collective.
 
     Args:
-        options: with which it was trained.
-        source: the split trained on.
-        run_dir: where the model file goes, written by rank 0.
-        model: trained; the same on every rank.
-        facts: what `describe_data` gave.
+        options: options of the training.
+        source: the training split.
+        run_dir: folder for the model file, which rank 0 writes.
+        model: trained model, the same on every rank.
+        facts: result of `describe_data`.
 
     Raises:
         RunError: the disk is full.

@@ -1,4 +1,4 @@
-"""Where a run comes from: what, besides its options, it takes to repeat it (run.json, starts.jsonl)."""
+"""Where a run comes from: what is needed, besides its options, to repeat it (run.json, starts.jsonl)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SETTINGS = re.compile(
     r"(OMP|MKL|OPENBLAS|GOTO)_NUM_THREADS|CUDA_(VISIBLE_DEVICES|DEVICE_ORDER|LAUNCH_BLOCKING)|CUBLAS_\w+"
     r"|(HOROVOD|NCCL|UCX|GLOO|TORCH|PYTORCH|KMP|GOMP|FI|SPEECHDP)_\w+|(OMPI|PRTE|PMIX)_MCA_\w+"
 )
-#: Never written down: what opens doors, and what a launcher makes up anew for every job.
+#: Never recorded: secrets, and values that a launcher generates for every job.
 _HIDDEN = re.compile(
     r"SECRET|TOKEN|PASSW|CREDENTIAL|(^|_)KEY|APIKEY|TRANSPORTS|_URI|_MCA_(orte|ess|prte|pmix|plm_base|ras_base)_"
     r"|INITIAL_WDIR|SPEECHDP_(HOSTFILE|HOSTS|LAUNCH|RESTART_REASON|START)$",
@@ -29,14 +29,14 @@ _HIDDEN = re.compile(
 
 
 def origin_facts(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return hosts, commands and settings that a run was begun with; None for what is not known.
+    """Return the hosts, commands and settings that a run was started with; None for what is unknown.
 
     Args:
-        environment: of this process.
+        environment: environment of this process.
     """
     return {
         "directory": str(Path.cwd()),
-        "git": None,  # unless the session knows: git is not to be run beside MPI
+        "git": None,  # unless the session knows it: git must not be run in a process with MPI
         "hostfile": _hostfile(environment),
         "launch": _launch_command(environment),
         "scheduler": _scheduler(environment),
@@ -48,9 +48,9 @@ def start_facts(session: Session, step: int, environment: Mapping[str, str]) -> 
     """Return a line of starts.jsonl.
 
     Args:
-        session: of the ranks that begin.
-        step: the one they go on from; 0: the beginning.
-        environment: of this process.
+        session: session of the ranks that start.
+        step: step they resume from; 0: the beginning.
+        environment: environment of this process.
     """
     return {
         "step": step,
@@ -62,13 +62,13 @@ def start_facts(session: Session, step: int, environment: Mapping[str, str]) -> 
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment's variables that change how a run computes and exchanges; never secrets."""
+    """Return the environment variables that affect how a run computes and exchanges; never secrets."""
     names = sorted(n for n in environment if _SETTINGS.fullmatch(n) and not _HIDDEN.search(n))
     return {name: environment[name] for name in names}
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """Return `commit` and whether files differ from it (`dirty`); None where `folder` is in no checkout."""
+    """Return `commit` and whether files differ from it (`dirty`); None if `folder` is in no checkout."""
     if shutil.which("git") is None:
         return None
     commit = _git(folder, "rev-parse", "HEAD")
@@ -79,8 +79,8 @@ def git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """Return what git says; None where it fails or takes long.  Nothing of the checkout is run."""
-    # The checkout's own settings may name programs for hooks and for watching files.
+    """Return git's output; None if git fails or takes long.  No program of the checkout is run."""
+    # The checkout's own configuration may name programs for hooks and for watching files.
     safe = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "--no-optional-locks")
     try:
         ended = subprocess.run(
@@ -107,7 +107,7 @@ def _hostfile(environment: Mapping[str, str]) -> dict[str, Any] | None:
         with Path(source or "").open(encoding="utf-8", errors="replace") as file:
             lines = file.read(_MOST_BYTES).splitlines()
     except (OSError, ValueError):
-        pass  # an allocation's variable, or a file that only the launching host has
+        pass  # the name of an allocation's variable, or a file that only the launching host has
     return {"source": source, "lines": lines, "hosts": hosts}
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run, or of a sweep, belongs to the ranks that write it."""
+"""Ownership of the folder of a run or sweep by the ranks that write it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from speechdp.watchdog.shared_disk import why_not_shared
 
 @contextmanager
 def owned(session: Session, folder: Path, command: str) -> Iterator[FolderOwner | None]:
-    """Own a folder while the block runs; yields the owner on rank 0, which owns it for all.  Collective.
+    """Own a folder during the block; yield the owner on rank 0, which owns it for all ranks.  Collective.
 
     Args:
-        command: what the ranks do, for whoever else wants the folder.
+        command: what the ranks do, for the message to others that want the folder.
 
     Raises:
-        ConfigError: on rank 0, another owns the folder.
-        RunError: on rank 0, the folder cannot be written; on all, a rank does not see it.
-        StoppedBefore: a signal came while it was not known whether another owner still lives.
+        ConfigError: on rank 0, another job owns the folder.
+        RunError: on rank 0, the folder cannot be written; on all ranks, a rank does not see it.
+        StoppedBefore: a signal came before it was known whether another owner is still alive.
     """
     owner = None
     if session.comm.rank == 0:

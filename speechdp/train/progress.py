@@ -13,7 +13,7 @@ from speechdp.counting import epoch_text
 from speechdp.parallel.run_files import Metrics
 from speechdp.tasks.metrics import Metric
 
-#: Seconds between log lines where the output is not a terminal, and between updates of the rate.
+#: Seconds between log lines if the output is not a terminal, and between updates of the rate.
 _LOG_INTERVAL_S = 10.0
 _RATE_INTERVAL_S = 0.5
 
@@ -28,10 +28,10 @@ class Reporter(Protocol):
         """Training starts, or resumes, after `epoch` epochs."""
 
     def step(self, epoch: float, frames: int, loss: float | None) -> None:
-        """A step of `frames` frames (all ranks) is done; `loss` is this rank's, nats per frame."""
+        """A step of `frames` frames (of all ranks) is done; `loss` is this rank's loss, nats per frame."""
 
     def evaluated(self, metrics: Metrics, held_out: Sequence[Metric]) -> None:
-        """An evaluation is done, by the task's metrics `held_out`."""
+        """An evaluation is done; `held_out` are the task's metrics."""
 
     def end(self) -> None:
         """Training has ended."""

@@ -1,4 +1,4 @@
-"""Rounds of training and forced alignment: from uniform targets to the network's own."""
+"""Rounds of training and forced alignment, from uniform targets to the network's own alignment."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ from speechdp.train.run import check_beginning, is_done, train_run
 from speechdp.train.session import Session
 from speechdp.train.tolerance import require_all_ranks
 
-if TYPE_CHECKING:  # a run that aligns nothing starts without what aligns
+if TYPE_CHECKING:  # a run without alignment does not import the aligner
     from speechdp.decode.align import Aligner, AlignmentReport, Scorer
     from speechdp.decode.scoring import AcousticScorer
 
-#: Folder of the targets with states in context.
+#: Name of the folder of targets with states in context.
 _TIED = "tied"
-#: Rounds "auto" end when a round changes the class of fewer frames than this share.  Every state of a phone
-#: begins a frame earlier or later now and then without any gain.
+#: Rounds "auto" end when a round changes the class of fewer than this share of the frames.  A phone's states
+#: may keep starting a frame earlier or later without any gain.
 SETTLED_SHARE = 0.05
-#: Rounds "auto" are at most so many.
+#: Largest number of rounds "auto".
 MOST_ROUNDS = 6
 
 
 def train_with_realignment(
     session: Session, options: TrainOptions, run_dir: Path, *, resume: bool = False, pause_at: int = 0
 ) -> None:
-    """Train `options.realign` rounds, aligning after each, then the run proper.  Collective.
+    """Train `options.realign` rounds, aligning after each, then train the main run.  Collective.
 
-    The run proper trains on the last alignment, from initial weights or, by `options.realign_from`, from
-    those of the last round.
+    The main run trains on the last alignment.  It starts from initial weights or, if `options.realign_from`
+    says so, from the weights of the last round.
 
     Args:
-        pause_at: steps of the run proper after which it evaluates and stops as if asked; 0: it does not.
+        pause_at: step of the main run after which it evaluates and stops as if asked to; 0: none.
 
     Raises:
         as `train_run`.
@@ -71,15 +71,15 @@ def train_with_realignment(
     untied = _align_in_rounds(session, options, run_dir)
     proper = options.on_alignments(_tie(session, options, untied, run_dir))
     if options.realign_from == "throughout":
-        assert untied is not None  # there has been a round
+        assert untied is not None  # there was a round
         proper = dataclasses.replace(proper, initial_model=_round_dir(run_dir, int(untied.name)))
     train_run(dataclasses.replace(session, pause_at=pause_at), proper, run_dir, resume=resume)
 
 
 def check_overwriting(session: Session, options: TrainOptions, run_dir: Path) -> None:
-    """Refuse, before a folder is emptied for it, a run that `train_with_realignment` would refuse.
+    """Refuse, before its folder is emptied, a run that `train_with_realignment` would refuse.
 
-    Collective: when it returns, all ranks have found nothing to refuse.
+    Collective: when it returns, no rank has found anything to refuse.
 
     Raises:
         as `train_run`.
@@ -89,10 +89,10 @@ def check_overwriting(session: Session, options: TrainOptions, run_dir: Path) ->
 
 
 def _check_begun(session: Session, options: TrainOptions, run_dir: Path) -> None:
-    """Refuse to go on with a run on other targets than these options make, before hours of making them.
+    """Refuse to resume a run on targets other than those these options make, before hours of making them.
 
     Raises:
-        ConfigError: on rank 0, the run was begun on others.
+        ConfigError: on rank 0, the run was begun on other targets.
         RunError: on rank 0, run.json cannot be read.
     """
     run = RunDirectory(run_dir)
@@ -110,10 +110,10 @@ def _check_begun(session: Session, options: TrainOptions, run_dir: Path) -> None
 def _as_completed(session: Session, options: TrainOptions, run_dir: Path) -> TrainOptions | None:
     """Return the options that a complete run was trained with; None: it is not complete.  Collective.
 
-    Its targets, which may be gone, are not made again.
+    Its targets are not made again, even if they were deleted.
 
     Raises:
-        ConfigError: they, or those of a round before, are there, and were made with other options.
+        ConfigError: its targets, or an earlier round's, exist and were made with other options.
     """
     run, found = RunDirectory(run_dir), None
     if session.comm.rank == 0 and run.is_complete:
@@ -128,13 +128,13 @@ def _as_completed(session: Session, options: TrainOptions, run_dir: Path) -> Tra
     for name in [*names, _TIED] if options.context != "none" else names:
         _made(session, folder.parent / name, _made_by(options, name))
     proper = options.on_alignments(folder)
-    if options.realign_from == "throughout":  # a run that was not is refused, whichever round is named
+    if options.realign_from == "throughout":  # a run trained otherwise is refused, whichever round is named
         proper = dataclasses.replace(proper, initial_model=Path(initial_model or _round_dir(run_dir, 1)))
     return proper
 
 
 def _last_made(options: TrainOptions, out_dir: Path) -> list[Path]:
-    """Return the folder of the targets that `make_alignments` ends with; of rounds "auto" all it may be.
+    """Return the folder of the last targets of `make_alignments`; for rounds "auto" all possible folders.
 
     Raises:
         RunError: the record of an alignment cannot be read.
@@ -154,10 +154,10 @@ def _last_made(options: TrainOptions, out_dir: Path) -> list[Path]:
 
 
 def last_alignment(out_dir: Path, options: TrainOptions) -> Path:
-    """Return the last alignment that `make_alignments` has made in a folder, with these options.
+    """Return the last alignment that `make_alignments` made in a folder with these options.
 
     Raises:
-        RunError: there is none.
+        RunError: there is no complete alignment.
     """
     made = [path.parent for path in (out_dir / "alignments").glob("*/completed.json")]
     tied = options.context != "none"
@@ -170,23 +170,24 @@ def last_alignment(out_dir: Path, options: TrainOptions) -> Path:
 
 
 def make_alignments(session: Session, options: TrainOptions, out_dir: Path) -> Path | None:
-    """Align from nothing if asked to, then train and align `options.realign` times, then tie.  Collective.
+    """Make a flat start if requested, then train and align `options.realign` times, then tie.  Collective.
 
-    Returns the folder of the last targets: OUT/alignments/0 is the alignment from nothing, K that of round K,
-    which trains in OUT/realign/K; the first by the criterion of `options.realign_criterion`.  Rounds "auto"
-    end when fewer than SETTLED_SHARE of the frames change their class, or after MOST_ROUNDS.
-    OUT/alignments/tied has the last of these (else the one in `options`) with states in context.  What is
-    done already is not done again.  Without any of them the alignment is the one in `options`.
+    Return the folder of the last targets.  OUT/alignments/0 is the flat start's alignment,
+    OUT/alignments/K the alignment of round K, which trains in OUT/realign/K.  The first round trains by
+    `options.realign_criterion`.  Rounds "auto" end when fewer than SETTLED_SHARE of the frames change their
+    class, or after MOST_ROUNDS.  OUT/alignments/tied has the last of these alignments (or the one in
+    `options`) with states in context.  Steps already done are not repeated.  If no step is requested, the
+    result is the alignment in `options`.
 
     Raises:
-        as `train_run`; ConfigError where the targets are Kaldi's pdfs, which have no pronunciations here, or
+        as `train_run`; ConfigError if the targets are Kaldi's pdfs, which have no pronunciations here, or
             cannot be tied.
     """
     return _tie(session, options, _align_in_rounds(session, options, out_dir), out_dir)
 
 
 def _align_in_rounds(session: Session, options: TrainOptions, out_dir: Path) -> Path | None:
-    """Make the alignments without context, as `make_alignments`; return the last folder.  Collective."""
+    """Make the alignments without context (see `make_alignments`); return the last folder.  Collective."""
     alignments = options.alignments
     _check_targets(session.dataset, options)
     _check_tied(session, options, out_dir)
@@ -204,7 +205,7 @@ def _align_in_rounds(session: Session, options: TrainOptions, out_dir: Path) -> 
 
 
 def _tie(session: Session, options: TrainOptions, alignments: Path | None, out_dir: Path) -> Path | None:
-    """Tie the states of an alignment, if that is asked for; return the folder to train on.  Collective."""
+    """Tie the states of an alignment, if requested; return the folder to train on.  Collective."""
     if options.context == "none":
         return alignments
     output = out_dir / "alignments" / _TIED
@@ -217,7 +218,7 @@ def _tie(session: Session, options: TrainOptions, alignments: Path | None, out_d
 
 
 def _made_by(options: TrainOptions, name: str) -> dict[str, Any]:
-    """Return the options that make the alignment in a folder of this name: from nothing, a round's, tied."""
+    """Return the options that determine the alignment in the folder `name`: flat start, a round, or tied."""
     if name == _TIED:
         return {
             "context": options.context,
@@ -239,17 +240,17 @@ def _made_by(options: TrainOptions, name: str) -> dict[str, Any]:
 
 
 def _first_model(options: TrainOptions) -> str | None:
-    """Return what the first round starts from; None: initial weights."""
+    """Return the model that the first round starts from; None: initial weights."""
     return None if options.initial_model is None else str(options.initial_model)
 
 
 def _check_tied(session: Session, options: TrainOptions, out_dir: Path) -> None:
-    """Refuse states in context that others than these options made, before hours of alignment.  Collective.
+    """Refuse states in context made with other options, before hours of alignment.  Collective.
 
-    Where they are to be made, a model that has such states is refused; where they are, it may be gone.
+    If they are not made yet, also check the initial model; if they are, the model may have been deleted.
 
     Raises:
-        ConfigError: likewise.
+        ConfigError: the states were made with other options, or the initial model does not fit.
     """
     if options.context == "none":
         return
@@ -258,7 +259,7 @@ def _check_tied(session: Session, options: TrainOptions, out_dir: Path) -> None:
 
 
 def _check_targets(dataset: Dataset, options: TrainOptions) -> None:
-    """Refuse targets that cannot be aligned anew, or tied.  Raises ConfigError."""
+    """Refuse targets that cannot be realigned or tied.  Raises ConfigError."""
     for name in options.aligning:
         refuse_kaldi_pdfs(dataset.classes_path, name, "leave it out, they are aligned already")
     if options.aligns and tying_in(options.alignments) is not None:
@@ -282,13 +283,13 @@ def _check_targets(dataset: Dataset, options: TrainOptions) -> None:
 def _make_round(
     session: Session, options: TrainOptions, out_dir: Path, number: int, previous: Path | None
 ) -> float | None:
-    """Train and align once, as far as that is not done.  Collective.
+    """Train and align once, skipping what is already done.  Collective.
 
-    Returns the share of the frames whose class changed; None: an earlier version did not record it.
+    Return the share of the frames whose class changed; None: an earlier version did not record it.
 
     Args:
-        number: of the round, from 1.
-        previous: targets to train on, if not those in the shards.
+        number: number of the round, from 1.
+        previous: targets to train on; None: those in the shards.
     """
     output, round_dir = out_dir / "alignments" / str(number), _round_dir(out_dir, number)
     made_by = _made_by(options, output.name)
@@ -296,14 +297,14 @@ def _make_round(
     if made is not None:
         share: float | None = made.get("changed_share")
         return share
-    # It is only to align: the mean is of the training proper.
+    # A round serves only to align; epochs are averaged only in the main run.
     round_options = dataclasses.replace(
         options.on_alignments(previous), epochs=made_by["epochs"], average_epochs=1
     )
     if number == 1:
         round_options = dataclasses.replace(round_options, model=options.first_round_model())
     elif _was_begun_by_earlier_version(session, round_dir):
-        del made_by["realign_from"]  # it goes on as it was begun, from initial weights
+        del made_by["realign_from"]  # it continues as it was begun, from initial weights
     elif options.realign_from != "scratch":
         round_options = dataclasses.replace(round_options, initial_model=_round_dir(out_dir, number - 1))
     session.reporter.notice(f"round {number} of {options.realign} before the alignment: {round_dir}")
@@ -318,7 +319,10 @@ def _round_dir(out_dir: Path, number: int) -> Path:
 
 
 def _was_begun_by_earlier_version(session: Session, round_dir: Path) -> bool:
-    """Return whether a round was begun before rounds could start from the one before.  Collective."""
+    """Return whether a round was begun by a version in which rounds could not start from the one before.
+
+    Collective.
+    """
     run, found = RunDirectory(round_dir), None
     if session.comm.rank == 0:
         with remedies.of_part(round_dir):
@@ -331,7 +335,7 @@ def _has_settled(changed_share: float | None) -> bool:
 
 
 def _is_last(session: Session, number: int, changed_share: float | None) -> bool:
-    """Tell whether rounds "auto" end with this one, and say why."""
+    """Return whether rounds "auto" end with this one; print why."""
     if _has_settled(changed_share):
         session.reporter.notice(
             f"alignment {number}: has settled, fewer than {SETTLED_SHARE:.0%} of the frames changed class"
@@ -343,7 +347,7 @@ def _is_last(session: Session, number: int, changed_share: float | None) -> bool
 
 
 def train_or_go_on(session: Session, options: TrainOptions, run_dir: Path) -> None:
-    """Train a run, go on with one that was interrupted, or keep one that is complete.  Collective.
+    """Train a run, resume an interrupted one, or keep a complete one.  Collective.
 
     Raises:
         ConfigError: the folder holds a run with other options.
@@ -362,13 +366,12 @@ def _made(session: Session, folder: Path, made_by: Mapping[str, Any]) -> dict[st
     """Return the record of an alignment; None: it is not complete.  Collective.
 
     Args:
-        session: rank 0 looks.
-        folder: of the alignment.
-        made_by: the options that it has to be made by; of those that an earlier version did not record, it is
-            believed.
+        session: the ranks; rank 0 reads the folder.
+        folder: folder of the alignment.
+        made_by: required options; those that an earlier version did not record are assumed to be the same.
 
     Raises:
-        ConfigError: it was made by others.
+        ConfigError: the alignment was made with other options.
     """
     found: dict[str, Any] | None = _record_of(folder, made_by) if session.comm.rank == 0 else None
     found = session.comm.broadcast_object(found)
@@ -381,10 +384,10 @@ def _made(session: Session, folder: Path, made_by: Mapping[str, Any]) -> dict[st
 
 
 def _record_of(folder: Path, made_by: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any] | None:
-    """Return the record of an alignment, completed by `made_by`; None: it is not complete.
+    """Return the record of an alignment, with defaults from `made_by`; None: it is not complete.
 
     Raises:
-        RunError: it cannot be read.
+        RunError: the record cannot be read.
     """
     path = folder / "completed.json"
     if not path.is_file():
@@ -412,11 +415,11 @@ def align(
 ) -> AlignmentReport:
     """Align the training and held-out splits with the model in `run_dir`.  Collective.
 
-    Each rank aligns some of the shards; the report counts all of them.  `made_by` is recorded.
+    Each rank aligns some of the shards; the report covers all of them.  `made_by` is recorded.
 
     Raises:
-        Stopped: a rank was asked to; it aligned no further.
-        RunError: nothing could be aligned, or a rank is gone.
+        Stopped: a rank was asked to stop, and aligned no further.
+        RunError: nothing could be aligned, or a rank is lost.
     """
     trained = load_model(run_dir, session.device, own=networks_of(options.task))
     scorer = _scorer(trained, session)
@@ -426,7 +429,7 @@ def align(
 
 
 def align_from_nothing(session: Session, options: TrainOptions, output: Path) -> None:
-    """Align the training and held-out splits with Gaussian mixtures trained for it.  Collective.
+    """Align the training and held-out splits with Gaussian mixtures trained for this.  Collective.
 
     Raises:
         as `align` and `train_mixtures`.
@@ -445,7 +448,7 @@ def align_from_nothing(session: Session, options: TrainOptions, output: Path) ->
 
 @dataclass(frozen=True)
 class _HowToAlign:
-    """What aligns utterances: `align_shards` says what each is; and the options that it comes from."""
+    """The arguments of `align_shards` that align utterances, and the options they come from."""
 
     name: str
     aligner: Aligner
@@ -459,7 +462,7 @@ def _align(
 ) -> AlignmentReport:
     """Align the training and held-out splits; see `align`.  Collective.
 
-    Every rank aligns the shards that are its own, so that the folder is whole only with all of them.
+    Every rank aligns its own shards, so the folder is complete only if no rank is lost.
     """
     from speechdp.decode.align import AlignmentJob, AlignmentReport, align_shards  # noqa: PLC0415
 
@@ -494,7 +497,7 @@ def _align(
 
 
 def _until_asked(session: Session, score: Scorer) -> Scorer:
-    """Return a scorer that raises Stopped at the next utterance once this rank is asked to stop."""
+    """Return a scorer that raises Stopped at the next utterance after a stop request to this rank."""
 
     def scored(features: Iterable[FloatArray]) -> Iterator[tuple[int, FloatArray]]:
         for item in score(features):

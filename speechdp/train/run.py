@@ -1,4 +1,4 @@
-"""One run from options to finished model: build, train, time, save."""
+"""Carry out one run, from options to finished model: build, train, time, save."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ from speechdp.watchdog.status import StatusFolder
 
 
 def train_run(session: Session, options: TrainOptions, run_dir: Path, *, resume: bool = False) -> None:
-    """Train one run to its end and leave model, metrics, timing and completion marker in `run_dir`.
+    """Train one run to its end; leave model, metrics, timing and completion marker in `run_dir`.
 
     Collective.
 
     Raises:
         ConfigError: options that do not fit the data, or a folder that already holds a run.
-        RunError: NaN in the loss, a full disk, no whole checkpoint.
+        RunError: NaN in the loss, a full disk, no complete checkpoint.
         ShardError: damaged data.
-        Stopped: a signal asked for it; a checkpoint holds everything.
+        Stopped: a signal asked to stop; a checkpoint holds everything.
     """
     with StartGuard(options.faults.hang_timeout, "begin the run") as start:
         _train_run(session, options, run_dir, start, resume=resume)
@@ -77,13 +77,13 @@ def _train_run(
 ) -> None:
     run = RunDirectory(run_dir)
     if resume and session.comm.broadcast_object(is_done(run)):
-        _keep_complete(session, options, run)  # what it was trained on may be gone
+        _keep_complete(session, options, run)  # the data it was trained on may have been deleted
         return
-    # Before a run is begun, which would be in the way later.
+    # Before the folder holds a run, which the corrected command would then refuse to replace.
     resolved, strategy = _check_options(session, options, resume=resume), options.strategy.parsed
     begin_tolerating(session, options)
     origin = describe_data(session.dataset, options)
-    # On rank 0 alone, for run.json and the notice: it takes time that the others would spend in vain.
+    # On rank 0 alone, for run.json and the notice: counting takes time that the others need not spend.
     num_parameters = _num_parameters(session, resolved) if session.comm.rank == 0 else 0
     state = _prepare_folder(session, options, run, num_parameters, resume=resume)
     if options.recipe != "none":
@@ -113,17 +113,17 @@ def _train_run(
 
 
 def is_done(run: RunDirectory) -> bool:
-    """Return whether a run is complete, and its model there or not to be made again by a last checkpoint."""
+    """Return whether a run is complete and needs no model made again from its last checkpoint."""
     return run.is_complete and (run.has_model or next(checkpoint_steps(run.path), None) is None)
 
 
 def check_beginning(
     session: Session, options: TrainOptions, run_dir: Path, *, resume: bool, overwrite: bool = False
 ) -> None:
-    """Refuse, before targets are made for it, a run that `train_run` would refuse afterwards.  Collective.
+    """Refuse, before its targets are made, a run that `train_run` would refuse afterwards.  Collective.
 
     Args:
-        overwrite: what `run_dir` holds is to be deleted when all ranks have returned.
+        overwrite: whether the contents of `run_dir` will be deleted once all ranks have returned.
 
     Raises:
         as `train_run`.
@@ -136,7 +136,7 @@ def check_beginning(
 
 
 def _check_options(session: Session, options: TrainOptions, *, resume: bool) -> TrainOptions:
-    """Return the options resolved for these ranks; refuse what cannot be trained like this.  Collective."""
+    """Return the options resolved for these ranks; refuse options that cannot be trained.  Collective."""
     resolved = options.resolve(training_ranks(options, session.comm.size))
     strategy = options.strategy.parsed
     check_tolerance(session, options, strategy)
@@ -146,13 +146,13 @@ def _check_options(session: Session, options: TrainOptions, *, resume: bool) -> 
 
 
 def _check_data(session: Session, resolved: TrainOptions, strategy: Strategy, *, resume: bool) -> None:
-    """Refuse data that cannot be trained on like this, or from this model."""
+    """Refuse data that cannot be trained on with these options, or from this initial model."""
     if session.dataset.alignment == UNALIGNED:
         raise ConfigError(f"{session.dataset.path}: has no alignment (prepare --like) and can only be scored")
     check_task(session.dataset, resolved)
     check_sources(session, resolved, strategy)
     check_precision(session, resolved)
-    if not resume:  # a checkpoint has weights of its own, and the model may be gone
+    if not resume:  # a checkpoint has its own weights, and the initial model may have been deleted
         check_initial_model(session.dataset, resolved)
 
 
@@ -162,7 +162,7 @@ def _refuse_begun(run: RunDirectory, *, resume: bool) -> None:
 
 
 def _run_to_end(session: Session, trainer: Trainer, loader: StepLoader, dealing: Dealing | None) -> None:
-    """Train; close the dealing with all ranks together, also where they were asked to stop."""
+    """Train, and close the dealing with all ranks together, also after a stop request."""
     stopped: Stopped | None = None
     try:
         stop = StopAgreement(session.stop, session.comm, trainer.parts.timeline)
@@ -176,7 +176,7 @@ def _run_to_end(session: Session, trainer: Trainer, loader: StepLoader, dealing:
 
 
 def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: Strategy) -> str:
-    """Describe what a recipe amounts to on these ranks: where it does not scale, there is no warm-up."""
+    """Describe what a recipe amounts to on these ranks: without scaling there is no warm-up."""
     schedule, batch = resolved.schedule(), resolved.batches().batch_size
     rise = "no warm-up"
     if schedule.warmup_epochs > 0 and schedule.learning_rate != schedule.warmup_from:
@@ -190,7 +190,7 @@ def _describe_recipe(options: TrainOptions, resolved: TrainOptions, strategy: St
 
 
 def _describe_model(session: Session, resolved: TrainOptions, num_parameters: int) -> str:
-    """Return in a line what is trained on how much."""
+    """Return one line on the model, the batch and the amount of data."""
     batch = resolved.batches()
     what = f"{batch.batch_size} segments" if batch.batch_size else f"up to {batch.batch_frames} frames"
     dataset, split = session.dataset, resolved.train_split
@@ -203,7 +203,7 @@ def _describe_model(session: Session, resolved: TrainOptions, num_parameters: in
 
 
 def _describe_precision(session: Session, options: TrainOptions) -> list[str]:
-    """Return what is computed in which number format, where there is more to say than float32 on a CPU."""
+    """Describe the precision of the computation, unless it is simply float32 on a CPU."""
     formats = []
     if options.precision != "fp32":
         formats.append(f"{options.precision} (autocast) in training and evaluation, weights in float32")
@@ -221,7 +221,7 @@ def _num_parameters(session: Session, resolved: TrainOptions) -> int:
 
 
 def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -> None:
-    """Leave a run that has ended well as it is: training no step would still replace its timing."""
+    """Leave a complete run unchanged: even training zero steps would replace its timing."""
     _check_same(session, options, run)
     if session.comm.rank == 0:
         if not run.has_model:
@@ -235,20 +235,20 @@ def _keep_complete(session: Session, options: TrainOptions, run: RunDirectory) -
 
 
 def _check_same(session: Session, options: TrainOptions, run: RunDirectory) -> None:
-    """Refuse to go on with a run of other options or data.  Raises ConfigError, or RunError (run.json)."""
+    """Refuse to resume a run of other options or data.  Raises ConfigError, or RunError (run.json)."""
     try:
         run.check_same(
             options.fingerprint(), session.dataset.checksum, options.to_json(), TrainOptions().to_json()
         )
     except ConfigError as error:
-        # A part of a command that has its own way on.
+        # A part of a command that advises in its own way how to continue.
         if not run.is_complete and not remedies.goes_on_by_option():
             raise
         raise ConfigError(f"{error}{_how_to_train_on(options, run)}") from error
 
 
 def _how_to_train_on(options: TrainOptions, run: RunDirectory) -> str:
-    """Say how the model of a run can be trained for longer, or otherwise; "": it cannot."""
+    """Return advice on training a run's model for longer, or with other options; "": it is not possible."""
     if not options.may_begin_from_model:
         return ""
     targets = "" if options.alignments is None else f" --alignments {options.alignments}"
@@ -303,11 +303,11 @@ def _prepare_folder(
 def _take_place(
     session: Session, options: TrainOptions, trainer: Trainer, sources: Sources, begun_with: int
 ) -> None:
-    """Continue at the same fraction of the epoch that the other number of ranks had reached, and say so.
+    """Move to the fraction of the epoch that a different number of ranks had reached, and print a notice.
 
     Args:
-        options: resolved.
-        begun_with: ranks that wrote the checkpoint.
+        options: resolved options.
+        begun_with: number of ranks that wrote the checkpoint.
     """
     counters = trainer.counters
     place = "the next epoch begins"
@@ -328,7 +328,7 @@ def _take_place(
 
 
 def _facts_of_size(session: Session, options: TrainOptions) -> dict[str, Any]:
-    """Return what run.json has to say about the ranks."""
+    """Return the facts about the ranks for run.json."""
     workers = training_ranks(options, session.comm.size)
     here: dict[str, Any] = {name: session.facts[name] for name in ("hosts", "gpus") if name in session.facts}
     return {
@@ -364,10 +364,10 @@ def _facts(session: Session, options: TrainOptions, num_parameters: int) -> dict
 
 
 def _utterances_left_out(session: Session, options: TrainOptions, sources: Sources) -> dict[str, Any]:
-    """Count the utterances of each split that do not fit their transcripts, and say so.  Collective.
+    """Count the utterances of each split that do not fit their transcripts; print notices.  Collective.
 
     Returns:
-        What stands in timing.json as `left_out`: see `LeftOut.gather`; only splits that have such.
+        `left_out` of timing.json, see `LeftOut.gather`; only splits that have such utterances.
     """
     because = {
         "too_short": "have fewer frames than their transcripts have states",
@@ -396,7 +396,7 @@ def _conclude(
 ) -> None:
     parts, comm = trainer.parts, session.comm
     parts.pulse.beat("the end of the run")
-    data = sources.training.times.summary()  # before its targets are counted, which is no part of training
+    data = sources.training.times.summary()  # before counting the targets, which is not part of training
     gpus = {} if sampler is None else sampler.gpu_summaries()
     timing = gather_timing(
         parts.timeline,
@@ -413,7 +413,7 @@ def _conclude(
         timing["left_out"] = left_out
     if timing is not None and feeders:
         timing["feeders"] = feeders
-    # A run resumed at its very end has timed nothing but a meeting; its timeline still holds all steps.
+    # A run resumed at its very end has timed only a meeting; its timeline still holds all steps.
     if timing is not None and has_timed_steps(timing):
         write_timing(run.path, timing)
     parts.reporter.end()
@@ -430,7 +430,7 @@ def _conclude(
 
 
 def _past_best(run: RunDirectory, metric: Metric) -> str:
-    """Say so where the model was better before, as one is that learns its data by heart; else ""."""
+    """Return a notice if the model was better earlier, as when it overfits; else ""."""
     found = [(metric.score(value), epoch) for epoch, value in run.values(metric.recorded_as)]
     if not found:
         return ""

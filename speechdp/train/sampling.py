@@ -1,4 +1,4 @@
-"""Sample the ranks of each host while a run trains: its first rank there does it."""
+"""Sample the resource use of ranks while a run trains: the first rank of each host samples the others."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from speechdp.train.session import Session
 def sampled(
     session: Session, hz: float, run_dir: Path, timeline: Timeline
 ) -> AbstractContextManager[Sampler | None]:
-    """Note in RUN/timeline/samples-HOST.jsonl what ranks use while the block runs.  Collective at its begin.
+    """Record in RUN/timeline/samples-HOST.jsonl what ranks use during the block.  Collective at its start.
 
     Args:
         session: the ranks.
-        hz: samples a second; 0: none, and nothing is exchanged.
+        hz: samples per second; 0: no samples, and no exchange.
         run_dir: the run's folder.
-        timeline: of this rank; the samples' times are those of its steps.
+        timeline: timeline of this rank; the samples use its time scale.
 
     Returns:
-        What gives the sampler of this host on the rank that has it, None on others.
+        A context manager that yields this host's sampler on the rank that samples, None on others.
     """
     return sampled_into(session, hz, run_dir / "timeline", timeline.origin_s)
 
 
 @contextmanager
 def sampled_into(session: Session, hz: float, folder: Path, origin_s: float) -> Iterator[Sampler | None]:
-    """Note in FOLDER/samples-HOST.jsonl what ranks use while the block runs.  Collective at its begin.
+    """Record in FOLDER/samples-HOST.jsonl what ranks use during the block.  Collective at its start.
 
-    What kept a host from being recorded is told at the end, also of a block that fails, by the rank that
-    sampled it: ranks that have failed must not wait for one another.
+    If a host could not be recorded, its sampling rank prints why at the end, even if the block fails.  That
+    is not left to rank 0, because ranks that have failed must not wait for one another.
 
-    Args: as of `sampled`; `origin_s`, by `time.perf_counter`, is what the samples' times count from.
-    Returns: as `sampled`.
+    Args: as for `sampled`; `origin_s` is the `time.perf_counter` time from which the samples' times count.
+    Returns: as for `sampled`.
     """
     if hz == 0:
         yield None
@@ -58,7 +58,7 @@ def sampled_into(session: Session, hz: float, folder: Path, origin_s: float) -> 
         hz=hz,
         origin_s=origin_s,
         gpu_of_rank={rank: it["gpu"] for rank, it in here.items() if it["gpu"] is not None},
-        # Containers on one machine, which have hosts' names of their own, may share a GPU.
+        # Containers on one machine have separate host names, but may share a GPU.
         untold_gpus={it["gpu"] for it in everyone.values() if it["host"] != host and it["gpu"] is not None},
     )
     try:
@@ -70,7 +70,7 @@ def sampled_into(session: Session, hz: float, folder: Path, origin_s: float) -> 
 
 
 def _tell(session: Session, problem: str) -> None:
-    """Show one line: only rank 0 has a reporter that is not silent."""
+    """Show one line: by the reporter on rank 0, where alone it is not silent, else as a warning."""
     if session.comm.rank == 0:
         session.reporter.notice(problem)
         return

@@ -19,17 +19,17 @@ _NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 
 
 class Scalars:
-    """Writes evaluations for TensorBoard (rank 0 only); a file that cannot be written is a notice.
+    """Writes evaluations for TensorBoard (rank 0 only); an unwritable file causes only a notice.
 
-    Each is on disk before the checkpoint that follows, as a line of metrics.jsonl is: torch's SummaryWriter
-    writes minutes later, in a thread whose errors come up in whatever is called next.
+    Each evaluation is on disk before the next checkpoint, like a line of metrics.jsonl.  torch's
+    SummaryWriter would write minutes later, in a thread whose errors are raised in whatever is called next.
 
     Args:
         folder: RUN/tensorboard.
-        after_step: the last step whose evaluation counts.  TensorBoard drops what earlier starts have written
-            of later ones, which are made again.
+        after_step: last step whose evaluation counts.  TensorBoard drops what earlier starts wrote for later
+            steps, which are trained again.
         held_out: the task's metrics.
-        notice: takes the line about a file that cannot be written; it is given one line at most.
+        notice: called, at most once, with a line about a file that cannot be written.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Scalars:
             self._write()
 
     def _write(self) -> None:
-        """Write what is not yet written; what is not is tried again with the next evaluation."""
+        """Write the pending records; after a failure they are tried again with the next evaluation."""
         try:
             if self._path is None:
                 self._path = self._make_file()
             with self._path.open("r+b") as file:
-                # Not appended: half a record, of a disk that was full, would make the rest unreadable.
+                # Not appended: half a record, left by a full disk, would make the rest unreadable.
                 file.seek(self._written_bytes)
                 file.write(self._unwritten)
                 file.flush()
@@ -88,10 +88,10 @@ class Scalars:
             self._unwritten = b""
 
     def _make_file(self) -> Path:
-        """Make a file that TensorBoard reads after those of earlier starts: it sorts them by their names."""
+        """Make a file that TensorBoard, which sorts by name, reads after those of earlier starts."""
         self._folder.mkdir(parents=True, exist_ok=True)
         numbers = [int(match[1]) for path in self._folder.iterdir() if (match := _NAME.match(path.name))]
-        # The clock of another host may be behind, and a second is enough for a start.
+        # Another host's clock may be behind, and two starts may fall into the same second.
         number = max(int(time.time()), 1 + max(numbers, default=0))
         path = self._folder / f"events.out.tfevents.{number:010d}.{host_name()}.{os.getpid()}"
         path.touch(exist_ok=False)
@@ -100,7 +100,7 @@ class Scalars:
 
 
 def _first_records(began: float, after_step: int) -> bytes:
-    """Return what a file begins with; not before there is something to write, for a run's start."""
+    """Return the first records of a file; made only once there is something to write, to start runs fast."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # noqa: PLC0415 (slow to import)
 
     start = SessionLog(status=SessionLog.START)
@@ -111,7 +111,7 @@ def _first_records(began: float, after_step: int) -> bytes:
 
 
 def _of_task(values: Mapping[str, float], metrics: Sequence[Metric], group: str) -> dict[str, float]:
-    """Return the metrics that there are by the names that TensorBoard shows them by."""
+    """Return the available metrics under the names that TensorBoard shows."""
     return {
         f"{group}/{metric.key}{'_per_frame' if metric.is_per_frame else ''}": values[metric.key]
         for metric in metrics

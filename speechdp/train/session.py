@@ -1,4 +1,4 @@
-"""What all runs of a process share."""
+"""The session: what all runs of a process share."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ class Session:
     Attributes:
         dataset: the data.
         comm: the ranks.
-        device: where this rank computes.
-        reporter: where news go.
-        stop: the signal that asks to stop, or None.
-        facts: recorded in run.json (command, versions, hosts).
-        feeders: opens sources of batches on ranks that feed this one; None: this rank reads itself.
-        pause_at: steps after which a run evaluates and stops as if asked; 0: it does not.
+        device: device this rank computes on.
+        reporter: shows progress and notices.
+        stop: source of stop requests by signals, or None.
+        facts: facts recorded in run.json (command, versions, hosts).
+        feeders: opens sources of batches on the ranks that feed this one; None: this rank reads its data
+            itself.
+        pause_at: step after which a run evaluates and stops as if asked to; 0: none.
     """
 
     dataset: Dataset
@@ -41,14 +42,14 @@ class Session:
     pause_at: int = 0
 
     def is_asked_to_stop(self) -> bool:
-        """Return whether this rank has been asked to stop; the others may not know."""
+        """Return whether this rank has been asked to stop; the others may not have been."""
         return self.stop is not None and self.stop.received is not None
 
     def alone(self, stop: StopSource) -> Session:
-        """Return the session of this rank by itself, on rank 0: of the hosts it has the first.
+        """Return a session of this rank alone, for rank 0; of the hosts it keeps only the first.
 
         Args:
-            stop: knows of signals that the others get while they wait.
+            stop: source of stop requests that includes signals to the other ranks, which wait meanwhile.
         """
         facts = {**self.facts, "hosts": self.facts.get("hosts", [])[:1]}
         return dataclasses.replace(self, comm=SerialCommunicator(), stop=stop, facts=facts)

@@ -1,7 +1,7 @@
-"""Targets of states in context, made from an alignment without: decision trees are grown from its frames.
+"""Make targets with states in context from an alignment without, by decision trees grown on its frames.
 
-Every rank counts over its own shards; one exchange adds the counts up, rank 0 grows the trees, and every rank
-writes its shards' targets.
+Every rank accumulates statistics over its own shards.  One exchange sums them, rank 0 grows the trees, and
+every rank writes the targets of its shards.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def tie_states(
     """Write targets with states in context for the training and held-out splits.  Collective.
 
     Args:
-        options: say which context, and how many classes at most.
-        alignments: the targets without context; None: the shards' own.
-        output: where tying.json and the targets go.
-        made_by: recorded.
+        options: options with the context and the largest number of classes.
+        alignments: folder of the targets without context; None: those in the shards.
+        output: folder for tying.json and the targets.
+        made_by: options to record.
 
     Raises:
-        Stopped: a rank was asked to.
-        ConfigError: more states without context than there may be classes, or too many phones.
+        Stopped: a rank was asked to stop.
+        ConfigError: there are more states without context than allowed classes, or too many phones.
         ShardError: a shard or its targets are damaged.
-        RunError: features that are not finite, no frame of speech, a rank is gone, or the disk refuses.
+        RunError: a feature is not finite, there is no frame of speech, a rank is lost, or writing fails.
     """
     assert options.context != "none"
     require_all_ranks(session.comm)
@@ -74,7 +74,7 @@ def tie_states(
 
 
 def _count(session: Session, split: str, alignments: Path | None, statistics: ContextStatistics) -> int:
-    """Count this rank's share of a split until asked to stop; return the size of an input.  Collective."""
+    """Accumulate this rank's statistics until asked to stop; return the input size.  Collective."""
     are_cepstra = session.dataset.features.kind != "log_mel"
     dim = 0
     for path in _own(session, split):
@@ -89,7 +89,7 @@ def _count(session: Session, split: str, alignments: Path | None, statistics: Co
 
 
 def _grow(session: Session, statistics: ContextStatistics, dim: int, max_classes: int) -> StateTying:
-    """Add all ranks' counts up and grow the trees.  Collective."""
+    """Sum all ranks' statistics and grow the trees.  Collective."""
     comm = session.comm
     codes = sorted(set().union(*map(set, comm.allgather_object(list(statistics.sums)))))
     if not codes:
@@ -98,7 +98,7 @@ def _grow(session: Session, statistics: ContextStatistics, dim: int, max_classes
         )
     sums = torch.from_numpy(statistics.matrix(codes, dim))
     comm.allreduce(sums, name="tied-states")
-    # Each rank's would be the same; that all take one does not depend on it.
+    # Every rank would grow the same trees, but taking rank 0's does not rely on that.
     found: dict[str, Any] = {}
     if comm.rank == 0:
         try:
@@ -149,7 +149,7 @@ def _utterances(
 
 
 def _stop_together(session: Session) -> None:
-    """Raise Stopped on all ranks where one was asked to stop; RunError where one is gone.  Collective."""
+    """Raise Stopped on all ranks if any was asked to stop, RunError if one is lost.  Collective."""
     asked = session.comm.allgather_object(session.is_asked_to_stop())
     require_all_ranks(session.comm)
     if any(asked):

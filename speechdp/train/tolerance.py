@@ -1,4 +1,4 @@
-"""--tolerate-loss: who can go on when a rank is gone, and who is told before step 1 that they cannot."""
+"""--tolerate-loss: continue when a rank is lost, and refuse before step 1 jobs that could not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from speechdp.train.session import Session
 
 
 def check_tolerance(session: Session, options: TrainOptions, strategy: Strategy) -> None:
-    """Refuse --tolerate-loss where this strategy, back-end or MPI cannot.  Raises ConfigError."""
+    """Refuse --tolerate-loss if the strategy, back-end or MPI cannot do it.  Raises ConfigError."""
     if not options.faults.tolerate_loss:
         return
     if not strategy.traits.survives_loss:
@@ -26,10 +26,10 @@ def check_tolerance(session: Session, options: TrainOptions, strategy: Strategy)
 
 
 def begin_tolerating(session: Session, options: TrainOptions) -> None:
-    """Have the ranks go on without those that are gone, if that was asked for.  Collective.
+    """Let the ranks continue without lost ones, if that was requested.  Collective.
 
     Raises:
-        RunError: as `require_all_ranks`.
+        RunError: as for `require_all_ranks`.
     """
     if options.faults.tolerate_loss:
         session.comm.tolerate_loss()
@@ -37,24 +37,24 @@ def begin_tolerating(session: Session, options: TrainOptions) -> None:
 
 
 def require_all_ranks(comm: Communicator) -> None:
-    """Refuse to go on where a rank is gone, lost by an earlier run of this process, say.
+    """Refuse to continue if a rank is lost, e.g. in an earlier run of this process.
 
-    What shares its work out among all ranks would lack that rank's part, also where it has done it.
+    Work that is divided among all ranks would lack that rank's part, even if the rank had done it.
 
     Raises:
-        RunError: a rank is gone, as agreed on in the last collective; on all that are left.
+        RunError: a rank is lost, as agreed in the last collective; raised on all remaining ranks.
     """
     if lost := lost_ranks(comm):
         raise RunError(f"rank {lost[0]} is gone, and a run begins with all its ranks; {remedies.going_on()}")
 
 
 def lost_ranks(comm: Communicator) -> list[int]:
-    """Return the ranks that are gone, as agreed on in the last collective."""
+    """Return the ranks that are lost, as agreed in the last collective."""
     return sorted(set(range(comm.size)) - set(comm.alive))
 
 
 def loss_notice(session: Session, rank: int) -> str:
-    """Return the line that says that `rank` is gone."""
+    """Return the line for the user about the loss of `rank`."""
     hosts = session.facts.get("hosts", [])
     where = f" on {hosts[rank]}" if rank < len(hosts) else ""
     num_left = session.comm.size - len(session.comm.gone | {rank})

@@ -1,4 +1,4 @@
-"""The training loop: every rank takes its batch, computes gradients, and hands over to the strategy."""
+"""The training loop: every rank takes its batch, computes gradients, and calls the strategy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from speechdp.train.trainer_state import Counters, Standing, TrainingParts, coll
 
 
 class Trainer:
-    """Trains a replica on what a loader yields, evaluates after each epoch, saves checkpoints."""
+    """Trains a replica on a loader's batches, evaluates after each epoch, and saves checkpoints."""
 
     def __init__(self, parts: TrainingParts, run_dir: Path, options: TrainOptions) -> None:
         self.parts = parts
@@ -43,41 +43,41 @@ class Trainer:
         patience_s = max(PATIENCE_S, hang_s) if hang_s else math.inf
         self._heap = HeapTrimmer()
         self._writer = CheckpointWriter(run_dir, parts.comm, parts.pulse.beat, patience_s=patience_s)
-        #: The place in training that the last checkpoint holds.
+        #: The place in training at which the last checkpoint was saved.
         self._saved_at: tuple[int, int, int] | None = None
         self._evaluated_at: tuple[int, int, int] | None = None
         self._at = Standing(torch.zeros(3, dtype=torch.float64, device=parts.device))
         self._sent_bytes = 0.0
         self._begun_s = 0.0
         self._measured_from = (0, 0.0)
-        #: Told of the ranks that are gone.
+        #: Called with the ranks that were lost.
         self.on_loss: Callable[[Collection[int]], None] = lambda ranks: None
 
     @property
     def counters(self) -> Counters:
-        """Where training stands."""
+        """How far training has come."""
         return self._at.counters
 
     @property
     def dealing_state(self) -> dict[str, Any]:
-        """Where the dealing of an asynchronous run stands; on rank 0."""
+        """State of the dealing of an asynchronous run; on rank 0."""
         return self._at.dealing
 
     @property
     def position(self) -> Position:
-        """Where the loader is to begin."""
+        """The position at which the loader must begin."""
         return Position(self.counters.epoch, self.counters.step_in_epoch)
 
     def run(self, loader: StepLoader, stop: StopAgreement, pause_at: int = 0) -> None:
         """Train to the end.  Collective.
 
         Args:
-            pause_at: steps of the run after which it evaluates and stops as if asked; 0: it does not.
-                Asynchronous ranks stop where they are told (`dealing/batch_server.py`).
+            pause_at: step after which the run evaluates and stops as if asked to; 0: none.  Asynchronous
+                ranks stop where rank 0 says (`dealing/batch_server.py`).
 
         Raises:
-            Stopped: a signal asked for it; a checkpoint holds everything.
-            Paused: likewise, after `pause_at` steps, also where the run stood there from the beginning.
+            Stopped: a signal asked to stop; a checkpoint holds everything.
+            Paused: likewise, after `pause_at` steps, even if the run had already done them at the start.
             RunError: the loss or the final model is not finite, or a checkpoint cannot be written.
         """
         parts = self.parts
@@ -104,7 +104,7 @@ class Trainer:
         self._check_final_model()
 
     def _run_together(self, loader: StepLoader, stop: StopAgreement) -> None:
-        """Take every step at the same time as the other ranks."""
+        """Run every step at the same time as the other ranks."""
         self._pause_where_due(stop)
         while not self._is_over and (step := self.advance(loader)) is not None:
             if step.ends_epoch:
@@ -120,7 +120,7 @@ class Trainer:
         self.parts.strategy.pause()
 
     def _pause_where_due(self, stop: StopAgreement) -> None:
-        """Evaluate and save where the run is to pause; a run that is over has nothing to go on with."""
+        """Evaluate, save and raise Paused if a pause is due; a finished run does not pause."""
         if self._is_over or not 0 < self._pause_at <= self.counters.step:
             return
         stop.drain()
@@ -129,13 +129,13 @@ class Trainer:
         raise Paused
 
     def _run_apart(self, loader: StepLoader) -> None:
-        """Take steps at this rank's own pace and meet the others where rank 0 says."""
+        """Run steps at this rank's own pace; meet the others where rank 0 says."""
         while (step := self.advance(loader)) is not None:
             if step.at.meeting is not None and self._meet(step.at.meeting):
                 return
 
     def _meet(self, meeting: Meeting) -> bool:
-        """Do with all ranks what they meet for; return whether training ends here.  Collective."""
+        """Do, with all ranks, what the meeting is for; return whether training ends here.  Collective."""
         parts = self.parts
         self.come_together(meeting)
         if meeting.kind is MeetingKind.END:
@@ -168,7 +168,7 @@ class Trainer:
         self._at.dealing = meeting.state
 
     def traffic(self) -> dict[str, Any]:
-        """Return what this rank has sent in how much training time, and the strategy's statistics."""
+        """Return the bytes this rank has sent, the training time for them, and the strategy's statistics."""
         strategy = self.parts.strategy
         return {
             "sent_bytes": round(self._sent_bytes + strategy.peer_bytes),
@@ -182,9 +182,9 @@ class Trainer:
         self.parts.strategy.resume()
 
     def _average_epochs(self) -> None:
-        """Let the mean of the last epochs' models, where one is asked for, be the final model; score it.
+        """Make the mean of the last epochs' models the final model, if requested, and score it.
 
-        Collective.  Raises RunError: its score is not finite, or the disk refuses.
+        Collective.  Raises RunError: its score is not finite, or writing fails.
         """
         parts, counters = self.parts, self.counters
         number = parts.average.conclude(parts.replica, parts.model)
@@ -221,17 +221,17 @@ class Trainer:
                 parts.reporter.notice(told)
 
     def _check_final_model(self) -> None:
-        """Refuse a final model that is none: with --max-steps it may not have been evaluated.  Collective."""
+        """Refuse a final model that is not finite; with --max-steps it may be unevaluated.  Collective."""
         if not self._watch.all_finite():
             self._refuse(f"a parameter of the final model is not finite after step {self.counters.step}")
 
     @property
     def _is_over(self) -> bool:
-        """Whether --max-steps are done; a run resumed at its end may stand there before the first step."""
+        """Whether --max-steps are done, which may be so before the first step of a resumed run."""
         return 0 < self._options.max_steps <= self.counters.step
 
     def advance(self, loader: StepLoader) -> Step | None:
-        """Train on the next batch; return its step, None when there is no more.  Collective.
+        """Train on the next batch; return its step, or None if there is no more.  Collective.
 
         Raises:
             RunError: the loss is not finite, or a checkpoint begun earlier cannot be written.
@@ -291,7 +291,7 @@ class Trainer:
                 time.sleep((parts.slowness - 1) * (time.perf_counter() - begun_s))
 
     def capture_graphs(self) -> None:
-        """Capture what has come again, if anything has, while no step's time is taken."""
+        """Capture graphs for kinds of inputs that have recurred, if any, outside the timing of steps."""
         if self.parts.graphs.has_new:
             with self.parts.timeline.event(Span.CAPTURE):
                 self.parts.graphs.capture()
@@ -305,7 +305,7 @@ class Trainer:
         if not (step.ends_epoch or self._watch.is_due(self.counters.step)):
             return
         value = total.item() if not total.is_cuda else self._at.epoch_loss[0].item()
-        # One that does not count is not shown as the 0 that stands for it in the sum.
+        # A loss that is not counted has 0 in the sum; that 0 must not be shown.
         known = not total.is_cuda and math.isfinite(shown.item())
         self._shown_loss = value / num_frames if known else None
         if not math.isfinite(value):
@@ -345,20 +345,20 @@ class Trainer:
         if self._evaluated_at != self._place:
             counters, comm = self.counters, self.parts.comm
             share = counters.step_in_epoch / max(counters.epoch_steps, 1)
-            # A rank that only serves takes no steps.
+            # The maximum, as a rank that only serves takes no steps.
             done = comm.allreduce(torch.tensor([share], dtype=torch.float64), name="pause", op=ReduceOp.MAX)
             self._evaluate(counters.epoch + done.item())
         self.save()
 
     def _evaluate(self, epochs_done: float) -> None:
-        """Score the model and report it.  Collective.  Raises RunError: it or the loss is not finite."""
+        """Score the model and report it.  Collective.  Raises RunError: a score or the loss is not finite."""
         parts, counters = self.parts, self.counters
         with parts.timeline.event(Span.MEETING):
             parts.comm.barrier()
         time_s = parts.timeline.training_time_s
         with parts.timeline.event(Span.EVAL):
             before_frames, before_s = self._measured_from
-            # Where nothing has been trained since, the run's mean stands for it.
+            # If nothing was trained since, use the mean over the run.
             if counters.frames == before_frames:
                 before_frames, before_s = 0, 0.0
             speed = (counters.frames - before_frames) / max(time_s - before_s, 1e-9)
@@ -373,14 +373,16 @@ class Trainer:
             if parts.comm.rank == 0:
                 parts.on_metrics(metrics)
             parts.reporter.evaluated(metrics, parts.task.metrics)
-            # Rank 0 writes: what the others wait for that would be communication of their next step.
+            # Rank 0 writes; without this barrier the others' wait would count as communication of their next
+            # step.
             parts.comm.barrier()
 
     def save(self) -> None:
-        """Begin to write a checkpoint behind training, unless there is one of this place.  Collective.
+        """Begin to write a checkpoint in the background, unless this place already has one.  Collective.
 
         Raises:
-            RunError: the one before cannot be written, or this would hold parameters nobody can go on from.
+            RunError: the previous checkpoint cannot be written, or the parameters are not finite and no other
+                rank would repair them.
         """
         if not (self.parts.replica.is_finite or self._watch.others_mend):
             self._refuse(f"a parameter is not finite after step {self.counters.step}")
@@ -398,25 +400,25 @@ class Trainer:
         return self.counters.step, self.counters.frames, self.counters.epoch
 
     def flush(self) -> None:
-        """Wait until all checkpoints that were asked for are whole on disk.  Collective.
+        """Wait until all requested checkpoints are complete on disk.  Collective.
 
         Raises:
-            RunError: one cannot be written.
+            RunError: a checkpoint cannot be written.
         """
         with self.parts.timeline.event(Span.CHECKPOINT):
             self._writer.flush()
         self.parts.pulse.beat()
 
     def open_checkpoints(self) -> None:
-        """See that checkpoints can be written, before training begins.  Collective.  Raises RunError."""
+        """Check that checkpoints can be written, before training begins.  Collective.  Raises RunError."""
         self._writer.open()
 
     def close(self) -> None:
-        """Leave what is still being written; a failed run gives it some seconds.  Safe to call twice."""
+        """Give a pending checkpoint some seconds to complete, then abandon it.  Safe to call twice."""
         self._writer.close()
 
     def restore(self, state: RankState) -> None:
-        """Take up a checkpoint's state.  Collective.  Raises RunError if it is another device's."""
+        """Restore a checkpoint's state.  Collective.  Raises as `restore_state`."""
         self._at = restore_state(self.parts, state, self._run_dir, self._options.seed)
         self._begun_s = self.counters.time_s
         self._measured_from = self.counters.frames, self.counters.time_s

@@ -1,4 +1,4 @@
-"""What a trainer drives, where it stands, and how both are saved and restored."""
+"""The parts that a trainer uses, the state of its training, and how both are saved and restored."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from speechdp.watchdog.progress_beats import Pulse
 class Counters:
     """State of training: the same on every rank except `time_s` and `own_step`.
 
-    With an asynchronous strategy that holds where ranks meet; in between each counts what it knows of.
+    With an asynchronous strategy they are the same at meetings; in between each rank counts what it knows of.
 
     Attributes:
         epoch: epochs done.
-        step_in_epoch: steps done of the epoch under way.
-        epoch_steps: steps of that epoch in all.
-        step: steps done in all.
+        step_in_epoch: steps done of the current epoch.
+        epoch_steps: total number of steps of that epoch.
+        step: total number of steps done.
         own_step: entries in this rank's timeline so far.
-        frames: frames trained on, all ranks together.
-        frames_per_rank: the same, averaged over ranks.
+        frames: frames trained on by all ranks together.
+        frames_per_rank: frames trained on, averaged over ranks.
         time_s: training time at the last checkpoint, s.
     """
 
@@ -58,7 +58,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class TrainingParts:
-    """What a trainer drives."""
+    """The parts that a trainer uses."""
 
     task: Task
     model: nn.Module
@@ -74,26 +74,26 @@ class TrainingParts:
     on_metrics: Callable[[Metrics], None]
     """Called on rank 0 after each evaluation."""
     on_mean: Callable[[int, Mapping[str, float]], None]
-    """Called on rank 0 with the last step and what the mean of several epochs' models was scored with."""
+    """Called on rank 0 with the last step and the scores of the mean of several epochs' models."""
     average: EpochAverage
-    """Of the models after the last epochs."""
+    """Mean of the models after the last epochs."""
     slowness: float = 1.0
-    """Times as long as it takes that this rank pretends to compute."""
+    """Factor by which this rank pretends to compute more slowly."""
     pulse: Pulse = field(default_factory=Pulse)
-    """Told of progress; the watchdog listens."""
+    """Receives beats of progress, which the watchdog reads."""
     graphs: Graphs = field(default_factory=lambda: Graphs([], torch.device("cpu")))
-    """That parts of the model train by."""
+    """CUDA graphs for parts of the model."""
 
 
 @dataclass
 class Standing:
-    """Where a run stands on this rank, besides replica and strategy.
+    """The state of training on this rank, besides replica and strategy.
 
     Attributes:
         counters: steps, frames and time.
-        epoch_loss: of this rank in the epoch under way: finite losses, their frames, and all frames learnt,
-            (3,); on the device, so that no step waits.
-        dealing: where the dealing of an asynchronous run stands; on rank 0.
+        epoch_loss: this rank's sums over the current epoch: finite losses, their frames, and all frames
+            trained on, (3,); on the device, so that no step waits.
+        dealing: state of the dealing of an asynchronous run; on rank 0.
     """
 
     epoch_loss: Tensor
@@ -113,7 +113,7 @@ def collect_state(parts: TrainingParts, at: Standing) -> RankState:
     }
     if parts.device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state(parts.device)
-    # Equal replicas are saved once, not once a rank.
+    # Equal replicas are saved once, not on every rank.
     if parts.comm.rank == 0 or not parts.strategy.traits.replicas_equal:
         tensors["parameters"] = parts.replica.parameters.values
         for name, tensor in parts.replica.optimizer_tensors().items():
@@ -135,12 +135,12 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
     """Restore a checkpoint's state.  Collective: equal replicas get it from rank 0.
 
     Args:
-        state: of this rank, or of another where there were fewer ranks.
-        seed: of the run.
+        state: state of this rank, or of another rank if the checkpoint has fewer ranks.
+        seed: seed of the run.
 
     Raises:
-        RunError: it was saved on another kind of device, whose flat vectors have another layout, or the model
-            has a buffer, or a frozen parameter, of another shape.
+        RunError: the state was saved on another kind of device, whose flat vectors have another layout, or
+            the model has a buffer or a frozen parameter of another shape.
     """
     tensors = state.tensors
     if state.values["device"] != parts.device.type:
@@ -155,23 +155,23 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
         parts.replica.load_optimizer_tensors(_named("optimizer.", tensors))
     if parts.strategy.traits.replicas_equal:
         _share_replica(parts.replica, parts.comm)
-    # An earlier version saved floating-point buffers only, as statistics.
+    # An earlier version saved only floating-point buffers, as `statistics`.
     saved = _named("statistics.", tensors) | _named("untrained.", tensors)
     load_untrained(parts.model, saved, str(run_dir))
     if parts.replica.scaler is not None:
         parts.replica.scaler.load_state_dict(state.values["loss_scale"])
-    # After what a strategy may keep in step: parameters, optimizer, loss scale.
+    # Last, as a strategy may depend on what was restored above: parameters, optimizer, loss scale.
     parts.strategy.load_state_dict(join_state("strategy", state.values["strategy"], tensors))
     parts.average.load(state)
     epoch_loss = tensors["epoch_loss"].to(parts.device)
-    if len(epoch_loss) == 2:  # of an earlier version, which counted one kind of frames
+    if len(epoch_loss) == 2:  # from an earlier version, which counted only one kind of frames
         epoch_loss = torch.cat([epoch_loss, epoch_loss[1:]])
     if not state.is_copy:
         torch.set_rng_state(tensors["random.cpu"])
         if "random.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["random.cuda"], parts.device)
     else:
-        # What another rank has done counts there; and two ranks are not to draw the same numbers.
+        # The other rank's work counts there, and two ranks must not draw the same random numbers.
         parts.strategy.begin_as_copy()
         epoch_loss.zero_()
         drawn = np.random.SeedSequence([seed, counters.step, parts.comm.rank]).generate_state(1, np.uint64)
@@ -180,7 +180,7 @@ def restore_state(parts: TrainingParts, state: RankState, run_dir: Path, seed: i
 
 
 def _named(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names begin so, by what follows."""
+    """Return the tensors whose names begin with `prefix`, under their names without it."""
     return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
 

@@ -1,4 +1,4 @@
-"""What the watchdog is told about a rank that trains."""
+"""What the watchdog learns about a rank that trains."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from speechdp.watchdog.watchdog import Watch, Watchdog
 def watched(
     session: Session, options: TrainOptions, run_dir: Path, trainer: Trainer
 ) -> AbstractContextManager[object]:
-    """Return the block in which this rank is ended when it hangs; not collective.
+    """Return a context manager that ends this rank if it hangs during the block.  Not collective.
 
-    To be made by the thread that trains.
+    Call it in the thread that trains.
     """
     timeout_s = options.faults.hang_timeout
     if timeout_s == 0:
@@ -58,7 +58,7 @@ class _Observer:
         self._thread = threading.get_ident()
         self._host = environment.host_name()
         launch = environment.announced()
-        # Messages of a job with feeders count all ranks of the job, files those that train.
+        # In a job with feeders, messages number all ranks of the job; files number only those that train.
         rank = self._comm.rank if session.feeders is None or launch is None else launch.rank
         self.name = f"rank {rank} on {self._host}"
 
@@ -74,8 +74,8 @@ class _Observer:
         """Return what this rank is doing.
 
         Args:
-            still_s: as the watchdog counts it.
-            finds_waits: whether to look at the stacks if it waits, which is safe while it stands still.
+            still_s: time without progress, as the watchdog counts it, s.
+            finds_waits: whether to look in the stacks for a wait, which is safe while the rank stands still.
         """
         parts, counters = self._trainer.parts, self._trainer.counters
         doing, doing_s = parts.timeline.open_span() or (parts.pulse.part, still_s)
@@ -95,11 +95,11 @@ class _Observer:
         )
 
     def _waits(self, doing: str) -> bool:
-        """Tell whether this rank waits for others."""
+        """Return whether this rank waits for others."""
         if doing == Span.COMM.value:
             return True
         if doing == Span.DATA_WAIT.value:
-            # An asynchronous rank may have to wait until it is dealt a batch, or the next meeting.
+            # An asynchronous rank may have to wait until it is dealt a batch or a meeting.
             is_dealt = not self._trainer.parts.strategy.traits.synchronous
             return is_dealt and is_anywhere_in("dealing/batch_client.py", "assignments")
         if doing == Span.CHECKPOINT.value and is_anywhere_in("checkpoint/writer.py", "_collect"):

@@ -1,6 +1,6 @@
-"""What the ranks of a host tell each other where they have no folder: a file in memory, gone with them.
+"""A file in memory through which the ranks of a host share their statuses if they have no folder.
 
-It has no name once all have opened it, so that nothing is left however the job ends.
+It is unlinked once all have opened it, so that nothing is left behind, however the job ends.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from speechdp.comm.base import Communicator
 from speechdp.watchdog.status import STATUS_BYTES, RankStatus, status_from, status_to_bytes
 
 _MEMORY = Path("/dev/shm")
-#: Those of this process.
+#: The boards of this process.
 _BOARDS: weakref.WeakSet[HostBoard] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Keep no rank's lock in a worker that was forked: it may outlive the rank."""
+    """Close the boards in a forked worker, which may outlive the rank and would hold its lock."""
     for board in list(_BOARDS):
         board.close()
 
@@ -31,15 +31,15 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class HostBoard:
-    """The statuses of the ranks of this host.  Collective to make; nothing after that.
+    """The statuses of the ranks of this host.  Only the constructor is collective.
 
     Args:
         comm: the ranks.
-        hosts: of each rank.
+        hosts: host of every rank.
 
     Attributes:
-        ranks: those whose statuses can be read here, this one included; where ranks of a host share no file
-            (containers), none.
+        ranks: ranks whose statuses can be read here, including this one; empty if the ranks of a host cannot
+            share a file (containers).
     """
 
     def __init__(self, comm: Communicator, hosts: Sequence[str]) -> None:
@@ -54,7 +54,7 @@ class HostBoard:
         if made:
             Path(made).unlink(missing_ok=True)
         self.ranks = members if self._descriptor is not None else []
-        #: Behind the statuses: who marks this byte ends the job.
+        #: Offset of a byte behind the statuses; the rank that marks it ends the job.
         self._claim = comm.size * STATUS_BYTES
 
     def write(self, status: RankStatus) -> None:
@@ -63,7 +63,7 @@ class HostBoard:
             os.pwrite(self._descriptor, status_to_bytes(status), status.rank * STATUS_BYTES)
 
     def read(self, rank: int) -> RankStatus | None:
-        """Return another rank's status; None where there is none yet, or none to be read.  Raises OSError."""
+        """Return another rank's status; None: none yet, or not readable here.  Raises OSError."""
         if self._descriptor is None or rank not in self.ranks:
             return None
         status = status_from(os.pread(self._descriptor, STATUS_BYTES, rank * STATUS_BYTES))
@@ -74,8 +74,8 @@ class HostBoard:
         if self._descriptor is None:
             return True
         try:
-            # The kernel lets go of the lock of a rank that has ended: its mark stays.  The lock is one of the
-            # file as this rank has opened it, not of the process (lockf), in which ranks may be threads.
+            # The kernel releases the lock when a rank ends, but its mark stays.  flock locks this rank's open
+            # file, not the process as lockf does: ranks may be threads of one process.
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.pread(self._descriptor, 1, self._claim):
                 return False
@@ -85,14 +85,14 @@ class HostBoard:
         return True
 
     def close(self) -> None:
-        """Let go of the file; nothing is read or written after it."""
+        """Close the file; nothing is read or written afterwards."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
 
 
 def _new_file() -> str:
-    """Return the path of a new file, in memory where there is such a folder; "" where none can be made."""
+    """Return the path of a new file, in memory if there is such a folder; "" if none can be made."""
     for folder in (_MEMORY, None):
         with contextlib.suppress(OSError):
             descriptor, path = tempfile.mkstemp(prefix="speechdp-", dir=folder)

@@ -1,4 +1,4 @@
-"""Which ranks keep the others waiting, judged from what is known of all.  Pure."""
+"""Judge which ranks keep the others waiting from the statuses of all.  Pure functions."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _MOST_NAMED = 8
 
 @dataclass
 class Sighting:
-    """What one rank has seen of another; times by the seeing rank's own clock, s.
+    """What one rank has seen of another; times by the observing rank's own clock, s.
 
     Attributes:
-        name: of the other, as messages have it.
-        begun_s: when it began to look.
-        status: the last one read; None: none yet.
-        changed_s: when another one was last seen to have taken its place.
-        moved_s: when the other was first seen to have got on since the look began; None: it has not.
+        name: name of the other rank in messages.
+        begun_s: time at which observation began.
+        status: status that was read last; None: none yet.
+        changed_s: time at which a changed status was last read; None: no change yet.
+        moved_s: time at which the other's progress was last seen; None: none since observation began.
     """
 
     name: str
@@ -29,30 +29,31 @@ class Sighting:
     moved_s: float | None = None
 
     def note(self, status: RankStatus | None, now_s: float) -> None:
-        """Take what was read; None, for nothing or nonsense, is no news."""
+        """Record the status just read; None (nothing, or nonsense) changes nothing."""
         before = self.status
         if status is None or status == before:
             return
         self.name, self.status = status.name, status
-        if before is not None:  # the first one read may be of long ago
+        if before is not None:  # the first status read may be old
             self.changed_s = now_s
             if (status.pid, status.beats) != (before.pid, before.beats):
                 self.moved_s = now_s
 
     def silent_s(self, now_s: float) -> float:
-        """Return for how long nothing new has been read, s."""
+        """Return the time since a new status was last read, or since observation began, s."""
         return now_s - (self.begun_s if self.changed_s is None else self.changed_s)
 
 
 @dataclass(frozen=True)
 class Standpoint:
-    """From where lateness is judged.
+    """The time and limits by which lateness is judged.
 
     Attributes:
-        now_s: by the clock of the sightings, s.
-        silence_s: a rank without news for so long gives no sign of life.
-        still_s: a rank without progress for so long stands still; the others of an asynchronous run go on.
-        synchronous: ranks take every step together.
+        now_s: current time by the clock of the sightings, s.
+        silence_s: time without a new status after which a rank is considered silent, s.
+        still_s: time without progress after which a rank stands still, s; in an asynchronous run the others
+            go on.
+        synchronous: whether ranks take every step together.
     """
 
     now_s: float
@@ -62,7 +63,7 @@ class Standpoint:
 
 
 def describe_late(own: RankStatus, others: Iterable[Sighting], at: Standpoint) -> str:
-    """Return who is late and doing what, for a message: `rank 3 on n4 (in data_wait for 61 s), ...`."""
+    """Return the late ranks and what they do, for a message: `rank 3 on n4 (in data_wait for 61 s), ...`."""
     sightings = list(others)
     silent = [sighting for sighting in sightings if sighting.silent_s(at.now_s) >= at.silence_s]
     heard = [(s.status, s.silent_s(at.now_s)) for s in sightings if s.status is not None and s not in silent]
@@ -81,7 +82,7 @@ def describe_late(own: RankStatus, others: Iterable[Sighting], at: Standpoint) -
 def _late(
     alive: Sequence[tuple[RankStatus, float]], at: Standpoint, *, any_silent: bool
 ) -> list[tuple[RankStatus, float]]:
-    """Return those of the ranks that live, each with the age of its status in s, that are late."""
+    """Return the late ones of the ranks that give signs of life, each with the age of its status, s."""
     busy = [pair for pair in alive if not pair[0].waits and pair[0].still_s + pair[1] >= at.still_s]
     if not at.synchronous:
         return busy
@@ -89,11 +90,11 @@ def _late(
     behind = [pair for pair in alive if pair[0].step == fewest]
     if len(behind) == len(alive):
         return busy
-    # Those behind are late, also where they wait: for a rank that is silent, or in another exchange.
+    # Ranks that are behind are late even if they wait: for a silent rank, or in another exchange.
     return [pair for pair in behind if pair in busy] or busy or ([] if any_silent else behind)
 
 
 def describe_doing(status: RankStatus, age_s: float = 0.0) -> str:
-    """Return what a rank is doing and for how long, `age_s` after it said so."""
+    """Return what a rank is doing and for how long, from a status that is `age_s` old."""
     waiting = ", waiting for other ranks," if status.waits and status.doing != "comm" else ""
     return f"in {status.doing}{waiting} for {status.doing_s + age_s:.0f} s"

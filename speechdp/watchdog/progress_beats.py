@@ -7,8 +7,8 @@ class Pulse:
     """Counts signs of progress.
 
     Attributes:
-        beats: steps, evaluated batches, parts of checkpoints and of the run's end so far.
-        part: of the run, for messages where no span is open.
+        beats: number of steps, evaluated batches, and parts of checkpoints and of the run's end so far.
+        part: current part of the run, for messages when no span is open.
     """
 
     def __init__(self) -> None:
@@ -16,7 +16,7 @@ class Pulse:
         self.part = "start"
 
     def beat(self, part: str | None = None) -> None:
-        """Note progress; `part` begins another part of the run."""
+        """Record progress; `part`, if given, names the part of the run that begins."""
         self.beats += 1
         if part is not None:
             self.part = part

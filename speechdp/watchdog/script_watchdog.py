@@ -1,7 +1,8 @@
-"""End a script's job whose ranks wait for each other in vain: a collective call that one rank alone has made.
+"""End a script's job whose ranks wait for each other in vain, e.g. in a collective call that only one made.
 
-A script has code of its own between its calls, and the watchdog does not know how long that may take.  What
-counts is the wait: a rank that is in a call, while no other is seen to get on, for longer than the timeout.
+A script runs its own code between its calls, and the watchdog does not know how long that may take.  So only
+waits count: the job ends when a rank has been in a call, with no progress seen on any other rank, for longer
+than the timeout.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from speechdp.watchdog.late_ranks import Sighting
 from speechdp.watchdog.status import RankStatus
 from speechdp.watchdog.watchdog import FALLBACK_S, Stillness
 
-#: Names the timeout in place of the script, s.
+#: Variable that overrides the script's timeout, s.
 HANG_TIMEOUT = "SPEECHDP_HANG_TIMEOUT"
-#: Statuses of a rank may be so old, in looks, before it gives no sign of life.
+#: Age of a rank's status, in watchdog ticks, beyond which the rank gives no sign of life.
 _MISSED = 5
-#: Share of the timeout after which a rank that waits looks at the others.
+#: Share of the timeout after which a waiting rank looks at the others.
 _LOOK_SHARE = 0.3
 _MOST_NAMED = 8
 _OWN_CODE = "the script's own code"
 
 
 class ScriptWatchdog:
-    """Watches this rank while its block runs; ends the process with `exit_codes.HUNG` if it waits in vain.
+    """Watches this rank from `start` to `stop`; ends the process with `exit_codes.HUNG` if it waits in vain.
 
     Args:
         comm: the ranks.
-        hosts: of each rank.
+        hosts: host of every rank.
         timeout_s: longest wait, s, above 0.
-        calls: what this rank is at.
-        board: where ranks tell each other.
-        end: says a line and leaves the process.
+        calls: record of the call that this rank is in.
+        board: statuses of the host's ranks.
+        end: prints a line and ends the process.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class ScriptWatchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._done.set()
         self._thread.join(2 * self._tick_s)
         if not self._thread.is_alive():
@@ -76,10 +77,10 @@ class ScriptWatchdog:
 
     def _run(self) -> None:
         while not self._done.wait(self._tick_s):
-            at = self._calls.at  # before the beats: a call that begins in between is none held for long
+            at = self._calls.at  # before the beats: a call that begins in between must not seem long
             still_s = self._stillness.look(time.monotonic(), self._calls.beats)
             own = self._status(at, still_s)
-            with contextlib.suppress(OSError):  # the wait is watched without, too
+            with contextlib.suppress(OSError):  # the watchdog works without it, too
                 self._board.write(own)
             with contextlib.suppress(OSError):
                 self._look_at_others(still_s)
@@ -116,16 +117,17 @@ class ScriptWatchdog:
                 sighting.note(self._board.read(rank), now_s)
 
     def _is_due(self, own: RankStatus, still_s: float) -> bool:
-        """Tell whether this rank has waited for too long, while no other has got on."""
+        """Return whether this rank has waited too long without progress on any other."""
         if not own.waits or still_s < self._timeout_s:
             return False
         if not self._calls.together and len(self._sightings) + 1 < len(self._names):
-            return False  # a rank that cannot be seen may be taking steps of its own
+            return False  # a rank whose status is unknown may be running steps of its own
         moved = [s.moved_s for s in self._sightings.values() if s.moved_s is not None]
         return not moved or self._stillness.awake_s - max(moved) >= self._timeout_s
 
     def _end_job(self, own: RankStatus) -> None:
-        # One rank of each host is the first, rank 0's comes before others: the job says it once.
+        # Only one rank per host claims the end, and rank 0's host goes first, so that the job prints one
+        # line.
         line = self._line(own)
         is_first = self._board.claim_end() and (0 in self._board.ranks or self._rank == 0)
         if not is_first and self._done.wait(FALLBACK_S):

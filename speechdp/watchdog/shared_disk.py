@@ -1,4 +1,4 @@
-"""Whether all hosts see what one of them writes: on a network disk after a while, on their own never."""
+"""Check that all hosts see what one writes: on a network disk after a while, on local disks never."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from speechdp.comm.environment import host_name
 from speechdp.files import listed_anew
 from speechdp.watchdog.watchdog import Stillness
 
-#: Seconds until what rank 0 writes must be seen on all hosts; NFS looks again after a while only.
+#: Seconds until all hosts must see what rank 0 writes; NFS refreshes its caches only after a while.
 _VISIBLE_S = 65.0
-#: File systems that this host alone writes to, or serves: what is not seen there at once is never seen.
+#: File systems that only this host writes to, or serves: a file not seen there at once is never seen.
 _OF_ONE_HOST = frozenset(
     ("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "jfs", "overlay", "ramfs", "tmpfs", "xfs", "zfs")
 )
-#: Seconds that a folder may give errors instead of its names: a network disk recovers.
+#: Seconds for which listing a folder may fail, since a network disk may recover.
 _UNREADABLE_S = 3.0
-#: Of a look at the disk only so many seconds count as waiting, s: a disk that stands still proves nothing.
+#: At most this much of one look at the disk counts as waiting, s: a disk that hangs proves nothing.
 LOOK_S = 1.0
 
 
 class Patience:
-    """Errors of reading a folder that others write to are borne for a while."""
+    """Tolerates errors in reading a folder that others write to, for a limited time."""
 
     def __init__(self) -> None:
         self._failing, self._num_read = Stillness(time.monotonic(), LOOK_S), 0
 
     def bear(self, error: OSError | None) -> None:
-        """Take the outcome of one more look.  Raises the error if there have been only such for long."""
+        """Record the outcome of one more look.  Raises the error if all looks have failed for too long."""
         self._num_read += error is None
         failing_s = self._failing.look(time.monotonic(), self._num_read)
         if error is not None and failing_s > _UNREADABLE_S:
@@ -39,13 +39,12 @@ class Patience:
 
 
 def why_unseen(path: Path) -> str | None:
-    """Return None if a file is there, or comes to be seen soon, else how that is known, a few words.
+    """Return None if a file is there, or appears soon; else say in a few words how its absence is known.
 
-    A disk of this host's own is not waited for.  A network disk may hide a new file, and new folders above
-    it, for a minute.
-
+    On a local disk there is no wait.  A network disk may hide a new file, and new folders above it, for a
+    minute.
     Raises:
-        OSError: its folder is unreadable.
+        OSError: the file's folder is unreadable.
     """
     looking, patience = Stillness(time.monotonic(), LOOK_S), Patience()
     while True:
@@ -66,7 +65,7 @@ def why_unseen(path: Path) -> str | None:
 
 
 def file_system(path: Path) -> str:
-    """Return the kind of file system that a path is, or would be, on, e.g. `nfs4`; "": that is not known."""
+    """Return the type of the file system that holds, or would hold, a path, e.g. `nfs4`; "": unknown."""
     place = Path(os.path.realpath(path))
     try:
         there = os.open(next(part for part in (place, *place.parents) if part.exists()), os.O_PATH)
@@ -84,13 +83,13 @@ def file_system(path: Path) -> str:
 
 
 def why_not_shared(folder: Path, file: Path, comm: Communicator, *, what: str = "RUN") -> str | None:
-    """Return in a line which rank does not see a file that rank 0 has written; None: all do.  Collective.
+    """Return a line naming a rank that does not see a file rank 0 wrote; None: all see it.  Collective.
 
-    One whose folder cannot be read is taken to see it: what reads it next says why.
+    A rank that cannot read the folder is assumed to see the file: whatever reads it next reports the error.
 
     Args:
-        folder: of the run, for the line; like `file` the same on all ranks.
-        what: the folder is called in the remedy.
+        folder: folder of the run, for the line; like `file` the same on all ranks.
+        what: name of the folder in the remedy.
     """
     if comm.size == 1:
         return None
@@ -106,12 +105,12 @@ def why_not_shared(folder: Path, file: Path, comm: Communicator, *, what: str = 
 
 
 def not_shared(folder: Path, rank: int, hosts: Sequence[str], why: str, what: str = "RUN") -> str:
-    """Return the line on a rank that does not see what rank 0 writes.
+    """Return the message about a rank that does not see what rank 0 writes.
 
     Args:
-        hosts: of all ranks.
-        why: this is known, as of `why_unseen`.
-        what: the folder is called in the remedy.
+        hosts: host of every rank.
+        why: how this is known; result of `why_unseen`.
+        what: name of the folder in the remedy.
     """
     return (
         f"{folder}: rank {rank} on {hosts[rank]} does not see what rank 0 on {hosts[0]} writes there "

@@ -1,10 +1,10 @@
 """Stacks of the threads of a hung process, read from another thread.
 
-Not to be asked of one that runs: nothing in CPython keeps a thread's frames while another reads them. Python
-code that follows `f_back` met one that had just been freed; faulthandler, which walks them in C and holds the
-interpreter's lock, met a thread that C code was just making, without that lock (both SIGSEGV, CPython 3.11).
-Frames are described by file, line and function only: showing source lines would read files, from a disk that
-may be what hangs.
+Do not call this for a running process: CPython does not keep a thread's frames alive while another thread
+reads them.  Python code that followed `f_back` hit a frame that had just been freed.  faulthandler, which
+walks frames in C and holds the GIL, hit a thread that C code was creating without the GIL (both SIGSEGV,
+CPython 3.11). Frames are described only by file, line and function.  Showing source lines would read files,
+perhaps from the very disk that hangs.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-#: As faulthandler writes it.
+#: The package's folder, as faulthandler writes it.
 _PACKAGE = f"{Path(__file__).resolve().parents[1]}/".encode("ascii", "backslashreplace").decode()
 _DEEPEST = 60
-#: How every thread begins.
+#: Functions that every thread begins with.
 _ENTRIES = {"run", "_bootstrap", "_bootstrap_inner"}
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)\b.*:")
 _CALL = re.compile(r'  File "(?P<file>.*)", line (?P<line>\S+) in (?P<function>.*)')
@@ -57,7 +57,7 @@ def innermost_module(thread: int) -> str:
 
 
 def is_anywhere_in(module: str, function: str) -> bool:
-    """Tell whether any thread is in this function of a module of the package, or in what it calls."""
+    """Return whether any thread is in this function of a module of the package, or in what it calls."""
     path = _PACKAGE + module
     return any(
         call.function == function and call.file == path for calls in _stacks().values() for call in calls
@@ -65,8 +65,8 @@ def is_anywhere_in(module: str, function: str) -> bool:
 
 
 def _stacks() -> dict[int, list[_Call]]:
-    """Return the calls of every thread, innermost first; of 100 threads and 100 calls each at most."""
-    descriptor = os.memfd_create("speechdp-stacks")  # memory: a disk may be what hangs
+    """Return the calls of every thread, innermost first; at most 100 threads with 100 calls each."""
+    descriptor = os.memfd_create("speechdp-stacks")  # in memory, as a disk may be what hangs
     with os.fdopen(descriptor, "rb") as file:
         faulthandler.dump_traceback(descriptor, all_threads=True)
         file.seek(0)

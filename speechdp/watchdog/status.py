@@ -1,7 +1,7 @@
-"""RUN/status/: what each rank is doing, for the other ranks and for anybody (docs/run-directory.md).
+"""RUN/status/: what each rank is doing, for other ranks and for users (docs/run-directory.md).
 
-A rank writes its own file in place, in one piece of fixed size: on network disks a reader that opens it gets
-what was written last, while a new name might be seen only when a cached folder has expired.
+A rank writes its own file in place, in one piece of fixed size.  On a network disk, a reader that opens the
+file gets the latest content; a new name might be seen only when the cached folder listing has expired.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-#: Bytes of a status, padded by blanks, so that the next one covers the last.
+#: Bytes of a status, padded with blanks, so that each overwrites the previous one completely.
 STATUS_BYTES = 512
 _HUNG = "hung.txt"
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank says about itself.
+    """A rank's status, as written by the rank itself.
 
     Attributes:
-        rank: of training.
-        name: as messages have it, e.g. `rank 3 on n4`.
-        host: where it runs.
-        pid: its process.
-        epoch, step: done, as far as it knows.
-        doing: the span that is open, else the part of the run.
-        doing_s: for how long, s.
-        waits: it is waiting for other ranks.
-        beats: steps, evaluated batches and other signs of progress so far.
-        still_s: since the last of them, s.
-        written: when, ISO 8601, by its host's clock.
+        rank: rank in training.
+        name: name in messages, e.g. `rank 3 on n4`.
+        host: host of the rank.
+        pid: process id.
+        epoch, step: epochs and steps done, as far as the rank knows.
+        doing: open span, or else the current part of the run.
+        doing_s: time spent in `doing` so far, s.
+        waits: whether the rank waits for other ranks.
+        beats: number of steps, evaluated batches and other signs of progress so far.
+        still_s: time since the last sign of progress, s.
+        written: time of writing, ISO 8601, by the host's clock.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class RankStatus:
 
 
 def _from_json(values: Any) -> RankStatus:
-    """Raises ValueError, LookupError or TypeError where it is no status."""
+    """Return the status in `values`.  Raises ValueError, LookupError or TypeError if they are no status."""
     status = RankStatus(
         rank=int(values["rank"]),
         name=str(values["name"]),
@@ -72,12 +72,12 @@ def _from_json(values: Any) -> RankStatus:
 
 
 def status_to_bytes(status: RankStatus) -> bytes:
-    """Return a status as it is written: STATUS_BYTES of them."""
+    """Return a status as its STATUS_BYTES bytes in the file."""
     return json.dumps(asdict(status)).encode().ljust(STATUS_BYTES - 1) + b"\n"
 
 
 def status_from(content: bytes) -> RankStatus | None:
-    """Return the status that was written; None where it is none, or only a part of one."""
+    """Return the status in `content`; None if there is none, or only a part of one."""
     try:
         return _from_json(json.loads(content))
     except (ValueError, LookupError, TypeError, OverflowError):
@@ -101,7 +101,7 @@ class StatusFolder:
             os.close(descriptor)
 
     def read(self, rank: int) -> RankStatus | None:
-        """Return another rank's status; None where there is none, or only a part of one.  Raises OSError."""
+        """Return another rank's status; None if there is none, or only a part of one.  Raises OSError."""
         try:
             with self._file(rank).open("rb") as file:
                 status = status_from(file.read(STATUS_BYTES))
@@ -110,7 +110,7 @@ class StatusFolder:
         return status if status is not None and status.rank == rank else None
 
     def claim_end(self, text: str) -> bool:
-        """Say that the job hangs; return whether this rank is the first and is to end it.  Raises OSError."""
+        """Declare the job hung; return whether this rank is the first, which ends it.  Raises OSError."""
         try:
             with (self.path / _HUNG).open("x", encoding="utf-8") as file:
                 file.write(text)
@@ -119,12 +119,12 @@ class StatusFolder:
         return True
 
     def is_ending(self) -> bool:
-        """Tell whether a rank has said that the job hangs.  Raises OSError."""
+        """Return whether a rank has declared the job hung.  Raises OSError."""
         return (self.path / _HUNG).exists()
 
     def clear(self) -> None:
-        """Take away what an earlier start of the run has left.  Called by one rank before any begins."""
-        with contextlib.suppress(OSError):  # the run is not to fail for it
+        """Delete the files of an earlier start of the run.  Called by one rank before any rank begins."""
+        with contextlib.suppress(OSError):  # the run must not fail because of this
             for path in (self.path / _HUNG, *self.path.glob("rank-*.json")):
                 path.unlink(missing_ok=True)
 

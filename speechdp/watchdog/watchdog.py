@@ -1,8 +1,9 @@
-"""End a job that hangs: after --hang-timeout without a step show all stacks and name the ranks that are late.
+"""End a job that hangs: after --hang-timeout without a step, show all stacks and name the late ranks.
 
-Two threads beside training: one watches and never touches a disk, so that nothing can keep it from ending the
-rank; the other writes RUN/status/rank-NNNN.json and, once this rank stands still, reads those of the others.
-Clocks of other hosts count nothing: a rank is alive while its file changes under this rank's own clock.
+Two threads run beside training.  One watches and never touches a disk, so that nothing can keep it from
+ending the rank.  The other writes RUN/status/rank-NNNN.json and, once this rank stands still, reads those of
+the others. Other hosts' clocks do not matter: a rank is alive while its file changes, timed by this rank's
+own clock.
 """
 
 from __future__ import annotations
@@ -21,38 +22,38 @@ from speechdp.watchdog.late_ranks import Sighting, Standpoint, describe_doing, d
 from speechdp.watchdog.stacks import describe_stacks
 from speechdp.watchdog.status import RankStatus, StatusFolder
 
-#: Seconds between two statuses, a share of the timeout and its bounds.
+#: Time between two statuses, as a share of the timeout, and its bounds, s.
 _INTERVAL_SHARE, _LEAST_INTERVAL_S, _MOST_INTERVAL_S = 0.1, 1.0, 5.0
 #: Share of the timeout after which a rank that stands still looks at the others.
 _LOOK_SHARE = 0.3
-#: Share of the timeout after which a rank that stands still, and does not wait, is late.
+#: Share of the timeout after which a rank that stands still without waiting is late.
 _LATE_SHARE = 0.5
 #: Statuses missed before a rank gives no sign of life.
 _MISSED = 3
-#: Seconds that the rank which ends the job gives the others to show their stacks ...
+#: Seconds that the rank that ends the job gives the others to show their stacks.
 _GRACE_S = 1.5
-#: ... and that they leave it to end them, of a script, too.  A launcher on a busy machine took more than 4 s,
-#: and the job said twice why it ended.
+#: Seconds that the others wait to be ended by it, in scripts, too.  With 4 s, a launcher on a busy machine
+#: came too late, and the job printed twice why it ended.
 FALLBACK_S = 10.0
-#: Longest a disk or a full pipe may take at the end, s.
+#: Longest wait for a disk or a full pipe at the end, s.
 _PATIENCE_S = 1.0
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class Watch:
-    """What is watched.
+    """What a watchdog watches.
 
     Attributes:
-        timeout_s: without progress, above 0.
-        folder: where ranks tell what they are doing.
-        look: returns this rank's status, given for how long it has stood still, s, and whether to find out if
-            it waits; from any thread.
-        others: ranks to read about, and their names; those that are gone with consent are left out.
-        synchronous: ranks take every step together.
-        prefix: how this rank's messages begin, e.g. `speechdp: rank 1 on n2`.
-        before_end: called first of all at the end, e.g. to give the terminal back.
-        fed_by: names of the ranks that feed those that train; "" where these read themselves.
+        timeout_s: longest time without progress, s, above 0.
+        folder: folder of the ranks' statuses.
+        look: returns this rank's status, given the time it has stood still, s, and whether to find out if it
+            waits; callable from any thread.
+        others: returns the ranks to read about, with their names; without lost ranks if losses are tolerated.
+        synchronous: whether ranks take every step together.
+        prefix: beginning of this rank's messages, e.g. `speechdp: rank 1 on n2`.
+        before_end: called before anything else at the end, e.g. to restore the terminal.
+        fed_by: names of the ranks that feed the training ranks; "": these read their data themselves.
     """
 
     timeout_s: float
@@ -75,34 +76,34 @@ class Watch:
         return min(_MISSED * self.interval_s, _LATE_SHARE * self.timeout_s)
 
     def status(self, still_s: float) -> RankStatus:
-        """Return this rank's status; whether it waits only where it has stood still for long enough.
+        """Return this rank's status; find out whether it waits only if it has stood still for long enough.
 
-        That is before it may count as late, also by a status that is as old as one may be.
+        That is early enough for it not to count as late, even by the oldest status that still counts.
         """
         counts_from_s = min(_LOOK_SHARE * self.timeout_s, _LATE_SHARE * self.timeout_s - self.silence_s)
         return self.look(still_s, still_s >= counts_from_s)
 
 
 class Stillness:
-    """For how long a rank has stood still, not counting time in which it could not run at all.
+    """Measures how long a rank has stood still, not counting time in which its process could not run.
 
     Attributes:
-        still_s: since the last progress, s.
-        awake_s: seconds in which this process could run; stops while it is frozen or the machine suspended.
+        still_s: time since the last progress, s.
+        awake_s: time in which this process could run, s; excludes time frozen or suspended.
     """
 
     def __init__(self, now_s: float, most_s: float) -> None:
         """Begin to count.
 
         Args:
-            now_s: by a monotonic clock.
-            most_s: of a longer gap between two looks only so much was this rank's own time.
+            now_s: current time by a monotonic clock, s.
+            most_s: most time to count between two looks, s; of a longer gap the rest does not count.
         """
         self.still_s = self.awake_s = 0.0
         self._last_s, self._most_s, self._beats = now_s, most_s, -1
 
     def look(self, now_s: float, beats: int) -> float:
-        """Return `still_s`, given the time and the signs of progress so far."""
+        """Return `still_s`, given the time and the number of signs of progress so far."""
         gap_s = min(now_s - self._last_s, self._most_s)
         self._last_s = now_s
         self.awake_s += gap_s
@@ -112,11 +113,11 @@ class Stillness:
 
 
 class Watchdog:
-    """Watches this rank while its block runs; ends the process with `exit_codes.HUNG` if it hangs.
+    """Watches this rank during its block; ends the process with `exit_codes.HUNG` if it hangs.
 
     Args:
-        watch: what is watched.
-        end: leaves the process.
+        watch: what to watch.
+        end: ends the process.
         say: writes to stderr.
     """
 
@@ -150,7 +151,7 @@ class Watchdog:
     ) -> None:
         self._done.set()
         for thread in self._threads:
-            thread.join(_PATIENCE_S)  # a disk that hangs keeps its thread, not the run
+            thread.join(_PATIENCE_S)  # a hung disk may block the thread, but not the run
 
     # --- the thread that watches
 
@@ -166,8 +167,8 @@ class Watchdog:
         return still_s >= _LOOK_SHARE * self._watch.timeout_s
 
     def _is_due(self, own: RankStatus, still_s: float) -> bool:
-        """Tell whether nothing has happened for too long; a rank that waits lets slower ones get on."""
-        # Where another rank has said that the job hangs, less will do.
+        """Return whether there was no progress for too long; a waiting rank counts others' progress, too."""
+        # If another rank has declared the job hung, a shorter time is enough.
         timeout_s = self._watch.timeout_s * (_LOOK_SHARE if self._called else 1.0)
         if still_s < timeout_s:
             return False
@@ -179,7 +180,7 @@ class Watchdog:
         own = watch.status(still_s)
         what = f"no step ended for {still_s:.0f} s (step {own.step}, {describe_doing(own)})"
         line = f"{watch.prefix}: {what}{self._late(own)}\n"
-        # The first rank ends the job; the others show their stacks and wait for it, but not for ever.
+        # The first rank ends the job; the others show their stacks and wait to be ended, but not for ever.
         is_first = bounded(lambda: watch.folder.claim_end(line), default=False)
         bounded(watch.before_end, default=None)
         where = own.name.removeprefix("rank ")
@@ -191,7 +192,7 @@ class Watchdog:
         self._end(exit_codes.HUNG)
 
     def _late(self, own: RankStatus) -> str:
-        """Return the part of the message that names who is late; "" on a rank by itself."""
+        """Return the part of the message that names the late ranks; "" for a single rank."""
         watch, now_s = self._watch, self._stillness.awake_s
         names = watch.others()
         if not names:
@@ -216,7 +217,7 @@ class Watchdog:
             looks = self._looks(still_s)
             if not looks:
                 self._sightings, self._looked_s, read_due_s = {}, None, 0.0
-            with contextlib.suppress(OSError):  # training goes on without; the next try may succeed
+            with contextlib.suppress(OSError):  # training continues all the same; the next try may succeed
                 if now_s >= write_due_s:
                     write_due_s = now_s + self._watch.interval_s
                     self._watch.folder.write(self._watch.status(still_s))
@@ -236,7 +237,7 @@ class Watchdog:
 
 
 def _write_stderr(text: str) -> None:
-    """Write by the descriptor: a thread that hangs while it prints holds the lock of sys.stderr."""
+    """Write directly to the descriptor: a thread that hangs while printing holds the lock of sys.stderr."""
     data = text.encode(errors="replace")
     while data:
         data = data[os.write(2, data) :]

@@ -1,1 +1,1 @@
-"""Ranks over Horovod, by its background thread, over MPI or Gloo."""
+"""Ranks over Horovod, which exchanges in its background thread, over MPI or Gloo."""

@@ -1,7 +1,7 @@
-"""Ranks over Horovod: collectives by its background thread, over Gloo or MPI.
+"""Ranks over Horovod: collectives in its background thread, over Gloo or MPI.
 
 Horovod matches exchanges by name, so their order may differ between ranks.  Fusion is off by default
-(`comm/environment.py`): what is fused depends on what happened to be ready, and with it the last bit.
+(`comm/environment.py`): what Horovod fuses depends on what happens to be ready, and so would the last bit.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _OPS = {ReduceOp.SUM: hvd.Sum, ReduceOp.MAX: hvd.Max, ReduceOp.MIN: hvd.Min}
 
 
 class _HorovodWork(Work):
-    """A reduction that Horovod has been given.
+    """A reduction submitted to Horovod.
 
     Args:
-        staged: what is reduced.
-        name: as messages have it.
-        op: how.
-        under_way: names that Horovod is at work on; this one is added until it has been waited for.
+        staged: tensor to reduce.
+        name: name of the exchange in messages.
+        op: how values are combined.
+        under_way: names of reductions in progress; contains this one's name until `wait` has returned.
     """
 
     def __init__(self, staged: Staged, name: str, op: ReduceOp, under_way: set[str]) -> None:
         self._staged, self._name, self._under_way = staged, name, under_way
         self._done = False
-        # Horovod refuses a name that it is at work on, as two runs of a script may have it there.
+        # Horovod refuses a name that is in progress; two runs of a script may use the same one.
         numbered = (f"{name}#{number}" for number in itertools.count(2))
         self._own_name = next(n for n in itertools.chain([name], numbered) if n not in under_way)
         self._handle: int = _checked(
@@ -63,21 +63,21 @@ class _HorovodWork(Work):
 
 
 class HorovodCommunicator(Communicator):
-    """All ranks that Horovod knows of.
+    """All ranks that Horovod knows.
 
     Attributes:
-        controller: `gloo` or `mpi`; what carries Horovod's messages and sums.
+        controller: `gloo` or `mpi`: what Horovod's messages and sums travel over.
 
     Args:
-        part: communicator over MPI of the ranks that Horovod is to know of, where these are not all of the
-            job; to be closed after this one.
+        part: communicator over MPI of the ranks that Horovod is to know, if these are not all of the job's;
+            closed by the caller after this one.
 
     Raises:
-        CommunicationError: Horovod cannot start, or has been started, and ended, in this process before.
+        CommunicationError: Horovod cannot start, or was already started and shut down in this process.
     """
 
     backend: ClassVar[str] = "horovod"
-    #: Whether Horovod has been shut down in this process: started again, it ends in a segmentation fault.
+    #: Whether Horovod has been shut down in this process; starting it again would cause a segmentation fault.
     _has_ended: ClassVar[bool] = False
     reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE["horovod"]
 
@@ -98,18 +98,18 @@ class HorovodCommunicator(Communicator):
         self.size = int(hvd.size())
         self.local_rank = int(hvd.local_rank())
         self.controller = "mpi" if hvd.mpi_enabled() else "gloo"
-        # Without NCCL in this build Horovod would refuse, or copy behind our back, what is on a GPU.
+        # A Horovod built without NCCL would refuse tensors on a GPU, or copy them without our knowledge.
         self._reads_cuda = bool(hvd.nccl_built())
-        # Horovod itself has collectives only; the MPI that started its ranks is still there.
+        # Horovod itself has collectives only; messages use the MPI that started its ranks.
         self.has_peers = not environment.started_by_horovodrun()
         self._closed = False
-        #: The same ranks over MPI, for messages and groups, once one has been asked for.
+        #: The same ranks over MPI, for messages and groups; made when one is first requested.
         self._mpi: Communicator | None = None
         #: Names of reductions that have not been waited for.
         self._under_way: set[str] = set()
 
     def _start_over_mpi(self) -> None:
-        # mpi4py first: Horovod joins an MPI that is already there, and leaves it to mpi4py to end it.
+        # mpi4py first: Horovod uses an MPI that is already initialised, and leaves finalising it to mpi4py.
         # Abort and the comparison of the two worlds need mpi4py anyway.
         from speechdp.comm.mpi.communicator import MpiCommunicator  # noqa: PLC0415
         from speechdp.comm.mpi.library import world_rank  # noqa: PLC0415
@@ -159,14 +159,14 @@ class HorovodCommunicator(Communicator):
         return mpi
 
     def barrier(self) -> None:
-        # Not hvd.barrier, which spins.
+        # Not hvd.barrier, which busy-waits.
         _checked("barrier", lambda: _finish(hvd.allreduce_async_(torch.zeros(1), name="speechdp.barrier")))
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        # A rank that shuts down while others still exchange would fail their exchange.
+        # If a rank shut down while others still exchange, their exchange would fail.
         self.barrier()
         if self._mpi is not None:
             self._mpi.close()
@@ -178,7 +178,7 @@ class HorovodCommunicator(Communicator):
             from speechdp.comm.mpi.library import abort_world  # noqa: PLC0415
 
             abort_world(exit_code)
-        # horovodrun ends the other ranks as soon as one has left with a failure.
+        # horovodrun ends the other ranks as soon as one has exited with a failure.
         environment.end_process(exit_code or 1)
 
     def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
@@ -203,7 +203,7 @@ class HorovodCommunicator(Communicator):
 
 
 def _finish(handle: int) -> Any:
-    """Wait for an exchange and return its result; hvd.synchronize alone would spin until then."""
+    """Wait for an exchange and return its result; hvd.synchronize alone would busy-wait."""
     sleep_until(lambda: bool(hvd.poll(handle)))
     return hvd.synchronize(handle)
 

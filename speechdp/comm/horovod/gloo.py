@@ -1,8 +1,8 @@
 """Start Horovod over Gloo in a job that mpirun or srun started: its ranks meet over MPI.
 
-Horovod's background threads talk to one another every cycle.  Over MPI the one that is early spins until
-the other comes, and as each keeps its own clock, it is early for ever: up to a whole core, measured on 2
-idle ranks, is gone.  Gloo waits in poll() and takes 0.02 of a core for the same.
+Horovod's background threads exchange messages every cycle.  Over MPI the thread that is early busy-waits for
+the other.  As each keeps its own clock, it stays early for ever: that wasted up to a whole core, measured on
+2 idle ranks.  Gloo waits in poll(), which takes 0.02 of a core.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from speechdp.errors import CommunicationError
 def gloo_is_better(mpi: Communicator) -> bool:
     """Return whether Gloo should carry Horovod.  Collective.
 
-    The user's HOROVOD_CONTROLLER or HOROVOD_CPU_OPERATIONS decides; else Gloo, unless the ranks are on
-    several hosts joined by InfiniBand that MPI uses, which Gloo cannot.
+    The user's HOROVOD_CONTROLLER or HOROVOD_CPU_OPERATIONS decides.  Otherwise the answer is Gloo, unless the
+    ranks are on several hosts connected by InfiniBand that MPI uses: Gloo cannot use InfiniBand.
     """
     if mpi.size == 1:
         return False
@@ -46,17 +46,17 @@ def gloo_is_better(mpi: Communicator) -> bool:
 
 
 def check_own_name(reached_at: str | None = None) -> None:
-    """Refuse to let Horovod's ranks on other hosts look for this one at an address where it is not.
+    """Refuse to start if Horovod would direct other hosts' ranks to a wrong address for this rank.
 
-    Horovod 0.28.1 itself gives HOROVOD_GLOO_IFACE to the first of its connections only
-    (GlooContext::InitializeForProcessSet), and tells the others to look for a rank at what its host's own
-    name stands for, 127.0.1.1, say, as on Debian.  It would end all of them by a signal.
+    Horovod 0.28.1 as released uses HOROVOD_GLOO_IFACE for the first of its connections only
+    (GlooContext::InitializeForProcessSet).  For the others it gives the address that the host's own name
+    resolves to, e.g. 127.0.1.1 on Debian.  Then all ranks would end by a signal.
 
     Args:
-        reached_at: this host's address for the others; None: any that is not loopback.
+        reached_at: address at which the others reach this host; None: any that is not loopback.
 
     Raises:
-        CommunicationError: this Horovod is such a one, and the name stands for another address.
+        CommunicationError: this Horovod does so, and the name resolves to a different address.
     """
     if _keeps_to_interface():
         return
@@ -73,7 +73,7 @@ def check_own_name(reached_at: str | None = None) -> None:
 
 
 def _keeps_to_interface() -> bool:
-    """Return whether all of Horovod's connections take HOROVOD_GLOO_IFACE, by launch/horovod_recipe."""
+    """Return whether all connections of this Horovod use HOROVOD_GLOO_IFACE (launch/horovod_recipe)."""
     return "iface" in version("horovod").partition("+")[2].split(".")
 
 
@@ -109,19 +109,19 @@ class _Server(RendezvousHTTPServer):  # type: ignore[misc]
         super().__init__((address, 0), _Handler, 0)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: a stranger's broken request is no news, and a rank asks again."""
+        """Print nothing: a stranger's broken request does not matter, and a rank repeats its own."""
 
 
 class GlooMeeting:
-    """The rendezvous of Horovod's ranks, served by rank 0 on the one address the others reach it at.
+    """The rendezvous of Horovod's ranks, served by rank 0 only on the address at which the others reach it.
 
-    Horovod's own server takes and gives what anybody asks; ours wants a secret that only the ranks know.
+    Horovod's own server answers everybody; ours requires a secret that only the ranks know.
 
     Attributes:
-        settings: environment variables to be set while `hvd.init` runs.
+        settings: environment variables to set while `hvd.init` runs.
 
     Args:
-        mpi: communicator over all ranks; needed here only, while the meeting is arranged.
+        mpi: communicator over all ranks; used only in the constructor.
     """
 
     def __init__(self, mpi: Communicator) -> None:
@@ -141,7 +141,7 @@ class GlooMeeting:
         self.settings = {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
-            # Horovod asks for http://ADDR:PORT/SCOPE/KEY, so what follows a slash in ADDR begins the path.
+            # Horovod requests http://ADDR:PORT/SCOPE/KEY, so what follows a slash in ADDR begins the path.
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{address}:{port}/{secret}",
             "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",
             "HOROVOD_GLOO_IFACE": interface.name,

@@ -1,1 +1,1 @@
-"""Ranks over MPI by mpi4py: importing it initialises MPI."""
+"""Ranks over MPI by mpi4py, whose import initialises MPI."""

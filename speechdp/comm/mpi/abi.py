@@ -15,16 +15,16 @@ from speechdp.comm import environment
 
 Abi = Literal["openmpi", "mpich"]
 
-#: The name of the library that a module asks for stands in it: MPICH's, MVAPICH's, Intel's and Cray's is one.
+#: A module contains the name of the library that it needs; MPICH, MVAPICH, Intel's and Cray's MPI share one.
 _LIBRARIES: dict[bytes, Abi] = {b"libmpi.so.40": "openmpi", b"libmpi.so.12": "mpich"}
 _IN_NAME = re.compile(r"\.(openmpi|mpich)\.")
-#: Hydra numbers the ranks of each host; Slurm, which has PMI_RANK as well, does not by this name.
+#: Set by Hydra, which numbers the ranks of each host.  Slurm sets PMI_RANK as well, but not this variable.
 _OF_HYDRA = "MPI_LOCALRANKID"
 PRODUCTS: dict[Abi, str] = {"openmpi": "Open MPI", "mpich": "MPICH or Intel MPI"}
 
 
 def abi_of_launcher(environ: Mapping[str, str] | None = None) -> Abi | None:
-    """Return the kind of MPI whose mpirun has started this process; None: no mpirun, or it connects any MPI.
+    """Return the kind of MPI whose mpirun started this process; None: no mpirun, or one for any MPI.
 
     Example:
         >>> abi_of_launcher({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"})
@@ -40,9 +40,9 @@ def abi_of_launcher(environ: Mapping[str, str] | None = None) -> Abi | None:
 
 
 def abi_of_mpi4py() -> Abi | None:
-    """Return the kind of MPI that mpi4py is going to load, None where that cannot be told; starts no MPI.
+    """Return the kind of MPI that mpi4py is going to load, without loading it; None: unknown.
 
-    Wheels have a module for each kind, between which mpi4py chooses by the library that it finds.
+    Wheels have a module for each kind, and mpi4py chooses by the library that it finds.
 
     Example:
         >>> abi_of_mpi4py()  # doctest: +SKIP
@@ -50,7 +50,7 @@ def abi_of_mpi4py() -> Abi | None:
     """
     try:
         spec = importlib.util.find_spec("mpi4py.MPI")
-    except (ImportError, RuntimeError):  # no mpi4py, or no MPI, of which importing it tells more
+    except (ImportError, RuntimeError):  # no mpi4py, or no MPI: importing it gives a better message
         return None
     if spec is None or spec.origin is None:
         return None
@@ -61,7 +61,7 @@ def abi_of_mpi4py() -> Abi | None:
 
 
 def abi_of_horovod() -> Abi | None:
-    """Return the kind of MPI that Horovod was built for, None where it has none, or that cannot be told."""
+    """Return the kind of MPI that Horovod was built for; None: none, or unknown."""
     spec = importlib.util.find_spec("horovod")
     folders = [] if spec is None else spec.submodule_search_locations or []
     modules = [path for folder in folders for path in sorted(Path(folder).glob("torch/mpi_lib*.so"))]
@@ -69,10 +69,10 @@ def abi_of_horovod() -> Abi | None:
 
 
 def other_mpi_of_horovod() -> str | None:
-    """Return that Horovod was built for another MPI than mpi4py's, whose launcher it would not understand.
+    """Describe the mismatch if Horovod, built for another MPI than mpi4py's, cannot use its launcher.
 
     Returns:
-        None where both have the same, or that cannot be told.
+        A clause for a message; None if both use the same MPI, or if that is unknown.
 
     Example:
         >>> other_mpi_of_horovod()  # doctest: +SKIP
@@ -85,7 +85,7 @@ def other_mpi_of_horovod() -> str | None:
 
 
 def abi_of_file(path: Path) -> Abi | None:
-    """Return the kind of MPI that a shared library asks for; None: neither, or it cannot be read."""
+    """Return the kind of MPI that a shared library needs; None: neither, or it cannot be read."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             return next((abi for name, abi in _LIBRARIES.items() if content.find(name + b"\0") >= 0), None)

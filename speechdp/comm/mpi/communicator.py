@@ -1,8 +1,8 @@
 """Ranks over MPI by mpi4py.  Importing this module initialises MPI: only `create_communicator` does it.
 
-Asynchronous reductions are driven by one thread on a communicator of its own.  A plain Iallreduce makes
-no progress while the rank computes, so it hides nothing; a thread in a blocking Allreduce does.  Before
-that the thread waits for its peers in an Ibarrier with sleeps, so a rank that is early burns no core.
+One thread, with a communicator of its own, drives asynchronous reductions.  A plain Iallreduce makes no
+progress while the rank computes, so it would hide nothing; a blocking Allreduce in a thread does progress.
+Before it, the thread waits for its peers in an Ibarrier with sleeps, so a rank that is early wastes no core.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from speechdp.errors import CommunicationError
 T = TypeVar("T")
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN}
-#: Between hosts Open MPI's blocking allreduce moves bytes one way at a time over TCP; the non-blocking one,
-#: tested often, both ways: 32 MiB over 1 Gbit/s in 0.30 s instead of 0.56, on a sixth of the CPU time.
+#: Between hosts Open MPI's blocking allreduce sends over TCP in one direction at a time.  The non-blocking
+#: one, tested often, sends in both: 32 MiB over 1 Gbit/s in 0.30 s instead of 0.56, in a sixth of the CPU
+#: time.
 _NETWORK_BYTES = 32 * 1024
 _NETWORK_SLEEP_S = 100e-6
 
@@ -50,7 +51,7 @@ class _MpiWork(Work):
         self._stored = False
 
     def run(self, comm: Any) -> None:
-        """Exchange; called by the exchange thread."""
+        """Run the reduction; called by the exchange thread."""
         try:
             checked(
                 f"allreduce of {self._name!r}",
@@ -71,12 +72,12 @@ class _MpiWork(Work):
 
 
 class MpiCommunicator(Communicator):
-    """All ranks of MPI.COMM_WORLD, or of a part of it.
+    """All ranks of MPI.COMM_WORLD, or some of them.
 
     Args:
-        world: mpi4py communicator over the ranks; None for MPI.COMM_WORLD.  It is only copied.
-        part_of: whose part `world` is, which is then not copied but kept, and freed by `close`: to make a
-            communicator takes MPI several rounds over all ranks.
+        world: mpi4py communicator over the ranks; None for MPI.COMM_WORLD.  It is only duplicated.
+        part_of: communicator that `world` was split from.  Then `world` itself is kept, and freed by `close`:
+            MPI needs several rounds over all ranks to duplicate a communicator.
     """
 
     backend: ClassVar[str] = "mpi"
@@ -97,8 +98,8 @@ class MpiCommunicator(Communicator):
         else:
             self.local_rank = part_of.local_rank
             self._over_network = part_of._over_network and _place_on_host(world)[1] < self.size
-        # One for the caller's collectives and one for the thread's: MPI matches the collectives of a
-        # communicator by their order, which two threads could not agree on.
+        # One for the caller's collectives and one for the thread's: MPI matches a communicator's collectives
+        # by their order, which two threads cannot keep the same on all ranks.
         self._sync = world.Dup() if part_of is None else world
         self._async = world.Dup()
         self._reads_cuda = _mpi_reads_cuda()
@@ -139,7 +140,7 @@ class MpiCommunicator(Communicator):
     def _split(self, color: int) -> Communicator:
         def run() -> MpiCommunicator:
             meet(self._sync)
-            # By the colour's place among all: MPI takes no negative ones.
+            # By the colour's index among all colours: MPI accepts no negative ones.
             colors = sorted(set(self.allgather_object(color)))
             return MpiCommunicator(self._sync.Split(colors.index(color), self.rank), part_of=self)
 
@@ -166,13 +167,13 @@ class MpiCommunicator(Communicator):
             self._async.Free()
 
     def abandon(self) -> None:
-        self._closed = True  # what MPI holds stays: freeing it is collective
+        self._closed = True  # MPI's resources are not freed: that is collective
         if self._thread is not None:
             self._queue.put(None)
 
     def leave(self, exit_code: int) -> None:
         if self._star is not None:
-            end_process(exit_code)  # MPI_Finalize would wait for ranks that are gone
+            end_process(exit_code)  # MPI_Finalize would wait for lost ranks
 
     def abort(self, exit_code: int) -> NoReturn:
         abort_world(exit_code)
@@ -242,7 +243,7 @@ def _reduce(comm: Any, x: Tensor, op: ReduceOp, *, over_network: bool) -> None:
 
 
 def _place_on_host(world: Any) -> tuple[int, int]:
-    """Return this rank's index among those of `world` on its host, and how many those are."""
+    """Return this rank's index among the ranks of `world` on its host, and their number."""
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     place = int(node.Get_rank()), int(node.Get_size())
     node.Free()
@@ -250,7 +251,7 @@ def _place_on_host(world: Any) -> tuple[int, int]:
 
 
 def _mpi_reads_cuda() -> bool:
-    """Return whether MPI takes GPU memory; Open MPI tells by a function of its own."""
+    """Return whether MPI accepts GPU memory, according to an extension of Open MPI."""
     try:
         # Already loaded by mpi4py, so this only looks it up.
         query = ctypes.CDLL("libmpi.so.40").MPIX_Query_cuda_support

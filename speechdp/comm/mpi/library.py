@@ -1,4 +1,4 @@
-"""The MPI library.  Importing this module initialises MPI: only `create_communicator` leads to it."""
+"""The MPI library.  Importing this module initialises MPI: only `create_communicator` imports it."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from mpi4py import MPI as MPI  # noqa: E402, PLC0414  initialises MPI, which rea
 
 T = TypeVar("T")
 
-#: elements per MPI call: counts are 32 bits wide in MPI 3.
+#: Elements per MPI call: counts have 32 bits in MPI 3.
 _MAX_COUNT = 1 << 30
 
 
 def world_rank() -> int:
-    """Return this process' rank among all that MPI knows of."""
+    """Return this process's rank in MPI.COMM_WORLD."""
     return int(MPI.COMM_WORLD.Get_rank())
 
 
 def abort_world(exit_code: int) -> NoReturn:
     """End every rank of the MPI job at once."""
     flush_output()
-    # Where a rank leaves, Hydra ends the others as well, with an exit code of its own: launch has the rank's.
+    # Hydra also ends the others when a rank exits, with an exit code of its own; launch knows the rank's.
     if not has_parent_that_tells():
         wait_until_heard()
         MPI.COMM_WORLD.Abort(exit_code)
-    end_process(exit_code or 1)  # MPICH returns once its launcher has been told
+    end_process(exit_code or 1)  # MPICH's Abort returns once it has notified the launcher
 
 
 def finalise() -> None:
-    """End MPI in this process: without it mpirun takes a process that leaves for one that has failed."""
+    """Finalise MPI in this process; else mpirun considers a process that exits to have failed."""
     if not MPI.Is_finalized():
         MPI.Finalize()
 
@@ -54,12 +54,12 @@ def parts(x: Tensor) -> list[Tensor]:
 
 
 def meet(comm: Any) -> None:
-    """Return once every rank is here; every wait of MPI's own would spin."""
+    """Return once every rank has called this; MPI's own waits would all spin."""
     sleep_until(comm.Ibarrier().Test)
 
 
 def checked(what: str, call: Callable[[], T]) -> T:
-    """Call, and turn MPI's error into a CommunicationError that says what was called."""
+    """Run `call`, turning an MPI error into a CommunicationError that names the operation `what`."""
     try:
         return call()
     except MPI.Exception as error:

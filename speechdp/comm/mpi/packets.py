@@ -1,4 +1,4 @@
-"""Packets over MPI, non-blocking both ways.  Imported by communicator.py, which has initialised MPI."""
+"""Packets over MPI, without blocking.  Imported by communicator.py, which initialises MPI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEAD, _TENSOR = 0, 1
 
 @dataclass
 class _Leaving:
-    """A packet on its way out; holds what MPI reads until MPI has read it."""
+    """A packet being sent; keeps its memory alive until MPI has read it."""
 
     requests: list[Any]
     held: tuple[object, ...]
@@ -30,7 +30,7 @@ class _Leaving:
 
 @dataclass
 class _Arriving:
-    """A packet whose head is here; its tensors are being received."""
+    """A packet whose head has arrived and whose tensors are being received."""
 
     packet: Packet
     requests: list[Any]
@@ -39,19 +39,19 @@ class _Arriving:
 class MpiPackets(PacketChannel):
     """A channel over an mpi4py communicator of its own.
 
-    A head is matched before it is received, so it may have any size; it says which tensors follow, and these
-    are received (Irecv) straight into memory from `allocate`.  A packet that arrives while another's tensors
-    are still on their way has memory of its own: the double buffer.
+    A head is matched (Improbe) before it is received, so it may have any size.  It says which tensors follow,
+    and these are received (Irecv) straight into memory from `allocate`.  A packet that arrives while
+    another's tensors are still in flight has memory of its own: the double buffer.
 
     Args:
-        comm: mpi4py communicator that nobody else uses; `close` frees it.
-        allocate: where arriving tensors go.
+        comm: mpi4py communicator that nothing else uses; `close` frees it.
+        allocate: returns memory for arriving tensors.
     """
 
     def __init__(self, comm: Any, allocate: Allocate) -> None:
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._comm, self._allocate = comm, allocate
-        # Heads and tensors of a packet follow each other; no other thread's may come between.
+        # A packet's tensors directly follow its head; no other thread's packet may come between.
         self._lock = threading.Lock()
         self._leaving: list[_Leaving] = []
         self._left_s = 0.0
@@ -100,7 +100,7 @@ class MpiPackets(PacketChannel):
         unfinished: set[int] = set()
         for number, arriving in enumerate(self._arriving):
             source = arriving.packet.source
-            # A rank's packets are handed out in order, though a short one may be through before a long one.
+            # A rank's packets are returned in order, though a short one may be complete before a long one.
             if source not in unfinished and MPI.Request.Testall(arriving.requests):
                 return self._arriving.pop(number).packet
             unfinished.add(source)
@@ -119,7 +119,7 @@ class MpiPackets(PacketChannel):
         self._leaving = still
 
     def _next_head(self) -> bool:
-        """Take the next head if it is there and have its tensors received; return whether one was there."""
+        """Receive the next head, if one has arrived, and post receives for its tensors; return whether so."""
         if self._head is None:
             status = MPI.Status()
             message = self._comm.Improbe(MPI.ANY_SOURCE, _HEAD, status)
@@ -133,12 +133,12 @@ class MpiPackets(PacketChannel):
         self._head = None
         head, description = json.loads(bytes(memory))
         tensors = make_room(description, self._allocate)
-        # Posted in the order of the heads, which is that of the tensors: MPI keeps the order of each sender.
+        # Posted in the order of the heads, which the tensors follow: MPI preserves each sender's order.
         requests = [self._comm.Irecv(piece, source, _TENSOR) for piece in _pieces(tensors)]
         self._arriving.append(_Arriving(Packet(source, head, tensors), requests))
         return True
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[Any]:
-    """Return the tensors' memory in pieces that one MPI call can count; nothing for an empty tensor."""
+    """Return the tensors' memory in pieces that one MPI call can count; none for an empty tensor."""
     return [piece.numpy() for tensor in tensors if tensor.numel() > 0 for piece in parts(as_bytes(tensor))]

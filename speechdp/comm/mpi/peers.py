@@ -1,4 +1,4 @@
-"""Messages between two ranks over MPI.  Imported by comm/mpi/communicator.py, which has initialised MPI."""
+"""Messages between two ranks over MPI.  Imported by comm/mpi/communicator.py, which initialises MPI."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from speechdp.comm.staging import Staged, as_bytes
 from speechdp.comm.waiting import sleep_until
 from speechdp.errors import CommunicationError
 
-#: A message makes progress only while somebody tests it: the longest sleep between two tests, s.
+#: Longest sleep between two tests of a message, s: it makes progress only while it is tested.
 _LONGEST_SLEEP_S = 100e-6
-#: A message is tested without a sleep for as long as it takes at this rate, bytes/s: through shared memory
-#: without single copies its pieces come as fast as both ranks fetch them, and 64 MB with sleeps between
-#: them take 10 times as long.  Over a network, which is slower, there is time to sleep.
+#: A message is tested without sleeping for as long as it would take at this rate, bytes/s.  Through shared
+#: memory without single-copy transfers its pieces arrive as fast as both ranks fetch them, and with sleeps
+#: between them 64 MB take 10 times as long.  Over a network, which is slower, there is time to sleep.
 _MEMORY_RATE = 2e9
-#: MPI tells of a loss by itself; a message that is under way is looked after besides, once in so many tests.
+#: MPI reports a loss by itself; for a message in flight, losses are also checked once in so many tests.
 _TESTS_PER_LOOK = 500
 
 
 class MpiPeers(CheckedPeers):
     """A channel over an mpi4py communicator of its own.
 
-    Every wait tests and sleeps in turn: MPI's own would keep a core busy.  A message is matched before it is
-    received (Improbe), so that several threads can wait on one communicator.
+    Every wait tests and sleeps in turn: MPI's own waits would keep a core busy.  A message is matched
+    (Improbe) before it is received, so that several threads can wait on one communicator.
 
-    Messages of more than 2^30 bytes go in pieces.  When one of those turns out to have another size than was
-    expected, the rest of its pieces stays in the channel, which is then of no more use.
+    Messages of more than 2^30 bytes are sent in pieces.  If such a message turns out to have an unexpected
+    size, its remaining pieces stay in the channel, which is then unusable.
 
     Args:
-        comm: mpi4py communicator that nobody else uses; `close` frees it.
-        reads_cuda: MPI takes the GPU's memory itself.
+        comm: mpi4py communicator that nothing else uses; `close` frees it.
+        reads_cuda: whether MPI accepts GPU memory.
     """
 
     def __init__(self, comm: Any, *, reads_cuda: bool) -> None:
@@ -71,18 +71,18 @@ class MpiPeers(CheckedPeers):
         sender = MPI.ANY_SOURCE if source is None else source
         for part in parts(x):
             message, status = self._match(sender, tag)
-            # The pieces of a message that follow the first come from the rank that sent that one.
+            # A message's later pieces come from the rank that sent its first piece.
             sender = status.Get_source()
             num_bytes = status.Get_count(MPI.BYTE)
             if num_bytes != part.numel():
-                # MPI cannot give a matched message back; taken, it leaves the channel in order.
+                # MPI cannot return a matched message to the queue; receiving it keeps the channel in order.
                 self._finish(message.Irecv(bytearray(num_bytes)), num_bytes, sender)
                 raise self.wrong_size(part.numel(), num_bytes, sender, tag)
             self._finish(message.Irecv(_buffer(part)), num_bytes, sender)
         return int(sender)
 
     def _match(self, source: int, tag: int) -> tuple[Any, Any]:
-        """Wait until a message has arrived and reserve it; return it and its status."""
+        """Wait until a message has arrived and match it; return it and its status."""
         status = MPI.Status()
         message: Any = None
 
@@ -95,12 +95,12 @@ class MpiPeers(CheckedPeers):
         return message, status
 
     def _finish(self, request: Any, num_bytes: int, other: int) -> None:
-        """Wait for a message of `num_bytes` that is under way from or to rank `other`."""
+        """Wait for a message of `num_bytes` in flight from or to rank `other`."""
         sleep_until(request.Test, busy_s=num_bytes / _MEMORY_RATE, longest_sleep_s=_LONGEST_SLEEP_S)
 
 
 class TolerantMpiPeers(MpiPeers):
-    """A channel that goes on without ranks that are gone (ULFM): calls that wait for them raise PeerLost."""
+    """A channel that survives lost ranks (ULFM): calls that wait for them raise PeerLost."""
 
     def __init__(self, comm: Any, *, reads_cuda: bool) -> None:
         super().__init__(comm, reads_cuda=reads_cuda)
@@ -116,15 +116,15 @@ class TolerantMpiPeers(MpiPeers):
             return super()._recv(x, source, tag)
 
     def _close(self) -> None:
-        return None  # freeing is collective: MPI would wait for ranks that are gone
+        return None  # freeing is collective: MPI would wait for lost ranks
 
     @contextmanager
     def _noting_losses(self, *, acknowledge: bool = False) -> Iterator[None]:
-        """Raise PeerLost where MPI says so.
+        """Raise PeerLost for MPI's errors about lost ranks.
 
         Args:
-            acknowledge: receiving from anybody goes on after this: MPI refuses it until the caller says that
-                it knows who is gone.
+            acknowledge: whether to acknowledge the losses to MPI, which refuses receives from any source
+                until then.
         """
         try:
             yield
@@ -151,7 +151,7 @@ class TolerantMpiPeers(MpiPeers):
         sleep_until(over, busy_s=num_bytes / _MEMORY_RATE, longest_sleep_s=_LONGEST_SLEEP_S)
 
     def _loss(self) -> PeerLost:
-        # After the acknowledgement: whoever was acknowledged must be among them.
+        # After the acknowledgement: the result must include every acknowledged rank.
         failed = failed_ranks(self._comm)
         with self._counting:
             self.lost |= failed
@@ -159,5 +159,5 @@ class TolerantMpiPeers(MpiPeers):
 
 
 def _buffer(x: Tensor) -> Any:
-    """Return flat bytes as something mpi4py takes: it knows GPU memory by the tensor's own protocol."""
+    """Return flat bytes in a form mpi4py accepts; it recognises GPU memory by the tensor's own protocol."""
     return x if x.is_cuda else x.numpy()

@@ -1,4 +1,4 @@
-"""What Open MPI 5 knows of ranks that are gone (ULFM).  Imported by comm/mpi*.py, which initialise MPI."""
+"""What Open MPI 5 knows about lost ranks (ULFM).  Imported by comm/mpi/*.py, which initialise MPI."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from speechdp.comm import environment
 from speechdp.comm.mpi.library import MPI
 from speechdp.errors import ConfigError
 
-#: What MPI raises where a rank is gone, or where somebody may be for whom this one waits.
+#: MPI's error classes for a lost rank, and for a receive from any source while a possible sender is lost.
 _LOST = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 
 def is_loss(error: MPI.Exception) -> bool:
-    """Say whether an error of MPI means that ranks are gone."""
+    """Return whether an MPI error means that ranks are lost."""
     return error.Get_error_class() in _LOST
 
 
 def failed_ranks(comm: Any) -> frozenset[int]:
-    """Return the ranks of an mpi4py communicator that this one knows to be gone."""
+    """Return the ranks of an mpi4py communicator that this rank knows to be lost."""
     failed = comm.Get_failed()
     try:
         if failed.Get_size() == 0:
@@ -33,10 +33,10 @@ def failed_ranks(comm: Any) -> frozenset[int]:
 
 
 def check_ulfm() -> None:
-    """Refuse an MPI that ends the whole job when a rank is gone.
+    """Refuse an MPI that ends the whole job when a rank is lost.
 
     Raises:
-        ConfigError: it has no ULFM, or it is switched off.
+        ConfigError: this MPI has no ULFM, or ULFM is switched off.
     """
     name, version = MPI.get_vendor()
     spoken = f"{name} {'.'.join(str(number) for number in version)}"

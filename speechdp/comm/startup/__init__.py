@@ -1,1 +1,1 @@
-"""From a started process to a rank of a job: choosing a back-end, the world check, failure, who feeds."""
+"""From a started process to a rank of a job: back-end choice, world check, failure, feeder roles."""

@@ -1,4 +1,4 @@
-"""Choose a communicator back-end by name and make it; the only place that imports them."""
+"""Choose a communicator back-end by name and create it; the only place that imports back-ends."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _REMEDIES = {
 }
 
 
-#: Back-ends of several ranks, the preferred one first.
+#: Back-ends for several ranks, the preferred one first.
 BACKENDS = tuple(_MODULES)
 
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """A back-end, and what to tell the user about how it was chosen.
+    """A back-end, and a notice to the user about how it was chosen.
 
     Attributes:
         name: `serial`, `horovod`, `mpi` or `torch`.
-        notice: a line to be printed once, on rank 0; None where the choice was the expected one.
+        notice: line to print once, on rank 0; None if the choice is the expected one.
     """
 
     name: str
@@ -52,16 +52,16 @@ class BackendChoice:
 
 
 def choose_backend(name: str = "auto", device: torch.device | None = None) -> BackendChoice:
-    """Resolve `auto`; initialises nothing.
+    """Resolve `auto` without initialising anything.
 
-    Several processes announced by a launcher: Horovod where it is usable, else MPI with a notice that
-    says why.  Nothing announced: serial.
+    If a launcher announced several processes, `auto` is Horovod if usable, else MPI with a notice that says
+    why.  If none announced any, `auto` is serial.
 
     Args:
-        device: where the tensors to be exchanged live; None for the CPU.
+        device: device of the tensors to be exchanged; None for the CPU.
 
     Raises:
-        ConfigError: no such back-end, or it cannot exchange between ranks that share a GPU.
+        ConfigError: there is no such back-end, or it cannot exchange between ranks that share a GPU.
     """
     if name not in (*_MODULES, "auto", "serial"):
         known = ", ".join(("auto", "serial", *_MODULES))
@@ -96,12 +96,12 @@ def create_communicator(name: Backend | str = "auto", device: torch.device | Non
     """Return the communicator of this process.  Collective.
 
     Args:
-        name: the back-end; `auto` as `choose_backend` has it.
-        device: where the tensors to be exchanged live; None for the CPU.
+        name: name of the back-end; `auto`: see `choose_backend`.
+        device: device of the tensors to be exchanged; None for the CPU.
 
     Raises:
-        ConfigError: no such back-end, or it cannot exchange between ranks that share a GPU.
-        CommunicationError: it is not installed, or cannot start.
+        ConfigError: there is no such back-end, or it cannot exchange between ranks that share a GPU.
+        CommunicationError: the back-end is not installed, or cannot start.
     """
     choice = choose_backend(name, device)
     if choice.name == "serial":
@@ -128,15 +128,15 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
     """Return the communicator of a job whose last `num_feeders` ranks of each host feed.  Collective.
 
     Raises:
-        ConfigError: no such back-end, not started over MPI, or too few ranks on a host.
-        CommunicationError: it is not installed, or cannot start.
+        ConfigError: there is no such back-end, the job was not started over MPI, or a host has too few ranks.
+        CommunicationError: the back-end is not installed, or cannot start.
     """
     _refuse_unconnected()
     choice = choose_backend(name, device)
     launch = environment.announced()
     feeders = f"--feeders {num_feeders}"
     if launch is None or launch.size == 1 or choice.name == "serial":
-        other = " with --backend auto" if name == "serial" else ""  # of a run that goes on it has to stay
+        other = " with --backend auto" if name == "serial" else ""  # a resumed run must keep its back-end
         raise ConfigError(
             f"{feeders}: takes at least {num_feeders + 1} ranks of a host, but this one is alone; start with "
             f"speechdp launch -np {num_feeders + 1} -- train ...{other}, or give --feeders 0"
@@ -160,19 +160,19 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
 
 
 def _with_mpi() -> str:
-    """Return how to start ranks that exchange over MPI, where their launcher has not done so."""
+    """Return how to start ranks that exchange over MPI, if their launcher does not connect them by MPI."""
     launch = environment.announced()
     without = environment.started_by_horovodrun() or (launch is not None and launch.launcher == "torchrun")
     return ", and start the ranks by speechdp launch" if without else ""
 
 
 def _is_over_nccl(name: str) -> bool:
-    """Return whether Horovod, asked for by that name, exchanges over NCCL; `auto` has seen that it serves."""
+    """Return whether Horovod, requested as `name`, uses NCCL; for `auto` it is known to be usable."""
     return (name == "auto" or _why_not_horovod() is None) and _has_nccl()
 
 
 def _has_nccl() -> bool:
-    """Return whether Horovod, which is there and can be loaded, was built for NCCL."""
+    """Return whether Horovod was built with NCCL; it must be installed and loadable."""
     return bool(importlib.import_module("horovod.torch").nccl_built())
 
 
@@ -181,7 +181,7 @@ def _remedy(backend: str) -> str:
 
 
 def _refuse_unconnected() -> None:
-    """Refuse before MPI starts what it would refuse with a page of text, or not at all."""
+    """Refuse, before MPI starts, ranks that MPI would refuse with a page of text, or not at all."""
     launch = environment.started_unconnected()
     if launch is not None:
         raise CommunicationError(
@@ -192,7 +192,7 @@ def _refuse_unconnected() -> None:
 
 
 def _refuse_launcher_of_other_mpi() -> None:
-    """Refuse ranks that their MPI would not connect: MPICH's fail in MPI_Init, Open MPI's are each alone."""
+    """Refuse ranks from another MPI's launcher: MPICH's fail in MPI_Init, Open MPI's run unconnected."""
     launch, launchers = environment.announced(), abi_of_launcher()
     if launch is None or launch.size == 1 or launchers is None:
         return
@@ -206,9 +206,9 @@ def _refuse_launcher_of_other_mpi() -> None:
 
 
 def _refuse_horovod_of_other_mpi() -> None:
-    """Refuse a Horovod that was asked for, whose MPI would end the ranks with a page of text.
+    """Refuse an explicitly requested Horovod whose MPI would end the ranks with a page of text.
 
-    `auto` leaves it out (`_why_not_horovod`), and needs not ask again.
+    `auto` does not choose such a Horovod (`_why_not_horovod`) and needs no second check.
     """
     mismatch = None if environment.started_by_horovodrun() else other_mpi_of_horovod()
     if mismatch is not None:
@@ -218,7 +218,7 @@ def _refuse_horovod_of_other_mpi() -> None:
 
 
 def _why_not_horovod() -> str | None:
-    """Return why Horovod cannot serve this launcher, or None where it can."""
+    """Return why Horovod is not usable under this launcher, or None if it is."""
     if importlib.util.find_spec("horovod") is None:
         return "Horovod is not installed (launch/setup builds it)"
     if not environment.started_by_horovodrun() and (mismatch := other_mpi_of_horovod()):

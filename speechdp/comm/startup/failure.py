@@ -1,4 +1,4 @@
-"""End all ranks when one fails, with the first cause printed first and its rank and host named.
+"""End all ranks when one fails; print the first cause first, with its rank and host.
 
 Under plain mpirun an exception or sys.exit on one rank leaves the job hanging: the failing rank waits in
 MPI_Finalize for the others, and they wait for it in their next exchange.
@@ -26,12 +26,13 @@ from speechdp.process.shortage import shortage
 if TYPE_CHECKING:
     from speechdp.comm.base import Communicator
 
-#: how long a rank whose exchange failed waits for the rank that caused it to speak and to end the job.
+#: How long a rank whose exchange failed waits for the rank at fault to print its message and end the job.
 _CONSEQUENCE_DELAY_S = 3.0
-#: how long ranks other than 0 wait before they print what probably all ranks have to say: until rank 0, on a
-#: busy machine as well, has come to it, has given its checkpoint time to become whole, and has ended the job.
+#: How long ranks other than 0 wait before they print a message that probably all ranks have.  By then rank 0,
+#: even on a busy machine, has printed it, has given its checkpoint time to be completed, and has ended the
+#: job.
 _OTHERS_DELAY_S = 2.0
-#: how long a rank that a signal has ended lets the others, ended by it as well, remove what is not complete.
+#: How long a rank ended by a signal lets the others, ended by it as well, remove incomplete files.
 _CLEANING_UP_S = 0.5
 
 
@@ -45,15 +46,15 @@ class _Report:
 
 
 def guard(make: Callable[[], Communicator], function: Callable[[Communicator], int | None]) -> int:
-    """Make a communicator, run `function` with it, close it, and return the process' exit code.
+    """Make a communicator, run `function` with it, close it, and return the process's exit code.
 
-    With several ranks a failure of this one ends all of them and does not return: one line for errors
-    of the user's making and where memory does not suffice, the traceback and one line for anything else.
-    A single rank prints the same and returns; `Ended` is left to whoever lets signals raise it.
+    With several ranks, a failure of this one ends all of them and `guard` does not return.  It prints one
+    line for user errors and lack of memory, and the traceback and one line for anything else.  A single rank
+    prints the same and returns.  `Ended` is left to the caller that lets signals raise it.
 
     Args:
         make: returns the communicator; collective.
-        function: what every rank does; returns None or an exit code on which all ranks have agreed (a rank
+        function: what every rank runs; returns None or an exit code that all ranks have agreed on (a rank
             that wants to end the others raises).
     """
     comm: Communicator | None = None
@@ -77,14 +78,14 @@ def guard(make: Callable[[], Communicator], function: Callable[[Communicator], i
 
 
 def _end(comm: Communicator | None, error: BaseException) -> int:
-    """Print what happened and end all ranks; return the exit code where there is only this one."""
+    """Print what happened and end all ranks; with a single rank, return the exit code."""
     leave_if_ended_by_mpirun(error)
     report = _describe(comm, error)
     if _is_alone(comm):
         _print(report.text)
         return report.exit_code
     if threading.current_thread() is threading.main_thread():
-        # The abort of another rank begins with SIGTERM; a handler that saves would only prolong it.
+        # Another rank's abort begins with SIGTERM; a handler that saves a checkpoint would only delay it.
         give_up_handler(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(report.delay_s)
     environment.note_told()
@@ -99,14 +100,14 @@ def _describe(comm: Communicator | None, error: BaseException) -> _Report:
     rank, name = rank_and_name(comm)
     delay_s = _OTHERS_DELAY_S if rank > 0 else 0.0
     if isinstance(error, CommunicationError) and error.__cause__ is not None:
-        # Raised by the back-end because a peer is gone, most likely: let the peer speak first.
+        # Most likely raised by the back-end because a peer is gone: let the peer print its message first.
         delay_s = _CONSEQUENCE_DELAY_S
     if isinstance(error, SpeechDPError):
         exit_code = error.exit_code if delay_s < _CONSEQUENCE_DELAY_S else exit_codes.CRASHED
         return _Report(f"{name}: {error}\n", exit_code, delay_s)
     if isinstance(error, (KeyboardInterrupt, Ended)):
         text, exit_code = describe_end(error)
-        if isinstance(error, Ended):  # which all ranks have got
+        if isinstance(error, Ended):  # all ranks have got the signal
             delay_s = max(delay_s, _CLEANING_UP_S)
         return _Report(f"{name}: {text}\n", exit_code, delay_s)
     line = cannot_be_used(error) if isinstance(error, OSError) else None
@@ -116,7 +117,7 @@ def _describe(comm: Communicator | None, error: BaseException) -> _Report:
         return _describe_exit(name, error, delay_s)
     trace = "".join(traceback.format_exception(error))
     lacking = shortage(error)
-    if lacking is not None:  # what takes it is no defect; in a script the stack shows which line of it
+    if lacking is not None:  # not a defect; in a script the stack shows which line needs so much
         text = f"{trace if remedies.is_script() else ''}{name}: {lacking}\n"
     else:
         text = f"{trace}{name}: ended by an unexpected {type(error).__name__}: {error}\n"
@@ -128,7 +129,7 @@ def _describe_exit(name: str, error: SystemExit, delay_s: float) -> _Report:
         text = f"{name}: left by sys.exit as if all were well, which the other ranks would wait for\n"
         return _Report(text, exit_codes.CRASHED, delay_s)
     if isinstance(error.code, int):
-        # Of which the system keeps the last 8 bits: a job that one rank ends with 256 would have gone well.
+        # The system keeps only the last 8 bits: a job that one rank ends with 256 would seem successful.
         exit_code = error.code & 0xFF or exit_codes.FAILED
         return _Report(f"{name}: ended with exit code {error.code}\n", exit_code, delay_s)
     return _Report(f"{name}: {error.code}\n", exit_codes.FAILED, delay_s)
@@ -139,7 +140,7 @@ def _says_success(error: SystemExit) -> bool:
 
 
 def rank_and_name(comm: Communicator | None) -> tuple[int, str]:
-    """Return this rank, and how its messages begin; None: there is no communicator (yet)."""
+    """Return this rank's number and the beginning of its messages; `comm` None: no communicator (yet)."""
     launch = environment.announced()
     rank = comm.rank if comm is not None else launch.rank if launch is not None else 0
     if _is_alone(comm):
@@ -156,7 +157,7 @@ def _is_alone(comm: Communicator | None) -> bool:
 
 
 def _print(text: str) -> None:
-    """Write `text` in one piece, so that the ranks' messages do not run into one another."""
+    """Write `text` in one piece, so that the ranks' messages do not mix."""
     environment.flush_output()
     with suppress(OSError):  # a message that cannot be written must not keep the others waiting
         sys.stderr.write(text)
@@ -164,7 +165,7 @@ def _print(text: str) -> None:
 
 
 def _abort_without_communicator(exit_code: int) -> None:
-    """End the job after a back-end failed to start, which may have left MPI initialised."""
+    """End the job after a back-end failed to start; MPI may be initialised by then."""
     if "mpi4py.MPI" in sys.modules and sys.modules["mpi4py.MPI"].Is_initialized():
         from speechdp.comm.mpi.library import abort_world  # noqa: PLC0415
 
@@ -174,7 +175,7 @@ def _abort_without_communicator(exit_code: int) -> None:
 
 @contextmanager
 def _thread_failures_end_all(comm: Communicator) -> Iterator[None]:
-    """End all ranks when a thread of this one dies of an exception: its work would be waited for."""
+    """End all ranks when an exception ends a thread of this one: others would wait for the thread's work."""
     if comm.size == 1:
         yield
         return

@@ -1,4 +1,4 @@
-"""A job of which some ranks feed the others: all its ranks over MPI, and those that train over any back-end.
+"""A job in which some ranks feed the others: all ranks use MPI; those that train may use any back-end.
 
 Imported by `comm/startup/create.py` only: it initialises MPI.
 """
@@ -14,20 +14,20 @@ from speechdp.comm.startup.feeder_roles import assign_roles
 
 
 class FedJob(MpiCommunicator):
-    """All ranks of the job, for the feeding and the checks of the world.
+    """All ranks of the job, for feeding and for the world check.
 
     Attributes:
-        roles: who trains and who feeds.
-        is_feeder: what this rank does.
-        part: the communicator of the ranks that do the same; training runs over the trainers'.
+        roles: which ranks train and which feed.
+        is_feeder: whether this rank feeds.
+        part: communicator of the ranks with this rank's role; training uses the trainers'.
 
     Args:
-        backend: `mpi`, `horovod` or `torch`: what the trainers exchange over.
-        num_feeders: of each host.
-        device: where the trainers' tensors live.
+        backend: back-end of the trainers: `mpi`, `horovod` or `torch`.
+        num_feeders: number of feeders on each host.
+        device: device of the trainers' tensors.
 
     Raises:
-        ConfigError: no rank of a host would train.
+        ConfigError: a host would have no rank that trains.
     """
 
     def __init__(self, backend: str, num_feeders: int, device: torch.device) -> None:

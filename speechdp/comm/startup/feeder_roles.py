@@ -1,4 +1,4 @@
-"""Which ranks of a job train, and which feed them: the last ranks of each host.  Pure."""
+"""Decide which ranks of a job train, and which feed them: the last ranks of each host.  Pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from speechdp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Roles:
-    """What the ranks of a job do; all ranks are those of the job.
+    """The roles of a job's ranks; all numbers are ranks of the whole job.
 
     Attributes:
         hosts: host of every rank.
@@ -23,9 +23,9 @@ class Roles:
     feeders: tuple[int, ...]
 
     def feeders_of(self, trainer: int) -> list[int]:
-        """Return who feeds a trainer: the feeders of its host, where batches travel through memory.
+        """Return a trainer's feeders: those of its host, so that batches travel through memory.
 
-        They come in an order of the trainer's own, so that not all trainers ask the same one first.
+        Each trainer gets them in a different order, so that not all trainers ask the same feeder first.
         """
         host = self.hosts[trainer]
         nearby = [rank for rank in self.feeders if self.hosts[rank] == host]
@@ -33,7 +33,7 @@ class Roles:
         return nearby[first:] + nearby[:first]
 
     def trainers_of(self, feeder: int) -> list[int]:
-        """Return whom a feeder feeds."""
+        """Return the trainers that a feeder feeds."""
         return [rank for rank in self.trainers if self.hosts[rank] == self.hosts[feeder]]
 
 
@@ -42,10 +42,10 @@ def assign_roles(hosts: Sequence[str], num_feeders: int) -> Roles:
 
     Args:
         hosts: host of every rank of the job.
-        num_feeders: at least 1.
+        num_feeders: feeders per host, at least 1.
 
     Raises:
-        ConfigError: no rank of a host would train.
+        ConfigError: a host would have no rank that trains.
     """
     counts = Counter(hosts)
     for host, count in counts.items():

@@ -1,4 +1,4 @@
-"""Ownership of folders by this process: of a command without ranks, or rank 0 for all."""
+"""Ownership of folders by this process: a command without ranks, or rank 0 on behalf of all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from speechdp.ownership.claimant import Claimant
 from speechdp.ownership.owner import FolderOwner, Surroundings
 from speechdp.process.bounded import bounded
 
-if TYPE_CHECKING:  # it loads torch, which preparing data does without
+if TYPE_CHECKING:  # it loads torch, which preparing data does not need
     from speechdp.comm.base import Communicator
 
 
@@ -33,9 +33,9 @@ class OwningProcess:
     """A process that owns folders.
 
     Attributes:
-        comm: the ranks for which this one owns them; None: it is by itself.
+        comm: the ranks on whose behalf this one owns folders; None: a process without ranks.
         clean_up: called before the process ends because it has lost a folder.
-        stopped: tells whether the process was asked to stop.
+        stopped: returns whether the process was asked to stop.
     """
 
     comm: Communicator | None = None
@@ -44,7 +44,7 @@ class OwningProcess:
 
     def end(self, message: str) -> None:
         """End the process at once, with a line that names this rank."""
-        bounded(self.clean_up, default=None)  # training may hold its lock, in a print nobody reads
+        bounded(self.clean_up, default=None)  # training may hold its lock while it prints to a full pipe
         _, name = rank_and_name(self.comm)
         environment.end_process_with(f"{name}: {message}\n", exit_codes.IN_USE)
 
@@ -57,11 +57,11 @@ def owner_of(
     *,
     file: Path | None = None,
 ) -> FolderOwner:
-    """Return what owns a folder for this process while its block runs.
+    """Return a context manager that owns a folder for this process during its block.
 
     Args:
-        command: what it does, for whoever else wants the folder.
-        say: takes a line of news.
+        command: what the process does, for the message to others that want the folder.
+        say: called with a line for the user.
         file: see FolderOwner.
     """
     surroundings = Surroundings(say, process.end, process.stopped)

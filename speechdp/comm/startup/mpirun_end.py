@@ -1,7 +1,7 @@
-"""Say in a line that mpirun ends its ranks: interrupted, it says nothing itself, and ends with exit code 1.
+"""Print a line when mpirun ends its ranks: an interrupted mpirun prints nothing and exits with code 1.
 
-It sends each rank SIGTERM, and SIGKILL a second later.  `speechdp launch` asks ranks otherwise, and tells it
-itself.
+mpirun sends each rank SIGTERM, and SIGKILL a second later.  `speechdp launch` stops ranks in another way and
+prints its own line.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _ASKED = (
 
 
 def heed_mpirun_end() -> None:
-    """Let SIGTERM end this rank of an mpirun that nobody supervises, and rank 0 tell so.
+    """Let SIGTERM end this rank of an unsupervised mpirun, and let rank 0 say so.
 
-    To be called in the main thread, before `end_by_exception`.
+    Call it in the main thread, before `end_by_exception`.
     """
     launch = environment.announced()
     if launch is None:
@@ -40,10 +40,10 @@ def heed_mpirun_end() -> None:
 
 
 class _Teller:
-    """Writes the line as soon as SIGTERM comes, once.
+    """Writes the line once, as soon as SIGTERM arrives.
 
-    A thread does, as the main thread may wait for another rank, amid MPI, until it is killed.  It learns of
-    signals that have a handler in Python.
+    A separate thread writes it, as the main thread may wait inside MPI for another rank until it is killed.
+    The thread learns of signals that have a Python handler.
     """
 
     def __init__(self) -> None:
@@ -55,18 +55,18 @@ class _Teller:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        # What a worker is sent is no news of this rank; it has the same pipe.
+        # A forked worker inherits the pipe; signals to it say nothing about this rank.
         os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
         threading.Thread(target=self._watch, args=(reading,), name="speechdp-mpirun-end", daemon=True).start()
 
     def tell(self) -> None:
-        """Write the line, unless it is written or a rank has said why the job ends."""
+        """Write the line, unless it was written before or a rank has said why the job ends."""
         with self._lock:
             if self._has_told or environment.has_told():
                 return
             self._has_told = True
             text = f"speechdp: rank 0 on {environment.host_name()}: {_what_follows()}\n"
-            with suppress(OSError):  # a reader that has gone
+            with suppress(OSError):  # the reader is gone
                 os.write(STDERR, text.encode(errors="replace"))
 
     def _watch(self, reading: int) -> None:
@@ -76,6 +76,6 @@ class _Teller:
 
 
 def _what_follows() -> str:
-    """Return what the signal means here: training heeds it, and everything else ends by it."""
+    """Return what the signal leads to: training stops in an orderly way, anything else is ended by it."""
     is_training = hasattr(signal.getsignal(signal.SIGTERM), "__self__")  # a method of its StopRequest
     return _ASKED if is_training else _ENDED

@@ -1,7 +1,7 @@
-"""End a rank that waits in vain for the others when a job or a run begins: its watchdog comes with training.
+"""End a rank that waits in vain for the others when a job or a run begins, before its watchdog is started.
 
-A thread says so in a line.  While MPI itself starts no Python thread can run; there the interpreter's own
-timer shows the stack and ends the process a little later.
+A thread prints a line that says so.  While MPI itself starts, no Python thread can run; then the
+interpreter's own timer prints the stack and ends the process a little later.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from speechdp.comm import environment
 
 T = TypeVar("T")
 
-#: Ranks may start minutes apart: their libraries come from a disk that all of them read at once.
+#: Shortest time-out, s.  Ranks may start minutes apart: all read their libraries from one disk at once.
 _LEAST_S = 300.0
-#: How much later than the thread the interpreter's timer comes, s.
+#: How much later than the thread the interpreter's timer fires, s.
 _BACKSTOP_S = 5.0
-#: Fraction of the time that the timer is given, s: by it launching/launcher_output.py knows the
-#: timer's `Timeout (0:05:05.015625)!` from what a script prints that uses faulthandler as well.
+#: Fractional part of the timer's time-out, s: by it launching/launcher_output.py distinguishes the timer's
+#: `Timeout (0:05:05.015625)!` from the output of a script that uses faulthandler as well.
 _TIMER_MARK_S = 1 / 64
 
 
 class StartGuard:
-    """Guards a beginning on this rank until it is `over`; a process by itself needs none.
+    """Guards the start of a job or run on this rank until `over`; does nothing for a single process.
 
-    One at a time: `with`, or from `waiting_for_all_ranks` on.
+    Only one guard at a time; it begins with `with`, or with `waiting_for_all_ranks`.
 
     Args:
-        timeout_s: without progress, as of training; taken for at least some minutes; 0: no guard.
+        timeout_s: time without progress, as for training, s; raised to some minutes if shorter; 0: no guard.
         awaited: what all ranks are to do, for the message.
     """
 
@@ -47,12 +47,12 @@ class StartGuard:
         self._timer.daemon = True
 
     def waiting_for_all_ranks(self, make: Callable[[], T]) -> T:
-        """Return what `make` returns, guarded from here on; its name is what the stack shows."""
+        """Begin to guard, and return what `make` returns; the stack shows this method's name."""
         self.__enter__()
         return make()
 
     def over(self) -> None:
-        """All ranks have met: guard no more.  Safe to call twice."""
+        """Stop guarding, as all ranks have met.  Safe to call twice."""
         if self._timeout_s > 0:
             self._timer.cancel()
             faulthandler.cancel_dump_traceback_later()

@@ -1,7 +1,7 @@
 """Compare what the ranks, the launcher, MPI and Horovod believe about the world, before step 1.
 
-"Every rank says it is rank 0" is the commonest report about data-parallel training: N processes that each
-train alone, at full cost, without an error.  Different versions or data on one node come next.
+"Every rank says it is rank 0" is the most common report about data-parallel training: N processes each train
+alone, at full cost, without an error.  Different versions or data on one node come next.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ _LAUNCHER_REMEDIES = {
 
 
 def check_world(comm: Communicator, facts: Mapping[str, Any]) -> None:
-    """Refuse a world that is not one.  Collective.
+    """Refuse a job whose ranks do not form one consistent world.  Collective.
 
     Args:
         comm: the communicator the run is going to use.
-        facts: what must be the same on every rank besides the versions: `seed`, `configuration` (a hash),
-            `data checksum`, ...; JSON-like values.
+        facts: values that must be the same on every rank, besides the versions: `seed`, `configuration` (a
+            hash), `data checksum`, ...; JSON-like.
 
     Raises:
-        CommunicationError: naming the first difference, the ranks and hosts, both values and the remedy.
+        CommunicationError: the ranks differ; the message names the first difference, the ranks and hosts,
+            both values and the remedy.
     """
-    # First what a rank can see by itself: with a wrong size the exchange below might never end.
+    # First the checks that need no exchange: with a wrong size the exchange below might never end.
     _check_launcher(comm)
     _check_mpi(comm)
     _check_equal(comm, {**versions(), **facts})
@@ -81,7 +82,7 @@ def _launcher_remedy(launcher: str) -> str:
 
 
 def _mpi_of_mpi4py() -> str:
-    """Return which MPI mpi4py has loaded and where from, to follow its name: "uses: Open MPI v4.1.8"."""
+    """Return which MPI mpi4py loaded, and from where, as text after its name: "uses: Open MPI v4.1.8"."""
     library = versions().get("MPI library version")
     found = _mapped_libmpi()
     where = "" if found is None else f" ({found})"
@@ -89,7 +90,7 @@ def _mpi_of_mpi4py() -> str:
 
 
 def _mapped_libmpi() -> str | None:
-    """Return the file of the MPI library in this process; None: none, or the system does not tell."""
+    """Return the path of the MPI library in this process; None: none, or unknown."""
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -125,7 +126,7 @@ def _check_equal(comm: Communicator, facts: Mapping[str, Any]) -> None:
 
 
 def check_sum(comm: Communicator) -> None:
-    """Sum a small vector whose result every rank knows: a broken transport shows here, not in the loss.
+    """Sum a small vector whose result is known, so that a broken transport shows here, not in the loss.
 
     Collective.
 
@@ -144,20 +145,20 @@ def check_sum(comm: Communicator) -> None:
 
 
 def check_devices(comm: Communicator, device: torch.device) -> None:
-    """Refuse ranks of which some compute on GPUs and others on the CPU.  Collective.
+    """Refuse a job in which some ranks use GPUs and others the CPU.  Collective.
 
     Args:
         comm: the ranks that train.
-        device: that this rank computes on.
+        device: device this rank computes on.
 
     Raises:
-        CommunicationError: as refuse_mixed_kinds does.
+        CommunicationError: as for `refuse_mixed_kinds`.
     """
     refuse_mixed_kinds(comm.allgather_object([environment.host_name(), device.type]))
 
 
 def versions() -> dict[str, str]:
-    """Return what is installed here, keyed `... version`."""
+    """Return the versions of what is installed here, with keys `... version`."""
     versions = {
         "speechdp version": __version__,
         "Python version": platform.python_version(),
@@ -175,7 +176,7 @@ def versions() -> dict[str, str]:
 
 
 def library_version(mpi: ModuleType) -> str:
-    """Return name and version of the MPI library: what comes first in a text of one line, or of twenty.
+    """Return the name and version of the MPI library, which begin its one- to twenty-line description.
 
     Args:
         mpi: the module mpi4py.MPI.
@@ -189,7 +190,7 @@ def library_version(mpi: ModuleType) -> str:
 
 
 def _mpi_world() -> tuple[int, int] | None:
-    """Return MPI's idea of this rank and the size, None where MPI has not been initialised."""
+    """Return this rank and the size according to MPI; None if MPI is not initialised."""
     mpi = sys.modules.get("mpi4py.MPI")  # never import it here: that would initialise MPI
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return None

@@ -1,8 +1,8 @@
 """N ranks as threads of one process: for tests, and the strictest of the back-ends.
 
-Values are combined in rank order by one thread, so every rank holds the same bits.  Exchanges are matched
-by their number, and ranks that disagree about what exchange number k is are told so, where MPI would hang
-or mix up buffers.
+One thread combines values in rank order, so every rank holds the same bits.  Exchanges are matched by their
+number.  Ranks that disagree about what exchange number k is get an error, where MPI would hang or mix up
+buffers.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from speechdp.errors import CommunicationError
 
 T = TypeVar("T")
 
-#: Seconds beyond the time-out after which ranks that have not ended are taken to hang: where one has said
-#: what is wrong, and where none has, as on a machine so busy that a thread gets no core for a while.
+#: Seconds beyond the time-out after which ranks that have not ended are considered hung: if a rank has
+#: failed, and if none has, e.g. on a machine so busy that a thread gets no core for a while.
 _FAILED_S, _SILENT_S = 1.0, 20.0
-#: Seconds between two looks at whether one has.
+#: Seconds between two checks whether a rank has failed.
 _LOOK_S = 0.1
 
 
 @dataclass
 class _Exchange:
-    """Contributions of the ranks to one collective call.
+    """The ranks' contributions to one collective call.
 
     Attributes:
-        what: the same on every rank.
-        said: `what` in messages, with the call of a script in which the first rank made it.
+        what: description of the call, the same on every rank.
+        said: `what` as messages show it, with the script's call in which the first rank made it.
     """
 
     what: str
@@ -54,8 +54,8 @@ class _Shared:
     """The exchanges of one group of ranks, guarded by the job's condition.
 
     Args:
-        job: what all ranks have in common, of this group or not.
-        members: rank in the job of every rank of the group; messages name these.
+        job: state shared by all ranks, in this group or not.
+        members: rank in the job of every rank of the group; messages name these ranks.
     """
 
     def __init__(self, job: ThreadJob, members: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class _Shared:
         self.exchanges: dict[int, _Exchange] = {}
 
     def deposit(self, number: int, rank: int, what: str, part: Any, at: str = "") -> _Exchange:
-        """Add one rank's part to exchange `number`; `at` names the call of a script that makes it."""
+        """Add one rank's part to exchange `number`; `at` names the script's call that makes it."""
         said = f"{what} at {at}" if at else what
         with self.job.changed:
             self.job.check_here(self.members[rank])
@@ -82,7 +82,7 @@ class _Shared:
     def collect(
         self, number: int, rank: int, exchange: _Exchange, combine: Callable[[list[Any]], Any]
     ) -> Any:
-        """Wait for every rank's part and return the parts combined, which is done once."""
+        """Wait for every rank's part and return the combined parts, which are combined only once."""
         with self.job.changed:
             while not exchange.alive and (missing := self._missing(exchange)):
                 self.job.wait(exchange.what, self.members[rank], missing)
@@ -95,7 +95,7 @@ class _Shared:
             return exchange.result
 
     def _missing(self, exchange: _Exchange) -> list[int]:
-        """Return who is waited for, by rank in the job."""
+        """Return the ranks, numbered as in the job, whose parts are missing."""
         absent = [self.members[r] for r in range(self.size) if r not in exchange.parts]
         return [rank for rank in absent if rank not in self.job.lost]
 
@@ -112,7 +112,7 @@ class _ThreadsWork(Work):
 
 
 class ThreadsCommunicator(Communicator):
-    """One of `size` ranks that live in this process; made by `run_threads`, or by splitting another."""
+    """One of `size` ranks in this process; made by `run_threads`, or by splitting another communicator."""
 
     backend: ClassVar[str] = "threads"
     reducible: ClassVar[frozenset[torch.dtype]] = REDUCIBLE["threads"]
@@ -136,7 +136,7 @@ class ThreadsCommunicator(Communicator):
         return frozenset(rank for rank, member in enumerate(self._shared.members) if member in lost)
 
     def check_loss_tolerance(self) -> None:
-        return None  # ranks that vanish are done without anyway
+        return None  # this back-end always continues without vanished ranks
 
     def collect(self, number: int, exchange: _Exchange, combine: Callable[[list[Any]], Any]) -> Any:
         """Wait for exchange `number` and return its parts combined."""
@@ -177,7 +177,7 @@ class ThreadsCommunicator(Communicator):
 
     def _allreduce_async(self, x: Tensor, name: str, op: ReduceOp) -> Work:
         what = f"allreduce({name!r}, {op.value}, {str(x.dtype).removeprefix('torch.')}{list(x.shape)})"
-        # A copy, so that a rank which breaks the contract and writes early harms only itself.
+        # A copy, so that a rank that breaks the contract by writing early harms only itself.
         number, exchange = self._deposit(what, x.detach().clone())
         return _ThreadsWork(self, number, exchange, x.detach(), op)
 
@@ -203,17 +203,17 @@ class ThreadsCommunicator(Communicator):
 def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: float = 240.0) -> list[T]:
     """Run `function(communicator)` on `size` ranks, each a thread, and return their results in rank order.
 
-    A rank that vanishes (thread_job.Vanished) has none.
+    A rank that vanishes (`Vanished`) has no result.
 
     Args:
         size: number of ranks.
-        function: what every rank does; called once a rank with that rank's communicator.
+        function: what every rank runs; called once per rank, with that rank's communicator.
         timeout_s: seconds after which ranks that wait for one another give up.
 
     Raises:
         CommunicationError: the ranks hang, or disagree about the next exchange.
-        Exception: the first that a rank raised, with a note naming the rank.  The others are woken from
-            their exchange with a CommunicationError of their own.
+        Exception: the first exception that a rank raised, with a note naming the rank.  The other ranks get
+            a CommunicationError in their exchange.
     """
     job = ThreadJob(timeout_s)
     shared = _Shared(job, range(size))
@@ -224,7 +224,7 @@ def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: flo
             results[rank] = function(ThreadsCommunicator(rank, shared))
         except Vanished:
             job.lose(rank)
-        except BaseException as error:  # handed to the caller, who raises it again
+        except BaseException as error:  # the caller raises it again
             job.fail(rank, error)
         finally:
             if rank not in job.lost:
@@ -248,9 +248,9 @@ def run_threads(size: int, function: Callable[[Communicator], T], timeout_s: flo
 
 
 def _join(thread: threading.Thread, job: ThreadJob) -> None:
-    """Wait for a rank's end, but not for ever."""
+    """Wait for a rank to end, but not for ever."""
     while thread.is_alive():
-        # Ranks that wait for one another give up by themselves: their message says more, and comes first.
+        # Ranks that wait for one another give up by themselves; their message says more and must come first.
         patience_s = _SILENT_S if job.failure is None else _FAILED_S
         left_s = job.deadline + patience_s - time.monotonic()
         if left_s <= 0:

@@ -10,7 +10,7 @@ from speechdp.errors import CommunicationError
 
 
 class Vanished(SystemExit):
-    """Raised by a rank to vanish like a killed process, in tests of losses."""
+    """Raised by a rank in tests of losses, to vanish like a killed process."""
 
 
 class ThreadJob:
@@ -19,8 +19,8 @@ class ThreadJob:
     Attributes:
         changed: guards everything that the ranks share; notified whenever any of it changes.
         deadline: time.monotonic() at which ranks that wait for one another give up, s.
-        failure: the first rank that failed, and with what.
-        ended: ranks that take part in nothing any more.
+        failure: the first rank that failed, and its exception.
+        ended: ranks that no longer take part in anything.
         lost: ranks that have vanished.
     """
 
@@ -32,41 +32,41 @@ class ThreadJob:
         self.lost: set[int] = set()
 
     def fail(self, rank: int, error: BaseException) -> None:
-        """Note the first failure and wake everybody."""
+        """Record the first failure and wake all ranks."""
         with self.changed:
             if self.failure is None:
                 self.failure = (rank, error)
             self.changed.notify_all()
 
     def end(self, rank: int) -> None:
-        """Note that `rank` takes part in nothing any more."""
+        """Record that `rank` no longer takes part in anything."""
         with self.changed:
             self.ended.add(rank)
             self.changed.notify_all()
 
     def lose(self, rank: int) -> None:
-        """Note that `rank` has vanished; its threads vanish in their next exchange."""
+        """Record that `rank` has vanished; its threads vanish in their next exchange."""
         with self.changed:
             self.lost.add(rank)
             self.changed.notify_all()
 
     def check_here(self, rank: int) -> None:
-        """Raise Vanished in whatever thread of a rank that has."""
+        """Raise Vanished if `rank` has vanished, in whichever of its threads calls this."""
         if rank in self.lost:
             raise Vanished
 
     def wait(self, what: str, rank: int, missing: Sequence[int], *, for_any: bool = False) -> None:
-        """Sleep until something changes.  To be called with `changed` held.
+        """Sleep until something changes.  The caller must hold `changed`.
 
         Args:
             what: the call that waits, for the message.
-            rank: who waits.
+            rank: the rank that waits.
             missing: the ranks it waits for.
-            for_any: one of them is enough; else it needs all.
+            for_any: whether one of them is enough; else it needs all.
 
         Raises:
             CommunicationError: waiting is in vain.
-            Vanished: this rank has.
+            Vanished: this rank has vanished.
         """
         self.check_here(rank)
         if self.failure is not None:

@@ -16,7 +16,7 @@ from speechdp.errors import CommunicationError
 
 
 class PacketBoxes:
-    """Packets of one channel that have not been received yet, one box per rank.
+    """Packets of one channel that have not yet been received, in one box per rank.
 
     Args:
         job: its condition guards the boxes.
@@ -33,8 +33,8 @@ class ThreadPackets(PacketChannel):
 
     Args:
         rank: this rank in the channel.
-        boxes: the channel, common to its ranks.
-        allocate: where arriving tensors go.
+        boxes: the channel's boxes, shared by its ranks.
+        allocate: returns memory for arriving tensors.
         meet: returns once every rank of the channel has called it.
     """
 
@@ -82,7 +82,7 @@ class ThreadPackets(PacketChannel):
             self._meet()
 
     def _check_job(self, job: ThreadJob) -> None:
-        """Raise CommunicationError where waiting is in vain."""
+        """Raise CommunicationError if waiting is in vain."""
         rank = self._boxes.members[self.rank]
         if job.failure is not None:
             failed, error = job.failure

@@ -14,7 +14,7 @@ from speechdp.comm.threads.job import ThreadJob
 
 
 class Mailboxes:
-    """Messages of one channel that have not been received yet, oldest first in each box.
+    """Messages of one channel that have not yet been received, oldest first in each box.
 
     Args:
         job: its condition guards the boxes.
@@ -24,7 +24,7 @@ class Mailboxes:
     def __init__(self, job: ThreadJob, members: Sequence[int]) -> None:
         self.job, self.members = job, members
         self._boxes: defaultdict[tuple[int, int], list[tuple[int, Tensor]]] = defaultdict(list)
-        # Losses that each rank knows of when it receives from anybody.
+        # Losses already reported to each rank in receives from any source.
         self._told: defaultdict[int, frozenset[int]] = defaultdict(frozenset)
 
     @property
@@ -33,7 +33,7 @@ class Mailboxes:
         return frozenset(r for r, member in enumerate(self.members) if member in self.job.lost)
 
     def put(self, source: int, dest: int, tag: int, message: Tensor) -> None:
-        """Leave `message` for `dest`.  Raises PeerLost if it has vanished."""
+        """Leave `message` for `dest`.  Raises PeerLost if `dest` has vanished."""
         with self.job.changed:
             self.job.check_here(self.members[source])
             if dest in self.lost:
@@ -42,11 +42,11 @@ class Mailboxes:
             self.job.changed.notify_all()
 
     def take(self, rank: int, source: int | None, tag: int) -> tuple[int, Tensor]:
-        """Wait for the next message for `rank` with `tag` from `source` or anybody; return its sender too.
+        """Wait for a message to `rank` with `tag`, from `source` or any rank; return (sender, message).
 
         Raises:
-            PeerLost: the sender has vanished, or anybody has since this was raised last.
-            CommunicationError: no such message can come any more, or not in time.
+            PeerLost: `source` has vanished; with source None, a rank has vanished since the last PeerLost.
+            CommunicationError: no such message can arrive any more, or none arrived in time.
         """
         sources = [r for r in range(len(self.members)) if r != rank] if source is None else [source]
         missing = [self.members[r] for r in sources]
@@ -54,7 +54,7 @@ class Mailboxes:
         with self.job.changed:
             while True:
                 if source is None:
-                    self._tell_losses(rank)  # before a message is looked for, as MPI does
+                    self._tell_losses(rank)  # before looking for a message, as MPI does
                 if (message := self._pop(rank, sources, tag)) is not None:
                     return message
                 if source in self.lost:
@@ -80,7 +80,7 @@ class ThreadPeers(CheckedPeers):
 
     Args:
         rank: this rank in the channel.
-        boxes: the channel, common to its ranks.
+        boxes: the channel's mailboxes, shared by its ranks.
         meet: returns once every rank of the channel has called it.
     """
 

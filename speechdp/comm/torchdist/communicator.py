@@ -1,7 +1,7 @@
 """Ranks over torch.distributed: gloo on CPU, nccl on CUDA.
 
-mpirun alone starts it: the ranks meet over MPI (`meeting.py`).  Under torchrun its own rendezvous
-serves and no MPI is needed.
+mpirun is enough to start the ranks, which meet over MPI (`meeting.py`).  Under torchrun they use its own
+rendezvous and need no MPI.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class _TorchWork(Work):
 
 
 class TorchGroup(Communicator):
-    """The ranks of one process group, all or some of the job's.
+    """The ranks of one process group: all or some of the job's ranks.
 
     Args:
         meeting: where all ranks of the job met.
-        group: process group of torch.distributed; None for the one of all ranks.
+        group: process group of torch.distributed; None for the group of all ranks.
         ranks: rank in the job of every rank of the group.
-        scope: what this group calls itself in the store; no other group does.
+        scope: name of this group in the store, unique among groups.
     """
 
     backend: ClassVar[str] = "torch"
@@ -63,15 +63,15 @@ class TorchGroup(Communicator):
             return TorchPeers(PrefixStore(name, self._meeting.store), self.rank, self.size)
 
     def _split(self, color: int) -> Communicator:
-        # torch.distributed makes a group only if all ranks of the job are there, or else names it by its
-        # members: made, released and made again, such a group would find the old one's traces in the store.
+        # torch.distributed makes a group only if all ranks of the job take part, or else names it after its
+        # members.  Made, released and made again, such a group would find the old one's keys in the store.
         raise ConfigError(
             "the torch back-end cannot split a group once more; split the communicator of all ranks, "
             f"or choose {remedies.backend('mpi')}"
         )
 
     def barrier(self) -> None:
-        # On the CPU: gloo waits in poll() and does not spin.
+        # On the CPU, since gloo waits in poll() and does not spin.
         checked("barrier", lambda: dist.all_reduce(torch.zeros(1), group=self._group))
 
     def close(self) -> None:
@@ -118,32 +118,32 @@ class TorchGroup(Communicator):
 
 
 class TorchCommunicator(TorchGroup):
-    """All ranks of the job, or of a part of it.
+    """All ranks of the job, or some of them.
 
     Args:
-        device: where the tensors live; CUDA selects nccl.
-        part: communicator over MPI of the ranks to be joined, where these are not all of the job.
+        device: device of the tensors; CUDA selects nccl.
+        part: communicator over MPI of the ranks to join, if these are not all of the job's.
 
     Raises:
-        CommunicationError: the ranks cannot meet, or would compute on GPUs and on the CPU.
-        ConfigError: there are more ranks on this host than its GPUs are for.
+        CommunicationError: the ranks cannot meet, or some would compute on GPUs and others on the CPU.
+        ConfigError: this host has more ranks than its GPUs serve.
     """
 
     def __init__(self, device: torch.device, part: Communicator | None = None) -> None:
         on_gpu = device.type == "cuda"
-        # NCCL connects two ranks only when they first exchange something, gloo where it is told so.
+        # NCCL connects two ranks only when they first exchange; gloo does so if configured.
         meeting = meet(part, device, connects_later=on_gpu or environment.gloo_connects_later())
         super().__init__(meeting, None, range(meeting.size), "speechdp")
         self._num_splits = 0
         if device.type == "cuda" and device.index is None:
-            # Which GPU is ours is known only now that the ranks of this host have been counted.
+            # This rank's GPU is known only now that the ranks of this host have been counted.
             device = choose_device("cuda", self.local_rank)
         options: dict[str, Any] = {"device_id": device} if on_gpu else {}
         with meeting.connecting():
             checked(
                 "init_process_group",
                 lambda: dist.init_process_group(
-                    # Counters and objects live on the CPU whatever the model's device.
+                    # Counters and objects are on the CPU, whatever the model's device.
                     "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
                     store=meeting.store,
                     rank=self.rank,
@@ -166,8 +166,8 @@ class TorchCommunicator(TorchGroup):
         return TorchGroup(self._meeting, groups[color], members[color], scope)
 
     def leave(self, exit_code: int) -> None:
-        # Now and then torch.distributed ends a process that exits in the ordinary way with "terminate called
-        # without an active exception": a thread of its own that nobody has joined by then.
+        # Occasionally torch.distributed ends a process that exits normally with "terminate called without an
+        # active exception": one of its own threads has not been joined by then.
         if self._meeting.over_mpi:
             from speechdp.comm.mpi.library import finalise  # noqa: PLC0415
 

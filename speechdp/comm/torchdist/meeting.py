@@ -1,8 +1,8 @@
 """Where the ranks of torch.distributed meet: a file in memory on one host, else a store that rank 0 serves.
 
-torch's TCPStore lets every process of the machine read and write what the ranks tell one another.  So where
-the ranks are on one host there is none: they share a file without a name, which the kernel opens for
-processes of the same user only and which is gone with rank 0.
+torch's TCPStore lets every process of the machine read and write what the ranks exchange through it.  So
+ranks on one host do without: they share a file without a name, which the kernel opens only for processes of
+the same user and which disappears with rank 0.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from speechdp.errors import CommunicationError, one_line
 
 T = TypeVar("T")
 
-#: how long an exchange may take before torch calls the peers lost; evaluations by one rank count too.
+#: How long an exchange may take before torch considers the peers lost, including one rank's evaluations.
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """How this rank found the others: its place among all ranks of the job, and the store they share.
+    """Where this rank met the others: its place among all ranks of the job, and the store they share.
 
     Attributes:
-        connects_later: whether two ranks are connected only when they first exchange something.
-        listener: where this rank serves the store, for the others to connect; None: it does not.
+        connects_later: whether two ranks are connected only when they first exchange.
+        listener: socket on which this rank serves the store; None: it does not serve it.
     """
 
     rank: int
@@ -51,13 +51,13 @@ class Rendezvous:
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """Make a group in the block; afterwards nobody else can connect to this rank, where that can be."""
+        """Let the block make a group; afterwards nobody else can connect, unless ranks connect later."""
         if self.connects_later:
             yield
             return
         with doors.shut_behind_us():
             yield
-        # gloo has connected every two ranks of the group, so all of them have been in the store.
+        # gloo has connected every two ranks of the group, so all of them have connected to the store.
         if self.listener is not None:
             doors.shut(self.listener)
 
@@ -66,12 +66,13 @@ def meet(part: Communicator | None, device: torch.device, *, connects_later: boo
     """Meet the other ranks.  Collective.
 
     Args:
-        part: communicator over MPI of the ranks to be joined, where these are not all of the job.
-        device: where this rank's tensors live: NCCL would wait in vain for ranks without a GPU.
-        connects_later: as of Meeting.
+        part: communicator over MPI of the ranks to join, if these are not all of the job's.
+        device: device of this rank's tensors, of the same kind on all ranks: NCCL would wait in vain for a
+            rank without a GPU.
+        connects_later: see Rendezvous.
 
     Raises:
-        CommunicationError: they cannot be reached, or some have GPUs and others not.
+        CommunicationError: the ranks cannot reach one another, or only some have GPUs.
     """
     if part is None and environment.torchrun_rendezvous() is not None:
         return _meet_by_torchrun(device, connects_later)
@@ -107,19 +108,19 @@ def _meet_by_torchrun(device: torch.device, connects_later: bool) -> Rendezvous:
 
 
 def _place_key(rank: int) -> str:
-    """Return under which key a rank tells the others its host and kind of device."""
+    """Return the store's key for a rank's host and kind of device."""
     return f"speechdp/place-{rank}"
 
 
 def _share_file(mpi: Communicator) -> Any | None:
-    """Return a store in a file in rank 0's memory, None where not all ranks can open it.  Collective."""
+    """Return a store in a file in rank 0's memory; None if a rank cannot open it.  Collective."""
     path, name = "", ""
     if mpi.rank == 0:
         name = f"speechdp-{secrets.token_hex(8)}"
-        # Open as long as this process lives: channels that are opened later meet here too.
+        # Open for the life of this process: channels opened later meet here too.
         path = f"/proc/{os.getpid()}/fd/{os.memfd_create(name)}"
     path, name = mpi.broadcast_object([path, name])
-    # In containers of their own, ranks see other processes, if any, under this number.
+    # In a rank's own container, this process id may belong to another process, or to none.
     if not all(mpi.allgather_object(_is_file_in_memory(path, name))):
         return None
     return dist.FileStore(path, mpi.size)  # type: ignore[attr-defined]
@@ -133,14 +134,15 @@ def _is_file_in_memory(path: str, name: str) -> bool:
 
 
 def _serve(mpi: Communicator, address: str) -> tuple[Any, socket.socket | None]:
-    """Return the store that rank 0 serves at its `address`, and there its listener.  Collective."""
+    """Return the store that rank 0 serves at `address`, and on rank 0 its listener.  Collective."""
     listener: socket.socket | None = None
     if mpi.rank == 0:
         # One address, so that nothing listens on the others.
         listener = socket.create_server((address, 0), backlog=2 * mpi.size)
     address, port = mpi.broadcast_object([address, 0 if listener is None else listener.getsockname()[1]])
     if listener is not None:
-        # The store takes a copy over; a port merely looked up could be taken by somebody else meanwhile.
+        # The store takes over a copy; a port that was only looked up could be taken by somebody else
+        # meanwhile.
         return _store(address, port, mpi.size, listen_fd=os.dup(listener.fileno())), listener
     return checked(f"reaching rank 0 at {address}:{port}", lambda: _store(address, port, mpi.size)), None
 
@@ -158,7 +160,7 @@ def _store(address: str, port: int, size: int, listen_fd: int | None = None) -> 
 
 
 def checked(what: str, call: Callable[[], T]) -> Any:
-    """Call, and turn torch.distributed's error into a CommunicationError that says what was called."""
+    """Run `call`, turning a torch.distributed error into a CommunicationError that names `what`."""
     try:
         return call()
     except RuntimeError as error:  # torch.distributed's errors are all of this class

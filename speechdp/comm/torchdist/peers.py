@@ -1,9 +1,9 @@
 """Messages between two ranks over a gloo group of their own.
 
 Several threads of a rank may wait in one group at the same time: gloo matches by (source, tag) and waits in a
-condition variable.  What it does not do is compare sizes: a message longer than the tensor ends the process
-("terminate called"), a shorter one leaves the rest of the tensor as it was.  So every message is preceded by
-its size.
+condition variable.  But gloo does not compare sizes: a message longer than the tensor ends the process
+("terminate called"), a shorter one leaves the rest of the tensor unchanged.  So its size precedes every
+message.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class TorchPeers(CheckedPeers):
     """A channel over a gloo group.
 
     Args:
-        store: where the ranks of the channel find one another; nobody else uses it.
+        store: store in which the ranks of the channel find one another; nothing else uses it.
         rank: this rank in the channel.
         size: number of ranks of the channel.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        # The group itself, not dist.new_group, for which every rank of the job would have to be there.
+        # The group itself, not dist.new_group, in which every rank of the job would have to take part.
         self._group: Any = checked(
             "opening a channel", lambda: dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
         )
@@ -52,7 +52,7 @@ class TorchPeers(CheckedPeers):
         return sender
 
     def _close(self) -> None:
-        # A rank whose group is gone would break off what the others have not taken yet.
+        # Dropping the group would cut off messages that the others have not received yet.
         checked("closing a channel", lambda: self._group.barrier().wait())
         self._group = None
 

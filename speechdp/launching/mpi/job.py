@@ -88,7 +88,7 @@ def forwarded_names(
 
 
 def _are_of_one_host(gpus: str, *, in_batch_job: bool) -> bool:
-    """Tell whether CUDA_VISIBLE_DEVICES names GPUs of this host that others do not have, or not for this job.
+    """Return whether CUDA_VISIBLE_DEVICES names GPUs that other hosts lack, or lack for this job.
 
     A batch system says on each host which are the job's. No GPU at all is meant for all hosts: CUDA stops at
     the first entry that is none.
