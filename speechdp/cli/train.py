@@ -33,7 +33,7 @@ class TrainCommand:
     options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
     resume: bool = False
     """Continue from the last checkpoint in RUN, if there is one.
-    Options not given are taken from the start of RUN."""
+    Options that are not given keep the values that RUN was begun with."""
     overwrite: bool = False
     """Delete the run in RUN and start over."""
     pause_at: Annotated[int, shown("STEP", "train to the end")] = 0
