@@ -1,4 +1,4 @@
-"""`speechdp compare`: the same training with several strategies on several numbers of ranks."""
+"""`speechdp compare`: train with several strategies on several numbers of ranks."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class CompareCommand(StartsJobs):
     For example, gradient_averaging,bmuf:period=16,eta=0.5,diloco are three strategies."""
     ranks: Annotated[str, shown("N,...")] = "1,2"
     """Numbers of training ranks to compare on; --feeders are started in addition.
-    One rank, which has nothing to exchange, is run once, as the reference for all strategies."""
+    One rank has nothing to exchange and is run once, as the reference for all strategies."""
     seeds: Annotated[str, shown("SEED,...")] = "1"
     """Seeds to train every strategy with; use at least three to draw conclusions."""
     learning_rates: Annotated[str | None, shown("RATE,...", "none: all train with --learning-rate")] = None
     """Learning rates to try, each once for every strategy on every number of ranks.
-    Its runs then have the rate with the best held-out value: a strategy is not judged at another's rate."""
+    The runs of a strategy then use its best rate by held-out value, so none is judged at another's rate."""
     modes: Annotated[str, shown("MODE,...")] = "frames,time"
     """What is kept equal across runs.
     frames: the number of epochs; time: the training time, about that of the slowest run in mode frames."""
@@ -65,10 +65,10 @@ class CompareCommand(StartsJobs):
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
     race: Annotated[int, shown("ROUNDS")] = 24
     """Rounds of the race after the runs: all strategies take turns, so that their speeds can be compared.
-    One race a number of ranks.  An interval needs at least 6 rounds.
-    0: none is held; speeds are those of the runs, or of a race held before."""
+    There is one race for each number of ranks.  An interval needs at least 6 rounds.
+    0: no race; speeds are those of the runs, or of an earlier race."""
     race_steps: Annotated[int, shown("STEPS")] = 16
-    """Steps of a turn in the race, at least: a turn has whole averaging periods."""
+    """Minimum number of steps of a turn in the race; each turn has whole averaging periods."""
     hostfile: Annotated[Path | None, shown("FILE", BATCH_JOB_OR_HERE)] = None
     """File with a line `host slots=N` for each host."""
     launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
@@ -161,7 +161,7 @@ class CompareCommand(StartsJobs):
             dataset.shard_paths(split)
         if plan.learning_rates:
             self.options.optimizer.refuse_rate("--learning-rates tries others")
-        # A rank of a race decodes nothing, and where it was started the hosts may not be told as here.
+        # A rank of a race decodes nothing, and may see other hosts than the command that started it.
         decodes_here = not self.job and self.hosts.are_counted_here
         return CompareRequest(
             data=self.data,
@@ -195,27 +195,27 @@ class CompareScriptCommand:
     For example, gradient_averaging,bmuf:period=16,eta=0.5,diloco are three strategies."""
     ranks: Annotated[str, shown("N,...")] = "1,2"
     """Numbers of ranks to compare on.
-    One rank, which has nothing to exchange, is run once, as the reference for all strategies."""
+    One rank has nothing to exchange and is run once, as the reference for all strategies."""
     seeds: Annotated[str, shown("SEED,...")] = "1"
     """Seeds, one run each: a seed replaces {seed} in the script's arguments and is in SPEECHDP_SEED.
     Use at least three to draw conclusions."""
     learning_rates: Annotated[str | None, shown("RATE,...", "none: the script's own")] = None
     """Learning rates to try, each in one run of every strategy on every number of ranks.
     A rate replaces {learning_rate} in the script's arguments: -- --lr {learning_rate}.
-    The other runs then have the rate with the best final metric."""
+    The runs of a strategy then use its best rate by final metric."""
     race: Annotated[int, shown("ROUNDS")] = 6
     """Rounds of the race after the runs: short runs of all settings in turn, so that speeds can be compared.
-    Each is a start of the script.  An interval needs at least 6 rounds.
-    0: none is held; speeds are those of the runs, or of a race held before."""
+    Each starts the script anew.  An interval needs at least 6 rounds.
+    0: no race; speeds are those of the runs, or of an earlier race."""
     race_steps: Annotated[int, shown("STEPS")] = 32
-    """Steps of such a short run, at least: it has whole averaging periods."""
+    """Minimum number of steps of such a short run; each has whole averaging periods."""
     overwrite: bool = False
     """Delete the comparison in OUT and start over."""
     script_arguments: tyro.conf.Suppress[tuple[str, ...]] = ()
     """What follows `--`."""
 
     def run(self) -> int:
-        """Make the comparison and its report; return the exit code: 1 where a run failed."""
+        """Make the comparison and its report; return the exit code: 1 if a run failed."""
         from speechdp.experiments.compare.plan import (  # noqa: PLC0415
             FRAMES,
             ComparePlan,
@@ -262,12 +262,12 @@ def _compare(
     target: float | None,
     metric: str = "",
 ) -> int:
-    """Make a comparison and its report; return the exit code: 1 where a run failed.
+    """Make a comparison and its report; return the exit code: 1 if a run failed.
 
     Args:
-        training: makes what each run is from a function that takes a line of progress.
-        announcement: lines to begin with.
-        threads: of a rank.
+        training: makes the training, given a function that takes a line of progress.
+        announcement: lines to print first.
+        threads: CPU threads of each rank.
     """
     from speechdp.cli.report import print_report  # noqa: PLC0415
     from speechdp.cli.support.console import make_console  # noqa: PLC0415
@@ -278,7 +278,7 @@ def _compare(
     from speechdp.ownership.overwrite import COMPARISON  # noqa: PLC0415
 
     say = line_printer(make_console())
-    # Before the folder is emptied: what cannot be compared is refused here.
+    # Before the folder is emptied, because this refuses an impossible comparison.
     comparer = Comparer(out.path, plan, training(say), say, metric=metric, threads=threads)
     with owned_folder(out, "compare", say, COMPARISON):
         for line in announcement:
@@ -295,13 +295,13 @@ def _compare(
 
 
 def _runs_of(plan: ComparePlan) -> str:
-    """Say how many runs there are, and how many before them that try learning rates."""
+    """Return a line on how many runs there are, and how many runs before them try learning rates."""
     runs, trials = counted(len(plan.runs()), "run"), len(plan.trials())
     return f"{runs}, after {trials} that try learning rates" if trials else runs
 
 
 def _announcement(request: CompareRequest) -> list[str]:
-    """Say what is going to be trained, and what a step holds; refuse a batch that cannot be shared out."""
+    """Return lines on what will be trained and what a step holds; refuse an indivisible global batch."""
     from speechdp.train.build import training_ranks  # noqa: PLC0415
 
     plan = request.plan

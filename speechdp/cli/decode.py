@@ -40,9 +40,9 @@ class DecodeCommand:
     auto: ngram if DATA has a language model; else digit-loop if all reference words are digits; else
     word-loop."""
     tune_on: Annotated[str | None, shown("SPLIT", "none")] = None
-    """First choose the scales and scores of the search by the word errors of this split.
-    The network runs over it once; then --split is decoded with the best values, which later decodings of RUN
-    use, too.  With the same split for both, test stays unseen while models are compared."""
+    """First choose the scales and scores of the search that give the fewest word errors on this split.
+    The network runs over it only once.  Then decode --split with them.  Later decodings of RUN use them, too.
+    Give the same split for both, e.g. dev, to compare models without looking at test."""
     graph: Annotated[Path | None, shown("FILE", "none")] = None
     """Kaldi's HCLG.fst, for a model trained on Kaldi's alignments, in place of lexicon and grammar."""
     words: Annotated[Path | None, shown("FILE", "words.txt beside --graph")] = None
@@ -54,13 +54,13 @@ class DecodeCommand:
         Literal["utterance", "speaker"] | None,
         shown("utterance|speaker", "as --tune-on had it; else utterance"),
     ] = None
-    """Over what features are normalised: each utterance, as in training, or all of a speaker's in the split.
+    """Normalise features over each utterance, as in training, or over each speaker's utterances in the split.
     speaker: better for short utterances; needs data prepared with --store audio and known speakers."""
     backend: Literal["auto", "serial", "horovod", "mpi", "torch"] = "auto"
     """Library the ranks communicate with.
     auto: horovod if installed, else mpi; torch: torch.distributed; serial: a single rank."""
     task: Annotated[str | None, shown("NAME|MODULE:CLASS", "none")] = None
-    """Task that the model was trained as, where its network is one of your own (docs/api.md)."""
+    """Task that the model was trained as, if its network is your own (docs/api.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: on a GPU if there is one, else on the CPU."""
 
@@ -102,7 +102,7 @@ class DecodeCommand:
         options, tuning = self._decoding_options(*self._with_earlier_weights(dataset, comm)), None
         if self.tune_on is not None:
             with opened_split(trained, dataset, self.split, self.run_dir, options, comm):
-                pass  # can be decoded: known before hours of tuning
+                pass  # fails before hours of tuning if the split cannot be decoded
             kept = KeptGraph(self.run_dir, comm)
             tuned = tune(trained, dataset, self.tune_on, options, comm, say=tell, kept=kept)
             options, tuning = tuned.options, tuned.record
@@ -116,7 +116,7 @@ class DecodeCommand:
     def _with_earlier_weights(
         self, dataset: Dataset, comm: Communicator
     ) -> tuple[RecognitionOptions, Normalise | None]:
-        """Return the search options and how to normalise, as was tuned before where not given.
+        """Return the search options and the normalisation; those not given come from an earlier tuning.
 
         Collective.
         """
@@ -138,7 +138,7 @@ class DecodeCommand:
         return self.search.with_weights(weights), self.normalise or normalise
 
     def _show(self, result: DecodingResult, dataset: Dataset) -> None:
-        """Print what was found, and write the page about it."""
+        """Print the result, and write its page."""
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
         from speechdp.report.decoding.page import write_decoding_page  # noqa: PLC0415
 
@@ -175,7 +175,7 @@ class DecodeCommand:
     def _decoding_options(
         self, search: RecognitionOptions, normalise: Normalise | None = None
     ) -> DecodingOptions:
-        """Return what the recogniser takes.  Raises ConfigError: options that do not go together."""
+        """Return the recogniser's options.  Raises ConfigError: options that do not go together."""
         from speechdp.decode.graphs.graph import OF_ANY_LENGTH, Grammar  # noqa: PLC0415
         from speechdp.decode.graphs.kaldi_graph import KaldiGraphFiles  # noqa: PLC0415
 

@@ -39,7 +39,8 @@ class DoctorCommand:
     ] = None
     """File with a line `host slots=N` for each host (examples in hostfiles/)."""
     num_ranks: Annotated[int, tyro.conf.arg(name="np", aliases=("-np", "-n"), metavar="N")] = 1
-    """Number of ranks on each host; whether cores and GPUs suffice shows with as many as the job has."""
+    """Number of ranks on each host.
+    Give the job's number to check whether cores and GPUs suffice."""
     data: Annotated[Path | None, shown("DATA", "not checked")] = None
     """Data directory that every host must be able to read."""
     run_folder: Annotated[
@@ -67,7 +68,7 @@ class DoctorCommand:
     """Also write all findings to this file, as JSON."""
 
     def run(self) -> int:
-        """Examine and print; return 1 if anything is red."""
+        """Run the checks and print their results; return 1 if any check is red."""
         console = make_console()
         file = None if self.json_file is None else output_file(self.json_file, overwrite=True)
         result = self._examine(lambda line: console.print(line, markup=False, highlight=False))
@@ -122,7 +123,7 @@ class DoctorCommand:
         )
 
     def _allocation(self) -> Allocation | None:
-        """Return the batch job this runs in; with a hostfile, one that cannot be read does not matter."""
+        """Return the surrounding batch job; with a hostfile, ignore one that cannot be read."""
         try:
             return find_allocation(os.environ)
         except ConfigError:
@@ -137,10 +138,10 @@ class DoctorCommand:
 
 
 def _folder_of(run: Path) -> Path:
-    """Return the folder to be tested: the run's own if it is there, else the nearest one it will stand in.
+    """Return the folder to test: the run's own if it exists, else its nearest existing parent.
 
     Raises:
-        ConfigError: a file, or a link that leads nowhere, has the name of the run or of a folder above it.
+        ConfigError: the run or a folder above it is a file or a dangling link.
     """
     run = run.absolute()
     folder = next(path for path in (run, *run.parents) if os.path.lexists(path))

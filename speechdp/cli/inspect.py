@@ -36,12 +36,12 @@ class InspectCommand:
     """Read every utterance, verify its checksum, and check that its targets are valid classes."""
 
     def run(self) -> int:
-        """Print the table, then verify; a damaged shard ends with its one-line message."""
+        """Print the table, then verify the data; a damaged shard raises its one-line message."""
         console = make_console()
         dataset = Dataset.open(self.data)
         console.print(describe(dataset))
         if self.verify:
-            if dataset.stored != "spectrograms":  # of these, `describe` has looked
+            if dataset.stored != "spectrograms":  # `describe` has looked at those of spectrograms
                 classes_of(dataset)
             storages = dataset.verify()
             console.print(
@@ -57,7 +57,7 @@ class InspectCommand:
 
 
 def describe(dataset: Dataset) -> RenderableType:
-    """Lay out a data directory's splits as a table, what holds for all of them above it."""
+    """Return a table of a data directory's splits, under a line with their common settings."""
     settings = _SETTINGS[dataset.stored](dataset)
     if dataset.channel is not None:
         settings += f"\nof files of several channels: {channel_read(dataset.channel)}"
@@ -96,7 +96,7 @@ def _of_features(dataset: Dataset) -> str:
     ]
     kind = f"{features.kind} x {dataset.feature_dim}"
     content = f"audio, for {kind}" if dataset.stored == "audio" else f"{kind} {features.dtype}"
-    rate = f"{dataset.sampling_rate} Hz, " if dataset.sampling_rate else ""  # only Kaldi knows its own
+    rate = f"{dataset.sampling_rate} Hz, " if dataset.sampling_rate else ""  # unknown for Kaldi's features
     whose = " by cmvn.scp" if normalised and features.cmvn == "speaker" else ""
     alignment = "no" if dataset.alignment == UNALIGNED else printable(dataset.alignment)
     return (
@@ -108,7 +108,7 @@ def _of_features(dataset: Dataset) -> str:
     )
 
 
-#: What is said of a data directory, by what its shards hold.
+#: Description of a data directory's settings, by the contents of its shards.
 _SETTINGS: dict[Stored, Callable[[Dataset], str]] = {
     "features": _of_features,
     "audio": _of_features,

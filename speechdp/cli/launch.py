@@ -78,15 +78,15 @@ from speechdp.ownership.claimant import START_VARIABLE
 from speechdp.process.ending import WARNINGS
 from speechdp.process.output import STDERR, is_read, losses_noted_in
 
-#: So long a GPU may need to free the memory of a killed rank, s.
+#: Time that a GPU may need to free the memory of a killed rank, in seconds.
 _RESTART_DELAY_S = 1.0
-#: Default of --grace-s.
+#: Default of --grace-s, in seconds.
 _GRACE_S = 30.0
-#: Other hosts to which the way over --interface is tried.
+#: Maximum number of other hosts to which a connection over --interface is tried.
 _MOST_PROBED = 8
-#: Of which a machine with a GPU has at least one: NVIDIA's, AMD's, and Windows' for Linux.
+#: A machine with a GPU has at least one of these devices: NVIDIA's, AMD's, or WSL's.
 _GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
-#: Where Open MPI looks for slots, and how many ranks it lets these take: settings of the user's environment.
+#: Variables in the user's environment that set where Open MPI finds slots and how many ranks it puts there.
 _SLOT_SETTING = re.compile(r"(?:OMPI|PRTE)_MCA_(?:ras|rmaps)(?:_|$)")
 
 
@@ -119,29 +119,29 @@ class LaunchCommand:
     """Library that Horovod coordinates its ranks over; only with --launcher horovodrun."""
     interface: Annotated[str | None, shown("NAME", "the launcher's choice")] = None
     """Network interface for traffic between hosts, e.g. eth0.
-    Needed where an interface has the same address on all hosts, such as docker0."""
+    Needed if some interface, such as docker0, has the same address on all hosts."""
     mpi_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
     """More options for mpirun, quoted as one argument: --mpi-args="--mca plm_rsh_agent 'ssh -F file'"."""
     tag_output: bool = False
     """Prefix each line of output with the job and rank; progress is then printed as lines, not as a bar."""
     max_restarts: Annotated[int, shown("N")] = 0
-    """How often train or sweep may be restarted from its last checkpoint after a rank or host fails or hangs.
+    """How often to restart train or sweep from its last checkpoint after a rank or host fails or hangs.
     A Python script is started again with the same arguments and has to load its own checkpoint.
     Hosts that do not answer, or on which ranks died twice, are excluded."""
     min_ranks: Annotated[int | None, shown("N", "all ranks")] = None
     """Smallest number of ranks to restart with when hosts are excluded.
     Not for ad_psgd, parameter_server and asynchronous easgd, which need all their ranks."""
     requeue: bool = False
-    """Return a batch job to the queue after a signal has stopped it and it has saved, to continue later.
-    A Python script has saved if it ended with exit code 75 (run.should_stop, docs/api.md)."""
+    """Return a batch job to the queue, to continue later, if a signal stops it and it saves a checkpoint.
+    A Python script tells by exit code 75 that it has saved (run.should_stop, docs/api.md)."""
     grace_s: Annotated[float, shown("SECONDS")] = _GRACE_S
     """Time for the ranks to save and exit after SIGTERM, SIGINT or a batch system's warning.
-    After a second SIGTERM or SIGINT they end at once."""
+    A second SIGTERM or SIGINT ends them at once."""
     dry_run: bool = False
     """Print the launcher's command line and environment variables instead of running it."""
 
     def run(self) -> int:
-        """Launch; return the exit code."""
+        """Launch the job; return its exit code."""
         from speechdp.cli.main import check_forwarded  # noqa: PLC0415 - imports this module
 
         if script := python_program(self.command, Path(sys.executable)):
@@ -156,9 +156,9 @@ class _JobPlace:
     """Where a job may run.
 
     Attributes:
-        hostfile: all hosts it may use.
-        num_ranks: how many are wanted.
-        allocation: the batch job this is part of, None outside of one.
+        hostfile: all hosts that the job may use.
+        num_ranks: number of ranks to start.
+        allocation: the batch job that this process is part of; None outside a batch job.
     """
 
     hostfile: Hostfile
@@ -167,7 +167,7 @@ class _JobPlace:
 
     @property
     def is_started_again(self) -> bool:
-        """Whether the batch system says that it has started this job before; PBS never does."""
+        """Whether the batch system reports that it has started this job before; PBS never reports it."""
         return self.allocation is not None and self.allocation.restarts > 0
 
 
@@ -178,7 +178,7 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         check_pause(command, is_script=True)
     elif options.requeue:
         command = check_command(command, requeue=True)
-    # Where a script writes what is not known.
+    # Where a script writes is not known.
     target = None if is_script else find_target(command)
     place = _find_place(options)
     scheduler = None if place.allocation is None else place.allocation.scheduler
@@ -192,12 +192,12 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
     _check_room(hosts)
     if options.interface is not None:
         _check_interface(options.interface, hosts)
-    # Signals between two starts count as well.
+    # The block also handles signals that arrive between two starts.
     with ExitStack() as stack:
         request = stack.enter_context(noted_signals())
         if target is not None:
             stack.enter_context(losses_noted_in(target.directory))
-        # What a script saves when SIGTERM comes is not known.
+        # What a script saves on SIGTERM is not known.
         ends_at_once = target is not None and policy.max_restarts > 0
         starter = _Starter(options, program, place, request, ends_at_once=ends_at_once)
         restarts = Restarts(
@@ -212,7 +212,7 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         end, result = _run_until_done(starter, restarts, command, request, requeued_by=requeued_by)
     if place.allocation is None:
         return result.exit_code
-    # What has no such target is a script or, as decode does, saves nothing before its end.
+    # Without a target, it is a script, or a command such as decode that saves nothing before its end.
     if _is_given_back(end, result, restarts, scheduler):
         if not options.requeue:
             return result.exit_code
@@ -222,7 +222,7 @@ def launch(options: LaunchCommand, program: tuple[str, ...], *, is_script: bool 
         _say(f"job {place.allocation.job_id} is not requeued: {why}")
     ended_by_user = end.stop_signal is not None and result.exit_code == exit_codes.STOPPED
     if ended_by_user and place.allocation.scheduler == "lsf":
-        return 128 + (end.stop_signal or 0)  # LSF would start a job again that ends with 75
+        return 128 + (end.stop_signal or 0)  # LSF would restart a job that ends with 75
     return result.exit_code
 
 
@@ -234,18 +234,18 @@ def check_options(
     is_script: bool,
     hosts: Sequence[Host] = (),
 ) -> RestartPolicy:
-    """Refuse options that cannot go together; return those of restarts.
+    """Refuse options that do not go together; return the restart policy.
 
-    Before the first start, and by `speechdp submit` before the hours that a job may wait.
+    Called before the first start, and by `speechdp submit` before a job may wait for hours in a queue.
 
     Args:
-        num_ranks: that are to be started.
-        scheduler: whose job this is or will be, None: no batch job.
-        is_script: a user's script is started.
-        hosts: which the job may use, as far as they are known.
+        num_ranks: number of ranks to start.
+        scheduler: batch system of the job; None: no batch job.
+        is_script: the job runs a user's script.
+        hosts: hosts that the job may use, as far as they are known.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: options that do not go together.
     """
     if options.grace_s < 0:
         raise ConfigError(f"--grace-s {options.grace_s:g}: must be at least 0 seconds")
@@ -265,19 +265,19 @@ def check_options(
 
 
 def _check_fewer_ranks(options: LaunchCommand, numbers: Sequence[int]) -> None:
-    """Refuse fewer ranks for a run that cannot go on with them: the restart would fail, hours later.
+    """Refuse fewer ranks than the run can continue with; the restart would fail, hours later.
 
     Args:
-        numbers: of ranks that there may be.
+        numbers: numbers of ranks that a restart may have.
 
     Raises:
-        ConfigError: its strategy or its batch cannot, or there is no such strategy.
+        ConfigError: the strategy or the batch does not allow it, or there is no such strategy.
     """
     from speechdp.cli.main import check_forwarded  # noqa: PLC0415 - imports this module
 
     training = check_forwarded(options.command).options
     strategy = training.strategy
-    if not strategy.parsed.traits.resumes_with_other_size:  # imports torch, for this question alone
+    if not strategy.parsed.traits.resumes_with_other_size:  # imports torch, needed only here
         raise ConfigError(
             f"--min-ranks {options.min_ranks}: {strategy.text} cannot go on with fewer ranks, as each has a "
             "part of its own; leave it out and have a host to spare, or choose another --strategy "
@@ -294,10 +294,10 @@ def _check_fewer_ranks(options: LaunchCommand, numbers: Sequence[int]) -> None:
 
 
 def _check_room(hosts: Sequence[Host]) -> None:
-    """Refuse more ranks on this machine than its memory can hold: it would be beyond use before one failed.
+    """Refuse more ranks than this machine's memory can hold; it would become unusable before a rank failed.
 
     Raises:
-        ConfigError: there are.
+        ConfigError: too many ranks.
     """
     here = sum(host.slots for host in hosts if is_this_machine(host.name))
     if here > room_for_ranks():
@@ -308,13 +308,13 @@ def _check_room(hosts: Sequence[Host]) -> None:
 
 
 def _check_interface(name: str, hosts: Sequence[Host]) -> None:
-    """Refuse an interface that this host of the job does not have: mpirun says so in two long banners.
+    """Refuse an interface that this host of the job does not have; mpirun would print two long banners.
 
     Raises:
-        ConfigError: it has none of this name.
+        ConfigError: this host has no such interface.
     """
     known = [known for _, known in socket.if_nameindex()]
-    # What follows a colon is the label of a further address.
+    # After a colon comes the label of an additional address.
     if name.partition(":")[0] not in known and any(is_this_machine(host.name) for host in hosts):
         raise ConfigError(
             f"--interface {name}: {socket.gethostname()} has no such network interface, but "
@@ -323,12 +323,12 @@ def _check_interface(name: str, hosts: Sequence[Host]) -> None:
 
 
 def _check_way(options: LaunchCommand, hosts: Sequence[Host], starter: _Starter) -> None:
-    """Refuse an interface over which hosts are not reached that are without it.
+    """Refuse --interface if hosts are reachable only without it.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: such a host exists.
     """
-    if options.interface is None or options.launcher == "srun":  # whose daemons go over Slurm's network
+    if options.interface is None or options.launcher == "srun":  # srun's daemons use Slurm's network
         return
     others = [host for host in hosts if not is_this_machine(host.name)][:_MOST_PROBED]
     reached = starter.reachable(others)
@@ -354,7 +354,7 @@ def _give_back(allocation: Allocation, target: Target | None, *, is_script: bool
 
 
 def _is_given_back(end: JobEnd, result: Verdict, restarts: Restarts, scheduler: Scheduler | None) -> bool:
-    """Tell whether a batch job that has ended so goes on with --requeue."""
+    """Return whether --requeue will continue a batch job that has ended in this way."""
     return is_to_go_on(end, result.exit_code, scheduler, begins_anew=restarts.target is None)
 
 
@@ -366,11 +366,11 @@ def _run_until_done(
     *,
     requeued_by: Scheduler | None,
 ) -> tuple[JobEnd, Verdict]:
-    """Start the job, and restart it as long as requested and useful; return its last end.
+    """Start the job, and restart it as long as requested and useful; return how it last ended.
 
     Args:
-        requeued_by: the batch system that starts the job again; None: none does. The user is not
-            advised to start it by hand, too, or two jobs would wait for one folder.
+        requeued_by: the batch system that will start the job again; None: none will. If one will, the user
+            is not advised to start the job by hand: two jobs would wait for one folder.
     """
 
     def is_given_back(end: JobEnd, result: Verdict) -> bool:
@@ -386,7 +386,7 @@ def _run_until_done(
     if request.signals:  # while this process was starting
         return stopped(_end_before_start(request.signals[0]))
     while True:
-        if not reason and os.isatty(STDERR):  # until the ranks say something: imports may take long
+        if not reason and os.isatty(STDERR):  # until the ranks print something: imports may take long
             _say(f"starting {_ranks_on(hosts)}")
         end = starter.run(hosts, arguments, reason)
         result = _judge(end, restarts)
@@ -402,9 +402,9 @@ def _run_until_done(
         try:
             hosts = restarts.next_hosts(end.faults)
         except ConfigError as error:
-            if not request.signals:  # one ends the search for hosts, as if none had answered
+            if not request.signals:  # a signal ends the search for hosts, as if none had answered
                 _say(str(error))
-                return end, result  # the fault's exit code is what counts
+                return end, result  # report the exit code of the fault, not of the signal
         if request.signals:
             return stopped(replace(end, stop_signal=request.signals[0], faults=()))
         without = f"; without {', '.join(restarts.left_out)}" if restarts.left_out else ""
@@ -415,13 +415,13 @@ def _run_until_done(
 
 
 def _end_before_start(signum: int) -> JobEnd:
-    """Return the end of a job that was stopped before its ranks were started: a warning loses nothing."""
+    """Return the end of a job that a signal stopped before its ranks were started."""
     exit_code = exit_codes.STOPPED if signum in WARNINGS else 128 + signum
     return JobEnd(exit_code, signum, is_begun=False)
 
 
 def _judge(end: JobEnd, restarts: Restarts) -> Verdict:
-    """Return what became of the job, and what the user may do next."""
+    """Return how the job ended, and what the user can do next."""
     result = verdict(end, restarts.target)
     if not restarts.is_script or not end.is_begun:
         return result
@@ -436,13 +436,13 @@ def _judge(end: JobEnd, restarts: Restarts) -> Verdict:
 
 
 def _restart_delay_s(hosts: Sequence[Host]) -> float:
-    """Return how long GPUs may still hold the memory of ranks that are gone; 0 where there surely is none."""
+    """Return how long GPUs may still hold the memory of dead ranks, in s; 0 if there surely is no GPU."""
     has_gpu = any(device.exists() for device in _GPU_DEVICES)
     return 0.0 if _are_here(hosts) and not has_gpu else _RESTART_DELAY_S
 
 
 class _Starter:
-    """Starts the ranks, each time on a set of hosts."""
+    """Start the ranks on a given set of hosts."""
 
     def __init__(
         self,
@@ -465,11 +465,11 @@ class _Starter:
         """Run the job to its end.
 
         Args:
-            reason: why it is started again; "" the first time.
+            reason: why the job is restarted; "" at the first start.
         """
         self._starts += 1
         argv, environment = self.prepare(hosts, arguments, reason)
-        # Packed otherwise after a fault, ranks must not compute otherwise: sums would round differently.
+        # If ranks are packed differently after a fault, keep the threads, or sums would round differently.
         if "OMP_NUM_THREADS" in environment:
             self._environ["OMP_NUM_THREADS"] = environment["OMP_NUM_THREADS"]
         policy = _stop_policy(self._options, hosts, self._mpi)
@@ -479,7 +479,7 @@ class _Starter:
     def prepare(
         self, hosts: tuple[Host, ...], arguments: tuple[str, ...], reason: str = ""
     ) -> tuple[list[str], dict[str, str]]:
-        """Return argv and environment of the launcher."""
+        """Return the launcher's argv and environment."""
         options = self._options
         job = LaunchJob(
             hosts=hosts,
@@ -494,7 +494,7 @@ class _Starter:
         cores = share_of_cores(hosts, self._place.allocation, available_cores())
         environment = child_environment(job, self._mpi, self._environ, is_root=os.geteuid() == 0, cores=cores)
         environment[TERMINAL] = describe_terminal()
-        # By this a further start knows whose place it takes in the folder that the one before has owned.
+        # Tells a restart which earlier start owned the folder that it takes over.
         if self._starts:
             environment[START_VARIABLE] = f"{self._name}:{self._starts}"
         if reason:
@@ -515,10 +515,10 @@ class _Starter:
     def reachable(self, hosts: Sequence[Host], *, by_interface: bool = True) -> list[Host]:
         """Return the hosts on which mpirun can start a process.
 
-        Also for horovodrun, which starts processes in the same way (ssh), but has no such test.
+        This also holds for horovodrun, which starts processes in the same way (ssh) but has no such test.
 
         Args:
-            by_interface: over the interface of the options, if they have one.
+            by_interface: test over --interface, if it is given.
         """
         if not hosts:
             return []
@@ -540,13 +540,13 @@ class _Starter:
 
 
 def _find_place(options: LaunchCommand) -> _JobPlace:
-    """Return the hosts given, those of the batch job this runs in, or this machine."""
+    """Return the given hosts, else those of the surrounding batch job, else this machine."""
     try:
         allocation = find_allocation(os.environ)
     except ConfigError:
         if options.hostfile is None or options.requeue:
             raise
-        allocation = None  # one that cannot be read is of no account where the hosts are given
+        allocation = None  # hosts are given, so an unreadable batch job does not matter
     if options.requeue and allocation is None:
         raise ConfigError("--requeue: this is not a batch job; leave it out, or start it by speechdp submit")
     if options.hostfile is not None:
@@ -565,9 +565,9 @@ def _find_place(options: LaunchCommand) -> _JobPlace:
 
 
 def _refuse_to_be_one_of_several() -> None:
-    """Refuse to be started by srun or mpirun: each of these would start a whole job.  Raises ConfigError.
+    """Refuse to run under srun or mpirun: every task would start a whole job.  Raises ConfigError.
 
-    The shell of srun --pty on one node is one of several tasks as well, but the only one that is used.
+    The shell of srun --pty on one node is also one of several tasks, but the only one in use.
     """
     found = announced()
     if found is None or found.size == 1 or os.environ.get("SLURM_PTY_PORT"):
@@ -599,7 +599,7 @@ def _stop_policy(options: LaunchCommand, hosts: Sequence[Host], mpi: Mpirun) -> 
 
 
 def _warn_of_short_grace(options: LaunchCommand, hosts: Sequence[Host]) -> None:
-    """Say that ranks of other hosts do not have the time to save that was asked for."""
+    """Warn that ranks on other hosts get less time to save than requested."""
     asked = options.requeue or options.grace_s != _GRACE_S
     if asked and _is_over_gloo(options) and not _are_here(hosts):
         _say(
@@ -613,9 +613,9 @@ def _is_over_gloo(options: LaunchCommand) -> bool:
 
 
 def _are_slots_counted(options: LaunchCommand) -> bool:
-    """Tell whether the launcher goes by what a batch job has; over Gloo nobody does.
+    """Return whether the launcher enforces the slots of a batch job; with Gloo nothing does.
 
-    The user's own settings may tell it otherwise, such as OMPI_MCA_rmaps_base_oversubscribe=1.
+    The user's own settings, such as OMPI_MCA_rmaps_base_oversubscribe=1, may override this.
     """
     return not (_is_over_gloo(options) or options.mpi_args or any(map(_SLOT_SETTING.match, os.environ)))
 
@@ -636,7 +636,7 @@ def _say(message: str) -> None:
 
 
 def _print_command(argv: list[str], environment: dict[str, str]) -> None:
-    """Print what would be run so that it can be pasted into a shell."""
+    """Print the command line in a form that can be pasted into a shell."""
     changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
     words = [f"{name}={shlex.quote(value)}" for name, value in sorted(changed.items())]
     print(" ".join([*words, shlex.join(argv)]))

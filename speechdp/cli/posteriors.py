@@ -37,7 +37,7 @@ class PosteriorsCommand:
     prior_scale: Annotated[float, shown("SCALE")] = 1.0
     """Scale of the log-priors that are subtracted for log_likelihood, 0 to 1."""
     task: Annotated[str | None, shown("NAME|MODULE:CLASS", "none")] = None
-    """Task that the model was trained as, where its network is one of your own (docs/api.md)."""
+    """Task that the model was trained as, if its network is your own (docs/api.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: on a GPU if there is one, else on the CPU."""
     overwrite: bool = False

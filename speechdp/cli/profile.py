@@ -1,4 +1,4 @@
-"""`speechdp profile`: the time of every function of a training step, over numbers of ranks."""
+"""`speechdp profile`: time every function of a training step on several numbers of ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ProfileCommand(StartsJobs):
     steps: Annotated[int, shown("STEPS")] = 20
     """Training steps to time on each rank."""
     warmup: Annotated[int, shown("STEPS")] = 3
-    """Number of first steps that are recorded but not included in the means."""
+    """Number of initial steps that are recorded but not included in the means."""
     loader_steps: Annotated[int | None, shown("STEPS", "64 + --warmup, at least --steps")] = None
     """Steps in the jobs blocking, pooled and fed, which compare ways of loading data."""
     poster_iterations: bool = False
@@ -106,7 +106,7 @@ class ProfileCommand(StartsJobs):
         plan = self._plan()
         before = None if self.overwrite else threads_before(self.out_dir)
         starter = self.starter("profile", max(plan.ranks), before, self.options.loading.feeders)
-        assert starter.threads is not None  # a starter of commands always says
+        assert starter.threads is not None  # a starter of commands always has it
         request = self._request(plan, starter.threads)
         check_precision(self.data, self.options, on_this_machine=starter.starts_here)
         say = line_printer(make_console())

@@ -62,7 +62,7 @@ def show_report(report: WrittenReport) -> None:
 
 
 def _write(out: Path, target: float | None, metric: str) -> WrittenReport:
-    """Write the report of whatever is in a folder."""
+    """Write the report of a folder, according to its contents."""
     from speechdp.experiments.compare import record as comparison  # noqa: PLC0415
     from speechdp.experiments.profile import record as profile  # noqa: PLC0415
     from speechdp.experiments.tune import record as search  # noqa: PLC0415

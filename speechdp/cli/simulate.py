@@ -1,4 +1,4 @@
-"""`speechdp simulate RUN`: what the same training would take on a larger or other cluster."""
+"""`speechdp simulate RUN`: predict the time of the same training on another cluster."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class SimulateCommand:
     intra_latency: Annotated[str, shown("TIME", "as measured")] = ""
     """Latency of a message between two ranks of a node."""
     compute_speedup: float = 1.0
-    """How many times as fast ranks compute as measured.  Loading of data stays as it was measured."""
+    """Factor by which ranks compute faster than measured.  Data loading stays as measured."""
     slow: Annotated[str, shown("RANK:FACTOR,...", "none")] = ""
-    """Ranks whose own work takes FACTOR times as long as measured: 1:2 for a rank 1 of half the speed.
-    They count from 0; smaller numbers of --ranks do without those that they do not have."""
+    """Ranks whose own work takes FACTOR times as long as measured, e.g. 1:2 if rank 1 has half the speed.
+    Ranks count from 0.  Predictions for fewer ranks ignore those that do not exist."""
     strategies: Annotated[str, shown("STRATEGY,...", "all")] = ""
     """Strategies to predict, with options as in --strategy; docs/strategies.md lists them.
     Each is predicted with all --periods, unless it has a period of its own."""
@@ -55,7 +55,7 @@ class SimulateCommand:
         Literal["auto", "ring", "tree", "hierarchical"] | None,
         shown("{auto,ring,tree,hierarchical}", "ring on CPUs, auto on GPUs"),
     ] = None
-    """How all ranks sum a vector.  auto: by whichever of the three is fastest."""
+    """How all ranks sum a vector.  auto: the fastest of the three."""
     target_frames: Annotated[str, shown("FRAMES", "as many as the run trained on")] = ""
     """Number of frames to train on, for the cost in GPU-hours, e.g. 1e9 or 600mf."""
 

@@ -106,7 +106,7 @@ class SubmitCommand:
             _show(script, submission)
             _look_for_data(job.command)
             return 0
-        find_program(scheduler, _search_path())  # before anything is written
+        find_program(scheduler, _search_path())  # fails before anything is written
         check_output_folder(job)
         kept = write_script(submission.path, script)
         if kept is not None:
@@ -122,7 +122,7 @@ class SubmitCommand:
         if self.scheduler != "auto":
             return self.scheduler
         scheduler, because = detect_scheduler(_search_path(), os.environ, only_shown=self.dry_run)
-        # Not to stdout: with --dry-run that is the script.
+        # Not to stdout: with --dry-run the script goes there.
         _say(f"--scheduler {scheduler}, as {because}")
         return scheduler
 
@@ -136,7 +136,7 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
     command = check_command(options.command, requeue=options.requeue)
     environment = options.parallel_environment
     if not is_script(command):
-        check_forwarded(command)  # now, not after hours in a queue
+        check_forwarded(command)  # fails now, not after hours in a queue
     launch_options = split_words("--launch-args", options.launch_args)
     if options.max_restarts is not None:
         launch_options = ("--max-restarts", str(options.max_restarts), *launch_options)
@@ -155,7 +155,7 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
             output=options.output,
             parallel_environment="orte" if environment is None else environment,
         ),
-        # Not resolved: python of a virtual environment is a link, and finds its packages by the link's place.
+        # Not resolved: python in a virtual environment is a link, and the link's place leads to its packages.
         python=Path(sys.executable).absolute(),
         folder=Path.cwd(),
         command=command,
@@ -166,10 +166,10 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
 
 
 def _check_launch(scheduler: Scheduler, job: BatchJob, *, may_get_others: bool) -> LaunchCommand:
-    """Refuse now what `speechdp launch` would refuse in the job, after hours in a queue; return its options.
+    """Refuse now what `speechdp launch` would refuse in the job, hours later; return launch's options.
 
     Args:
-        may_get_others: options of the scheduler's own may ask for other hosts than the script does.
+        may_get_others: options of the scheduler itself may request other hosts than the script does.
     """
     if scheduler == "sge" and job.resources.cpus_per_rank is not None:
         raise ConfigError(
@@ -180,7 +180,7 @@ def _check_launch(scheduler: Scheduler, job: BatchJob, *, may_get_others: bool) 
     nodes, ranks_per_node = job.resources.nodes, job.resources.ranks_per_node
     num_ranks = nodes * ranks_per_node if launch.num_ranks is None else launch.num_ranks
     hosts: tuple[Host, ...] = ()
-    # The hosts of a file may be named only when the job begins.
+    # The hosts in a file may be known only when the job begins.
     if launch.hostfile is None and not may_get_others:
         asked = f"--nodes {nodes} --ranks-per-node {ranks_per_node}"
         hosts = tuple(Host(f"node {number}", ranks_per_node) for number in range(nodes))
@@ -192,9 +192,9 @@ def _check_launch(scheduler: Scheduler, job: BatchJob, *, may_get_others: bool) 
 
 
 def _outlives_node(launch: LaunchCommand, resources: Resources) -> bool:
-    """Tell whether a job that has lost a node can be restarted on those that are left.
+    """Return whether a job that has lost a node can be restarted on the remaining nodes.
 
-    Where it can not, the batch system had better end it, and start it again with other nodes.
+    If not, it is better that the batch system ends it and starts it again on other nodes.
     """
     num_ranks = launch.num_ranks or resources.nodes * resources.ranks_per_node
     least = num_ranks if launch.min_ranks is None else launch.min_ranks
@@ -202,13 +202,13 @@ def _outlives_node(launch: LaunchCommand, resources: Resources) -> bool:
 
 
 def _look_for_data(command: tuple[str, ...]) -> None:
-    """Warn where DATA is not there: another job may yet prepare it."""
+    """Warn if DATA does not exist; it is no error, because another job may still prepare it."""
     if command[0] in ("train", "sweep") and len(command) > 1 and not Path(command[1], "data.json").exists():
         _say(f"warning: {Path(command[1], 'data.json')} is not there (yet); the job will need it")
 
 
 def _default_name(command: tuple[str, ...]) -> str:
-    """Return the name of RUN, of the script, or of the subcommand where it has no such folder."""
+    """Return the name of RUN, of the script, or of the subcommand if it has no such folder."""
     if is_script(command):
         script = next((word for word in command[1:] if word[:1] != "-"), "script")
         return job_name(Path(script).name.removesuffix(".py"))
@@ -217,7 +217,7 @@ def _default_name(command: tuple[str, ...]) -> str:
 
 
 def _show(script: str, submission: Submission) -> None:
-    """Print the script, and after it, as a comment of the script, what would be called."""
+    """Print the script, followed by the submit command as a comment of the script."""
     output = sys.stdout
     output.flush()
     output.buffer.write(os.fsencode(script))

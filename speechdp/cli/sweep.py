@@ -1,4 +1,4 @@
-"""`speechdp sweep`: which averaging period gives which throughput at which accuracy."""
+"""`speechdp sweep`: train with several averaging periods, and report throughput and accuracy of each."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class SweepCommand:
     """Split to decode for the word error rate; empty: none.  Not used with --task synthesis."""
     race: Annotated[int, shown("ROUNDS")] = 24
     """Rounds of the race after the runs: all settings take turns, so that their speeds can be compared.
-    An interval needs at least 6 rounds; 0: none is held, speeds are those of runs or an earlier race."""
+    An interval needs at least 6 rounds; 0: no race; speeds are those of the runs, or of an earlier race."""
     race_steps: Annotated[int, shown("STEPS")] = 16
-    """Steps of a turn in the race, at least: a turn has whole averaging periods."""
+    """Minimum number of steps of a turn in the race; each turn has whole averaging periods."""
     target: Annotated[float | None, shown("VALUE", "the best value that all runs reached")] = None
     """Report the time each run took to reach this held-out value.
     A log-probability in nats per frame; an L1 error with --task synthesis; else the task's first metric."""
@@ -70,7 +70,7 @@ class SweepCommand:
     """Delete the sweep in OUT and start over."""
 
     def check(self) -> None:
-        """Refuse periods and races that cannot be, whatever the strategy.  Raises ConfigError."""
+        """Refuse periods and races that are invalid with any strategy.  Raises ConfigError."""
         from speechdp.experiments.sweep.plan import check_periods  # noqa: PLC0415 - fast --help
 
         check_periods(_split(self.periods))
@@ -176,17 +176,17 @@ class SweepScriptCommand:
     """Seed: replaces {seed} in the script's arguments, and is SPEECHDP_SEED in its environment."""
     race: Annotated[int, shown("ROUNDS")] = 6
     """Rounds of the race after the runs: short runs of all settings in turn, so that speeds can be compared.
-    Each is a start of the script.  An interval needs at least 6 rounds.
-    0: none is held; speeds are those of the runs, or of a race held before."""
+    Each starts the script anew.  An interval needs at least 6 rounds.
+    0: no race; speeds are those of the runs, or of an earlier race."""
     race_steps: Annotated[int, shown("STEPS")] = 32
-    """Steps of such a short run, at least: it has whole averaging periods."""
+    """Minimum number of steps of such a short run; each has whole averaging periods."""
     overwrite: bool = False
     """Delete the sweep in OUT and start over."""
     script_arguments: tyro.conf.Suppress[tuple[str, ...]] = ()
     """What follows `--`."""
 
     def run(self) -> int:
-        """Run the sweep and its report; return the exit code: 1 where a run failed."""
+        """Run the sweep and its report; return the exit code: 1 if a run failed."""
         from speechdp.cli.report import print_report  # noqa: PLC0415 - keeps --help fast
         from speechdp.cli.support.console import make_console  # noqa: PLC0415
         from speechdp.cli.support.starting import line_printer  # noqa: PLC0415
@@ -224,5 +224,5 @@ class SweepScriptCommand:
 
 
 def _split(periods: str) -> tuple[str, ...]:
-    """Return the periods of `1,4,16`."""
+    """Split a list of periods such as `1,4,16`."""
     return tuple(filter(None, periods.split(",")))

@@ -30,7 +30,7 @@ _ENDINGS = {
 }
 
 
-#: What file systems take is 255; while a file is written, its name is a little longer.
+#: File systems allow 255 bytes; while a file is being written, its name is a little longer.
 _MAX_NAME_BYTES = 240
 
 
@@ -82,7 +82,7 @@ class SynthesizeCommand:
     """Replace existing WAV and PNG files."""
 
     def run(self) -> int:
-        """Speak the texts, or measure."""
+        """Speak the texts, or measure; return the exit code."""
         from speechdp.cli.support.ranks import over_ranks  # noqa: PLC0415 - keeps --help fast
 
         self._check()
@@ -126,7 +126,7 @@ class SynthesizeCommand:
         output_file(path, overwrite=self.overwrite)
 
     def _outputs(self) -> list[Path]:
-        """List the files that are to be written, WAV by WAV, each followed by its PNG."""
+        """Return the files to write: each WAV file, followed by its PNG."""
         number_of_digits = len(str(len(self.texts)))
         waves = [
             self.out.with_name(f"{self.out.stem}-{number:0{number_of_digits}}{self.out.suffix}")

@@ -33,15 +33,15 @@ class TrainCommand:
     options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
     resume: bool = False
     """Continue from the last checkpoint in RUN, if there is one.
-    Options that are not given are those that RUN was begun with."""
+    Options that are not given keep the values that RUN was begun with."""
     overwrite: bool = False
     """Delete the run in RUN and start over."""
     pause_at: Annotated[int, shown("STEP", "train to the end")] = 0
-    """Once the run has taken this many steps, evaluate, save and leave with exit code 75; --resume goes on.
-    Unlike --max-steps it does not make another run of it."""
+    """After this many steps of the run, evaluate, save and exit with code 75; --resume continues.
+    Unlike --max-steps, it may differ when the run is resumed."""
 
     def check(self) -> None:
-        """Refuse options that cannot be, or exclude each other.  Raises ConfigError."""
+        """Refuse options that are invalid or exclude each other.  Raises ConfigError."""
         if self.resume and self.overwrite:
             raise ConfigError("--resume and --overwrite exclude each other")
         if self.pause_at < 0:
@@ -86,7 +86,7 @@ class TrainCommand:
         except ShardError as error:
             if not (self.run_dir / "run.json").is_file():
                 raise
-            # The mended command alone would be refused: the folder holds a run, if one without a checkpoint.
+            # The corrected command alone would be refused: the folder holds a run, but without a checkpoint.
             after = f"afterwards the same command with {self._resume()} continues"
             raise ShardError(f"{error}; {after}") from error
         except KeyboardInterrupt:
@@ -101,7 +101,7 @@ class TrainCommand:
         return 0
 
     def _describe_interruption(self) -> str:
-        """Return what is left of a run that was broken off, and how to go on."""
+        """Return a line on what an interrupted run has saved, and how to continue it."""
         from speechdp.launching.outcome import newest_checkpoint  # noqa: PLC0415
 
         checkpoint = newest_checkpoint(self.run_dir)
@@ -111,11 +111,11 @@ class TrainCommand:
         return f"{known}; the same command with {self._resume()} continues"
 
     def _resume(self) -> str:
-        """Return with what this command goes on, to complete "the same command with ..."."""
+        """Return the option with which this command continues, to complete "the same command with ..."."""
         return "--resume in place of --overwrite" if self.overwrite else "--resume"
 
     def _describe_stop(self, stop: Stopped) -> str:
-        """Return what has stopped the run, and how it is continued."""
+        """Return a line on what stopped the run, and how to continue it."""
         from speechdp.process.ending import STOPPED_BEFORE, Paused, StoppedBefore  # noqa: PLC0415
 
         if isinstance(stop, StoppedBefore):

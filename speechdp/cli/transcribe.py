@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from speechdp.decode.recogniser import DecodingOptions
     from speechdp.decode.transcribe import Recording, Transcription
 
-#: Name at most so many recordings in which nothing was found; the end says how many there are.
+#: Maximum number of recordings without a result to name; the last line gives their total.
 _MOST_NAMED = 5
-#: What to do where a file has several channels and nothing says what is to be recognised.
+#: Remedy if a file has several channels and --channel is not given.
 _CHANNELS = (
     "add --channel each for a transcript of every channel, --channel 1 for the first, or --channel mix"
 )
-#: Name of an output that is no file.
+#: Name that stands for standard output instead of a file.
 _STANDARD_OUTPUT = Path("-")
 
 
@@ -57,25 +57,25 @@ class TranscribeCommand:
     out: Annotated[Path | None, tyro.conf.arg(aliases=["-o"]), shown("FILE", "standard output")] = None
     """Text file to write: a line for each recording, its name and its words; -: standard output."""
     ctm: Annotated[Path | None, shown("FILE", "none")] = None
-    """Also write the time of every word and how sure the model is of it, 0 to 1 (a CTM file).
+    """Also write the time of every word and the model's confidence in it, 0 to 1 (a CTM file).
     -: to standard output, in place of the words if there is no --out."""
     nbest_out: Annotated[Path | None, shown("FILE", "none")] = None
     """Also write the --nbest most probable word sequences of each recording, with their costs.
     -: to standard output, in place of the words if there is no --out."""
     longest: Annotated[float | None, shown("SECONDS", "1.5 of its training utterances, 5 to 30 s")] = None
-    """Cut recordings that are longer than this, at pauses: a model hears best what is as long as its training
-    utterances were."""
+    """Cut longer recordings at pauses, because a model recognises best what is as long as its training
+    utterances."""
     channel: Annotated[
         Channel | Literal["each"] | None,
         CHANNEL_OR_EACH_TEXT,
         shown("N|mix|each", "as for its training data; else files of several are refused"),
     ] = None
-    """What to recognise of files of several channels: that of this number (1 is the first), the mean, or each
-    by itself, as of telephone speech with a speaker a channel: talk.wav then has transcripts talk-1, talk-2,
-    in a CTM file talk 1 and talk 2."""
+    """Channel to recognise in multi-channel files: its number (1 is the first), mix (their mean), or each by
+    itself, e.g. for telephone speech with one speaker per channel.
+    each: talk.wav then has transcripts talk-1 and talk-2, or talk 1 and talk 2 in a CTM file."""
     search: Annotated[RecognitionOptions, heading("search")] = field(default_factory=RecognitionOptions)
     task: Annotated[str | None, shown("NAME|MODULE:CLASS", "none")] = None
-    """Task that the model was trained as, where its network is one of your own (docs/api.md)."""
+    """Task that the model was trained as, if its network is your own (docs/api.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto: on a GPU if there is one, else on the CPU."""
     overwrite: bool = False
@@ -118,7 +118,7 @@ class TranscribeCommand:
                 except SeveralChannelsError as error:
                     tell(f"{error.fault}; {_CHANNELS}")
                     continue
-                except ConfigError as error:  # one bad file of many does not cost the others
+                except ConfigError as error:  # one bad file must not cost the others
                     tell(str(error))
                     continue
                 for remark in done.count(found, recording.audio):
@@ -131,7 +131,7 @@ class TranscribeCommand:
         return 0 if done.recordings == len(recordings) else exit_codes.FAILED
 
     def _written(self) -> tuple[tuple[Path | None, Callable[[Transcription], str]], ...]:
-        """Return what --out, --ctm and --nbest-out are, and what of a recording each gets."""
+        """Return the paths of --out, --ctm and --nbest-out, each with the function that formats its text."""
         from speechdp.decode.transcribe import Transcription  # noqa: PLC0415
 
         return (
@@ -141,10 +141,10 @@ class TranscribeCommand:
         )
 
     def _printed(self) -> Callable[[Transcription], str] | None:
-        """Return what of a recording goes to standard output: what has `-` for a name, else the words.
+        """Return the formatter of standard output: that of the output named `-`, else the words.
 
         Raises:
-            ConfigError: several have.
+            ConfigError: several outputs are named `-`.
         """
         named = [text_of for given, text_of in self._written() if given == _STANDARD_OUTPUT]
         if len(named) > 1:
@@ -156,10 +156,10 @@ class TranscribeCommand:
         return self._written()[0][1]
 
     def _outputs(self) -> dict[Path, Callable[[Transcription], str]]:
-        """Return where --out, --ctm and --nbest-out are written, if they are, and what of a recording.
+        """Return the given output files, each with the function that formats a recording for it.
 
         Raises:
-            ConfigError: one of them cannot be; before the work.
+            ConfigError: a file cannot be written.
         """
         from speechdp.cli.support.outputs import output_file, partial_of  # noqa: PLC0415
 
@@ -183,7 +183,7 @@ class TranscribeCommand:
         return outputs
 
     def _options(self, kept: Dataset) -> DecodingOptions:
-        """Return the options given, with the weights that were tuned where none are; say which."""
+        """Return the options with the tuned weights, unless weights are given; print which are used."""
         from speechdp.decode.transcribe import grammar_of  # noqa: PLC0415
 
         earlier = self.search.earlier_weights(self.run_dir, grammar_of(kept))
@@ -192,7 +192,7 @@ class TranscribeCommand:
         return self.search.with_weights(earlier.weights).decoding()
 
     def _files(self) -> dict[str, Path]:
-        """Return the files given and those in the folders given, by name.  Raises ConfigError."""
+        """Return the given files and those in the given folders, by name.  Raises ConfigError."""
         from speechdp.data.corpora.audio_folder import (  # noqa: PLC0415
             find_audio,
             recording_names,
@@ -233,10 +233,10 @@ class TranscribeCommand:
 
 
 def _recordings(files: Mapping[str, Path], channel: Channel | Literal["each"] | None) -> list[Recording]:
-    """Return what is transcribed of files, by their names.
+    """Return the recordings of the files: whole files or their channels.
 
     Raises:
-        ConfigError: a channel of one has the name of another file.
+        ConfigError: a channel of one file has the name of another file.
     """
     from speechdp.data.signal.audio import file_of  # noqa: PLC0415 - keeps --help fast
     from speechdp.decode.transcribe import recordings_of  # noqa: PLC0415
@@ -254,7 +254,7 @@ def _recordings(files: Mapping[str, Path], channel: Channel | Literal["each"] | 
 
 
 def _refuse_to_replace(recordings: Iterable[Path], outputs: Iterable[Path]) -> None:
-    """Refuse to write over what is to be recognised, which --overwrite does not mean.
+    """Refuse to overwrite an input recording, even with --overwrite.
 
     Raises:
         ConfigError: names the recording.
@@ -272,14 +272,14 @@ def _refuse_to_replace(recordings: Iterable[Path], outputs: Iterable[Path]) -> N
 
 @dataclass
 class _Done:
-    """How much was recognised, how long that takes, and what to tell the user.
+    """Counts what was recognised and how long that took, and makes the messages about it.
 
     Attributes:
-        sampling_rate: of the model, in Hz.
-        recordings: how many.
-        duration_s: of them together, seconds.
-        failed: how many in which nothing was found, or nothing in a part.
-        failed_s: seconds of them for which nothing was found.
+        sampling_rate: sampling rate of the model, in Hz.
+        recordings: number of recordings.
+        duration_s: their total duration, in seconds.
+        failed: number of recordings in which, or in a part of which, nothing was found.
+        failed_s: their total duration without a result, in seconds.
     """
 
     sampling_rate: int
@@ -291,10 +291,10 @@ class _Done:
     _began: float = field(default_factory=time.monotonic)
 
     def count(self, found: Transcription, audio: AudioSource) -> Iterator[str]:
-        """Count a recording, and yield what to tell of it.
+        """Count a recording, and yield messages about it.
 
         Args:
-            found: what was recognised in it.
+            found: result of its recognition.
             audio: its file, or a channel of it.
         """
         self.recordings += 1
@@ -316,7 +316,7 @@ class _Done:
             )
 
     def summary(self) -> str:
-        """Say in one line what was done in the time until now."""
+        """Return a line on what was recognised and how long that took."""
         from speechdp.timing.memory import peak_rss_bytes  # noqa: PLC0415 - keeps --help fast
 
         took_s = time.monotonic() - self._began

@@ -1,4 +1,4 @@
-"""`speechdp tune`: which strategy, period, back-end, batch and learning rate learn fastest on a cluster."""
+"""`speechdp tune`: find the strategy, period, back-end, batch and learning rate that learn fastest."""
 
 from __future__ import annotations
 
@@ -39,43 +39,43 @@ if TYPE_CHECKING:
     from speechdp.experiments.tune.search import TuneRequest
     from speechdp.train.session import Session
 
-#: How a budget is written.
+#: Formats of a budget, for messages.
 _BUDGETS = "90s, 20m or 2h"
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What is tried, on how many ranks, and for how long."""
+    """What to try, on how many ranks, and for how long."""
 
     budget: Annotated[str, shown("TIME")] = "20m"
-    """Time for the whole search, e.g. 90s, 20m or 2h.  What has begun when it is over is finished."""
+    """Time for the whole search, e.g. 90s, 20m or 2h.  Whatever is running at its end is finished."""
     ranks: Annotated[
         int | None, shown("N", "all slots of --hostfile or of the batch job, else all GPUs, else all cores")
     ] = None
-    """Number of ranks that train; --feeders, where there are any, are started in addition."""
+    """Number of ranks that train; any --feeders are started in addition."""
     strategies: Annotated[str, shown("STRATEGY,...", "eight that are often best; docs/tune.md")] = ""
-    """Strategies to try beside gradient averaging; docs/strategies.md lists them with their options.
-    Those that average parameters are tried with each of --periods, unless they have a period of their own."""
+    """Strategies to try besides gradient averaging; docs/strategies.md lists them with their options.
+    Those that average parameters are tried with each of --periods, unless they are given with a period."""
     periods: Annotated[str, shown("STEPS,...")] = "4,16,64"
     """Averaging periods to try, in steps."""
     seeds: Annotated[str, shown("SEED,...")] = "1,2"
-    """Seeds of the last two settings; all before are trained with the first.
-    In a script's arguments {seed} is replaced by it, and SPEECHDP_SEED has it."""
+    """Seeds to train the last two settings with; earlier trainings use the first seed.
+    A script gets the seed in place of {seed} in its arguments, and in SPEECHDP_SEED."""
     learning_rates: Annotated[str | None, shown("RATE,...", "none: all settings have the training's own")] = (
         None
     )
-    """Learning rates to train each setting with that the race leaves.
-    In a script's arguments {learning_rate} is replaced by one: -- --lr {learning_rate}."""
+    """Learning rates to train each setting with that remains after the race.
+    A script gets the rate in place of {learning_rate} in its arguments: -- --lr {learning_rate}."""
     overwrite: bool = False
     """Delete the search in OUT and start over."""
 
     def num_ranks(self, hosts: JobHosts, *, device: str | None = None, feeders: int = 0) -> int:
-        """Return the number of ranks.  Raises ConfigError where there is only one.
+        """Return the number of ranks.  Raises ConfigError if it is only one.
 
         Args:
-            hosts: of the search.
-            device: auto, cpu or cuda; None: a script of the user's chooses.
-            feeders: ranks that are started in addition, on cores of this machine.
+            hosts: hosts of the search.
+            device: auto, cpu or cuda; None: the user's script chooses.
+            feeders: ranks started in addition, on cores of this machine.
         """
         if self.ranks is not None and self.ranks < 2:
             raise ConfigError(f"--ranks {self.ranks}: one rank has nothing to exchange; give 2 at least")
@@ -90,12 +90,12 @@ class TuneOptions:
                 f"{hosts.hostfile.source}: has {counted(slots, 'slot')}, and a search needs 2 ranks at least "
                 "besides --feeders; raise slots=, add hosts or ask the scheduler for more"
             )
-        # Slots may be cores, and a rank needs a GPU of its own where there are any.
+        # Slots may be cores, but each rank needs its own GPU if there are GPUs.
         on_gpus = _ranks_on_gpus(device) if hosts.are_counted_here else 0
         return min(ranks, on_gpus) if on_gpus else ranks
 
     def whole_seeds(self) -> tuple[int, ...]:
-        """Return the seeds.  Raises ConfigError: one is none, or is given twice."""
+        """Return the seeds.  Raises ConfigError if one is invalid or given twice."""
         from speechdp.experiments.compare.plan import refuse_twice, whole_numbers  # noqa: PLC0415
 
         seeds = whole_numbers("seeds", self.seeds, least=0)
@@ -131,17 +131,17 @@ class TuneOptions:
 
 
 def _ranks_here(device: str | None, feeders: int) -> int:
-    """Return how many ranks this machine has room for.  Raises ConfigError as `_ranks_on_gpus`."""
+    """Return how many ranks fit on this machine.  Raises ConfigError, as `_ranks_on_gpus` does."""
     from speechdp.launching.cores import available_cores  # noqa: PLC0415 - keeps --help fast
 
     return _ranks_on_gpus(device) or max(2, available_cores() - feeders)
 
 
 def _ranks_on_gpus(device: str | None) -> int:
-    """Return how many ranks the GPUs of this machine have room for; 0: none is used.
+    """Return how many ranks fit on the GPUs of this machine; 0: no GPU is used.
 
     Raises:
-        ConfigError: for one rank only.
+        ConfigError: only one rank fits.
     """
     from speechdp.comm.device import ranks_on_gpus  # noqa: PLC0415 - torch, for which --help must not wait
 
@@ -156,7 +156,7 @@ def _ranks_on_gpus(device: str | None) -> int:
 
 
 def _strategies_for(hosts: JobHosts, ranks: int, periods: tuple[int, ...]) -> str:
-    """Return what is tried where nothing is named."""
+    """Return the default strategies."""
     from speechdp.experiments.tune.plan import STRATEGIES, in_two_levels  # noqa: PLC0415
 
     placed = hosts.allocate(ranks)
@@ -170,27 +170,28 @@ class TuneCommand(TuneOptions, StartsJobs):
 
     It starts the ranks itself: speechdp tune DATA OUT --hostfile F --budget 20m
 
-    It measures computing, data and every back-end, predicts all settings, lets the promising ones race, and
-    trains what is left rung by rung, half of it each time.  Ctrl-C shows the best so far.
+    It measures computing, data loading and every back-end, predicts the speed of all settings, and races the
+    promising ones.  It trains the remaining ones in rungs and keeps the better half after each rung.  Ctrl-C
+    shows the best so far.
 
     For a training script of your own: speechdp tune --script train.py OUT; see tune --script --help."""
 
     data: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DATA")]
     """Data directory written by `speechdp prepare`."""
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Folder for the search and its report.  The same command goes on with a search that was interrupted."""
+    """Folder for the search and its report.  The same command continues an interrupted search."""
     options: Annotated[TrainOptions, heading("training")] = field(default_factory=TrainOptions)
     backends: Annotated[str, shown("NAME,...")] = "horovod,mpi,torch"
-    """Back-ends to choose from, the preferred one first; one that is not installed is left out."""
+    """Back-ends to choose from, in order of preference; those not installed are left out."""
     batch_sizes: Annotated[str, shown("SEGMENTS,...", "half and twice --batch-size")] = ""
-    """Other batches of a rank to try, with gradient averaging and the fastest setting; none: no other."""
+    """Other batches per rank to try, with gradient averaging and the fastest setting; none: no others."""
     target: Annotated[float | None, shown("VALUE", "the best that all of the last settings reached")] = None
-    """Held-out value to be reached soonest.
+    """Held-out value to reach soonest.
     A log-probability in nats per frame; an L1 error with --task synthesis; else the task's first metric."""
     race: Annotated[int, shown("ROUNDS")] = 24
-    """Rounds of the race, 6 at least."""
+    """Rounds of the race, at least 6."""
     race_steps: Annotated[int, shown("STEPS")] = 16
-    """Steps of a turn in the race, at least: a turn has whole averaging periods."""
+    """Minimum number of steps of a turn in the race; each turn has whole averaging periods."""
     hostfile: Annotated[Path | None, shown("FILE", BATCH_JOB_OR_HERE)] = None
     """File with a line `host slots=N` for each host."""
     launch_args: Annotated[str, shown("'OPTIONS'", "none")] = ""
@@ -198,7 +199,7 @@ class TuneCommand(TuneOptions, StartsJobs):
     threads: Annotated[int | None, shown("N", "cores / ranks, at least 1")] = None
     """CPU threads of each rank."""
     job: tyro.conf.Suppress[str] = ""
-    """What this process is a rank of: the race, or runs in a folder of OUT; `tune` tells its ranks."""
+    """Job that this process is a rank of: the race, or runs in a folder of OUT; set by `tune`."""
     racing: tyro.conf.Suppress[str] = ""
     """Settings of the race."""
     parts: tyro.conf.Suppress[str] = ""
@@ -236,7 +237,7 @@ class TuneCommand(TuneOptions, StartsJobs):
 
     @property
     def _shared(self) -> TrainOptions:
-        """What the settings of a job share on its ranks, which have one back-end and one seed."""
+        """Training options shared by the settings of a job, which has one back-end and one seed."""
         return dataclasses.replace(self.options, backend=cast(Any, self.backends), seed=int(self.seeds))
 
     def _train_parts(self, session: Session) -> int:
@@ -274,7 +275,7 @@ class TuneCommand(TuneOptions, StartsJobs):
 
     @property
     def _trained(self) -> TrainOptions:
-        """What is measured and races: with the lowest learning rate, which is the least likely to diverge."""
+        """Options for measuring and racing, with the lowest learning rate, the least likely to diverge."""
         rates = self.rates()
         if not rates:
             return self.options
@@ -286,7 +287,7 @@ class TuneCommand(TuneOptions, StartsJobs):
         return self.num_ranks(self.hosts, device=options.device, feeders=options.loading.feeders)
 
     def _compared(self, ranks: int) -> CompareRequest:
-        """Return the search in the terms of a comparison, whose jobs it runs."""
+        """Return the search as a comparison, because it runs a comparison's jobs."""
         from speechdp.data.shards.dataset import Dataset  # noqa: PLC0415
         from speechdp.experiments.compare.own_training import CompareRequest  # noqa: PLC0415
         from speechdp.experiments.compare.plan import FRAMES, SEQUENTIAL, ComparePlan  # noqa: PLC0415
@@ -341,22 +342,22 @@ class TuneScriptCommand(TuneOptions):
 
     It starts the ranks itself: speechdp tune --script train.py OUT --budget 30m -- ARGUMENTS
 
-    The script trains with speechdp.DataParallel and is not edited.  As it is paused and continued, it has to
-    check run.should_stop after each step and save then, to load its checkpoint, and to log a value inside
-    run.evaluating() (docs/api.md).  The strategy, the folder and the seed (SPEECHDP_SEED) are passed in
-    environment variables."""
+    The script trains with speechdp.DataParallel and is not edited.  The search pauses and continues it, so it
+    has to check run.should_stop after each step and save if it is set, to load its checkpoint, and to log a
+    value inside run.evaluating() (docs/api.md).  The strategy, the folder and the seed (SPEECHDP_SEED) are
+    passed in environment variables."""
 
     out_dir: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Folder for the search and its report.  The same command goes on with a search that was interrupted."""
+    """Folder for the search and its report.  The same command continues an interrupted search."""
     script: Annotated[ScriptOptions, heading("script")]
     budget: Annotated[str, shown("TIME")] = "30m"
     backends: Annotated[str, shown("NAME,...", "that of --backend")] = ""
-    """Back-ends to choose from, the preferred one first; one that is not installed is left out."""
+    """Back-ends to choose from, in order of preference; those not installed are left out."""
     race: Annotated[int, shown("ROUNDS")] = 6
-    """Rounds of short runs by which speeds are compared, fewer where a quarter of the budget is not enough.
+    """Rounds of short runs that compare speeds; fewer if they would take more than a quarter of the budget.
     An interval needs 6."""
     race_steps: Annotated[int, shown("STEPS")] = 32
-    """Steps of such a run, at least: it has whole averaging periods."""
+    """Minimum number of steps of such a run; each has whole averaging periods."""
     script_arguments: tyro.conf.Suppress[tuple[str, ...]] = ()
     """What follows `--`."""
 
@@ -409,7 +410,7 @@ def _search(request: TuneRequest, jobs: Callable[[Callable[[str], None]], TunedJ
     """Search and report; return the exit code.
 
     Args:
-        jobs: makes what is started from a function that takes a line of progress.
+        jobs: makes the jobs, given a function that takes a line of progress.
     """
     from speechdp.cli.report import print_report  # noqa: PLC0415
     from speechdp.cli.support.console import make_console  # noqa: PLC0415
@@ -420,7 +421,7 @@ def _search(request: TuneRequest, jobs: Callable[[Callable[[str], None]], TunedJ
     from speechdp.ownership.overwrite import TUNE, empty  # noqa: PLC0415
 
     say = line_printer(make_console())
-    # Before the folder is emptied: what cannot be searched is refused here.
+    # Before the folder is emptied, because this refuses an impossible search.
     tuner = Tuner(request, jobs(say), say)
     with owned_folder(out, "tune", say, TUNE) as owner:
         if holds_other_unmeasured(request.out, request.settings, earlier_settings()):
@@ -434,7 +435,7 @@ def _search(request: TuneRequest, jobs: Callable[[Callable[[str], None]], TunedJ
 
         code = until_stopped(request.out, say, work)
         if code == exit_codes.STOPPED and _has_best(request.out):
-            with suppress(Ended):  # the end may be asked for again
+            with suppress(Ended):  # a stop may be requested again
                 print_report(request.out, None)
     return code
 

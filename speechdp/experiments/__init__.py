@@ -1,1 +1,1 @@
-"""Many runs for one answer: sweep, compare, profile."""
+"""Experiments that make many runs to answer one question: sweep, compare, tune, profile."""

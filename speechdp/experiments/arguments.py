@@ -1,4 +1,4 @@
-"""What an experiment hands to its jobs: options as words of a command line, the split to tune decoding on."""
+"""Arguments that an experiment passes to its jobs: options as command-line words, the split to tune on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speechdp.options.run import TrainOptions
 
 
 def train_arguments(options: TrainOptions) -> list[str]:
-    """Return the words that give `speechdp train` these options; defaults are left out."""
+    """Return command-line words that give `speechdp train` these options; defaults are left out."""
     return _words(options, TrainOptions())
 
 
@@ -34,12 +34,12 @@ def _option(name: str, value: Any, kind: Any) -> list[str]:
         return [f"--{name}" if value else f"--no-{name}"]
     if isinstance(value, (list, tuple)):
         return [f"--{name}", *map(str, value)]
-    # One word: a negative number would be read as an option.
+    # As one word, because a separate negative number would be read as an option.
     return [f"--{name}={value}"]
 
 
 def refuse_throughout(options: TrainOptions) -> None:
-    """Refuse to start the runs of an experiment from the model of an alignment.  Raises ConfigError."""
+    """Refuse --realign-from throughout for the runs of an experiment.  Raises ConfigError."""
     if options.realign_from == "throughout":
         raise ConfigError(
             "--realign-from throughout: runs that are compared start from initial weights; give another"
@@ -47,11 +47,11 @@ def refuse_throughout(options: TrainOptions) -> None:
 
 
 def split_to_tune_on(data: Path, held_out: str, split: str) -> str | None:
-    """Return the split on which experiments choose scales before they decode `split`; None: they need none.
+    """Return the split on which experiments tune the scales before they decode `split`; None: no tuning.
 
-    With a language model word errors depend on the scales more than on what is compared, and the best ones
-    differ between models.  Without one the defaults do.  Where the held-out split itself is decoded, each run
-    is judged at its best there.
+    With a language model, word errors depend more on the scales than on the settings under comparison, and
+    the best scales differ between models.  Without one, the default scales suffice.  If the held-out split
+    itself is decoded, each run is judged with its best scales there.
     """
     has_model = any((data / name).exists() for name in (ARPA_NAME, GRAMMAR_NAME))
     return held_out if has_model and split else None

@@ -1,4 +1,4 @@
-"""Check what was read from a file against the fields of a dataclass: types, and numbers that are finite."""
+"""Check values read from a file against a dataclass: their types, and that numbers are finite."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def checked_fields(kind: Any, values: Any) -> dict[str, Any]:
-    """Return the values that are fields of dataclass `kind`; a later version may write more.
+    """Return the values that are fields of dataclass `kind`; ignore others, which a later version may write.
 
-    Fields whose types are not in the table below are left to the caller.
+    The caller checks fields whose types are not in the table below.
 
     Raises:
-        ValueError: a value is missing, of another type, or no finite number.
+        ValueError: a value is missing, has another type, or is not finite.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{_shown(values)} where there should be fields")
@@ -32,7 +32,7 @@ def checked_fields(kind: Any, values: Any) -> dict[str, Any]:
 
 
 def _is_whole(value: Any) -> bool:
-    # As large as a 64 bit integer: a larger one is no number of anything, and has no float.
+    # At most a 64-bit integer: a larger one counts nothing real, and may not fit a float.
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.maxsize
 
 
@@ -48,7 +48,7 @@ def _is_words(value: Any) -> bool:
     return isinstance(value, tuple | list) and all(isinstance(word, str) for word in value)
 
 
-#: By the text of a field's type: what fits it, and what that is called.
+#: By the text of a field's type: its test, and its name in messages.
 _TESTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "str": (_is_word, "a word"),
     "int": (_is_whole, "a whole number"),
@@ -63,7 +63,7 @@ _ANYTHING: tuple[Callable[[Any], bool], str] = (lambda value: True, "")
 
 @cache
 def _tests_of(kind: Any) -> tuple[tuple[str, Callable[[Any], bool], str, bool], ...]:
-    """Return name, test, what is wanted, and whether it must be there, of every field."""
+    """Return of every field its name, test, expected type in words, and whether it is required."""
     missing = dataclasses.MISSING
     return tuple(
         (field.name, *_TESTS.get(str(field.type), _ANYTHING), field.default is missing)

@@ -1,4 +1,4 @@
-"""Start the jobs of an experiment, one after another, and say what went wrong."""
+"""Start the jobs of an experiment one after another, and find the cause of failures."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from speechdp.launching.supervise import JobEnd, StopPolicy, run_job
 from speechdp.process.ending import Ended
 from speechdp.process.notices import WARNING
 
-#: `speechdp launch` gives its ranks 30 s to save (--grace-s), and a second signal would cut that short.
+#: More than the 30 s that `speechdp launch` gives its ranks to save (--grace-s); a second signal would cut
+#: that short.
 _POLICY = StopPolicy(first_signal=signal.SIGTERM, grace_s=45.0)
 _OURS = "speechdp: "
 _LAUNCHERS = "speechdp launch: "
-#: The last line of a traceback: a script may fail before its ranks can say so.
+#: The last line of a traceback: a script may fail before its ranks can report an error.
 _UNCAUGHT = re.compile(r"[A-Za-z_][\w.]*(Error|Exception)(: .*)?")
 
 
 class JobStopped(Exception):  # noqa: N818 (not an error)
-    """The user or a batch system asked for the end: the same command goes on."""
+    """The user or a batch system requested a stop; the same command continues."""
 
 
 @contextmanager
 def stops_between_jobs() -> Iterator[None]:
-    """Take a signal that comes while no job is under way as one that comes during a job.
+    """Treat a signal that arrives between jobs like one that arrives during a job.
 
     Raises:
         JobStopped: in place of `Ended` and KeyboardInterrupt.
@@ -48,11 +49,11 @@ class JobStarter:
     """Runs `speechdp` commands over ranks, as `speechdp launch` does, with their output in a log.
 
     Attributes:
-        program: how a process of ours begins, e.g. (python, "-m", "speechdp").
-        environment: of the jobs.
-        launch_options: for `speechdp launch`, e.g. ("--hostfile", "F").
-        elsewhere: jobs have other hosts than this machine, or more, which no option need name: in a batch job
-            `launch` finds them.
+        program: first words of a speechdp command, e.g. (python, "-m", "speechdp").
+        environment: environment variables of the jobs.
+        launch_options: options for `speechdp launch`, e.g. ("--hostfile", "F").
+        elsewhere: jobs run on other hosts than this machine, or on more; in a batch job `launch` finds them
+            without an option.
     """
 
     program: tuple[str, ...]
@@ -62,25 +63,25 @@ class JobStarter:
 
     @property
     def threads(self) -> int | None:
-        """CPU threads of each rank; None: whatever the libraries take."""
+        """CPU threads of each rank; None: the libraries' default."""
         given = self.environment.get("OMP_NUM_THREADS", "")
         return int(given) if given.isdigit() else None
 
     def run(
         self, num_ranks: int, arguments: Sequence[str], log: Path, *, may_pause: bool = False
     ) -> str | None:
-        """Run a command; return None, or what went wrong in one line.
+        """Run a command; return None, or the cause of its failure in one line.
 
         Args:
-            num_ranks: 1 needs no launcher on this machine; otherwise it goes to the first host, or it
-                would run on another machine than the jobs it is compared with.
+            num_ranks: number of ranks.  On this machine a single rank needs no launcher; otherwise it is
+                launched on the first host, to run where the jobs do that it is compared with.
             arguments: subcommand and its arguments.
-            log: the command and what it prints are appended to it.
-            may_pause: it was told where to stop, so that it may end with the code for that.
+            log: file to which the command and its output are appended.
+            may_pause: the command was told where to stop, so it may end with the exit code of a stop.
 
         Raises:
-            JobStopped: a signal came meanwhile.
-            RunError: the disk refused the log or a file of the command's: no fault of what was tried.
+            JobStopped: a signal arrived meanwhile.
+            RunError: the disk refused the log or a file of the command, which is no fault of the setting.
         """
         argv = [*self.program, *arguments]
         if num_ranks > 1 or not self.starts_here:
@@ -96,12 +97,12 @@ class JobStarter:
         *,
         may_pause: bool = False,
     ) -> str | None:
-        """Run a script of the user's over ranks as `run` does a command of ours.
+        """Run a user's script over ranks, in the same way as `run`.
 
         Args:
-            num_ranks: processes; as in `run`.
+            num_ranks: number of processes; as in `run`.
             words: the script's path and its arguments.
-            environment: added to that of the jobs.
+            environment: variables to add to those of the jobs.
             may_pause: as in `run`.
         """
         argv = [self.program[0], *words]
@@ -137,12 +138,12 @@ class JobStarter:
 
     @property
     def starts_here(self) -> bool:
-        """Whether all jobs run on this machine; not so where that is not known."""
+        """Whether all jobs are known to run on this machine."""
         return not (self.elsewhere or has_option(self.launch_options, "--hostfile"))
 
 
 def what_went_wrong(end: JobEnd, printed: str) -> str | None:
-    """Return one line: of the rank that failed first, of an uncaught error, of the launcher, or the last."""
+    """Return one line: of the first failed rank, of an uncaught error, of the launcher, else the last."""
     if end.exit_code == 0:
         return None
     lines = [line.strip() for line in printed.splitlines() if line.strip()]

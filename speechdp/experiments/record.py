@@ -1,4 +1,4 @@
-"""What the records of all experiments share: how they are written and read, and what is refused."""
+"""Shared by the records of all experiments: writing, reading, and refusing other settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speechdp.report.runs.records import RECORD_VERSION
 
 #: States of a run or job.
 STATES = PENDING, COMPLETE, FAILED = "pending", "complete", "failed"
-#: The setting that is a checksum.
+#: The setting whose value is a checksum.
 _CHECKSUM = "data"
 
 
@@ -27,7 +27,7 @@ def write_record_file(path: Path, kind: str, content: Mapping[str, Any]) -> None
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, which a reader sees old or new, and its folder.  Raises RunError (disk)."""
+    """Write a JSON file atomically, and make its folder.  Raises RunError (disk)."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(path, json.dumps(content, indent=1) + "\n")
@@ -36,7 +36,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def delete_file(path: Path) -> None:
-    """Delete a file, if it is there.  Raises RunError (disk)."""
+    """Delete a file, if it exists.  Raises RunError (disk)."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -45,13 +45,13 @@ def delete_file(path: Path) -> None:
 
 @contextmanager
 def reading(path: Path, then: str) -> Iterator[None]:
-    """Say of what fails in the block that a record cannot be read or is damaged.
+    """Turn errors in the block into the message that a record cannot be read or is damaged.
 
     Args:
         then: what the user can do.
 
     Raises:
-        ConfigError: it is so.
+        ConfigError: the block failed.
     """
     try:
         yield
@@ -60,21 +60,21 @@ def reading(path: Path, then: str) -> Iterator[None]:
 
 
 def check_format(content: Mapping[str, Any], kind: str) -> None:
-    """Refuse a record of something else, or of another version, of what can be made anew.
+    """Refuse a record of another kind or version; for files that can be made again.
 
     Raises:
-        ValueError: it is; or what `reading` takes.
+        ValueError: another kind or version; or another error that `reading` handles.
     """
     if content["format"] != f"speechdp-{kind}" or content["version"] != RECORD_VERSION:
         raise ValueError(f"format {content['format']!r}, version {content['version']!r}")
 
 
 def read_record_file(path: Path, kind: str) -> dict[str, Any]:
-    """Return what `write_record_file` has written.
+    """Return the content that `write_record_file` wrote.
 
     Raises:
-        ConfigError: it is of a version that is not known here.
-        OSError, ValueError, KeyError, TypeError: it cannot be read, is damaged, or is of something else.
+        ConfigError: the record has an unknown version.
+        OSError, ValueError, KeyError, TypeError: it cannot be read, is damaged, or is of another kind.
     """
     content = dict(parse_json(path.read_text(encoding="utf-8")))
     if (of := content.get("format", f"speechdp-{kind}")) != f"speechdp-{kind}":
@@ -91,15 +91,15 @@ def refuse_others(
     named: Callable[[str], str] = str,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Refuse to go on with what was begun with other settings.
+    """Refuse to continue work that was begun with other settings.
 
     Args:
-        path: the file that holds those before.
-        named: writes the name of a setting that differs.
-        defaults: of settings, or of parts of them, that an earlier version did not have.
+        path: file with the earlier settings.
+        named: formats the name of a setting that differs.
+        defaults: defaults of settings, or of parts of them, that an earlier version did not have.
 
     Raises:
-        ConfigError: they differ; the message names the first difference.
+        ConfigError: the settings differ; the message names the first difference.
     """
     if what := first_difference(before, settings, named, defaults):
         raise ConfigError(f"{path}: was begun otherwise{what}; choose another folder, or --overwrite")
@@ -111,7 +111,7 @@ def first_difference(
     named: Callable[[str], str] = str,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
-    """Return in which setting others differ from those before, for a message; "": in none.
+    """Return the first setting that differs from the earlier ones, for a message; "": none.
 
     Args: as in `refuse_others`.
     """
@@ -126,7 +126,7 @@ def first_difference(
 
 
 def _told(name: str, was: Any, given: Any) -> str:
-    """Name a setting that differs, with both values where these say something, in brackets."""
+    """Return the name of a setting that differs, with both values in brackets if these are informative."""
     if name == _CHECKSUM:
         return " (on other data)"
     if isinstance(was, dict) or isinstance(given, dict):
@@ -139,5 +139,5 @@ def _told(name: str, was: Any, given: Any) -> str:
 
 
 def _whole(value: Any, default: Any) -> Any:
-    """Return a setting with the defaults of the parts that it lacks."""
+    """Return a setting, with defaults for the parts that it lacks."""
     return {**default, **value} if isinstance(value, dict) and isinstance(default, dict) else value

@@ -1,4 +1,4 @@
-"""Options that decide which data makes up a batch, and where batches are prepared.
+"""Options that determine the contents of a batch and where batches are prepared.
 
 The docstring under a field is its help on the command line.
 """
@@ -63,12 +63,12 @@ class BatchOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must not be negative")
 
     def resolve(self, preset: Preset, recipe: Recipe, size: int | None) -> BatchOptions:
-        """Fill in options not given from `recipe`, then `preset`, for `size` training ranks.
+        """Fill in missing options from `recipe`, then `preset`, for `size` training ranks.
 
-        The result's batch_size is 0 where --batch-frames counts.
+        The result's batch_size is 0 if --batch-frames is used.
 
         Raises:
-            ConfigError: a global batch that cannot be shared out, or contexts of chunks that are not made.
+            ConfigError: a global batch that is not divisible by `size`, or chunk contexts without chunks.
         """
         batch_size = self.batch_size
         if batch_size is None:
@@ -96,7 +96,7 @@ class BatchOptions:
         return PlanOptions(self.batch_size, self.chunk_frames, seed, self.order, self.batch_frames)
 
     def _refuse_contexts(self, preset: Preset) -> None:
-        """Refuse contexts of whole utterances, which have no neighbours; the preset's may stay, unused."""
+        """Refuse contexts of whole utterances, which have no neighbours; ignore the preset's."""
         for name, usual in (("left_context", preset.left_context), ("right_context", 0)):
             value = getattr(self, name)
             if value not in (None, 0, usual):
@@ -121,7 +121,7 @@ class BatchOptions:
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """Where batches are read and preprocessed.  These options do not change the contents of a batch."""
+    """Where batches are read and preprocessed.  These options do not affect the contents of a batch."""
 
     feeders: Annotated[int, shown("N", "0: every rank loads its own")] = 0
     """Number of ranks on each host that do not train, but read and preprocess batches for those that do."""

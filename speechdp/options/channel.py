@@ -1,4 +1,4 @@
-"""How a channel of audio files is given on the command line."""
+"""How to give the channel of audio files on the command line."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def _channel_or_each(text: str) -> Channel | Literal["each"]:
     return "each" if text == "each" else parse_channel(text, "mix, or each")
 
 
-#: How a channel is read from the command line, and one that may also be each by itself.
+#: Parsers of a channel on the command line; the second also accepts `each` (every channel by itself).
 CHANNEL_TEXT, CHANNEL_OR_EACH_TEXT = _text(parse_channel), _text(_channel_or_each)

@@ -1,4 +1,4 @@
-"""Options of a training run that say what happens on failures; none changes what is computed."""
+"""Failure handling of a training run; none of these options affects the result."""
 
 from __future__ import annotations
 

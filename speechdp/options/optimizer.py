@@ -1,4 +1,4 @@
-"""Options of the optimizer and of its learning rate over epochs.
+"""Options of the optimizer and of its learning rate schedule.
 
 The docstring under a field is its help on the command line.
 """
@@ -30,7 +30,8 @@ class OptimizerOptions:
     """Learning rate of the plateau."""
     base_learning_rate: Annotated[float | None, shown("RATE", "none; 0.1 with --recipe adpsgd-asr")] = None
     """Learning rate for a batch of --base-batch, scaled linearly to the batch in use.
-    The plateau is --base-learning-rate x global batch / --base-batch, and the warm-up starts from it."""
+    The plateau is --base-learning-rate x global batch / --base-batch.
+    The warm-up starts from --base-learning-rate, or from the plateau if that is lower."""
     base_batch: Annotated[int | None, shown("SEGMENTS", "none; 256 with --recipe adpsgd-asr")] = None
     """Batch over all ranks that --base-learning-rate was tuned for; needs --base-learning-rate."""
     momentum: Annotated[float | None, shown("BETA", "0.9")] = None
@@ -72,20 +73,25 @@ class OptimizerOptions:
                 )
 
     def resolve(self, recipe: Recipe, epochs: int, global_batch: int | None) -> OptimizerOptions:
-        """Fill in options not given from `recipe`, for so many epochs and segments per step (None: unknown).
+        """Fill in missing options from `recipe`.
+
+        Args:
+            recipe: the recipe.
+            epochs: passes over the training split.
+            global_batch: segments per step over all ranks; None: unknown.
 
         Raises:
-            ConfigError: a learning rate to be scaled that is not known, or that is another optimizer's.
+            ConfigError: a scaled learning rate without its base, or one meant for another optimizer.
         """
         peak = self._peak(recipe, global_batch)
         start = self.warmup_from
-        if start is None:  # the rate that suits the base batch, as long as that is below the peak
+        if start is None:  # the rate of the base batch, or the peak if that is lower
             scale = self._scale(recipe, global_batch)
             start = 0.0 if scale is None else peak / max(scale, 1.0)
         warmup = recipe.warmup_share * epochs if self.warmup_epochs is None else self.warmup_epochs
         anneal_from = self.anneal_from
         if anneal_from is None:
-            # As without a recipe, the first epoch has the rate of the plateau where there is no warm-up.
+            # Without a warm-up, the first epoch has the plateau's rate, as it has without a recipe.
             anneal_from = max(1, math.ceil(warmup)) if recipe.warmup_share else -1
         return dataclasses.replace(
             self,
@@ -100,20 +106,20 @@ class OptimizerOptions:
         )
 
     def refuse_rate(self, instead: str) -> None:
-        """Refuse a learning rate that is given.
+        """Refuse a given learning rate.
 
         Args:
-            instead: what the command does with other rates: `--learning-rates tries others`.
+            instead: how the command sets rates instead: `--learning-rates tries others`.
 
         Raises:
-            ConfigError: one is, or what it is scaled from.
+            ConfigError: the learning rate or one of the options that scale it is given.
         """
         for name in ("learning_rate", "base_learning_rate", "base_batch"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"--{name.replace('_', '-')}: leave it out: {instead}")
 
     def check_warmup(self, recipe: Recipe) -> None:
-        """Refuse, of options as given, a start of a warm-up that there is not.  Raises ConfigError."""
+        """Refuse --warmup-from without a warm-up.  Call on unresolved options.  Raises ConfigError."""
         warmup = recipe.warmup_share if self.warmup_epochs is None else self.warmup_epochs
         if self.warmup_from is not None and warmup == 0:
             raise ConfigError(
@@ -152,7 +158,7 @@ class OptimizerOptions:
         return base * scale
 
     def _scale(self, recipe: Recipe, global_batch: int | None) -> float | None:
-        """Return how many base batches a step has; None where the learning rate is not scaled."""
+        """Return the global batch in units of base batches; None if the learning rate is not scaled."""
         base = recipe.base_batch if self.base_batch is None else self.base_batch
         if base is None:
             return None

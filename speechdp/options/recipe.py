@@ -17,12 +17,12 @@ class Recipe:
 
     Attributes:
         optimizer: the optimizer.
-        momentum: of sgd; first beta of the others.
+        momentum: momentum of sgd; first beta of the others.
         epochs: passes over the training split.
         global_batch: segments of a step, all ranks together; None: the preset's batch on every rank.
-        base_batch: batch that `base_learning_rate` suits; None: the learning rate is not scaled.
-        base_learning_rate: peak learning rate at `base_batch`; a batch n times as large has n times as much.
-        warmup_share: epochs of linear warm-up over all epochs; annealing begins where it ends.  0: none,
+        base_batch: batch that `base_learning_rate` is for; None: the learning rate is not scaled.
+        base_learning_rate: peak learning rate at `base_batch`; scaled linearly with the batch.
+        warmup_share: linear warm-up as a fraction of all epochs; annealing begins where it ends.  0: none,
             and annealing begins after two thirds of the epochs.
     """
 
@@ -52,10 +52,10 @@ RECIPES: dict[str, Recipe] = {
 
 
 def find_recipe(name: str) -> Recipe:
-    """Return a recipe by its name.
+    """Return the recipe with this name.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is no such recipe.
     """
     if name not in RECIPES:
         raise ConfigError(f"--recipe {name}: choose one of {', '.join(RECIPES)}")

@@ -1,4 +1,4 @@
-"""Options of the search, which all commands that recognise speech share.
+"""Search options, shared by all commands that recognise speech.
 
 The docstring under a field is its help on the command line.
 """
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from speechdp.decode.tuning import EarlierWeights
 
 
-#: Weights that models of CTC's have no use for, which have neither priors nor transitions, and what to say.
+#: Weights without effect on CTC models, which have neither priors nor transitions, and the model's name
+#: in messages.
 WITHOUT_EFFECT_ON_CTC = (("prior_scale", "silence_probability"), "a model of --criterion ctc")
 
 
 @dataclass(frozen=True)
 class RecognitionOptions:
-    """How to search, and how the scores of network, language model and lexicon are weighed."""
+    """How to search, and how to weight the scores of network, language model and lexicon."""
 
     beam: Annotated[float, shown("NATS")] = 16.0
     """Search beam; smaller is faster, larger makes fewer search errors."""
@@ -33,11 +34,11 @@ class RecognitionOptions:
     """Maximum number of active search paths at each frame."""
     acoustic_scale: Annotated[float | None, shown("FACTOR", "1; or as tuned before")] = None
     """Scale of the acoustic log-likelihoods.
-    Unless one of the scales and scores is given, those that decode --tune-on chose for RUN are used."""
+    If none of the scales and scores is given, those that decode --tune-on chose for RUN are used."""
     prior_scale: Annotated[float | None, shown("EXPONENT", "1; or as tuned before")] = None
     """Exponent of the class priors by which the posteriors are divided, 0 (no division) to 1."""
     insertion_log_prob: Annotated[float | None, shown("NATS", "0; or as tuned before")] = None
-    """Word insertion score, added for each word of ngram and of the loop grammars.
+    """Word insertion score, added for each word (grammar ngram and the loop grammars).
     Negative values give fewer words."""
     lm_scale: Annotated[float | None, shown("FACTOR", "1; or as tuned before")] = None
     """Scale of the language model's log-probabilities (grammar ngram)."""
@@ -49,14 +50,14 @@ class RecognitionOptions:
     lattice_beam: Annotated[float | None, shown("NATS", "10")] = None
     """Beam of the lattice for --nbest and --rescore-lm; larger finds more word sequences."""
     rescore_lm: Annotated[Path | None, shown("FILE", "none")] = None
-    """Weigh the most probable word sequences anew with this language model (ARPA, plain or gzipped)."""
+    """Rescore the most probable word sequences with this language model (ARPA, plain or gzipped)."""
     rescore_weight: Annotated[float | None, shown("SHARE", "1; decode --tune-on: tuned")] = None
     """Share of --rescore-lm in the log-probability of a word sequence, 0 to 1.
-    The rest is the share of the language model that was searched with; 1 replaces that."""
+    The rest is the share of the language model used in the search; 1 replaces that model."""
 
     @property
     def weights(self) -> dict[str, Any]:
-        """Those of the scales, scores and probabilities that are given."""
+        """The scales, scores and probabilities that are given, by name."""
         every = {
             "acoustic_scale": self.acoustic_scale,
             "prior_scale": self.prior_scale,
@@ -67,18 +68,20 @@ class RecognitionOptions:
         return {name: value for name, value in every.items() if value is not None}
 
     def earlier_weights(self, run_dir: Path, grammar: Grammar) -> EarlierWeights:
-        """Return what decode --tune-on chose for a run, if no weight is given; else a line on what is lost.
+        """Return the weights that decode --tune-on chose for a run.
+
+        If a weight is given, return none of them, with a line that says what is set aside.
 
         Args:
             run_dir: the run.
-            grammar: what is searched.
+            grammar: grammar of the search.
 
         Raises:
             RunError: the record of the tuning is damaged.
         """
         from speechdp.decode import tuning  # noqa: PLC0415 - keeps --help fast
 
-        tuned_with = self.rescore_lm if self.rescore_weight is None else None  # a share that is given stays
+        tuned_with = self.rescore_lm if self.rescore_weight is None else None  # a given share is kept
         if self.weights:
             line = tuning.weights_set_aside(run_dir, grammar, self.weights, tuned_with)
             return tuning.EarlierWeights({}, line)
@@ -88,20 +91,20 @@ class RecognitionOptions:
         return found
 
     def refuse_weights(self, names: Sequence[str], beside: str) -> None:
-        """Refuse weights that something else leaves without effect.  Raises ConfigError naming the first."""
+        """Refuse weights that have no effect with `beside`.  Raises ConfigError naming the first."""
         for name in names:
             if name in self.weights:
                 raise ConfigError(f"--{name.replace('_', '-')} has no effect with {beside}; leave it out")
 
     def with_weights(self, weights: Mapping[str, Any]) -> RecognitionOptions:
-        """Return them with other weights."""
+        """Return these options with other weights."""
         return replace(self, **weights)
 
     def decoding(self, **others: Any) -> DecodingOptions:
-        """Return what the recogniser takes, which has the defaults.
+        """Return the recogniser's options; it has its own defaults for those not given.
 
         Args:
-            others: those of its options that these do not have.
+            others: options of the recogniser that are not among these.
 
         Raises:
             ConfigError: a value out of range.

@@ -17,16 +17,16 @@ Balance = Literal["frames", "utterances"]
 
 @dataclass(frozen=True)
 class ReshardOptions:
-    """Which data directory is divided anew, and into what; equal seeds give equal bytes."""
+    """Which data directory to reshard, and how; equal seeds give equal bytes."""
 
     data: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DATA")]
     """Data directory written by `speechdp prepare`."""
     out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUT")]
     """Data directory to write."""
     shards: int
-    """Number of shards in each split; one with fewer utterances gets a shard for each."""
+    """Number of shards in each split; a split with fewer utterances gets one shard per utterance."""
     balance: Balance = "frames"
-    """What is balanced across shards: their number of frames, or of utterances."""
+    """What to balance across shards: the number of frames, or of utterances."""
     split: Annotated[str | None, shown("SPLIT", "all splits")] = None
     """Reshard only this split, e.g. train, and copy the others unchanged."""
     seed: Annotated[int, shown("SEED")] = 1

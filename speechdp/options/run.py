@@ -36,8 +36,8 @@ from speechdp.tasks.registry import task_class, task_options
 
 RealignFrom = Literal["last", "throughout", "scratch"]
 
-#: Options that earlier versions did not have, by group: at their defaults they are left out of the
-#: fingerprint, or runs begun by those versions could not be resumed.
+#: Options, by group, that earlier versions did not have. The fingerprint omits them at their defaults;
+#: otherwise runs that those versions started could not be resumed.
 _ADDED_LATER = (
     ("", "flat_start"),
     ("", "realign_criterion"),
@@ -87,11 +87,11 @@ class TrainOptions:
     """Device each rank computes on; auto: the GPU of its local rank if there is one, else the CPU."""
     precision: PrecisionName = "fp32"
     """Number format of forward and backward passes, and of evaluation.
-    Weights keep float32, and so do exchanges unless the strategy has compression=.
-    bf16: half precision by torch.autocast; fp16: likewise, with scaled losses (docs/training.md)."""
+    Weights stay in float32, and so do exchanges unless the strategy has compression=.
+    bf16: half precision by torch.autocast; fp16: likewise, with loss scaling (docs/training.md)."""
     cuda_graphs: Literal["auto", "off"] = "auto"
-    """auto: on a GPU, recurrent layers train by CUDA graphs, captured for each shape of batches.
-    off: kernels are started one by one, which takes less memory and often twice the time."""
+    """auto: on a GPU, recurrent layers train with CUDA graphs, captured for each batch shape.
+    off: kernels are launched one by one, which takes less memory but often twice the time."""
     epochs: Annotated[int | None, shown("N", "12; 16 with --recipe adpsgd-asr")] = None
     """Passes over the training split."""
     average_epochs: Annotated[int, shown("N")] = 1
@@ -99,17 +99,17 @@ class TrainOptions:
     seed: Annotated[int, shown("SEED")] = 1
     """Seed for initial weights, data order and dropout."""
     initial_model: Annotated[Path | None, shown("RUN", "random weights")] = None
-    """Start from the weights of the model in this run folder, of the same sizes and features."""
+    """Start from the weights of the model in this run folder, which must have the same sizes and features."""
     train_split: Annotated[str, shown("SPLIT")] = "train"
     """Split to train on."""
     held_out: Annotated[str, shown("SPLIT")] = "dev"
     """Split to evaluate on after each epoch.
     Acoustic models: log-probability per frame and frame accuracy; synthesis: L1 error."""
     alignments: Annotated[Path | None, shown("DIR", "the targets in DATA")] = None
-    """Train on the targets in this folder, RUN/alignments/K of an earlier run."""
+    """Train on the targets in this folder, e.g. RUN/alignments/K of an earlier run."""
     flat_start: bool = False
     """First align the transcripts from scratch, with Gaussian mixtures, instead of training on the targets in
-    DATA; for data prepared without alignments, whose targets only spread each transcript evenly."""
+    DATA.  For data prepared without alignments, whose targets only spread each transcript evenly."""
     realign: Annotated[int | Literal["auto"], shown("{ROUNDS,auto}")] = 0
     """Rounds of training and forced alignment before the actual training; 0: none.
     auto: until a round changes the class of fewer than 5 % of the frames, at most 6 rounds."""
@@ -121,21 +121,21 @@ class TrainOptions:
     """Criterion of the first round of --realign.
     full-sum: that round learns from the transcripts alone, not from the targets in DATA."""
     realign_from: RealignFrom = "last"
-    """Weights that rounds of --realign start from.
-    last: those of the round before; the actual training starts from initial weights.
-    throughout: the same, and the actual training starts from those of the last round.
+    """Weights that each round of --realign starts from.
+    last: those of the previous round; the actual training starts from initial weights.
+    throughout: those of the previous round; the actual training starts from those of the last round.
     scratch: initial weights."""
     context: Literal["none", "left", "both"] = "none"
-    """Neighbours that the HMM states of a phone depend on in the actual training, tied by decision trees.
+    """Neighbouring phones that HMM states depend on in the actual training; decision trees tie the states.
     left: the phone before; both: also the one after (triphones). Needs an alignment, e.g. --flat-start."""
     tied_states: Annotated[int | None, shown("N", "1000")] = None
-    """Classes that --context makes at most; fewer where a state would have too few frames."""
+    """Maximum number of classes that --context makes; fewer where a state would have too few frames."""
     max_steps: Annotated[int, shown("STEPS")] = 0
     """Stop after this many steps, for trials and timing; 0: train all epochs."""
     checkpoint_steps: Annotated[int, shown("STEPS")] = 0
     """Also save a checkpoint every STEPS steps, not only after each epoch; 0: only after each epoch."""
     slow_ranks: Annotated[str, shown("RANK:FACTOR,...", "none")] = ""
-    """Simulate stragglers: these ranks sleep until each step has taken FACTOR times as long, e.g. 1:5."""
+    """Simulate stragglers: each step of these ranks takes FACTOR times as long, by sleeping, e.g. 1:5."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -166,12 +166,12 @@ class TrainOptions:
             if self.realign_criterion == "full-sum":
                 self._refuse_cuts("leave out --realign-criterion full-sum")
             self._refuse_in_first_round()
-        batch, optimizer = self._resolve(1)  # with any number of ranks: only divisibility depends on it
+        batch, optimizer = self._resolve(1)  # 1: any number of ranks will do, only divisibility depends on it
         optimizer.schedule()
         batch.plan(self.seed)
 
     def _check_average(self) -> None:
-        """Refuse a mean over epochs that the training does not have.  Raises ConfigError."""
+        """Refuse to average more epochs than the training has.  Raises ConfigError."""
         number = self.average_epochs
         if number > 1 and self.max_steps:
             raise ConfigError(
@@ -186,11 +186,11 @@ class TrainOptions:
 
     @property
     def may_begin_from_model(self) -> bool:
-        """Whether --initial-model is for such models."""
+        """Whether --initial-model can be used with this task and criterion."""
         return self.task_class.decodes and self.model.criterion != "ctc"
 
     def _refuse_beside_task(self) -> None:
-        """Refuse options that the task has no use for.  Raises ConfigError."""
+        """Refuse options that do not apply to the task.  Raises ConfigError."""
         task = self.task_class
         if self.make_task().transcripts is not None:
             self._refuse_beside_transcripts()
@@ -216,13 +216,13 @@ class TrainOptions:
             raise ConfigError("--flat-start: --realign-criterion full-sum uses no alignment; leave one out")
 
     def first_round_model(self) -> ModelOptions:
-        """Return the model of the first round of --realign, with the criterion it is trained by."""
+        """Return the model options of the first round of --realign, with that round's criterion."""
         if self.realign_criterion is None:
             return self.model
         return dataclasses.replace(self.model, criterion=self.realign_criterion)
 
     def _refuse_in_first_round(self) -> None:
-        """Refuse what the first round of --realign cannot have.  Raises ConfigError."""
+        """Refuse options that the first round of --realign cannot use.  Raises ConfigError."""
         model = self.first_round_model()
         dataclasses.replace(
             self,
@@ -238,11 +238,11 @@ class TrainOptions:
     def with_setting(
         self, strategy: StrategyChoice, batch_size: int = 0, learning_rate: float | None = None
     ) -> TrainOptions:
-        """Return the options with another strategy, batch of a rank and learning rate.
+        """Return these options with another strategy, batch per rank and learning rate.
 
         Args:
-            batch_size: segments; 0: the batch stays as it is.
-            learning_rate: of the plateau; None: it stays as it is.
+            batch_size: segments; 0: keep the batch.
+            learning_rate: learning rate of the plateau; None: keep it.
         """
         batch, optimizer = self.batch, self.optimizer
         if batch_size:
@@ -252,7 +252,7 @@ class TrainOptions:
         return dataclasses.replace(self, strategy=strategy, batch=batch, optimizer=optimizer)
 
     def on_alignments(self, alignments: Path | None) -> TrainOptions:
-        """Return the options of a run that trains on these targets and makes none itself."""
+        """Return the options of a run that trains on these targets and makes no alignment itself."""
         return dataclasses.replace(
             self,
             model=self._later_model(),
@@ -267,15 +267,16 @@ class TrainOptions:
         )
 
     def _later_model(self) -> ModelOptions:
-        """Return the model of all but the first round of --realign, which alone may be by full-sum."""
+        """Return the model options of all rounds after the first; only the first may use full-sum."""
         if self.realign_criterion != "full-sum":
             return self.model
         return dataclasses.replace(self.model, prior_scale=None)
 
     def _refuse_beside_transcripts(self) -> None:
-        """Refuse what does not go with learning transcripts as a whole.  Raises ConfigError.
+        """Refuse options that conflict with learning whole transcripts.  Raises ConfigError.
 
-        Trees of states in context are grown from an alignment, whatever is learnt then.
+        --context remains allowed with full-sum, because its decision trees are grown from an alignment even
+        if the training itself needs none.
         """
         criterion = self.model.criterion
         if self.aligns and not (criterion == "full-sum" and self.context != "none" and not self.realign):
@@ -289,8 +290,8 @@ class TrainOptions:
         self._refuse_cuts("give --criterion frame")
 
     def _refuse_cuts(self, instead: str) -> None:
-        """Refuse to cut utterances whose transcripts are to be learnt as a whole.  Raises ConfigError."""
-        batches = self._resolve(1)[0]  # as in __post_init__: what is cut depends on no number of ranks
+        """Refuse to cut utterances if whole transcripts are learnt.  Raises ConfigError."""
+        batches = self._resolve(1)[0]  # any number of ranks, as in __post_init__: cuts do not depend on it
         if batches.chunk_frames or batches.left_context or batches.right_context:
             raise ConfigError(
                 "transcripts are learnt over whole utterances: give --chunk-frames 0 --left-context 0 "
@@ -298,7 +299,7 @@ class TrainOptions:
             )
 
     def _refuse_parts(self, task: str) -> None:
-        """Refuse, in one message, options that cut utterances or change their sound.  Raises ConfigError."""
+        """Refuse, in one message, options that cut utterances or alter their sound.  Raises ConfigError."""
         given = [
             f"--{field.name.replace('_', '-')}"
             for group in (self.inputs, self.augment)
@@ -325,11 +326,11 @@ class TrainOptions:
 
     @property
     def task_class(self) -> type[Task]:
-        """What the model is trained for."""
+        """Class of the task that the model is trained for."""
         return task_class(self.task)
 
     def make_task(self) -> Task:
-        """Return what the model is trained for, with the options of its model.
+        """Return the task that the model is trained for, with the options of its model.
 
         Raises:
             ConfigError: another task's options, or invalid sizes.
@@ -343,7 +344,7 @@ class TrainOptions:
 
     @property
     def preset_name(self) -> str:
-        """Name of the model to start from; of a task from outside, the task's."""
+        """Name of the model to start from, or of the task if it has no presets (a user's own task)."""
         presets = self.task_class.presets
         return self.model.preset or (presets[0] if presets else self.task_class.name)
 
@@ -355,9 +356,9 @@ class TrainOptions:
     def resolve(self, size: int) -> TrainOptions:
         """Return these options with all defaults resolved, for `size` training ranks.
 
-        Options given take precedence, then the recipe, then the preset and the defaults.  Only with a recipe,
-        --global-batch or --base-batch does anything depend on `size`; without them the methods below may be
-        called on options as they were given.
+        Options given take precedence, then the recipe, then the preset and the defaults.  Values depend on
+        `size` only with a recipe, --global-batch or --base-batch.  Without these, the methods below also work
+        on unresolved options.
 
         Raises:
             ConfigError: a global batch that does not divide by `size`.
@@ -389,7 +390,7 @@ class TrainOptions:
         return self.batches().plan(self.seed)
 
     def source(self, split: str, *, augmented: bool) -> SourceRequest:
-        """Return what a split's batches hold: for training (`augmented`) or for scoring."""
+        """Return the request for a split's batches, for training (`augmented`) or for scoring."""
         batches = self.batches()
         return SourceRequest(
             split=split,
@@ -403,7 +404,7 @@ class TrainOptions:
 
     @property
     def aligns(self) -> bool:
-        """Whether targets are made before the actual training."""
+        """Whether the run makes targets before the actual training."""
         return bool(self.aligning)
 
     @property
@@ -418,30 +419,30 @@ class TrainOptions:
 
     @property
     def max_classes(self) -> int:
-        """Classes that --context makes at most."""
+        """Maximum number of classes that --context makes."""
         return _TIED_STATES if self.tied_states is None else self.tied_states
 
     @property
     def trusts_alignment(self) -> bool:
-        """Whether the model learns each frame's class from the data's own alignment, as it is."""
+        """Whether the model learns each frame's class from the data's own alignment, unchanged."""
         task = self.make_task()
         own = self.aligns or self.alignments is not None
         return task.decodes and task.transcripts is None and not own
 
     def to_decode(self, split: str) -> str:
-        """Return the split to decode after training; "" (none) where nothing decodes the task's models."""
+        """Return the split to decode after training; "" (none) if the task's models cannot be decoded."""
         return split if self.make_task().decodes else ""
 
     def slowness(self, rank: int) -> float:
-        """Return by what factor `rank` is slowed down."""
+        """Return the factor by which `rank` is slowed down; 1: not at all."""
         return _slow_ranks(self.slow_ranks).get(rank, 1.0)
 
     def check_warmup(self) -> None:
-        """Refuse, of options as given, a start of a warm-up that there is not.  Raises ConfigError."""
+        """Refuse --warmup-from without a warm-up.  Call on unresolved options.  Raises ConfigError."""
         self.optimizer.check_warmup(find_recipe(self.recipe))
 
     def check_slow_ranks(self, size: int) -> None:
-        """Refuse to slow down a rank that is none of so many, or does not train.  Raises ConfigError."""
+        """Refuse to slow down a rank that does not exist or does not train.  Raises ConfigError."""
         parts = self.strategy.parsed.roster(size).part_of_rank
         for rank in _slow_ranks(self.slow_ranks):
             if rank >= size:
@@ -453,17 +454,17 @@ class TrainOptions:
             raise ConfigError(f"--slow-ranks {self.slow_ranks}: {why}; name another, or leave it out")
 
     def to_json(self, size: int | None = None) -> dict[str, Any]:
-        """Return the options as JSON-like values; with `size` also their resolved values, as `resolved`."""
+        """Return the options as JSON-like values; with `size`, also the resolved values under `resolved`."""
         values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), default=str))
         return values if size is None else {**values, "resolved": self.resolve(size).to_json()}
 
     def fingerprint(self) -> str:
-        """Return a hash of all options that change what is computed; a resumed run must have the same.
+        """Return a hash of all options that affect the result; a resumed run must have the same hash.
 
-        Resolved values are hashed as well: a recipe that another version has changed is another run.
+        The hash includes resolved values, so it differs if another version has changed the recipe.
         """
-        loading = LoadingOptions(preprocess_on=self.loading.preprocess_on)  # a GPU rounds in another way
-        # Graphs compute the same, and whose GPU is too small for them goes on without.
+        loading = LoadingOptions(preprocess_on=self.loading.preprocess_on)  # a GPU rounds differently
+        # Graphs compute the same values, and a run whose GPU is too small for them continues without.
         values = dataclasses.replace(
             self, loading=loading, faults=FaultOptions(), cuda_graphs="auto"
         ).to_json(1)
@@ -474,7 +475,7 @@ class TrainOptions:
 
 
 def _leave_out_added(values: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Remove options of _ADDED_LATER that have their defaults."""
+    """Remove the options of _ADDED_LATER that are at their defaults."""
     for group, name in _ADDED_LATER:
         own, usual = (options[group] if group else options for options in (values, defaults))
         if own[name] == usual[name]:

@@ -1,4 +1,4 @@
-"""The learning rate over epochs: linear warm-up, then annealing once an epoch."""
+"""Learning rate schedule: linear warm-up, then annealing once per epoch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Schedule:
     """Warm-up, plateau, annealing: the shape of the AD-PSGD papers' recipe (arXiv 1904.04956, recalled).
 
     Attributes:
-        learning_rate: of the plateau.
+        learning_rate: learning rate of the plateau.
         warmup_epochs: epochs of linear warm-up; 0 for none.
         warmup_from: learning rate at the start of the warm-up.
         anneal_from: first epoch (counted from 0) with a smaller rate; negative: never.
-        anneal_factor: rate of an epoch over that of the one before, from `anneal_from` on.
+        anneal_factor: factor on the rate from one epoch to the next, from `anneal_from` on.
     """
 
     learning_rate: float

@@ -1,4 +1,4 @@
-"""How an option looks in `--help` where its type and its Python default do not explain it."""
+"""How `--help` shows an option whose type and Python default do not explain it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import tyro
 
-#: Default of --hostfile, as hosts are found where none is named.
+#: Default of --hostfile in `--help`: where hosts come from if no file is given.
 BATCH_JOB_OR_HERE = "the hosts of the batch job this runs in, else this machine"
 
 
-#: Annotation of an option whose value may be "", as its help explains; others are refused one that is empty,
-#: but for those that are "" where they are not given.
+#: Annotation of an option that may be given as "", as its help explains. Any other option refuses an empty
+#: value, unless its default is "".
 MAY_BE_EMPTY = "may be empty"
 
 
@@ -19,8 +19,8 @@ def shown(metavar: str, default: str | None = None) -> Any:
     """Return the annotation of an option: `Annotated[int | None, shown("N", "one per core")] = None`.
 
     Args:
-        metavar: what stands for the value, e.g. "FRAMES" or "{fast,loop}".
-        default: the default that takes effect, where the Python one is None or empty; None: the Python one.
+        metavar: placeholder of the value, e.g. "FRAMES" or "{fast,loop}".
+        default: the default that takes effect if the Python one is None or empty; None: the Python one.
     """
     return tyro.conf.arg(
         metavar=metavar, help_behavior_hint=None if default is None else f"(default: {default})"

@@ -1,4 +1,4 @@
-"""How the strategy of a run is given on the command line."""
+"""How to give the strategy of a run on the command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tyro
 
 from speechdp.parallel.registry import StrategyChoice
 
-#: How a strategy is read from the command line: as a text, which means something where it is used.
+#: Parser of a strategy on the command line. It keeps the text; the code that uses the strategy parses it.
 STRATEGY_TEXT = tyro.constructors.PrimitiveConstructorSpec(
     nargs=1,
     metavar="NAME",

@@ -1,4 +1,4 @@
-"""What is told of a data directory's own targets before a training learns them."""
+"""A notice about a data directory's own targets before a run trains on them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _SPREAD = (
 def tell_of_spread_targets(
     options: TrainOptions, open_data: Callable[[], Dataset], say: Callable[[str], None]
 ) -> None:
-    """Say where options learn each frame's class from data whose alignment is none.
+    """Print a notice if the run will train on targets that only spread each transcript evenly.
 
     Args:
-        open_data: returns the data; not called where options do not trust their alignment.
-        say: takes the line.
+        open_data: returns the data; not called if the options do not use the data's own alignment.
+        say: prints the line.
     """
     if options.trusts_alignment and (dataset := open_data()).alignment == FLAT:
         say(_SPREAD.format(data=dataset.path))

@@ -1,10 +1,10 @@
-"""Processes without their imports: one that has imported everything forks those that tests start.
+"""Save the import time of processes that tests start: a server that has imported everything forks them.
 
 A `python -m speechdp ...` or `python SCRIPT.py` that finds the server's address in its environment
-(startup/sitecustomize.py) asks the server to fork, and only stands for the fork: it hands signals on and ends
-as the fork does.  So launchers, mpirun and tests see the processes they always see, 3 s of a core earlier.
-What a fork could not be like (another network, other settings of Python or of libraries) runs by itself, as
-does everything where a test asks for it (`BY_ITSELF`).
+(startup/sitecustomize.py) asks the server to fork, and then only represents the fork: it forwards signals and
+ends as the fork does.  So launchers, mpirun and tests see the usual processes, 3 s of a core earlier.
+Processes that a fork cannot replace (another network, other settings of Python or of libraries) run by
+themselves, as does everything for which a test requests it (`BY_ITSELF`).
 
 The server starts no thread and initialises neither MPI nor a process group.  It starts with the first job of
 a pytest session, serves all its workers, and ends with it.
@@ -43,9 +43,10 @@ from typing import Any, NoReturn
 from tests.helpers.startup.gated import put_gates_up
 from tests.helpers.startup.handing_over import SIGNALS, namespaces
 
-#: Names the folder of the session's server; its socket's path, in what a job is given.
+#: Variables with the folder of the session's server, and with its socket's path in a job's environment.
 FOLDER, ADDRESS = "SPEECHDP_TEST_FORK_FOLDER", "SPEECHDP_TEST_FORK_ADDRESS"
-#: For jobs that must be processes of their own: what a test sees in /proc, or stops, is not the fork.
+#: For jobs that must be real processes, because a test that looks into /proc or stops one would not reach
+#: the fork.
 BY_ITSELF = {ADDRESS: ""}
 STARTUP = Path(__file__).with_name("startup")
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -56,12 +57,12 @@ _NOT_IMPORTED = (
     "speechdp.comm.startup.fed_job",
     "speechdp.__main__",
 )
-#: Besides ours: what a job imports in its course.
+#: Other modules than ours that a job imports.
 _IMPORTED = (
     *("torch.utils.tensorboard", "torch.distributed", "torch._dynamo", "multiprocessing.pool"),
     *("psutil", "scipy.optimize", "matplotlib.pyplot", "rich.console"),
 )
-#: Beginnings of variables that are read as a process starts, or as a library is loaded.
+#: Prefixes of variables that are read when a process starts or a library is loaded.
 _READ_AT_START = (
     "PYTHON",
     "LC_",
@@ -74,7 +75,7 @@ _READ_AT_START = (
     "CUDA_",
     "TZ",
 )
-#: Beginnings of variables by which launchers tell a process that it is a rank.
+#: Prefixes of variables by which launchers tell a process that it is a rank.
 _ANNOUNCING = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "SLURM_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 
 
@@ -83,7 +84,7 @@ _ANNOUNCING = ("OMPI_", "PMIX_", "PMI_", "HOROVOD_", "SLURM_", "RANK", "WORLD_SI
 
 @contextlib.contextmanager
 def session_of_forks() -> Iterator[None]:
-    """Let jobs that this process and its children start be forked, until the block ends."""
+    """Fork the jobs that this process and its children start during the block."""
     with tempfile.TemporaryDirectory(prefix="speechdp-forks-", ignore_cleanup_errors=True) as folder:
         os.environ[FOLDER] = f"{folder}:{os.getpid()}"
         try:
@@ -93,7 +94,7 @@ def session_of_forks() -> Iterator[None]:
 
 
 def environment_of_forks(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what a job gets besides, so that its processes are forked; empty outside of a session."""
+    """Return the variables that let a job's processes be forked; empty outside of a session."""
     if FOLDER not in os.environ:
         return {}
     folder, _, owner = os.environ[FOLDER].rpartition(":")
@@ -104,13 +105,13 @@ def environment_of_forks(environment: Mapping[str, str]) -> dict[str, str]:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not address.exists():
                 process = _start({**environment, **ours, **BY_ITSELF}, address, int(owner))
-                process.returncode = 0  # it outlives this process, which need not wait for it
+                process.returncode = 0  # it outlives this process, so do not wait for it
     return ours
 
 
 @contextlib.contextmanager
 def forks_with(environment: Mapping[str, str], folder: Path) -> Iterator[dict[str, str]]:
-    """Serve jobs of another environment in the block; yield what they get besides."""
+    """Serve jobs with another environment during the block; yield the variables to add to theirs."""
     ours = _served_at(folder / "forks")
     process = _start({**environment, **ours, **BY_ITSELF}, folder / "forks", os.getpid())
     try:
@@ -125,7 +126,7 @@ def _served_at(address: Path) -> dict[str, str]:
 
 
 def _start(environment: Mapping[str, str], address: Path, owner: int) -> subprocess.Popen[bytes]:
-    """Start the server, which ends with its owner; return when it serves."""
+    """Start the server, which ends with its owner; return once it is serving."""
     with address.with_suffix(".log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.fork_server", str(address), str(owner)],
@@ -146,12 +147,12 @@ def _start(environment: Mapping[str, str], address: Path, owner: int) -> subproc
 
 
 def import_everything() -> None:
-    """Import all that a job imports in its course, so that its ranks need not."""
-    if "torch" in sys.modules:  # a fork of a process that has done so
+    """Import every module that a job imports, so that its ranks need not."""
+    if "torch" in sys.modules:  # a fork of a process that has already imported
         return
     import speechdp  # noqa: PLC0415
 
-    gc.disable()  # what is imported stays: to look for garbage in it again and again is a part of the start
+    gc.disable()  # imported objects stay, and searching them for garbage again and again slows the start
     for module in pkgutil.walk_packages(speechdp.__path__, "speechdp."):
         if not module.name.startswith(_NOT_IMPORTED):
             importlib.import_module(module.name)
@@ -161,18 +162,18 @@ def import_everything() -> None:
     _work_once()
     _leave_torchs_operators_alone()
     gc.collect()
-    gc.freeze()  # what is never collected stays shared with the forked
+    gc.freeze()  # frozen objects are never collected, so their memory stays shared with forks
     gc.enable()
 
 
 def _leave_torchs_operators_alone() -> None:
-    """Have no fork take apart at its end what torch has defined in Python: it would copy 32 MB for that."""
+    """Keep forks from destroying torch's Python-defined operators at their end, which would copy 32 MB."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
 
 
 def _parse_once() -> None:
-    """Have the parser of every subcommand read our docstrings, which it keeps: a quarter of a rank's time."""
+    """Let every subcommand's parser read and cache our docstrings, which takes a quarter of a rank's time."""
     from speechdp.cli.main import SUBCOMMANDS, parse  # noqa: PLC0415
 
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -182,10 +183,10 @@ def _parse_once() -> None:
 
 
 def _work_once() -> None:
-    """Do what torch, oneDNN, matplotlib and Python do once a process, by a tiny training and its report.
+    """Trigger one-time work of torch, oneDNN, matplotlib and Python by a tiny training and its report.
 
-    Anew it would be a fifth of a rank's time, and half of a report's.  Threads have ended when this
-    returns: a fork would have none of them, but the locks that they held.
+    Repeating it would take a fifth of a rank's time, and half of a report's.  All threads have ended when
+    this returns: a fork would inherit none of them, but the locks that they held.
     """
     from unittest import mock  # noqa: PLC0415
 
@@ -200,7 +201,7 @@ def _work_once() -> None:
         mock.patch.dict(os.environ),
     ):
         for name in [name for name in os.environ if name.startswith(_ANNOUNCING)]:
-            del os.environ[name]  # of the test whose job is the first
+            del os.environ[name]  # left by the test whose job is the first
         write_tiny_data(Path(folder, "data"), TinySizes(train=8, dev=4, test=4))
         options = [*TINY_MODEL, "--batch-size", "4", "--epochs", "1", "--device", "cpu"]
         for arguments in (
@@ -214,10 +215,10 @@ def _work_once() -> None:
 
 @dataclass
 class _Work:
-    """What a fork is to do.
+    """The work of a fork.
 
     Attributes:
-        request: of the process that stands for it (handing_over.py).
+        request: request of the process that represents it (handing_over.py).
         streams: standard input, output and error.
     """
 
@@ -226,7 +227,7 @@ class _Work:
 
     @property
     def why_not(self) -> str:
-        """What a fork of this process would not be as the other; empty where nothing is."""
+        """Why a fork of this process would differ from the requested process; "": it would not."""
         theirs, ours = (_read_at_start(values) for values in (self.request["environment"], os.environ))
         variables = sorted(name for name, _ in theirs.items() ^ ours.items())
         different = {
@@ -243,8 +244,9 @@ def _read_at_start(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _serve(address: Path, owner: int) -> _Work | None:
-    """Fork for whoever asks until the owner ends; return in each fork, with its work."""
-    # The owner is interrupted, too.  Not ignored: what a fork is sent before it has a handler would be lost.
+    """Fork on request until the owner ends; return in each fork, with its work."""
+    # SIGINT also goes to the owner.  It is blocked, not ignored: a fork must not lose one sent before it has
+    # a handler.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     import_everything()
     running: dict[int, tuple[int, socket.socket]] = {}
@@ -266,7 +268,7 @@ def _serve(address: Path, owner: int) -> _Work | None:
                 with contextlib.suppress(OSError), connection:
                     connection.sendall(b"%d\n" % code)
             for pid in {asking[fd] for fd in readable if fd in asking} & {one for one, _ in running.values()}:
-                with contextlib.suppress(ProcessLookupError):  # whoever stands for it was killed
+                with contextlib.suppress(ProcessLookupError):  # the process that represents it was killed
                     os.kill(pid, signal.SIGKILL)
             if listener in readable:
                 connection = listener.accept()[0]
@@ -285,10 +287,10 @@ def _serve(address: Path, owner: int) -> _Work | None:
 
 
 def _die_together(connection: socket.socket, pid: int) -> None:
-    """Have the kernel kill a fork as soon as the process that stands for it is gone.
+    """Let the kernel kill a fork as soon as the process that represents it is gone.
 
-    Left to this process it would go on until that gets a core: a rank that a test has killed would take
-    further steps meanwhile.
+    If this process did it, the fork would run until this process gets a core, and a rank that a test has
+    killed would take further steps meanwhile.
     """
     fcntl.fcntl(connection, fcntl.F_SETOWN, pid)
     fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
@@ -296,7 +298,7 @@ def _die_together(connection: socket.socket, pid: int) -> None:
 
 
 def _accept(connection: socket.socket) -> _Work | None:
-    """Read a request; refuse what is not possible."""
+    """Read a request; refuse an impossible one."""
     try:
         _, streams, _, _ = socket.recv_fds(connection, 1, 3)
         work = _Work(json.loads(connection.makefile("rb").readline()), streams)
@@ -305,7 +307,7 @@ def _accept(connection: socket.socket) -> _Work | None:
         print(f"not forked: {work.request['arguments']}: {work.why_not}", file=sys.stderr, flush=True)
         _close(streams)
         connection.sendall(b"0\n")
-    except (OSError, ValueError):  # it was killed meanwhile
+    except (OSError, ValueError):  # the requesting process was killed meanwhile
         pass
     connection.close()
     return None
@@ -320,7 +322,7 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _become(work: _Work) -> None:
-    """Be what the process that stands for this one would have been."""
+    """Take the identity of the process that represents this fork."""
     request = work.request
     os.setsid()
     for fd, stream in enumerate(work.streams):
@@ -336,13 +338,13 @@ def _become(work: _Work) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     tempfile.tempdir = None
-    if "IOFAULT" in os.environ:  # which the shim reads when it is loaded (tests/faults)
+    if "IOFAULT" in os.environ:  # read by the shim when it is loaded (tests/faults)
         ctypes.CDLL(os.environ["LD_PRELOAD"]).iofault_arm_by_environment()
     _open_streams()
     import numpy as np  # noqa: PLC0415
     import torch  # noqa: PLC0415
 
-    for seed in (random.seed, np.random.seed, torch.seed):  # else every fork would draw the same numbers
+    for seed in (random.seed, np.random.seed, torch.seed):  # otherwise every fork would draw the same numbers
         seed()
     put_gates_up()
     sys.orig_argv = request["orig_argv"]
@@ -350,10 +352,10 @@ def _become(work: _Work) -> None:
 
 
 def ignore_only(numbers: list[int]) -> None:
-    """Ignore these of the signals that are handed on, and no others, as the server itself may.
+    """Ignore only these of the forwarded signals, whatever the server itself ignores.
 
-    A shell has what it starts in the background ignore SIGINT, nohup has it ignore SIGHUP; mpirun has its
-    ranks heed them again.
+    A shell lets its background processes ignore SIGINT, and nohup lets them ignore SIGHUP; mpirun resets
+    both for its ranks.
     """
     for number in SIGNALS:
         if number in numbers:
@@ -364,7 +366,7 @@ def ignore_only(numbers: list[int]) -> None:
 
 
 def _open_streams() -> None:
-    """Open Python's standard streams as it does when it starts."""
+    """Open the standard streams as Python does when it starts."""
     for fd, name, errors in (
         (0, "stdin", "strict"),
         (1, "stdout", "strict"),
@@ -392,11 +394,11 @@ def _run(arguments: list[str]) -> None:
 
 
 def renew_torch() -> None:
-    """Make what a fork has lost of torch now: two threads that do it at once crash.
+    """Recreate now what a fork has lost of torch, because two threads doing so at once would crash.
 
-    Its pool of threads (`caffe2::pthreadpool`): whoever computes first makes it anew, and a second one that
-    comes meanwhile finds none.  Its engine of gradients: whoever first saves a tensor for backward takes the
-    old one apart, and so does a second one that comes meanwhile.
+    The thread pool (`caffe2::pthreadpool`): the first thread that computes recreates it, and a second one
+    finds none meanwhile.  The autograd engine: the first thread that saves a tensor for backward destroys the
+    old one, and so does a second one meanwhile.
     """
     import torch  # noqa: PLC0415
 
@@ -406,10 +408,10 @@ def renew_torch() -> None:
 
 
 def do_and_exit(work: Callable[[], int | None]) -> NoReturn:
-    """Do something in a fork and end the process with the exit code it returns, as Python ends.
+    """Do the work in a fork, and end the process as Python would, with the exit code that the work returns.
 
-    But for taking the interpreter apart, which touches, and so copies, all memory that a fork shares: half of
-    what a tiny training costs.
+    Unlike Python, do not finalize the interpreter, which would touch and therefore copy all shared memory:
+    half of the cost of a tiny training.
     """
     code: int | None = 1
     try:
@@ -425,7 +427,7 @@ def do_and_exit(work: Callable[[], int | None]) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]  waits for threads
     atexit._run_exitfuncs()
     if (mpi := sys.modules.get("mpi4py.MPI")) is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        mpi.Finalize()  # as its own function at the end of Python does
+        mpi.Finalize()  # as mpi4py itself does when Python ends
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

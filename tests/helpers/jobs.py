@@ -1,4 +1,4 @@
-"""Start `speechdp` as users do: by itself, under mpirun, by `speechdp launch`; watch and signal its ranks."""
+"""Start `speechdp` as users do (alone, under mpirun, by `speechdp launch`); watch and signal its ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.gates import Gates
 from tests.helpers.mpi import BIN, REPOSITORY, Ended, job_environment, run_job
 
 SPEECHDP = (sys.executable, "-m", "speechdp")
-#: Only a job that hangs takes so long: others run beside it.
+#: Only a job that hangs takes this long, s, although others run beside it.
 DEADLINE_S = 240.0
 
 
@@ -46,12 +46,12 @@ def our_lines(ended: Ended) -> list[str]:
 
 
 class Job:
-    """A job that runs while the test looks on.
+    """A job that runs while the test observes it.
 
     Args:
-        command: what was started.
-        mark: a word of the ranks' command lines that no other process has, e.g. the path of the run.
-        env: variables besides those of every job.
+        command: command to start.
+        mark: word in the ranks' command lines that no other process has, e.g. the path of the run.
+        env: additional environment variables.
     """
 
     def __init__(self, command: Sequence[str], mark: str, env: Mapping[str, str] | None = None) -> None:
@@ -71,11 +71,11 @@ class Job:
 
     @property
     def pid(self) -> int:
-        """The process started: the launcher, or the only rank."""
+        """The started process: the launcher, or the only rank."""
         return self._process.pid
 
     def wait_until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait until something has come true; fail if the job ends first."""
+        """Wait until a condition holds; fail if the job ends first."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             has_ended = self._process.poll() is not None
@@ -87,14 +87,14 @@ class Job:
     def rank_pid(self, rank: int) -> int:
         """Return the process of a rank."""
         for pid in self._marked():
-            # horovodrun with gloo sets a name of its own, as does Hydra, below whose ranks' parents they are.
+            # horovodrun with gloo and Hydra set their own; below Hydra, `rank_process` is the ranks' parent.
             names = {f"{name}={rank}" for name in ("OMPI_COMM_WORLD_RANK", "HOROVOD_RANK", "PMI_RANK")}
             if names & set(_words(pid, "environ")) and rank_process.__file__ not in _words(pid, "cmdline"):
                 return pid
         raise AssertionError(f"there is no rank {rank}\n{self._killed().output}")
 
     def signal(self, number: signal.Signals, pid: int | None = None) -> None:
-        """Send a signal to a process of the job, else to the one that was started."""
+        """Send a signal to a process of the job, by default to the one that was started."""
         os.kill(self.pid if pid is None else pid, number)
 
     def finish(self, within_s: float = DEADLINE_S) -> Ended:
@@ -107,13 +107,13 @@ class Job:
         return Ended(self._process.returncode, stdout, stderr)
 
     def _killed(self) -> Ended:
-        """Kill what is left of the job; return what it has printed."""
+        """Kill the rest of the job; return its output."""
         self.kill()
         stdout, stderr = self._process.communicate()
         return Ended(self._process.returncode, stdout, stderr)
 
     def kill(self) -> None:
-        """End what is left of the job, ranks in sessions of their own included."""
+        """Kill the rest of the job, including ranks in their own sessions."""
         for pid in {self.pid, *self._marked()} if self._process.poll() is None else self._marked():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -139,7 +139,7 @@ def started(
     gates: Gates | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Iterator[Job]:
-    """Start a job, which waits at its gates; nothing of it outlives the block."""
+    """Start a job, which waits at its gates; kill the rest of it at the end of the block."""
     job = Job(command, str(mark), {**(env or {}), **({} if gates is None else gates.env)})
     try:
         yield job

@@ -1,4 +1,4 @@
-"""Start a program on several ranks and end all of it on a time-out: a hang is the usual failure."""
+"""Start a program on several ranks, and kill all of it on a time-out, because most failures are hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 #: the launchers of the environment that runs the tests, by absolute path: from PATH the Open MPI wheel
 #: could not start its daemons on other hosts, and another MPI might come first.
 BIN = Path(sys.prefix) / "bin"
-#: a hang is waited for so long: other tests run beside this one.
+#: time after which a job counts as hung, s; long, because other tests run beside this one.
 TIMEOUT_S = 240.0
 
 
@@ -30,7 +30,7 @@ class Ended:
 
     @property
     def output(self) -> str:
-        """All that was printed, for the message of a failing assertion."""
+        """The whole output, for the message of a failing assertion."""
         return f"exit code {self.exit_code}\n--- stdout\n{self.stdout}\n--- stderr\n{self.stderr}"
 
 
@@ -59,7 +59,7 @@ def run_job(
     timeout_s: float = TIMEOUT_S,
     cwd: Path = REPOSITORY,
 ) -> Ended:
-    """Run `command` in a process group of its own; on a time-out kill the group and fail with its output."""
+    """Run `command` in its own session; on a time-out kill the session and fail with its output."""
     # A new session keeps the launcher and its ranks together, apart from pytest.
     with subprocess.Popen(
         command,
@@ -83,14 +83,14 @@ def run_job(
 
 
 def job_environment() -> dict[str, str]:
-    """Return the environment of a job: this one's, without what another launcher may have left in it."""
+    """Return the environment of a job: this process's, without variables of another launcher."""
     foreign = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "HOROVOD_RANK", "HOROVOD_SIZE", "SLURM_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     environment = {
         **kept,
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMP_NUM_THREADS": "1",  # the ranks share the cores; more threads only get in each other's way
+        "OMP_NUM_THREADS": "1",  # the ranks share the cores; more threads would only compete for them
         "PYTHONPATH": str(REPOSITORY),
         "PYTHONFAULTHANDLER": "1",
     }

@@ -18,15 +18,15 @@ from speechdp.parallel.strategy import Traits
 NUM_STEPS = 8
 _SEED = threading.Lock()
 
-#: Options with which a strategy is plain training on one rank, where it is not by default.
+#: Options with which a strategy equals plain training on one rank, for those that do not by default.
 PLAIN_ON_ONE_RANK = {"bmuf": "momentum=keep", "diloco": "outer_learning_rate=1,outer_momentum=0"}
 
 
 def named_nowhere(cases: Sequence[str], wanted: Callable[[Traits], bool] = lambda traits: True) -> list[str]:
-    """Return our strategies that none of `cases` names, with exchanges within the few steps of a test.
+    """Return our strategies that no entry of `cases` names, with periods short enough for a test.
 
     Args:
-        wanted: whether those of such traits are.
+        wanted: whether to include strategies with these traits.
     """
     named = {case.partition(":")[0] for case in cases}
     others = (StrategyChoice(name) for name in own_strategy_names() if name not in named)
@@ -59,7 +59,7 @@ SYNCHRONOUS = [*_SYNCHRONOUS, *named_nowhere(_SYNCHRONOUS, lambda traits: traits
 
 
 def plain_on_one_rank(name: str) -> str:
-    """Return a strategy as it is plain training on one rank."""
+    """Return a strategy with options that make it plain training on one rank."""
     return f"{name}:period=3,{PLAIN_ON_ONE_RANK[name]}" if name in PLAIN_ON_ONE_RANK else name
 
 
@@ -84,7 +84,7 @@ class Net(nn.Module):
 
 
 def make_model(*, batch_norm: bool = True) -> Net:
-    # torch's generator is one for all threads, and here each thread is a rank.
+    # All threads share torch's generator, and here each thread is a rank.
     with _SEED, torch.random.fork_rng():
         torch.manual_seed(3)
         return Net(nn.BatchNorm1d(6) if batch_norm else nn.LayerNorm(6)).double()
@@ -141,7 +141,7 @@ def values(model: nn.Module) -> Tensor:
 
 @dataclass
 class Script:
-    """A script with a loop of its own, as docs/api.md shows it."""
+    """A script with its own loop, as in docs/api.md."""
 
     comm: Communicator
     strategy: str

@@ -21,7 +21,7 @@ from speechdp.experiments.profile.record import (
 )
 from speechdp.experiments.record import write_json
 
-#: Seconds of each function on one rank: forward, backward; one number where there is one of it.
+#: Times of each function on one rank, s: forward and backward, or one number for functions without phases.
 SYNTHESIS_S: dict[str, tuple[float, ...]] = {
     "trainloader": (0.004,),
     "h2d": (0.0,),
@@ -40,10 +40,10 @@ class MadeUpProfile:
     """A profile to write.
 
     Attributes:
-        growth: by what share a function's time grows with each rank more (1 rank: none).
-        exchange_s: of a step on 2 ranks and more.
-        blocking_s: what a blocking trainloader takes in every fourth step.
-        loader_steps: of the jobs that compare trainloaders.
+        growth: share by which a function's time grows with each additional rank.
+        exchange_s: time of the exchange in a step on 2 or more ranks, s.
+        blocking_s: time of a blocking trainloader in every fourth step, s.
+        loader_steps: steps of the jobs that compare trainloaders.
     """
 
     ranks: Sequence[int] = (1, 2, 4)
@@ -99,7 +99,7 @@ def _entry(kind: str, ranks: int, made_up: MadeUpProfile) -> JobEntry:
 
 
 def write_job(folder: Path, entry: JobEntry, made_up: MadeUpProfile) -> None:
-    """Write what the ranks of a job leave in its folder."""
+    """Write the files of a job's ranks."""
     folder.mkdir(parents=True)
     for rank in range(entry.ranks):
         head = {"rank": rank, "host": "node-a", "pid": 4000 + rank, "clock_offset_s": 0.0}
@@ -157,7 +157,7 @@ def _functions(entry: JobEntry, step: int, made_up: MadeUpProfile) -> list[tuple
 
 
 def _write_samples(folder: Path, entry: JobEntry) -> None:
-    """Write what the sampler would on one host without a GPU."""
+    """Write the sampler's file for one host without a GPU."""
     ranks = {str(rank): 4000 + rank for rank in range(entry.ranks)}
     lines: list[Any] = [{"kind": "cpu", "hz": 10.0, "host": "node-a", "ranks": ranks, "gpus": []}]
     for number in range(40):

@@ -23,12 +23,12 @@ def made_up_race(
     strategies: Mapping[str, str] | None = None,
     left_out: Mapping[str, str] | None = None,
 ) -> RaceRecord:
-    """Return a race in which the machine slows down from round to round, by up to 3 times.
+    """Return a race in which the machine slows down from round to round, up to 3 times.
 
     Args:
-        speeds: of each setting, as a ratio to that with speed 1.
-        noise: standard deviation of a turn's time, as a share.
-        strategies: of settings that are not called by theirs; `one-rank` trains alone.
+        speeds: relative speed of each setting.
+        noise: relative standard deviation of a turn's time.
+        strategies: strategies of settings whose name is not their strategy; `one-rank` trains alone.
     """
     drawn = random.Random(1)
     settings = []

@@ -1,4 +1,4 @@
-"""Waiting in tests: until something has come true, however slow the machine is."""
+"""Wait in tests until a condition holds, however slow the machine is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-#: A hang is waited for so long: other tests run beside this one.
+#: Time after which a wait counts as a hang, s; long, because other tests run beside this one.
 LIMIT_S = 120.0
 
 
@@ -15,9 +15,9 @@ def wait_until(condition: Callable[[], object], what: str, limit_s: float = LIMI
     """Wait until `condition` holds; fail if it never does.
 
     Args:
-        condition: looked at again and again.
-        what: is waited for, for the message.
-        limit_s: after which it counts as a hang, s.
+        condition: polled condition.
+        what: description of the condition, for the message.
+        limit_s: time after which the wait counts as a hang, s.
     """
     deadline_s = time.monotonic() + limit_s
     while not condition():
@@ -27,9 +27,9 @@ def wait_until(condition: Callable[[], object], what: str, limit_s: float = LIMI
 
 @contextmanager
 def no_thread_left() -> Iterator[None]:
-    """Fail if a thread that the block has begun outlives it; one that is just ending is waited for.
+    """Fail if a thread that the block started outlives it; wait for one that is just ending.
 
-    Threads of before may end meanwhile: those of other tests, for which nobody has waited.
+    Earlier threads may end meanwhile: those of other tests that did not wait for them.
     """
     before = set(threading.enumerate())
     yield

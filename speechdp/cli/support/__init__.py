@@ -1,1 +1,1 @@
-"""What subcommands share."""
+"""Code shared by subcommands."""

@@ -1,4 +1,4 @@
-"""The options that a command has, and --config FILE.json: a JSON object of them, or a run's run.json."""
+"""A command's options, and --config FILE.json: a JSON object of options, or a run's run.json."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from speechdp.options.shown import MAY_BE_EMPTY
 from speechdp.parallel.run_files import RUN_FORMAT
 
 _OPTION = "--config"
-#: Of the options that run.json records: what they came to on that run's ranks.
+#: Key in run.json of the options' values as resolved on that run's ranks.
 _RESOLVED = "resolved"
-#: What a run.json may hold relative to the folder that its run was started in.
+#: Options whose paths in run.json may be relative to the folder in which the run was started.
 _OF_PATHS = ("--alignments", "--initial-model")
-#: What helps where an unknown option is like none that a command has.
+#: Remedy for an unknown option that resembles no option of the command.
 _LISTED = "; speechdp {} --help lists them"
-#: What is said of an empty word, which as a path would be the current folder.
+#: Message about an empty word, which as a path would be the current folder.
 _EMPTY = " is empty; is a variable of the shell unset?"
 #: An option with one dash too few; -np is a name, -inf and -nan are numbers.
 _LIKE_AN_OPTION = re.compile("-(?!inf$|nan$)[a-z][a-z-]{2,}")
@@ -36,9 +36,9 @@ _LIKE_AN_OPTION = re.compile("-(?!inf$|nan$)[a-z][a-z-]{2,}")
 _OF_STRATEGIES = ("--strategy", "--strategies", "--swept", "--reference")
 #: An option in a message.
 _NAMED_OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*")
-#: An option of each command that trains, as a run of `train` does.
+#: An option that every command with the training options has.
 _OF_TRAINING = "--preset"
-#: How the value of an option is written: as --like or --no-like, as a value, or the option again for each.
+#: Syntax of an option: a flag (--like, --no-like), one value, or the option repeated for each value.
 _Kind = Literal["flag", "value", "repeated"]
 
 
@@ -48,18 +48,20 @@ def with_config(
     refused: Mapping[str, str],
     tell: Callable[[str], None],
 ) -> list[str]:
-    """Return a command line with the options of its --config in place of that, before the others, which win.
+    """Return the arguments with --config replaced by the options in its file.
+
+    They come before the other options, which take precedence.
 
     Args:
-        arguments: of a subcommand; what follows `--` is another's.
+        arguments: arguments of a subcommand; after `--` come those of another command.
         of_command: returns the dataclass of the subcommand's options.
-        refused: options that the subcommand has no use for, with what to do instead.  The record of a run has
-            them all, and they are left out.
-        tell: is told which of these that run was given.
+        refused: options that the subcommand does not use, with what to do instead.  A run's record has
+            all of them, so they are left out then.
+        tell: called with a line on those of them that the run was given.
 
     Raises:
         UsageError: --config is given twice, or without a file.
-        ConfigError: the file cannot be read, holds no options, or one that the subcommand has not, or "".
+        ConfigError: the file cannot be read, has no options, or has an unknown option or an empty value.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)
     own, rest = list(arguments[:end]), list(arguments[end:])
@@ -86,11 +88,11 @@ def with_config(
 
 
 def of_its_file(line: str, arguments: Sequence[str]) -> str:
-    """Return a line that refuses an option with the name of the --config file that has it, if one does.
+    """Add to an error line the name of the --config file that the refused option came from, if it did.
 
     Args:
-        line: names the option that it is about before any other, or a strategy.
-        arguments: of a subcommand, as they were given; what is given beside --config is not the file's.
+        line: error line; names the option that it is about before any other, or a strategy.
+        arguments: arguments of a subcommand, as given; options given besides --config are not the file's.
     """
     own = list(takewhile(lambda word: word != "--", arguments))
     place = next((place for place, word in enumerate(own) if word.partition("=")[0] == _OPTION), None)
@@ -110,7 +112,7 @@ def of_its_file(line: str, arguments: Sequence[str]) -> str:
     named = _NAMED_OPTION.search(line)
     if named is not None:
         is_its = named[0] in its_own
-    else:  # a strategy refuses its own options, whichever option of ours it was given by
+    else:  # a strategy refuses its own options, and does not know which of ours it was given by
         texts = [str(its_own[option]) for option in _OF_STRATEGIES if option in its_own]
         strategies = [one.partition(":")[0] for text in texts for one in text.split(",")]
         is_its = any(line.startswith(f"{one}:") or f"{one!r}" in line for one in strategies)
@@ -119,7 +121,7 @@ def of_its_file(line: str, arguments: Sequence[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """The options of a command, and those of training that it has no use for, with what to do instead."""
+    """The options of a command, and the training options that it does not use, with what to do instead."""
 
     known: Mapping[str, _Kind]
     may_be_empty: Collection[str]
@@ -131,7 +133,7 @@ def _option(name: str) -> str:
 
 
 def options_of(command: type) -> dict[str, _Kind]:
-    """Return the options of a command and its groups, each with the way its value is written."""
+    """Return the options of a command and its groups, each with its syntax."""
     return {option: kind for option, kind, _ in _declared(command)}
 
 
@@ -141,9 +143,10 @@ def _may_be_empty(command: type) -> set[str]:
 
 @cache
 def _declared(command: type) -> tuple[tuple[str, _Kind, bool], ...]:
-    """Return the options of a command and its groups, how the value is written, and whether it may be "".
+    """Return the options of a command and its groups, with the syntax and whether the value may be "".
 
-    A start that resumes a run asks six times, and evaluating the annotations takes 15 ms of `train`.
+    Cached: a start that resumes a run calls this six times, and evaluating the annotations of `train`
+    takes 15 ms.
     """
     found: list[tuple[str, _Kind, bool]] = []
     for name, hint in get_type_hints(command, include_extras=True).items():
@@ -164,10 +167,10 @@ def _declared(command: type) -> tuple[tuple[str, _Kind, bool], ...]:
 
 
 def arguments_of(words: Sequence[str], command: type) -> list[str]:
-    """Return what stands on a command line beside its options, of which each has one value or none.
+    """Return the positional arguments of a command line whose options each have one value or none.
 
     Args:
-        words: of a subcommand.
+        words: arguments of a subcommand.
         command: the dataclass of its options.
     """
     known = options_of(command)
@@ -180,12 +183,12 @@ def arguments_of(words: Sequence[str], command: type) -> list[str]:
 
 
 def refuse_empty(arguments: Sequence[str], command: type) -> None:
-    """Refuse "" as an argument, or as the value of an option that says nothing else of it.
+    """Refuse "" as an argument, or as the value of an option that does not allow it.
 
-    As a path it would be the current folder, and a list of nothing, or a name, would be as good as not given.
+    As a path it would be the current folder; as a list or a name it would be as if not given.
 
     Args:
-        arguments: of a subcommand; what follows `--` is another's.
+        arguments: arguments of a subcommand; after `--` come those of another command.
         command: the dataclass of the subcommand's options.
 
     Raises:
@@ -204,7 +207,7 @@ def refuse_empty(arguments: Sequence[str], command: type) -> None:
 
 
 def _spellings(name: str, marks: Sequence[Any]) -> Iterator[str]:
-    """Yield an option's name, by its field or as declared beside it, and its other long names."""
+    """Yield an option's name, which is its field's unless declared otherwise, and its other long names."""
     declared = [mark for mark in marks if hasattr(mark, "aliases")]  # what tyro.conf.arg returns
     named = [mark.name for mark in declared if mark.name is not None]
     yield _option(named[-1] if named else name)
@@ -213,17 +216,17 @@ def _spellings(name: str, marks: Sequence[Any]) -> Iterator[str]:
 
 
 def refuse_unknown(arguments: Sequence[str], command: type, name: str) -> None:
-    """Refuse what looks like an option and is none, before a word behind it is taken for an argument.
+    """Refuse an unknown option before the word after it is taken for an argument.
 
-    So is a flag with a value, which tyro would take for an argument, too.
+    Also refuse a flag that is followed by a value, which tyro would take for an argument.
 
     Args:
-        arguments: of a subcommand; what follows `--` is another's.
+        arguments: arguments of a subcommand; after `--` come those of another command.
         command: the dataclass of the subcommand's options.
-        name: of the subcommand.
+        name: name of the subcommand.
 
     Raises:
-        UsageError: naming it.
+        UsageError: naming the option.
     """
     known = options_of(command)
     flags = {option for option, kind in known.items() if kind == "flag"}
@@ -236,7 +239,7 @@ def refuse_unknown(arguments: Sequence[str], command: type, name: str) -> None:
             raise UsageError(f"{given} takes no value; leave ={value} out")
         if given.startswith("--"):
             meant = "" if option in names else did_you_mean(option, known) or _LISTED.format(name)
-        else:  # -epochs; a short name, a negative number or - is like no option
+        else:  # such as -epochs; a short name, a negative number or - resembles no option
             meant = did_you_mean(f"-{option}", known) if _LIKE_AN_OPTION.fullmatch(option) else ""
         if meant:
             raise UsageError(f"{name} has no option {given}{meant}")
@@ -245,12 +248,13 @@ def refuse_unknown(arguments: Sequence[str], command: type, name: str) -> None:
 def _words(
     path: Path, options: _Options, given: Collection[str], tell: Callable[[str], None]
 ) -> Iterator[str]:
-    """Yield the words of a file's options.  Raises ConfigError.
+    """Yield the options in a file as words of a command line.  Raises ConfigError.
 
     Args:
-        options: of the command.
-        given: those of the command line, which win; what is repeated would be added to them.
-        tell: is told what a run was given that the command has no use for.
+        options: options of the command.
+        given: options on the command line; they take precedence, because a repeatable option of the file
+            would otherwise be added to them.
+        tell: called with a line on options of a run that the command does not use.
     """
     known, left_out = options.known, []
     values, began_in = _values_of(path, known)
@@ -281,7 +285,7 @@ def _words(
 
 
 def is_record_of_run(path: Path) -> bool:
-    """Tell whether a file can be read and is the record of a run."""
+    """Return whether a file can be read and is the record of a run."""
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -290,7 +294,7 @@ def is_record_of_run(path: Path) -> bool:
 
 
 def _values_of(path: Path, known: Mapping[str, _Kind]) -> tuple[dict[str, Any], str | None]:
-    """Return a file's options, and the folder that its run was started in; None: it is no record of a run.
+    """Return a file's options, and the folder in which its run was started (None: not a run's record).
 
     Args:
         known: options of the command.
@@ -320,14 +324,14 @@ def _values_of(path: Path, known: Mapping[str, _Kind]) -> tuple[dict[str, Any], 
 
 
 def _is_default(name: str, value: Any) -> bool:
-    """Tell whether a run would have had that value of an option, as its record has it, without being told."""
+    """Return whether a recorded value of an option is its default."""
     from speechdp.options.run import TrainOptions  # noqa: PLC0415 - fast --help
 
     return (name, value) in _flat(TrainOptions().to_json())
 
 
 def _flat(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a file, those of groups, as in run.json, too; null is one that is not given."""
+    """Yield the options in a file, including those in groups, as in run.json; null means not given."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _flat(value)

@@ -15,9 +15,9 @@ from speechdp.launching.variables import TERMINAL
 def make_console() -> Console:
     """Return the console for progress and tables.
 
-    mpirun gives every rank a pseudo-terminal, also when its own output goes to a file; so under a launcher
-    only `speechdp launch` knows, and says so in SPEECHDP_TERMINAL ("COLUMNSxLINES", empty for none).  Names
-    are printed as they are: `[bold]` in one is no markup.
+    mpirun gives every rank a pseudo-terminal, even if its own output goes to a file.  Only `speechdp launch`
+    knows whether there is a terminal, and passes its size in SPEECHDP_TERMINAL ("COLUMNSxLINES"; empty: no
+    terminal).  Names are printed verbatim: `[bold]` in a name is not markup.
     """
     size = os.environ.get(TERMINAL)
     if size is None:
@@ -30,14 +30,14 @@ def make_console() -> Console:
 
 
 def _plain_console() -> Console:
-    # Without a terminal rich would fold at 80 columns.  A file has no edge; tables know that by themselves.
+    # Without a terminal rich would wrap at 80 columns, but a file has no edge.  Tables handle this already.
     return Console(force_terminal=False, width=200, markup=False, emoji=False)
 
 
 def describe_terminal() -> str:
     """Return "COLUMNSxLINES" if our output is a terminal, else "".
 
-    A rank cannot find out itself: mpirun gives every rank a pseudo-terminal of its own as stdout.
+    A rank cannot find out by itself, because mpirun gives every rank its own pseudo-terminal as stdout.
     """
     if not sys.stdout.isatty():
         return ""

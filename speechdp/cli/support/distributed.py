@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SessionRequest:
-    """What a training command asks for.
+    """Settings with which a training command starts its ranks.
 
     Attributes:
         data: the data directory.
-        options: of the training.
-        label: what the progress calls the run.
-        others: the command's other arguments by name: ranks that differ in one would wait for each other.
+        options: options of the training.
+        label: name of the run in the progress.
+        others: the command's other arguments by name; ranks that differ in one would wait for each other.
         git: state of the checkout that speechdp runs from; on rank 0.
-        saves_on_interrupt: on one rank Ctrl-C is a request to stop: what is saved then can be gone on with.
+        saves_on_interrupt: with one rank, treat Ctrl-C as a stop request, which saves a checkpoint.
     """
 
     data: Path
@@ -62,7 +62,7 @@ class SessionRequest:
     saves_on_interrupt: bool = False
 
     def facts(self, dataset: Dataset) -> dict[str, Any]:
-        """Return what must be the same on every rank."""
+        """Return the facts that must be the same on every rank."""
         return {
             "seed": self.options.seed,
             "data checksum": dataset.checksum,
@@ -74,16 +74,16 @@ class SessionRequest:
 
 
 def train_over_ranks(request: SessionRequest, function: Callable[[Session], int]) -> int:
-    """Run `function` with a session on every rank that trains, while the others feed; return the exit code.
+    """Run `function` with a session on every training rank, while the others feed; return the exit code.
 
-    Ranks that differ in world, versions, seed, data or options are refused.  A failure of any rank ends all.
+    Refuses ranks that differ in world, versions, seed, data or options.  If a rank fails, all ranks end.
     """
     heed_put_off()
     options = request.options
     num_feeders = options.loading.feeders
     launch = environment.announced()
     if launch is None or launch.rank == 0 or num_feeders > 0:
-        # Before MPI is there: no process may be started beside it.
+        # Before MPI is initialised, because no process may be forked afterwards.
         request = dataclasses.replace(request, git=git_state(Path(speechdp.__file__).parent))
     device = exchange_device(options.device)
     start = StartGuard(options.faults.hang_timeout)
@@ -113,7 +113,7 @@ def _train(
 
 @contextmanager
 def _stop_request(*, by_interrupt: bool = False) -> Iterator[StopRequest]:
-    """Let signals ask to stop; when the work is done, while ranks leave, they change nothing more."""
+    """Turn signals into stop requests; ignore them once the work is done and ranks are leaving."""
     try:
         with StopRequest(by_interrupt=by_interrupt) as stop:
             yield stop
@@ -124,7 +124,7 @@ def _stop_request(*, by_interrupt: bool = False) -> Iterator[StopRequest]:
 def _train_or_feed(
     job: FedJob, request: SessionRequest, start: StartGuard, function: Callable[[Session], int]
 ) -> int:
-    """Do this rank's part of a job with feeders; return the exit code that all ranks have agreed on."""
+    """Train or feed on this rank of a job with feeders; return the exit code that all ranks agreed on."""
     from speechdp.feeding.fed_source import Feeders  # noqa: PLC0415 - few jobs have feeders
     from speechdp.feeding.feeders import open_link, serve_trainers  # noqa: PLC0415
 
@@ -132,7 +132,7 @@ def _train_or_feed(
     check_world(job, request.facts(dataset))
     raise_file_limit()
     share_cores(job.roles.hosts, environment.host_name())
-    # A feeder notes a request to stop as well, and serves on until the ranks that train have ended.
+    # A feeder also receives stop requests, but keeps serving until the training ranks have ended.
     with _stop_request() as stop:
         if job.is_feeder:
             start.over()
@@ -156,15 +156,15 @@ def _session(
     """Return a session for training over the ranks of `comm`.  Collective.
 
     Args:
-        comm: the ranks that train.
-        roles: of all ranks of the job, where some feed.
+        comm: communicator of the training ranks.
+        roles: roles of all ranks of the job, if some of them feed.
     """
     keep_few_kernels(os.environ)
-    keep_freed_memory(os.environ)  # where steps are taken it is given back; feeders take none
+    keep_freed_memory(os.environ)  # training steps would return it to the system; feeders take no steps
     options = request.options
     if request.others.get("--resume") is False:
-        # A run that goes on may have fewer ranks, or be of a version that refused less.  Runs of a comparison
-        # are told to go on, too, and other commands choose how many ranks their jobs have.
+        # A resumed run may have fewer ranks, or be from a version that refused less.  Runs of a comparison
+        # are started with --resume, too, and other commands choose the number of ranks of their jobs.
         options.check_slow_ranks(comm.size)
         options.check_warmup()
     device = choose_device(options.device, comm.local_rank)
@@ -195,7 +195,7 @@ def _session(
 
 
 def reporter_maker(comm: Communicator) -> Callable[[str], Reporter]:
-    """Return what makes the reporter of a run from its name: rank 0's speak, all on one console."""
+    """Return a function that makes the reporter of a named run; only rank 0's print, all on one console."""
     if comm.rank > 0:
         return lambda name: SilentReporter()
     console = make_console()

@@ -1,4 +1,4 @@
-"""What tyro makes of our dataclasses of options: texts that follow the terminal's width, options left out."""
+"""How tyro shows our option dataclasses: text wrapped to the terminal's width, some options hidden."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
-#: What stands for a value whose option names none; tyro's own are INT and FLOAT.
+#: Placeholders of numbers whose option declares none; tyro's own are INT and FLOAT.
 _METAVARS = {int: "N", float: "X"}
 _NUMBERS = {int: "a whole number", float: "a number"}
-#: How a line begins that explains one value: "ctc: ...", "tacotron-small, tacotron (as published): ...".
+#: Start of a line that explains one value: "ctc: ...", "tacotron-small, tacotron (as published): ...".
 _ITEM = re.compile(r"(?:\S+ ){0,5}\S+: ")
 
 
 def option_rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
-    """Return how tyro reads a dataclass of options: the docstring under a field is its help.
+    """Return the rules by which tyro reads a dataclass of options: a field's docstring is its help.
 
     Args:
-        hidden: fields at any depth that are no options of this command; they have their defaults.
+        hidden: fields at any depth that are not options of this command; they keep their defaults.
     """
     registry = ConstructorRegistry()
 
@@ -60,7 +60,7 @@ def option_rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
 
 
 def _specs(kind: type, default: Any, hidden: Collection[str]) -> Iterator[StructFieldSpec]:
-    """Yield the options of a dataclass; those of its base classes are the first."""
+    """Yield the options of a dataclass, those of its base classes first."""
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         yield StructFieldSpec(
@@ -72,7 +72,7 @@ def _specs(kind: type, default: Any, hidden: Collection[str]) -> Iterator[Struct
 
 
 def _number_spec(kind: type, *, may_be_none: bool) -> PrimitiveConstructorSpec[Any]:
-    """Return how a number is read: what else is given is refused in words, not in Python's types."""
+    """Return the parser of a number; its messages use plain words instead of Python's types."""
 
     def read(words: list[str]) -> Any:
         (word,) = words
@@ -93,7 +93,7 @@ def _number_spec(kind: type, *, may_be_none: bool) -> PrimitiveConstructorSpec[A
 
 
 def _shown(hint: Any, *, is_hidden: bool) -> Any:
-    """Return the type of an option with what tyro is to make of it."""
+    """Return the type of an option, annotated for tyro."""
     if is_hidden:
         return Annotated[hint, tyro.conf.Suppress]
     return Annotated[hint, tyro.conf.arg(metavar=_METAVARS[hint])] if hint in _METAVARS else hint
@@ -110,7 +110,7 @@ def _default(field: dataclasses.Field[Any], kind: type, whole: Any) -> Any:
 
 
 def _help_of(kind: type, name: str) -> str | None:
-    """Return the docstring under a field, re-flowed; None: it has none."""
+    """Return the docstring under a field, reflowed; None: it has none."""
     for owner in kind.__mro__:
         if dataclasses.is_dataclass(owner) and name in _field_docstrings(owner):
             return reflowed(_field_docstrings(owner)[name])
@@ -119,7 +119,7 @@ def _help_of(kind: type, name: str) -> str | None:
 
 @functools.cache
 def _field_docstrings(kind: type) -> dict[str, str]:
-    """Return the text literals that follow the fields of a class, by the field's name."""
+    """Return the docstrings under the fields of a class, by the field's name."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
     found = {}
@@ -131,7 +131,7 @@ def _field_docstrings(kind: type) -> dict[str, str]:
 
 
 def reflowed(text: str) -> str:
-    """Join the lines of a paragraph; a list of values keeps its lines, and what follows it begins one.
+    """Join the lines of a paragraph; items of a list, and the text after a list, start on a new line.
 
     Example::
 
@@ -154,7 +154,7 @@ def _is_item(line: str) -> bool:
 
 @contextmanager
 def wrapped_paragraphs() -> Iterator[None]:
-    """Wrap what is printed in the block and is not in a box: tyro leaves descriptions as long as they are."""
+    """Wrap long lines outside boxes that the block prints; tyro does not wrap descriptions."""
     with redirect_stdout(_Wrapping(sys.stdout)):
         yield
 

@@ -1,4 +1,4 @@
-"""Files that a command writes where its user says."""
+"""Output files whose paths the user gives."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from speechdp.process.notices import tell
 
 
 def output_file(path: Path, *, overwrite: bool) -> Path:
-    """Return where to write a file, after a look whether it can be: where a symbolic link leads.
+    """Return the path to write to, with symbolic links resolved, after checking that it can be written.
 
     Args:
-        path: as it was given.
-        overwrite: replace a file that is there.
+        path: path as given.
+        overwrite: replace an existing file.
 
     Raises:
-        ConfigError: something is there that must not be replaced, or its folder is missing or not writable.
+        ConfigError: the path exists and must not be replaced, or its folder is missing or not writable.
 
     Example:
         >>> output_file(Path("/dev/null"), overwrite=True)
@@ -31,7 +31,7 @@ def output_file(path: Path, *, overwrite: bool) -> Path:
         speechdp.errors.ConfigError: /dev/null: is a device or pipe; give the name of a file
     """
     try:
-        # Before links are followed: that of /dev/stdout leads to no path where standard output is a pipe.
+        # Before links are resolved: the link /dev/stdout leads to no path if standard output is a pipe.
         if path.exists() and not path.is_file():
             what = "a folder" if path.is_dir() else "a device or pipe"
             raise ConfigError(f"{path}: is {what}; give the name of a file")
@@ -50,21 +50,21 @@ def output_file(path: Path, *, overwrite: bool) -> Path:
 
 
 def partial_of(path: Path) -> Path:
-    """Return what a file is called by `growing_files` until it is whole."""
+    """Return the name under which `growing_files` writes a file until it is complete."""
     return path.with_name(f"{path.name}.partial")
 
 
 @contextmanager
 def growing_files(paths: Sequence[Path], what: str) -> Iterator[Callable[[Sequence[str]], None]]:
-    """Yield what adds the text of one thing more to each of the files, in the order of `paths`.
+    """Yield a function that appends one item's texts to the files, in the order of `paths`.
 
-    They have their names on a clean exit; if nothing was added, there are none.  Where the block raises,
-    hours of work may be in them: they stay as NAME.partial, which a line says, with what was added whole;
-    those with nothing in them go.
+    On a clean exit the files get their final names; if nothing was added, no file is made.  If the block
+    raises, the files may hold hours of work: they stay as NAME.partial, with all items that were added
+    completely, and a line says so.  Empty ones are removed.
 
     Args:
-        paths: where to write them; what is there is replaced.
-        what: what is added, to count it by: "recording".
+        paths: files to write; existing ones are replaced.
+        what: name of an item, to count items by: "recording".
 
     Raises:
         RunError: the disk refuses.
@@ -87,7 +87,7 @@ def growing_files(paths: Sequence[Path], what: str) -> Iterator[Callable[[Sequen
             with _writing(partial), partial.open("wb"):
                 pass
         yield add
-        if count == 0:  # what was there stays, and nothing stands in the way of the mended command
+        if count == 0:  # keep existing files, and leave nothing in the way of the corrected command
             for partial in sizes:
                 partial.unlink(missing_ok=True)
             return
@@ -98,13 +98,13 @@ def growing_files(paths: Sequence[Path], what: str) -> Iterator[Callable[[Sequen
             sync_name(path)
     except BaseException:
         for partial, size in sizes.items():
-            with contextlib.suppress(OSError):  # what went wrong first is what counts
+            with contextlib.suppress(OSError):  # the first error is the one to report
                 _leave(partial, size, counted(count, what))
         raise
 
 
 def _leave(partial: Path, size: int, finished: str) -> None:
-    """Leave a file with what was added to it whole, and tell of it; remove it where that is nothing."""
+    """Truncate a partial file to its complete items and say where it is; remove it if it has none."""
     if size == 0:
         partial.unlink(missing_ok=True)
     elif partial.exists():

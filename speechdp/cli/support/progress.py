@@ -49,7 +49,7 @@ def _bars(console: Console) -> Iterator[Callable[[str, int, int], None]]:
 
 
 class _Lines:
-    """Print a line as a stage begins, one every ten seconds while it lasts, and one when all is done."""
+    """Prints a line when a stage begins, every ten seconds while it lasts, and when it is done."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""Start-up of commands that use a trained model over ranks, without what training needs besides."""
+"""Start-up of commands that use a trained model over ranks, without the parts that only training needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from speechdp.process.file_limit import raise_file_limit
 def over_ranks(backend: str, device: str, function: Callable[[Communicator], int | None]) -> int:
     """Run `function` on this rank, so that its failure ends all ranks; return the exit code.
 
-    Whether all ranks start is guarded, what they do then is not: its longest wait is not known.
+    A time limit guards the start of the ranks, but not their work, whose longest wait is unknown.
     """
     expect_rare_exchanges(FEW_CYCLE_MS)
     start = StartGuard(FaultOptions().hang_timeout)

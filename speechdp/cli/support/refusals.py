@@ -1,4 +1,4 @@
-"""What the parser of options refuses, in one line of ours: tyro draws it in a box of many."""
+"""Turn tyro's error messages, which are boxes of many lines, into our one-line messages."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from speechdp import exit_codes
 from speechdp.counting import did_you_mean
 from speechdp.errors import UsageError
 
-#: So wide that nothing is wrapped in a box.
+#: Width at which nothing in a box is wrapped.
 _WIDTH = "100000"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-#: What a box is made of; a line of nothing else divides it.
+#: Characters of a box's border; a line of only these is a separator.
 _BORDER = "╭╮╰╯│─- "
-#: How what more there is to read begins.
+#: Starts of the lines that point to further help.
 _MORE = ("For full helptext", "Argument helptext:")
-#: How words that are not known begin, in a box of what is missing.
+#: Start of the line with unknown words, in a box about missing arguments.
 _SURPLUS = "Unrecognized options:"
-#: How far a missing argument stands from the edge of its box, and its help further.
+#: Indentation of a missing argument from the edge of its box; its help is indented further.
 _INDENT = 4
 _CHOICE = re.compile(
     r"invalid choice '(?P<value>.*)' for argument '(?P<option>.*)'\. Expected one of (?P<choices>\(.*\))\."
@@ -35,15 +35,15 @@ _UNKNOWN = re.compile(r"Unrecognized options: (?P<words>.*)")
 
 @contextmanager
 def boxes_as_lines(name: str, remedy: str = "") -> Iterator[None]:
-    """Let tyro parse in the block, and raise in a line what it refuses.
+    """Let tyro parse in the block, and raise its error as one line.
 
     Args:
-        name: of the subcommand.
-        remedy: of words that are missing or not known, where something else must come first; "": nothing.
+        name: name of the subcommand.
+        remedy: remedy for missing or unknown words, if something else must come first; "": none.
 
     Raises:
         UsageError: in place of tyro's SystemExit with a box.
-        SystemExit: of tyro, having helped.
+        SystemExit: raised by tyro after it printed help.
     """
     said, columns = io.StringIO(), os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = _WIDTH
@@ -64,11 +64,11 @@ def boxes_as_lines(name: str, remedy: str = "") -> Iterator[None]:
 
 
 def line_of(box: str, name: str, remedy: str = "") -> str:
-    """Return in a line what a box of tyro's says.
+    """Return the content of one of tyro's boxes as one line.
 
     Args:
-        box: as it is printed, not wrapped.
-        name, remedy: as of `boxes_as_lines`.
+        box: box as printed, without wrapping.
+        name, remedy: as in `boxes_as_lines`.
 
     Example::
 
@@ -76,7 +76,7 @@ def line_of(box: str, name: str, remedy: str = "") -> str:
         # "--epochs: expected ..."
     """
     title, *lines = [line for line in _COLOURS.sub("", box).splitlines() if line.strip(_BORDER)]
-    # Two letters from the edge, where standard output is not UTF-8 of a box without sides.
+    # The text starts two characters from the edge, also in boxes without sides (stdout is not UTF-8).
     inner = [line.rstrip(_BORDER)[2:] for line in lines]
     end = next((i for i, line in enumerate(inner) if line.startswith(_MORE)), len(inner))
     return _told(title.strip(_BORDER), inner[:end], name, remedy)
@@ -118,9 +118,9 @@ def _unknown(match: re.Match[str], name: str) -> str:
 
 
 def _long(option: str) -> str:
-    """Return the long name of an option that tyro calls by all of its names, `-np/-n/--np`."""
+    """Return the long name of an option from tyro's list of its names, `-np/-n/--np`."""
     return option.rsplit("/", maxsplit=1)[-1] if option.startswith("-") else option
 
 
-#: What tyro says in a box, and how it is told of a subcommand.
+#: tyro's messages, each with the function that words it for a subcommand.
 _WORDINGS = {_CHOICE: _wrong_choice, _NO_VALUE: _no_value, _BAD_VALUE: _bad_value, _UNKNOWN: _unknown}

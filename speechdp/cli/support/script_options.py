@@ -1,4 +1,4 @@
-"""What commands of several runs share: the options of those of a script, checks, and the folder they own."""
+"""Shared by commands that make several runs: options of scripts, checks, and the folder that they own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _JobOptions(Protocol):
-    """Options that say where jobs run, and with how many threads."""
+    """Options that determine where jobs run, and with how many threads."""
 
     @property
     def hostfile(self) -> Path | None: ...
@@ -43,11 +43,11 @@ class _JobOptions(Protocol):
 
 
 class StartsJobs:
-    """What has the options `--hostfile`, `--launch-args` and `--threads`, and starts jobs."""
+    """Base of commands that start jobs, with the options `--hostfile`, `--launch-args` and `--threads`."""
 
     @property
     def hosts(self: _JobOptions) -> JobHosts:
-        """Where jobs run.  Raises ConfigError: hosts that cannot be read."""
+        """Hosts on which jobs run.  Raises ConfigError: hosts that cannot be read."""
         from speechdp.cli.support.starting import hosts_of_jobs  # noqa: PLC0415 - keeps --help fast
 
         return hosts_of_jobs(self.hostfile, self.launch_args)
@@ -59,16 +59,16 @@ class StartsJobs:
         threads_before: int | None = None,
         feeders: int = 0,
     ) -> JobStarter:
-        """Return what starts jobs.
+        """Return the starter of the command's jobs.
 
         Args:
-            command: of the user, for messages.
-            most_ranks: that train in any job.
-            threads_before: of a rank of the finished jobs that are kept; None: there are none.
-            feeders: of each job, besides.
+            command: the user's command, for messages.
+            most_ranks: largest number of training ranks of any job.
+            threads_before: threads of a rank in the finished jobs that are kept; None: there are none.
+            feeders: number of feeders of each job, in addition.
 
         Raises:
-            ConfigError: feeders on several machines, or as `threads_of_a_rank` and `make_starter`.
+            ConfigError: feeders on several machines, or as in `threads_of_a_rank` and `make_starter`.
         """
         from speechdp.cli.support.starting import make_starter, threads_of_a_rank  # noqa: PLC0415
 
@@ -110,11 +110,11 @@ class ScriptOptions(StartsJobs):
             "last settings",
         ),
     ] = None
-    """Value of the metric: the report has the time that each run took to reach it.
+    """Value of the metric; the report has the time that each run took to reach it.
     tune looks for the setting that reaches it soonest."""
 
     def check(self) -> None:
-        """Refuse what no run could do anything with.  Raises ConfigError."""
+        """Refuse options that no run could use.  Raises ConfigError."""
         from speechdp.report.runs.script_metric import script_task  # noqa: PLC0415 - keeps --help fast
 
         if not self.script.is_file():
@@ -129,19 +129,19 @@ class ScriptOptions(StartsJobs):
 
     @property
     def hosts(self) -> JobHosts:
-        """Where jobs run.  Raises ConfigError: hosts that cannot be read."""
+        """Hosts on which jobs run.  Raises ConfigError: hosts that cannot be read."""
         from speechdp.cli.support.starting import JobHosts  # noqa: PLC0415
 
         if self.backend == "threads" and self.hostfile is None:
-            return JobHosts()  # one process, which needs no slots
+            return JobHosts()  # one process, so no slots are needed
         return super().hosts
 
 
 def say_how_many_failed(failed: int, runs: int, logs: Path | None, what: str = "runs") -> None:
-    """Print where to look, if any run failed.
+    """Print how many runs failed and where to look, if any did.
 
     Args:
-        logs: folder of what the runs have printed; None: they were no jobs of their own.
+        logs: folder with the output of the runs; None: they were not separate jobs.
     """
     if failed:
         output = "" if logs is None else f", their output in {logs}"
@@ -152,12 +152,12 @@ def say_how_many_failed(failed: int, runs: int, logs: Path | None, what: str = "
 
 
 def until_stopped(out: Path, say: Callable[[str], None], work: Callable[[], int]) -> int:
-    """Do the work in OUT, its report included, and return its exit code, or that of a stop as requested.
+    """Do the work in OUT, including its report; return its exit code, or that of a requested stop.
 
     Args:
         out: folder that the command writes.
         say: takes a line of progress.
-        work: what a signal may stop at any time: what it has finished is kept.
+        work: does the work; a signal may stop it at any time, and what it has finished is kept.
     """
     from speechdp.experiments.jobs import JobStopped, stops_between_jobs  # noqa: PLC0415 - keeps --help fast
 
@@ -170,11 +170,11 @@ def until_stopped(out: Path, say: Callable[[str], None], work: Callable[[], int]
 
 
 def check_target(target: float | None, task: TaskRecord) -> None:
-    """Refuse a target that no run can reach, before any is trained.  Raises ConfigError.
+    """Refuse a target that no run can reach, before any run is trained.  Raises ConfigError.
 
     Args:
-        target: as reports show the task's first metric; None: none was given.
-        task: what stands for it in runs of a script.
+        target: value of the task's first metric, as reports show it; None: not given.
+        task: the task's record, or its substitute in runs of a script.
     """
     if target is not None:
         from speechdp.report.kit.metric_names import Terms  # noqa: PLC0415 - matplotlib, which few wait for
@@ -183,28 +183,28 @@ def check_target(target: float | None, task: TaskRecord) -> None:
 
 
 def inputs_of(data: Path, options: TrainOptions) -> dict[str, Path | None]:
-    """Return what a training reads, by the option that names it: --overwrite must not delete it."""
+    """Return the paths that a training reads, by option; --overwrite must not delete them."""
     return {"DATA": data, "--initial-model": options.initial_model, "--alignments": options.alignments}
 
 
 def check_new(options: TrainOptions, out: Path, kind: FolderKind) -> None:
-    """Refuse options without effect, unless OUT goes on with what an earlier version has begun with them.
+    """Refuse options without effect, unless OUT continues work that an earlier version began with them.
 
     Raises:
-        ConfigError: there are some.
+        ConfigError: an option has no effect.
     """
     if not (out / kind.record).is_file():
         options.check_warmup()
 
 
 def check_training(data: Path, options: TrainOptions, out: Path, *, on_this_machine: bool) -> None:
-    """Refuse, before a folder is emptied for it, a training that its ranks would refuse.
+    """Refuse a training that its ranks would refuse, before the output folder is emptied.
 
-    What depends on the number of ranks, on a strategy, or on the devices of other hosts is left to them.
+    The ranks still check whatever depends on their number, on a strategy, or on devices of other hosts.
 
     Args:
         out: folder to be emptied.
-        on_this_machine: the ranks are started here.
+        on_this_machine: the ranks will run on this machine.
 
     Raises:
         ConfigError, ShardError: options that do not fit the data or the devices.
@@ -225,7 +225,7 @@ def check_training(data: Path, options: TrainOptions, out: Path, *, on_this_mach
         loading = dataclasses.replace(options.loading, preprocess_on="cpu")
         shared = dataclasses.replace(shared, loading=loading)
     if on_gpu or not on_this_machine:
-        # Whether a GPU can compute in it is tried on it: this process would keep its memory beside the ranks.
+        # Trying a number format on a GPU would leave this process holding GPU memory while the ranks run.
         shared = dataclasses.replace(shared, precision="fp32")
     device = torch.device("cuda" if on_gpu else "cpu")
     session = Session(Dataset.open(data), SerialCommunicator(), device)
@@ -234,12 +234,12 @@ def check_training(data: Path, options: TrainOptions, out: Path, *, on_this_mach
 
 
 def check_precision(data: Path, options: TrainOptions, *, on_this_machine: bool) -> None:
-    """Refuse, before any job starts, a number format that no rank could compute in: `train` refuses it, too.
+    """Refuse a number format that no rank could compute in, as `train` would, before any job starts.
 
-    Only for CPUs of this machine: GPUs and other hosts are left to the ranks, as `check_training` says.
+    Checks only CPUs of this machine; the ranks check GPUs and other hosts, as in `check_training`.
 
     Args:
-        on_this_machine: the ranks are started here.
+        on_this_machine: the ranks will run on this machine.
 
     Raises:
         ConfigError, ShardError: a format that the model cannot be computed in, or data that do not fit it.
@@ -264,8 +264,8 @@ class OutFolder:
     """The folder that a command writes.
 
     Attributes:
-        overwrite: what is in it is to be deleted.
-        read: what the command reads, as in `check_overwrite`.
+        overwrite: delete its contents first.
+        read: paths that the command reads, as in `check_overwrite`.
     """
 
     path: Path
@@ -273,13 +273,13 @@ class OutFolder:
     read: Mapping[str, Path | None] = field(default_factory=dict)
 
     def check(self, kind: FolderKind) -> None:
-        """Refuse a folder of another command, or that must not be overwritten, before anything is done.
+        """Refuse a folder of another command, or one that must not be overwritten, before any work.
 
         Args:
-            kind: what the command writes.
+            kind: kind of folder that the command writes.
 
         Raises:
-            ConfigError: it holds something else, or what is to be read, or may not be deleted by this user.
+            ConfigError: it holds something else or the input, or this user may not delete it.
         """
         from speechdp.ownership.overwrite import check_kind, check_overwrite  # noqa: PLC0415 - fast --help
 
@@ -289,15 +289,15 @@ class OutFolder:
             check_kind(self.path, kind)
 
     def take(self, owner: FolderOwner, kind: FolderKind) -> str:
-        """Begin to write in a folder that is owned: see once more whose it is, and empty it if asked.
+        """Start writing in a folder that this process owns: check its contents again, and empty it if asked.
 
-        Another command may have owned it, and written there, since `check`.
+        Another command may have owned it and written to it since `check`.
 
         Returns:
             A line that names what stays in it; "" if there is nothing.
 
         Raises:
-            ConfigError: it holds what another command has written, or a folder in it is in use.
+            ConfigError: another command has written to it, or a folder in it is in use.
             RunError: something cannot be deleted.
         """
         from speechdp.ownership.overwrite import check_kind, empty  # noqa: PLC0415 - fast --help
@@ -310,15 +310,15 @@ class OutFolder:
 def owned_folder(
     out: OutFolder, command: str, say: Callable[[str], None], kind: FolderKind
 ) -> Iterator[FolderOwner]:
-    """Own a folder for the block, emptied before if asked; gives its owner.
+    """Own a folder during the block, and empty it first if asked; yield its owner.
 
     Args:
-        command: of the user, for messages.
-        say: takes a line of news.
-        kind: what the command writes.
+        command: the user's command, for messages.
+        say: takes a line of progress.
+        kind: kind of folder that the command writes.
 
     Raises:
-        ConfigError: as OutFolder.check.
+        ConfigError: as in OutFolder.check.
     """
     from speechdp.comm.startup.folder_owner import owner_of  # noqa: PLC0415
     from speechdp.process.ending import heed_put_off  # noqa: PLC0415

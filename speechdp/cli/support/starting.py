@@ -1,4 +1,4 @@
-"""What commands share that start jobs, one after another."""
+"""Shared by commands that start jobs one after another."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from speechdp.launching.hostfile import Host, Hostfile, is_this_machine, read_ho
 
 @dataclass(frozen=True)
 class JobHosts:
-    """Where a command's jobs run, which `speechdp launch` finds by itself in the same way.
+    """The hosts of a command's jobs; `speechdp launch` determines them in the same way.
 
     Attributes:
-        hostfile: their hosts; None: this machine, or those of a --hostfile in --launch-args.
-        path: of the file, where they are of one.
-        allocation: the batch job whose hosts they are.
+        hostfile: the hosts; None: this machine, or the hosts of a --hostfile in --launch-args.
+        path: path of the hostfile, if they come from one.
+        allocation: the batch job, if they come from one.
     """
 
     hostfile: Hostfile | None = None
@@ -36,21 +36,21 @@ class JobHosts:
 
     @property
     def are_counted_here(self) -> bool:
-        """Whether the ranks have the cores and GPUs of this machine, as far as --launch-args says nothing."""
+        """Whether ranks use this machine's cores and GPUs, unless --launch-args names other hosts."""
         if self.hostfile is None:
             return True
         return self.path is None and all(is_this_machine(host.name) for host in self.hostfile.hosts)
 
     def allocate(self, most_ranks: int) -> tuple[Host, ...]:
-        """Return the hosts with the ranks of the largest job.  Raises ConfigError: too few slots."""
+        """Return the hosts that the largest job uses.  Raises ConfigError: too few slots."""
         return () if self.hostfile is None else self.hostfile.allocate(most_ranks, option="--ranks")
 
 
 def hosts_of_jobs(hostfile: Path | None, launch_args: str) -> JobHosts:
-    """Return where jobs run: on the hosts of the file, else of the batch job this is in, else here.
+    """Return the hosts of jobs: those of the file, else of the surrounding batch job, else this machine.
 
     Raises:
-        ConfigError: hosts that cannot be read, or `launch_args` are no words.
+        ConfigError: hosts that cannot be read, or `launch_args` that cannot be split into words.
     """
     if hostfile is not None:
         return JobHosts(read_hostfile(hostfile), path=hostfile)
@@ -61,16 +61,16 @@ def hosts_of_jobs(hostfile: Path | None, launch_args: str) -> JobHosts:
 
 
 def make_starter(command: str, launch_args: str, hosts: JobHosts, threads: int) -> JobStarter:
-    """Return what starts the jobs of a command.
+    """Return the starter of a command's jobs.
 
     Args:
-        command: of the user, for messages.
-        launch_args: more options for `speechdp launch`, in one word.
-        hosts: of the jobs.
-        threads: of each rank.
+        command: the user's command, for messages.
+        launch_args: more options for `speechdp launch`, as one string.
+        hosts: hosts of the jobs.
+        threads: CPU threads of each rank.
 
     Raises:
-        ConfigError: the command was itself started over ranks, or `launch_args` are no words.
+        ConfigError: the command was itself started over ranks, or `launch_args` cannot be split into words.
     """
     if announced() is not None:
         raise ConfigError(
@@ -87,18 +87,18 @@ def make_starter(command: str, launch_args: str, hosts: JobHosts, threads: int) 
 def threads_of_a_rank(
     threads: int | None, most_ranks: int, hosts: JobHosts, before: int | None = None
 ) -> int:
-    """Return the threads of a rank, in every job the same, or speeds could not be compared.
+    """Return the threads of a rank, the same in every job so that speeds can be compared.
 
     Args:
-        threads: what was asked for; None: what there was before, else what OMP_NUM_THREADS says, else cores
-            by the most ranks.
-        most_ranks: of any job.
-        hosts: of the jobs.
-        before: of the finished jobs that are kept; None: there are none.
+        threads: number requested; None: the number of `before`, else OMP_NUM_THREADS, else cores /
+            `most_ranks`.
+        most_ranks: largest number of ranks of any job.
+        hosts: hosts of the jobs.
+        before: threads of a rank in the finished jobs that are kept; None: there are none.
 
     Raises:
-        ConfigError: none was asked for, or another number than there was before; or nothing is finished yet,
-            and the hosts have too few slots, at which jobs would fail one after another.
+        ConfigError: fewer than 1 thread requested, or another number than `before`; or nothing is finished
+            yet and the hosts have too few slots, so that jobs would fail one after another.
     """
     placed = () if before is not None else hosts.allocate(most_ranks)
     if threads is not None:
@@ -122,5 +122,5 @@ def threads_of_a_rank(
 
 
 def line_printer(console: Console) -> Callable[[str], None]:
-    """Return a function that prints a line verbatim: names of files are no markup, and nothing is folded."""
+    """Return a function that prints a line verbatim, without markup or wrapping."""
     return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)

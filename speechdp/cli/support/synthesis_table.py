@@ -19,12 +19,12 @@ _SOURCE_NAMES = {
     "synthetic": "Word errors, synthetic speech",
 }
 
-#: A mean diagonality below this is that of a model that does not read yet.
+#: A mean diagonality below this means that the model does not yet follow the text.
 _FOLLOWS_TEXT = 0.5
 
 
 def print_result(console: Console, result: SynthesisResult) -> None:
-    """Print the table and, in a line each, what it lacks."""
+    """Print the table, and a line for each caution about it."""
     number = len(result.said)
     of = "" if number == result.of_split else f" of {result.of_split:,}"
     table = Table(title=f"{result.split}: {number:,}{of} utterances", title_justify="left")

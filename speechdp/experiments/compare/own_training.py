@@ -1,4 +1,4 @@
-"""Our own training as what a comparison runs: `speechdp train`, then `speechdp decode`."""
+"""Make the runs of a comparison with our trainer: `speechdp train`, then `speechdp decode`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from speechdp.report.runs.results import ONE_RANK
 from speechdp.train.realign import last_alignment
 
 ALIGNMENT = "alignment"
-#: What is said of a job that should have written something.
+#: Message about a job that ended well without writing its record.
 NOTHING_LEFT = "the job ended well but left no record (is OUT a shared folder?)"
 
 
@@ -38,10 +38,10 @@ class CompareRequest:
     Attributes:
         data: data directory, and its checksum.
         out: folder of the comparison.
-        options: of every run; strategy, seed, and epochs at equal time are set run by run.
+        options: options of every run; strategy, seed, and epochs at equal time are set for each run.
         decode_split: split whose word error rate is reported; "" for none.
-        most_decoding_ranks: more than this decode nothing faster on this machine; None: any number.
-        race: how long the races last, one a number of ranks.
+        most_decoding_ranks: ranks above which decoding on this machine gets no faster; None: no limit.
+        race: length of the races; there is one for each number of ranks.
     """
 
     data: Path
@@ -54,7 +54,7 @@ class CompareRequest:
     race: RaceOptions = field(default_factory=RaceOptions)
 
     def settings(self) -> dict[str, Any]:
-        """Return what all runs share."""
+        """Return the settings that all runs share."""
         options = self.options.to_json()
         return {
             "data": self.data_checksum,
@@ -65,17 +65,17 @@ class CompareRequest:
     def options_of(
         self, strategy: StrategyChoice, seed: int, learning_rate: float | None = None
     ) -> TrainOptions:
-        """Return the options of a run at equal frames, with another learning rate where it has one."""
+        """Return the options of a run at equal frames, with the run's own learning rate if it has one."""
         options = self.options.with_setting(strategy, learning_rate=learning_rate)
         return dataclasses.replace(options, seed=seed)
 
     def race_on(self, ranks: int, strategies: Sequence[StrategyChoice], options: TrainOptions) -> RacePlan:
-        """Return the race of strategies on so many ranks; where one rank was compared, it races too.
+        """Return the race of strategies on `ranks` ranks; if one rank was compared, it races too.
 
-        Steps take as long at any learning rate: all race with that which the training has by itself.
+        The learning rate does not change the time of a step, so all race with the training's own rate.
 
         Args:
-            options: what the settings share, as the ranks are given them.
+            options: options that the settings share, as passed to the ranks.
         """
         settings = [RaceSetting(strategy.text, strategy) for strategy in strategies]
         if 1 in self.plan.ranks:
@@ -100,13 +100,13 @@ class OwnTraining(ComparedTraining):
         self._alignments = request.options.alignments
 
     def settings(self) -> dict[str, Any]:
-        """Return what all runs share."""
+        """Return the settings that all runs share."""
         return self._request.settings()
 
     def begin(self) -> None:
-        """Make the targets of all runs once, with the fewest ranks: most like plain training.
+        """Make the targets of all runs once, with the fewest ranks, which is closest to plain training.
 
-        What `train` says of targets that are no alignment is said here, once for all runs.
+        This also prints, once for all runs, the notice of `train` about targets that are not an alignment.
         """
         request, options = self._request, self._request.options
         tell_of_spread_targets(options, lambda: Dataset.open(request.data), self._say)
@@ -129,17 +129,17 @@ class OwnTraining(ComparedTraining):
         self._alignments = last_alignment(run_dir, options)
 
     def is_done(self, run: RunRecord, run_dir: Path) -> bool:
-        """Tell whether a run is trained and, unless it only tries a learning rate, decoded."""
+        """Return whether a run is trained and, unless it only tries a learning rate, decoded."""
         split = self._split_of(run)
         decoded = split == "" or has_word_errors(run_dir, split)
         return decoded and RunDirectory(run_dir).is_complete
 
     def _split_of(self, run: RunRecord) -> str:
-        """Return the split that is decoded after a run; "": none."""
+        """Return the split to decode after a run; "": none."""
         return "" if run.mode == RATES else self._request.decode_split
 
     def run(self, run: RunRecord, run_dir: Path) -> str | None:
-        """Train and decode a run, as far as that is not done; return None, or what went wrong."""
+        """Train and decode a run as far as it is not done; return None, or the cause of failure."""
         request, directory = self._request, RunDirectory(run_dir)
         if not (directory.is_complete and directory.has_model):
             options = request.options_of(run.strategy, run.seed, run.learning_rate)
@@ -162,11 +162,11 @@ class OwnTraining(ComparedTraining):
         from speechdp.decode.kept_graph import KeptGraph  # noqa: PLC0415 (OpenFst)
 
         message = self._starter.run(ranks, words, log_of(run_dir))
-        KeptGraph(run_dir).discard()  # each run has another: they would fill a disk
+        KeptGraph(run_dir).discard()  # each run has its own graph; together they would fill a disk
         return message
 
     def race(self, ranks: int, runs: Sequence[RunRecord]) -> str | None:
-        """Let strategies race on so many ranks, unless they have; return None, or what went wrong."""
+        """Race strategies on `ranks` ranks, unless they have raced; return None, or the cause of failure."""
         request, strategies = self._request, [run.strategy for run in runs if run.ranks == ranks]
         options = request.options_of(SEQUENTIAL, request.plan.seeds[0]).on_alignments(self._alignments)
         plan = request.race_on(ranks, strategies, options)
@@ -189,11 +189,11 @@ class OwnTraining(ComparedTraining):
         return message
 
     def _train(self, run_dir: Path, options: TrainOptions, ranks: int, pause_at: int = 0) -> str | None:
-        """Train a run, or go on with it, to its end or to a step; return None, or what went wrong."""
-        if ranks == 1:  # other back-ends have nothing to do there, and some need a launcher
+        """Start or continue a run, to its end or to a step; return None, or the cause of failure."""
+        if ranks == 1:  # other back-ends would have nothing to do, and some need a launcher
             options = dataclasses.replace(options, backend="auto")
         words = ["train", str(self._request.data.absolute()), str(run_dir), *train_arguments(options)]
-        # The ranks of a comparison are those that train.
+        # `ranks` counts only the ranks that train.
         num_ranks = ranks + options.loading.feeders
         words += ["--resume", *([f"--pause-at={pause_at}"] if pause_at else [])]
         message = self._starter.run(num_ranks, words, log_of(run_dir), may_pause=pause_at > 0)

@@ -1,4 +1,4 @@
-"""Decide which runs a comparison consists of, with how many epochs and which batches: pure functions."""
+"""Decide on the runs of a comparison, their epochs and batches: pure functions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ FRAMES = "frames"
 #: Every run trains for about as long as the slowest run of `FRAMES` with as many ranks and the same seed.
 TIME = "time"
 MODES = (FRAMES, TIME)
-#: Every learning rate is tried once, at equal frames, with a seed that no other run has.
+#: Each learning rate is tried once, at equal frames, with a seed that no other run has.
 RATES = "rates"
-#: The first seed that is taken for that, unless it is one of the comparison's.
+#: First candidate for that seed; skipped if it is one of the comparison's.
 _RATES_SEED = 1000
-#: What is trained on one rank, whatever the strategies: it has nothing to exchange.
+#: What one rank trains with, whatever the strategies, because it has nothing to exchange.
 SEQUENTIAL = StrategyChoice("gradient_averaging")
 
 
@@ -32,8 +32,8 @@ class PlannedRun:
     """One training of a comparison.
 
     Attributes:
-        epochs: None until it is known (mode `TIME`), and of a script, which trains as long as it does.
-        learning_rate: None where it is what the training has by itself.
+        epochs: None until known (mode `TIME`), and for a script, which decides itself how long it trains.
+        learning_rate: None: the training's own.
     """
 
     strategy: StrategyChoice
@@ -45,7 +45,7 @@ class PlannedRun:
 
     @property
     def folder(self) -> str:
-        """Name of its folder; a run of another length is another run."""
+        """Name of the run's folder; a run with another number of epochs is another run."""
         assert self.epochs is not None or self.is_of_script
         words = [f"{self.ranks}x-{self.strategy.file_name}-seed{self.seed}"]
         if not self.is_of_script or self.mode != FRAMES:
@@ -58,7 +58,7 @@ class PlannedRun:
 
     @property
     def title(self) -> str:
-        """What lines of progress and the page call it."""
+        """Name of the run in lines of progress and on the page."""
         words = [] if self.is_of_script or self.mode == RATES else [f"equal {self.mode}"]
         words += [formatting.rank_count(self.ranks)] if self.ranks > 1 else []
         words.append(formatting.strategy_label(self.strategy.text, self.ranks))
@@ -69,7 +69,7 @@ class PlannedRun:
 
     @property
     def is_of_script(self) -> bool:
-        """Whether a script of the user's decides how long it trains."""
+        """Whether a user's script decides how long the run trains."""
         return self.mode != TIME and self.epochs is None
 
 
@@ -78,13 +78,13 @@ class ComparePlan:
     """What is compared.
 
     Attributes:
-        strategies: none twice.  A script may know names that are unknown here.
+        strategies: strategies, without duplicates.  A script may know names that are unknown here.
         ranks: numbers of ranks.
-        seeds: every strategy is trained once for each.
-        modes: of `MODES`, `FRAMES` among them.
-        epochs: of the runs at equal frames; None: a script's own.
-        learning_rates: that are tried for every strategy on every number of ranks; empty: none, all train
-            with the rate that the training has by itself.
+        seeds: seeds with which each strategy is trained once.
+        modes: some of `MODES`, including `FRAMES`.
+        epochs: epochs of the runs at equal frames; None: a script's own.
+        learning_rates: rates to try for every strategy on every number of ranks; empty: all train with the
+            training's own rate.
     """
 
     strategies: tuple[StrategyChoice, ...]
@@ -99,20 +99,20 @@ class ComparePlan:
             raise ConfigError("--strategies: name at least one, e.g. gradient_averaging,bmuf:period=16")
         for name in ("strategies", "ranks", "seeds", "modes"):
             refuse_twice(name, getattr(self, name))
-        if self.epochs is not None:  # a script's seeds are its own matter
+        if self.epochs is not None:  # a script decides which seeds it accepts
             for seed in self.seeds:
                 check_seed(seed, "--seeds")
         if FRAMES not in self.modes or set(self.modes) - set(MODES):
             raise ConfigError("--modes: write frames, or frames,time (times are taken from the frames runs)")
 
     def strategies_on(self, ranks: int) -> tuple[StrategyChoice, ...]:
-        """Return what is trained on so many ranks."""
+        """Return the strategies to train on `ranks` ranks."""
         return self.strategies if ranks > 1 else (SEQUENTIAL,)
 
     def trials(self) -> list[PlannedRun]:
-        """Return the runs that try learning rates, in the order they are trained in.
+        """Return the runs that try learning rates, in training order.
 
-        Their seed is none of the comparison's: what is chosen by a run would come out too good in it.
+        Their seed is not one of the comparison's: a rate that was chosen by a run would look too good in it.
         """
         seed = next(seed for seed in itertools.count(_RATES_SEED) if seed not in self.seeds)
         return [
@@ -123,10 +123,9 @@ class ComparePlan:
         ]
 
     def runs(self) -> list[PlannedRun]:
-        """Return all runs in the order they are trained in; every other seed has the strategies reversed.
+        """Return all runs in training order; every other seed has the strategies reversed.
 
-        A machine that grows slower in the course of the comparison then does not slow the same strategy
-        each time.
+        If the machine becomes slower during the comparison, this does not always slow the same strategy.
         """
         result: list[PlannedRun] = []
         for mode in sorted(self.modes, key=MODES.index):
@@ -142,8 +141,8 @@ class ComparePlan:
 def split_strategies(text: str) -> tuple[str, ...]:
     """Split `a,b:period=16,momentum=reset,c` into (`a`, `b:period=16,momentum=reset`, `c`).
 
-    A piece between commas is a further option of the strategy before it if it has the form option=value, and
-    begins a strategy otherwise: names hold no `=`, and no option goes without one.
+    A piece between commas of the form option=value is another option of the previous strategy; any other
+    piece begins a strategy.  This is unambiguous: names contain no `=`, and every option has one.
 
     Raises:
         ConfigError: an option without a strategy before it.
@@ -160,13 +159,13 @@ def split_strategies(text: str) -> tuple[str, ...]:
 
 
 def checked_strategies(text: str, *, others: bool = False) -> tuple[StrategyChoice, ...]:
-    """Read strategies that stand as `split_strategies` has them, and refuse what no run could use.
+    """Parse strategies in the form of `split_strategies`, and refuse those that no run could use.
 
     Args:
-        others: names may be unknown here: a script can register strategies of its own.
+        others: allow unknown names, because a script can register its own strategies.
 
     Raises:
-        ConfigError: an unknown strategy or option, or the same twice, or none at all.
+        ConfigError: an unknown strategy or option, a duplicate, or an empty list.
     """
     strategies = tuple(StrategyChoice(choice) for choice in split_strategies(text))
     if text and not strategies:
@@ -183,14 +182,14 @@ def checked_strategies(text: str, *, others: bool = False) -> tuple[StrategyChoi
 
 
 def refuse_twice(option: str, given: Sequence[object]) -> None:
-    """Refuse a list with an entry that is in it twice.  Raises ConfigError."""
+    """Refuse a list with duplicates.  Raises ConfigError."""
     twice = [str(item) for item in given if given.count(item) > 1]
     if twice:
         raise ConfigError(f"--{option}: {twice[0]} is given twice")
 
 
 def whole_numbers(option: str, text: str, least: int) -> tuple[int, ...]:
-    """Read `1,2,4`.
+    """Parse integers such as `1,2,4`.
 
     Raises:
         ConfigError: something else, or a number below `least`.
@@ -202,10 +201,10 @@ def whole_numbers(option: str, text: str, least: int) -> tuple[int, ...]:
 
 
 def rates(text: str | None) -> tuple[float, ...]:
-    """Read `--learning-rates 0.001,0.002,0.004`; None: none are tried.
+    """Parse `--learning-rates 0.001,0.002,0.004`; None: no rates.
 
     Raises:
-        ConfigError: something else, a single one, or one twice.
+        ConfigError: something else, a single rate, or a duplicate.
     """
     if text is None:
         return ()
@@ -226,15 +225,16 @@ def rates(text: str | None) -> tuple[float, ...]:
 
 
 def equal_time_epochs(epochs: int, own_s: float, reference_s: float) -> int:
-    """Return the epochs, at least 1, that take about `reference_s` where `epochs` take `own_s`."""
+    """Return the epochs, at least 1, that take about `reference_s` if `epochs` take `own_s`."""
     return max(1, int(epochs * reference_s / own_s + 0.5))
 
 
 def stretched(options: TrainOptions, epochs: int) -> TrainOptions:
-    """Return options for another number of epochs with the learning rate's course stretched to it.
+    """Return options for another number of epochs, with the learning rate schedule stretched accordingly.
 
-    Warm-up and annealing begin and end at the same shares of the training, at the same learning rates; what
-    was not given follows the epochs by itself.  Of fewer epochs than `average_epochs` the mean is of all.
+    Warm-up and annealing begin and end at the same fractions of the training, at the same learning rates.
+    Options that were not given follow the epochs anyway.  If there are fewer epochs than `average_epochs`,
+    all are averaged.
     """
     factor = epochs / options.num_epochs
     given = options.optimizer

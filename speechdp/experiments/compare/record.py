@@ -1,4 +1,4 @@
-"""compare.json: which runs a comparison consists of and how far it has come (docs/compare.md)."""
+"""compare.json: the runs of a comparison and its progress (docs/compare.md)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class RunRecord:
         folder: name of its folder beside compare.json; None: not begun.
         state: pending, complete or failed.
         message: why it failed.
-        wall_s: how long training, decoding and start took in the last command that ran it; None: none of this
-            record has.
+        wall_s: time of start, training and decoding in the last command that ran it, s; None: no command with
+            this record has run it.
         learning_rate: as in PlannedRun.
     """
 
@@ -53,14 +53,14 @@ class RunRecord:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunRecord:
-        """Return what `to_json` gave, or an earlier version, or a later one with more in it."""
+        """Return a record from the result of `to_json`, of any version; unknown keys are ignored."""
         known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         if known.get("learning_rate") is not None:
             known["learning_rate"] = float(known["learning_rate"])
         return cls(**{**known, "strategy": StrategyChoice(str(values["strategy"]))})
 
     def to_json(self) -> dict[str, Any]:
-        """Return what stands in compare.json; the strategy as it was given."""
+        """Return the entry for compare.json, with the strategy as given."""
         values = {**vars(self), "strategy": self.strategy.text}
         if self.learning_rate is None:
             del values["learning_rate"]
@@ -68,12 +68,12 @@ class RunRecord:
 
     @property
     def planned(self) -> PlannedRun:
-        """What is to be trained."""
+        """The run to train."""
         return PlannedRun(self.strategy, self.ranks, self.seed, self.mode, self.epochs, self.learning_rate)
 
     @property
     def key(self) -> tuple[str, int, int, str, int | None, float | None]:
-        """Return what tells runs apart; the epochs of those at equal time follow from the others."""
+        """Return the identity of a run; without the epochs at equal time, which follow from other runs."""
         epochs = None if self.mode == TIME else self.epochs
         return self.strategy.text, self.ranks, self.seed, self.mode, epochs, self.learning_rate
 
@@ -83,14 +83,14 @@ class CompareRecord:
     """The content of compare.json.
 
     Attributes:
-        settings: what all runs share: data, options, batch; another comparison in the folder has others.
-        runs: in the order they are trained in.
-        metric: what runs of a script are judged by, as for `--metric`; "": what they log last.
-        failed_races: why, by the number of ranks.
-        threads: of a rank, the same in all runs; None: an earlier version did not say.
-        trials: runs that try learning rates, from which those of `runs` are chosen.
-        left_out: finished runs of earlier commands that are not among those, or not yet: which have a rate is
-            known only when all learning rates are tried.
+        settings: settings that all runs share: data, options, batch; they identify the comparison.
+        runs: runs in training order.
+        metric: metric that ranks a script's runs, as in `--metric`; "": the value that they log last.
+        failed_races: causes of failure, by number of ranks.
+        threads: threads of a rank, the same in all runs; None: recorded by an earlier version.
+        trials: runs that try learning rates, from which the rates of `runs` are chosen.
+        left_out: finished runs of earlier commands that are not, or not yet, among `runs`; which of them
+            belong there is known only when all learning rates have been tried.
     """
 
     settings: dict[str, Any]
@@ -103,7 +103,7 @@ class CompareRecord:
     left_out: tuple[RunRecord, ...] = ()
 
     def with_changed(self, run: RunRecord, **changes: Any) -> CompareRecord:
-        """Return the record with some fields of one of its runs or trials changed, found by its key."""
+        """Return the record with some fields changed in one of its runs or trials, found by its key."""
         trials, runs = (
             tuple(replace(one, **changes) if one.key == run.key else one for one in among)
             for among in (self.trials, self.runs)
@@ -130,7 +130,7 @@ def read_record(out: Path) -> CompareRecord:
     """Read OUT/compare.json.
 
     Raises:
-        ConfigError: it cannot be read, is damaged, or names a folder elsewhere.
+        ConfigError: it cannot be read, is damaged, or names a folder outside OUT.
     """
     path = out / FILE_NAME
     with reading(path, _THEN):
@@ -149,14 +149,14 @@ def read_record(out: Path) -> CompareRecord:
 
 
 def find_earlier(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> CompareRecord | None:
-    """Return the record that an earlier command has left in a folder; None: there is none.
+    """Return the record of an earlier command in a folder; None: there is none.
 
     Args:
-        settings: what the runs of the present command share.
-        defaults: of options that the comparison's record lacks: an earlier version did not have them.
+        settings: settings that the runs of this command share.
+        defaults: defaults of options that an earlier version's record lacks.
 
     Raises:
-        ConfigError: the settings differ, the message names the first difference; or it is damaged.
+        ConfigError: the settings differ (the message names the first difference), or the record is damaged.
     """
     if not (out / FILE_NAME).is_file():
         return None
@@ -166,7 +166,7 @@ def find_earlier(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) 
 
 
 def threads_before(out: Path) -> int | None:
-    """Return the threads of a rank in the finished runs of a folder; None: there are none, or nobody knows.
+    """Return the threads of a rank in the finished runs of a folder; None: no such runs, or unknown.
 
     Raises:
         ConfigError: its record is damaged.

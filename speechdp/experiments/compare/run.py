@@ -1,4 +1,4 @@
-"""Carry out every run of a comparison, each as a job of its own, one after another."""
+"""Make the runs of a comparison one after another, each as a separate job."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from speechdp.report.runs.folders import common_metric, read_run
 
 
 class Comparer:
-    """Carries a comparison out.  Finished runs are kept, interrupted ones go on.
+    """Makes a comparison.  Finished runs are kept, interrupted ones continue.
 
     Args:
         out: folder of the comparison.
-        training: what each run is.
+        training: makes the runs.
         say: takes a line of progress.
-        metric: for the record.
-        threads: of a rank, for the record.
+        metric: metric, for the record.
+        threads: threads of a rank, for the record.
     """
 
     def __init__(
@@ -54,16 +54,16 @@ class Comparer:
         self._out, self._plan, self._training, self._say = out, plan, training, say
         runs, trials = (tuple(map(RunRecord.of, planned)) for planned in (plan.runs(), plan.trials()))
         self._record = CompareRecord(training.settings(), runs, metric=metric, threads=threads, trials=trials)
-        #: What earlier commands have finished, whether this one has come to it or not.
+        #: Runs that earlier commands finished, whether or not this command has reached them.
         self._finished: tuple[RunRecord, ...] = ()
 
     def run(self) -> CompareRecord:
-        """Train and decode all runs; return what became of them.
+        """Train and decode all runs; return their record.
 
         Raises:
-            JobStopped: a signal asked for it; the same command goes on.
+            JobStopped: a signal requested a stop; the same command continues.
             ConfigError: the folder holds another comparison, or the runs do not log the metric.
-            RunError: what all runs need failed, or the disk is full.
+            RunError: the preparation for all runs failed, or the disk is full.
         """
         earlier = find_earlier(self._out, self._training.settings(), TrainOptions().to_json())
         if earlier is not None:
@@ -74,13 +74,13 @@ class Comparer:
         if self._record.trials:
             self._try_rates()
         self._say_what_is_left_out()
-        # Equal times are those of the runs at equal frames, which come first.
+        # Runs at equal time need the times of the runs at equal frames, which therefore come first.
         for mode in sorted(self._plan.modes, key=MODES.index):
             if mode == TIME:
                 self._update(plan_time_runs(self._record, self._out))
                 self._say_what_needs_no_job()
             for place, run in _placed(self._record.runs):
-                # At equal frames also those that were finished before: a line says that they are kept.
+                # At equal frames also go through finished runs, to print that they are kept.
                 if run.mode == mode and (mode == FRAMES or run.state == PENDING):
                     self._carry_out(run, place)
         self._race()
@@ -89,17 +89,17 @@ class Comparer:
         return self._record
 
     def _still_finished(self, earlier: CompareRecord) -> tuple[RunRecord, ...]:
-        """Return what an earlier command has finished, and what this one need not do again."""
+        """Return the runs that an earlier command finished and this one need not repeat."""
         of_earlier = (*earlier.trials, *earlier.runs, *earlier.left_out)
         return tuple(run for run in of_earlier if run.state == COMPLETE and self._is_done(run))
 
     def _take_over(self) -> None:
-        """Begin with what an earlier command has finished, which the page has in the meantime."""
+        """Start with the finished runs of an earlier command, so that the page has them in the meantime."""
         trials = with_finished(self._record.trials, self._finished)
         self._take_over_runs(with_rates(dataclasses.replace(self._record, trials=trials), self._out))
 
     def _take_over_runs(self, record: CompareRecord) -> None:
-        """Go on with a record, and with what was finished of the runs that it names."""
+        """Continue with a record, and with those of its runs that are finished."""
         self._record = dataclasses.replace(record, runs=with_finished(record.runs, self._finished))
 
     def _say_what_is_left_out(self) -> None:
@@ -114,7 +114,7 @@ class Comparer:
             )
 
     def _why_left_out(self, run: RunRecord) -> str:
-        """Say why a finished run is none of this command's, and what brings it back, if anything does."""
+        """Return why a finished run is not part of this command, and what, if anything, brings it back."""
         named = {dataclasses.replace(one, learning_rate=run.learning_rate).key for one in self._record.runs}
         tried = self._plan.learning_rates
         if run.key in named and tried and run.learning_rate is None:
@@ -126,7 +126,7 @@ class Comparer:
         )
 
     def _why_other_rate(self, run: RunRecord) -> str:
-        """Say why a finished run has none of the learning rates that are best now, though it was tried."""
+        """Return why a finished run does not have the best learning rate, although its rate was tried."""
         own = next(
             (
                 trial
@@ -141,7 +141,7 @@ class Comparer:
         return "of the learning rates tried another is better now"
 
     def _is_done(self, run: RunRecord) -> bool:
-        """Tell whether the folder of a finished run holds all that is wanted now."""
+        """Return whether the folder of a finished run holds all that this command needs."""
         return run.folder is not None and self._training.is_done(run, (self._out / run.folder).absolute())
 
     def _update(self, record: CompareRecord) -> None:
@@ -169,7 +169,7 @@ class Comparer:
                 )
 
     def _race(self) -> None:
-        """Let those strategies race on each number of ranks that have been trained there."""
+        """Race the strategies that have been trained, on each number of ranks."""
         failed: dict[str, str] = {}
         finished: dict[tuple[StrategyChoice, int], RunRecord] = {}
         for run in self._record.runs:
@@ -189,10 +189,10 @@ class Comparer:
                 self._say(f"{place}: {what}")
 
     def _carry_out(self, run: RunRecord, place: str) -> None:
-        """Train and decode a run or trial, unless that is done, and record what became of it.
+        """Train and decode a run or trial, unless that is done, and record the outcome.
 
         Args:
-            place: which of all it is, to begin lines with.
+            place: start of its lines of progress: its number among all runs.
         """
         folder = run.planned.folder
         if self._record.trials and run.learning_rate is None:
@@ -213,7 +213,7 @@ class Comparer:
         state = COMPLETE if message is None else FAILED
         wall_s = run.wall_s if wall_s is None else wall_s
         self._change(run, state=state, message=message or "", wall_s=wall_s)
-        # Before hours of further runs: refuse a name that none of those so far has logged.
+        # Before hours of further runs, refuse a metric that none of the runs so far has logged.
         runs = (*self._record.trials, *self._record.runs)
         done = [other.folder for other in runs if other.state == COMPLETE]
         common_metric([self._out / name for name in done if name is not None], self._record.metric)
@@ -224,19 +224,19 @@ class Comparer:
 
 
 def _placed(runs: Sequence[RunRecord]) -> Iterator[tuple[str, RunRecord]]:
-    """Yield each run with which of all it is, to begin lines with."""
+    """Yield each run with the start of its lines of progress: its number among all runs."""
     for number, run in enumerate(runs, 1):
         yield f"[{number}/{len(runs)}] {run.planned.title}", run
 
 
 def with_finished(runs: Sequence[RunRecord], finished: Sequence[RunRecord]) -> tuple[RunRecord, ...]:
-    """Return runs with what became of those of them that were finished earlier."""
+    """Return runs, with the outcome of those that were finished earlier."""
     done = {run.key: run for run in finished}
     return tuple(done.get(run.key, run) for run in runs)
 
 
 def with_rates(record: CompareRecord, out: Path) -> CompareRecord:
-    """Return a record whose runs have the learning rates that its trials, as far as they are done, chose.
+    """Return a record whose runs have the learning rates chosen by its finished trials.
 
     A run that gets another rate is another run, which has not begun.
     """
@@ -251,10 +251,10 @@ def with_rates(record: CompareRecord, out: Path) -> CompareRecord:
 
 
 def chosen_rates(record: CompareRecord, out: Path) -> dict[tuple[str, int], float]:
-    """Return the learning rate of each strategy on each number of ranks: of those tried, the best.
+    """Return the best of the tried learning rates for each strategy on each number of ranks.
 
-    The best has the best final held-out score, the lower of two that are as good.  One that is still to be
-    tried might be it, so there is none before all are; one that failed or has no score is none.
+    The best rate has the best final held-out score; of two equally good rates, take the lower.  There is no
+    best rate before all are tried.  A trial that failed or has no score does not count.
     """
     scores: dict[tuple[str, int], dict[float, float]] = {}
     waiting = {(run.strategy.text, run.ranks) for run in record.trials if run.state == PENDING}
@@ -277,19 +277,19 @@ def carry_out(
     metric: str = "",
     expectation: str = "",
 ) -> tuple[str | None, float | None]:
-    """Do what is left of a run, and say how it went.
+    """Make or finish a run, and print the outcome.
 
     Args:
-        place: which of all runs it is, to begin lines with.
+        place: start of its lines of progress: its number among all runs.
         say: takes a line of progress.
-        metric: what a script's run is judged by, as for `--metric`.
-        expectation: to be said when it starts.
+        metric: metric that ranks a script's runs, as in `--metric`.
+        expectation: text to print when it starts.
 
     Returns:
-        What went wrong, in one line, or None; how long it took, s, None where nothing was left to do.
+        The cause of failure in one line, or None; and the time it took, s, or None if it was done already.
 
     Raises:
-        as ComparedTraining.run
+        As ComparedTraining.run.
     """
     shown_dir, run_dir = run_dir, run_dir.absolute()
     message, wall_s = None, None
@@ -303,9 +303,9 @@ def carry_out(
 
 
 def plan_time_runs(record: CompareRecord, out: Path) -> CompareRecord:
-    """Give the runs at equal time their epochs, from how long the runs at equal frames trained.
+    """Set the epochs of the runs at equal time from the training times of the runs at equal frames.
 
-    A run whose epochs do not change is the run at equal frames itself; it is not trained twice.
+    A run whose epochs do not change is identical to the run at equal frames and is not trained twice.
     """
     trained_s = {
         (run.strategy, run.ranks, run.seed): _training_time_s(out / run.folder)
@@ -327,14 +327,14 @@ def plan_time_runs(record: CompareRecord, out: Path) -> CompareRecord:
         if epochs == base.epochs:
             record = record.with_changed(run, epochs=epochs, folder=base.folder, state=COMPLETE)
             continue
-        # A finished one of as many epochs is found in its folder, and kept.
+        # A finished run with the same number of epochs is found in its folder, and kept.
         wall_s = run.wall_s if run.epochs == epochs else None
         record = record.with_changed(run, epochs=epochs, folder=None, state=PENDING, wall_s=wall_s)
     return record
 
 
 def estimate_left_s(runs: Sequence[RunRecord]) -> float | None:
-    """Return the time for the runs still to come: each the mean of those with as many ranks, else of all."""
+    """Estimate the time of the remaining runs, s: each as the mean of runs on as many ranks, else of all."""
     known = [run for run in runs if run.wall_s is not None and run.state == COMPLETE]
     if not known:
         return None
@@ -352,7 +352,7 @@ def _training_time_s(run_dir: Path) -> float:
 
 
 def run_news(run_dir: Path, message: str | None, wall_s: float | None, metric: str = "") -> str:
-    """Return the figures of a run in a line, or why it failed."""
+    """Return a line with the figures of a run, or why it failed."""
     if message is not None:
         return f"failed: {message}"
     figures = run_figures(read_run(run_dir, metric), None, None)

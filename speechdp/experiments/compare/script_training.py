@@ -1,4 +1,4 @@
-"""A script of the user's as what a comparison runs: unedited, told by its environment what to do."""
+"""Make the runs of a comparison with a user's unedited script, which gets its settings in the environment."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from speechdp.report.runs.folders import read_run
 from speechdp.report.runs.results import ONE_RANK
 from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS
 
-#: Where a script finds the seed of its run.
+#: Environment variable with the seed of a script's run.
 SEED = "SPEECHDP_SEED"
-#: Stands for the seed in a script's arguments.
+#: Placeholder of the seed in a script's arguments.
 SEED_WORD = "{seed}"
-#: Stands for the learning rate.
+#: Placeholder of the learning rate in a script's arguments.
 RATE_WORD = "{learning_rate}"
-#: The back-end of which all ranks are threads of one process.
+#: The back-end whose ranks are threads of one process.
 THREADS = "threads"
 
 
@@ -50,9 +50,9 @@ class UserScript:
     """A script that trains with `speechdp.DataParallel`.
 
     Attributes:
-        arguments: of its command line; `{seed}` in them stands for the seed of a run, and `{learning_rate}`
-            for its learning rate, where several are tried.
-        backend: as for `run_ranks`; `threads` for as many as there are ranks.
+        arguments: command-line arguments; `{seed}` stands for a run's seed, and `{learning_rate}` for its
+            learning rate, if several are tried.
+        backend: back-end, as in `run_ranks`; `threads`: one thread per rank.
     """
 
     path: Path
@@ -60,17 +60,17 @@ class UserScript:
     backend: str = "auto"
 
     def words(self, run: RunRecord) -> list[str]:
-        """Return its path and arguments."""
+        """Return the script's path and its arguments for a run."""
         values = {SEED_WORD: str(run.seed)}
         if run.learning_rate is not None:
             values[RATE_WORD] = formatting.learning_rate(run.learning_rate)
         return [str(self.path), *(_filled(word, values) for word in self.arguments)]
 
     def check_rates(self, *, given: bool) -> None:
-        """Refuse learning rates that the script is not told, and a place for them that nothing fills.
+        """Refuse learning rates without a placeholder in the arguments, and a placeholder without rates.
 
         Raises:
-            ConfigError: it is so.
+            ConfigError: one is there without the other.
         """
         has_place = any(RATE_WORD in word for word in self.arguments)
         if given and not has_place:
@@ -85,12 +85,12 @@ class UserScript:
             )
 
     def processes(self, ranks: int) -> int:
-        """Return how many processes so many ranks are."""
+        """Return the number of processes for a number of ranks."""
         return 1 if self.backend == THREADS else ranks
 
     def environment(self, strategy: StrategyChoice, ranks: int, seed: int, run_dir: Path) -> dict[str, str]:
-        """Return what tells it what to do."""
-        # Other back-ends have nothing to do on one rank, and some need a launcher.
+        """Return the environment variables with the settings of a run."""
+        # On one rank other back-ends would have nothing to do, and some need a launcher.
         backend = "auto" if ranks == 1 else self.backend
         return {
             STRATEGY: strategy.text,
@@ -102,7 +102,7 @@ class UserScript:
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:
-    """Return a word of a command line with values in place of what stands for them."""
+    """Return a command-line word with its placeholders replaced by values."""
     for name, value in values.items():
         word = word.replace(name, value)
     return word
@@ -111,10 +111,10 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 def run_until(
     script: UserScript, starter: JobStarter, run: RunRecord, run_dir: Path, pause: Pause
 ) -> str | None:
-    """Run a script until it pauses, is cut off, or ends; return None, or what went wrong.
+    """Run a script until it pauses, is cut off, or ends; return None, or the cause of failure.
 
     Raises:
-        as JobStarter.run_script
+        As JobStarter.run_script.
     """
     environment = script.environment(run.strategy, run.ranks, run.seed, run_dir) | {PAUSE: str(pause)}
     message = starter.run_script(
@@ -128,10 +128,10 @@ def run_until(
 def run_turn(
     script: UserScript, starter: JobStarter, run: RunRecord, run_dir: Path, last_step: int
 ) -> str | None:
-    """Run a script up to a step of its training, for a turn of a race; return None, or what went wrong.
+    """Run a script up to a step, for a turn of a race; return None, or the cause of failure.
 
     Raises:
-        as JobStarter.run_script
+        As JobStarter.run_script.
     """
     message = run_until(script, starter, run, run_dir, Pause(last_step, cut=True))
     if message is None and RunDirectory(run_dir).is_complete:
@@ -144,13 +144,13 @@ _NOTHING_TRAINED = "ended well but trained nothing with speechdp.DataParallel"
 
 @dataclass(frozen=True)
 class _Shown:
-    """What a finished run of a script has shown, before its setting races.
+    """Measurements of a finished run of a script, for planning the race.
 
     Attributes:
-        steps: of its training.
-        step_s: that a step took.
-        frames_a_step: of a rank, mean.
-        besides_s: what the run took besides its steps, evaluations and checkpoints; None: not known.
+        steps: number of training steps.
+        step_s: time of a step, s.
+        frames_a_step: mean frames of a rank per step.
+        besides_s: time besides steps, evaluations and checkpoints, s; None: not known.
     """
 
     steps: int
@@ -160,7 +160,7 @@ class _Shown:
 
     @classmethod
     def of(cls, run_dir: Path) -> _Shown | None:
-        """Return what a run has shown; None: it was not timed."""
+        """Return the measurements of a run; None: it was not timed."""
         timing = read_run(run_dir).timing
         ranks = [] if timing is None else [rank for rank in timing.ranks if rank.steps and rank.wall_s]
         if not ranks:
@@ -183,15 +183,15 @@ class _Shown:
 
 @dataclass(frozen=True)
 class RacedRuns:
-    """Runs of a script whose settings are to race.
+    """Runs of a script whose settings will race.
 
     Attributes:
         out: folder of the experiment.
-        command: of the user, for messages.
-        ranks: of those that do not train alone.
-        seed: of all turns, and of their order.
-        runs: folders of finished runs, one a setting.
-        rates: learning rates of those that have one of their own.
+        command: the user's command, for messages.
+        ranks: number of ranks of the settings that do not train alone.
+        seed: seed of all turns, and of their order.
+        runs: folders of finished runs, one for each setting.
+        rates: learning rates of the settings that have their own.
     """
 
     out: Path
@@ -203,10 +203,10 @@ class RacedRuns:
 
 
 class ScriptTraining(ComparedTraining):
-    """Runs a script once for each strategy, number of ranks and seed, and lets the settings race.
+    """Runs a script once for each strategy, number of ranks and seed, and races the settings.
 
     Args:
-        race: how long races last.
+        race: length of the races.
         say: takes a line of progress.
     """
 
@@ -217,11 +217,11 @@ class ScriptTraining(ComparedTraining):
 
     @property
     def threads(self) -> int | None:
-        """CPU threads of each rank; None: whatever the libraries take."""
+        """CPU threads of each rank; None: the libraries' default."""
         return self._starter.threads
 
     def settings(self) -> dict[str, Any]:
-        """Return what all runs share."""
+        """Return the settings that all runs share."""
         script = self._script
         return {
             "script": str(script.path.absolute()),
@@ -230,7 +230,7 @@ class ScriptTraining(ComparedTraining):
         }
 
     def is_done(self, run: RunRecord, run_dir: Path) -> bool:
-        """Tell whether the script has ended well; what it does after its training belongs to the run."""
+        """Return whether the script has ended well; its work after training belongs to the run."""
         return RunDirectory(run_dir).script_has_ended_well
 
     def run(self, run: RunRecord, run_dir: Path) -> str | None:
@@ -238,7 +238,7 @@ class ScriptTraining(ComparedTraining):
         script, begun_s = self._script, time.monotonic()
         environment = script.environment(run.strategy, run.ranks, run.seed, run_dir)
         directory = RunDirectory(run_dir)
-        directory.forget_end()  # so that the script may begin anew where it trained but then failed
+        directory.forget_end()  # so that the script can start over if it trained but then failed
         message = self._starter.run_script(
             script.processes(run.ranks), script.words(run), log_of(run_dir), environment
         )
@@ -252,10 +252,10 @@ class ScriptTraining(ComparedTraining):
         return None
 
     def hold_race(self, raced: RacedRuns) -> str | None:
-        """Let the settings of finished runs race, as far as they have not; return None, or what went wrong.
+        """Race the settings of finished runs, unless that is done; return None, or the cause of failure.
 
         Raises:
-            JobStopped: a signal came meanwhile; whole rounds are kept.
+            JobStopped: a signal arrived meanwhile; complete rounds are kept.
             RunError: the disk is full, or a log cannot be written.
         """
         paces = {setting: _Shown.of(run_dir) for setting, run_dir in raced.runs.items()}
@@ -293,7 +293,7 @@ class ScriptTraining(ComparedTraining):
             return None
         before = race.rounds_held
         if before >= plan.rounds:
-            race.hold()  # nothing is left of it, but it may have been begun with more rounds
+            race.hold()  # no rounds are left to hold, but it may have been begun with more rounds
             return None
         known = {one: paces[one] for one in plan.settings}
         begun_s = time.monotonic()
@@ -306,7 +306,7 @@ class ScriptTraining(ComparedTraining):
         return None
 
     def _why_left_out(self, strategy: StrategyChoice, steps: int, pace: _Shown | None) -> str:
-        """Return why a setting whose turns have so many steps cannot race; "": it can."""
+        """Return why a setting whose turns have `steps` steps cannot race; "": it can."""
         if steps > MOST_STEPS:
             return TOO_LONG
         last = DEFAULT_WARMUP_STEPS + steps
@@ -315,7 +315,7 @@ class ScriptTraining(ComparedTraining):
         fitting = pace.steps - DEFAULT_WARMUP_STEPS
         remedy = "let it train for more steps"
         fewer = range(min(fitting, self._race.least_steps - 1), 0, -1)
-        # A turn has whole periods, so that fewer steps need not make it shorter.
+        # A turn has whole periods, so a smaller --race-steps need not make it shorter.
         if shorter := next((least for least in fewer if pace.turn_steps(strategy, least) <= fitting), 0):
             remedy += f", or give --race-steps {shorter}"
         return (
@@ -324,7 +324,7 @@ class ScriptTraining(ComparedTraining):
         )
 
     def _cost(self, paces: Mapping[RaceSetting, _Shown | None], turns: ScriptTurns, rounds: int) -> str:
-        """Say what some rounds of a race cost."""
+        """Return a line on the cost of some rounds of a race."""
         lasts = sorted({turns.last_step(one.name) for one in paces})
         shown = f"{lasts[0]}" if len(lasts) == 1 else f"{lasts[0]} to {lasts[-1]}"
         text = (

@@ -1,4 +1,4 @@
-"""What the runs of a comparison are: trainings of ours, or a script of the user's."""
+"""Interface to the trainings that a comparison runs: our own, or a user's script."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ LOGS = "logs"
 
 
 class ComparedTraining(ABC):
-    """How a run of a comparison is carried out."""
+    """How to make a run of a comparison."""
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Return what all runs share: a folder of other settings is refused."""
+        """Return the settings that all runs share; a folder with other settings is refused."""
 
     def begin(self) -> None:
-        """Do what all runs need before the first.  Raises RunError where that fails."""
+        """Prepare what all runs need, before the first run.  Raises RunError on failure."""
         return
 
     def race(self, ranks: int, runs: Sequence[RunRecord]) -> str | None:
-        """Let strategies race on so many ranks; return None, or what went wrong in one line.
+        """Race strategies on `ranks` ranks; return None, or the cause of failure in one line.
 
         Args:
-            runs: a finished one of each strategy that takes part, and of one rank where it does.
+            runs: a finished run of each strategy that takes part, and of one rank if that takes part.
 
         Raises:
-            JobStopped: a signal came meanwhile.
-            RunError: the disk is full, or its log cannot be written.
+            JobStopped: a signal arrived meanwhile.
+            RunError: the disk is full, or the log cannot be written.
         """
         return None
 
     @abstractmethod
     def is_done(self, run: RunRecord, run_dir: Path) -> bool:
-        """Tell whether nothing of a run is left to do."""
+        """Return whether a run is completely done."""
 
     @abstractmethod
     def run(self, run: RunRecord, run_dir: Path) -> str | None:
-        """Carry out what is left of a run; return None, or what went wrong in one line.
+        """Make or finish a run; return None, or the cause of failure in one line.
 
         Raises:
-            JobStopped: a signal came meanwhile.
-            RunError: the disk is full, or its log cannot be written.
+            JobStopped: a signal arrived meanwhile.
+            RunError: the disk is full, or the log cannot be written.
         """
 
 
 def log_of(run_dir: Path) -> Path:
-    """Return where a run's commands and what they print are written, beside the runs."""
+    """Return the log of a run's commands and their output; it is beside the runs' folders."""
     return run_dir.parent / LOGS / f"{run_dir.name}.log"

@@ -1,4 +1,4 @@
-"""A moment that all ranks of a job count their times from."""
+"""The moment from which all ranks of a job count their times."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from speechdp.comm.base import Communicator
 from speechdp.comm.environment import host_name
 
-#: Barriers from which clocks are compared.
+#: Number of barriers by which clocks are compared.
 _ROUNDS = 9
 
 
@@ -20,7 +20,7 @@ class CommonStart:
     """The common start on this rank.
 
     Attributes:
-        origin_s: the moment by this host's `time.perf_counter`.
+        origin_s: the moment, by this host's `time.perf_counter`.
         clock_offset_s: this host's clock minus rank 0's.
     """
 
@@ -29,11 +29,11 @@ class CommonStart:
 
 
 def begin_together(comm: Communicator) -> CommonStart:
-    """Agree on a moment that is just past on every rank.  Collective.
+    """Agree on a moment that has just passed on every rank.  Collective.
 
-    Processes of one host read the same clock, so they share the moment exactly.  Clocks of other hosts are
-    compared at a few barriers; the median's error is how unequally a barrier lets ranks go, well below 1 ms
-    on an idle network.
+    Processes on one host read the same clock, so they share the moment exactly.  Clocks of other hosts are
+    compared at a few barriers.  The error of the median is the spread with which a barrier releases ranks,
+    well below 1 ms on an idle network.
     """
     times = []
     for _ in range(_ROUNDS):
@@ -49,7 +49,7 @@ def start_of(everyone: Sequence[dict[str, Any]], rank: int) -> CommonStart:
     first, own = everyone[0], everyone[rank]
     offset = 0.0
     if own["host"] != first["host"]:
-        # Ranks of one host must have one origin: its first rank decides.
+        # Ranks on one host must have the same origin, so its first rank decides.
         leader = next(each for each in everyone if each["host"] == own["host"])
         offset = median(a - b for a, b in zip(leader["times"], first["times"], strict=True))
     return CommonStart(first["times"][-1] + offset, offset)

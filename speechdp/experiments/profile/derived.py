@@ -1,4 +1,4 @@
-"""What follows from a profile's records: the time of each function, efficiencies, first steps, waiting."""
+"""Compute from a profile's records the time of each function, efficiencies, first steps, and waiting."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from speechdp.experiments.profile.record import (
     in_order,
 )
 
-#: Stands in tables and answers for all functions together.
+#: Name of all functions together, in tables and answers.
 STEP = "whole step"
-#: It waits in some steps only, which a median does not see.
+#: Functions that wait only in some steps, which a median would hide.
 _BY_MEAN = frozenset({"trainloader"})
-#: They wait, for batches and other ranks: there is no work in them that could scale.
+#: Functions that wait for batches or other ranks; they contain no work that could scale.
 WAITING_FUNCTIONS = frozenset({"trainloader", "exchange"})
 
 
@@ -30,11 +30,11 @@ class Cost:
     """The time of a function in a step, s: mean over ranks, median over the steps after the warm-up.
 
     Attributes:
-        forward_s: forward pass; 0 where the function has no phases.
-        backward_s: backward pass.
-        whole_s: of a function without phases.
-        share: of the step's time, over all those steps.
-        spread: distance of the quartiles over the median; 0 with fewer than four steps.
+        forward_s: time of the forward pass; 0 if the function has no phases.
+        backward_s: time of the backward pass.
+        whole_s: time of a function without phases.
+        share: share of the step's time, over all those steps.
+        spread: interquartile range divided by the median; 0 with fewer than four steps.
     """
 
     forward_s: float
@@ -45,20 +45,20 @@ class Cost:
 
     @property
     def total_s(self) -> float:
-        """All of it, s."""
+        """Total time, s."""
         return self.forward_s + self.backward_s + self.whole_s
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """One kind of jobs over numbers of ranks.
+    """One kind of jobs on several numbers of ranks.
 
     Attributes:
-        kind: of the jobs: weak, strong, or a module.
-        jobs: by ascending number of ranks.
-        costs: by function and number of ranks; STEP among the functions.
-        base: ranks that efficiencies are against: the fewest, of single modules those of all of them, so that
-            what is shown side by side compares.
+        kind: kind of the jobs: weak, strong, or a module.
+        jobs: jobs by ascending number of ranks.
+        costs: costs by function, including STEP, and number of ranks.
+        base: number of ranks that efficiencies are relative to: the smallest.  For single modules the
+            smallest that all of them have, so that values shown side by side are comparable.
     """
 
     kind: str
@@ -83,7 +83,7 @@ class Scaling:
 
 
 def make_scaling(profile: Profile, kind: str) -> Scaling | None:
-    """Return the scaling of a kind of jobs; None where it has no job with steps."""
+    """Return the scaling of a kind of jobs; None if it has no job with steps."""
     jobs = profile.of_kind(kind)
     if not jobs:
         return None
@@ -98,7 +98,7 @@ def make_scaling(profile: Profile, kind: str) -> Scaling | None:
 
 
 def all_scalings(profile: Profile) -> list[Scaling]:
-    """Return weak, strong and each single module, as far as they were run."""
+    """Return the scalings of weak, strong and each single module, if they were run."""
     found = (make_scaling(profile, kind) for kind in (WEAK, STRONG, *MODULES))
     return [scaling for scaling in found if scaling is not None]
 
@@ -123,7 +123,7 @@ def job_steps(job: ProfileJob) -> list[tuple[StepRecord, ...]]:
 
 
 def _counted_steps(job: ProfileJob, warmup_steps: int) -> list[tuple[StepRecord, ...]]:
-    """Return the steps after the warm-up; where there are none, the last one."""
+    """Return the steps after the warm-up; if there are none, the last step."""
     steps = job_steps(job)
     return [together for together in steps if together[0].step > warmup_steps] or steps[-1:]
 
@@ -158,12 +158,12 @@ def _mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Loading:
-    """What waiting for batches costs a job, after the warm-up, over all steps and ranks.
+    """Cost of waiting for batches in a job, over all ranks and all steps after the warm-up.
 
     Attributes:
-        wait_s: a step, s.
-        step_s: the whole step, s.
-        frames_per_s: of all ranks.
+        wait_s: waiting time per step, s.
+        step_s: time of a whole step, s.
+        frames_per_s: throughput of all ranks.
     """
 
     job: ProfileJob
@@ -173,16 +173,16 @@ class Loading:
 
     @property
     def share(self) -> float:
-        """Waiting over the step's time."""
+        """Waiting time as a share of the step's time."""
         return self.wait_s / self.step_s if self.step_s else 0.0
 
 
 def make_loading(job: ProfileJob, warmup_steps: int) -> Loading:
-    """Return what waiting for batches costs a job; means, because some loaders wait in few steps."""
+    """Return the cost of waiting for batches in a job, as means, because some loaders wait in few steps."""
     steps = _counted_steps(job, warmup_steps)
     records = [step for together in steps for step in together]
     wall_s = _mean([step.wall_s for step in records])
-    # The longest rank's time: the others wait for it sooner or later.
+    # The slowest rank's time, because the others wait for it sooner or later.
     longest_s = max((sum(step.wall_s for step in of_rank) for of_rank in zip(*steps, strict=True)), default=0)
     frames = sum(step.frames for step in records)
     wait_s = _mean([step.seconds("trainloader") for step in records])
@@ -190,7 +190,7 @@ def make_loading(job: ProfileJob, warmup_steps: int) -> Loading:
 
 
 def main_job(profile: Profile) -> ProfileJob | None:
-    """Return the job that pictures of single steps show: the largest of the first kind there is."""
+    """Return the job for pictures of single steps: the largest of the first kind that was run."""
     for kind in (WEAK, STRONG, *MODULES, *dict.fromkeys(job.kind for job in profile.jobs)):
         if jobs := profile.of_kind(kind):
             return jobs[-1]
@@ -198,15 +198,15 @@ def main_job(profile: Profile) -> ProfileJob | None:
 
 
 def loader_jobs(profile: Profile) -> list[ProfileJob]:
-    """Return the jobs that compare trainloaders: of each kind the largest."""
+    """Return the jobs that compare trainloaders, the largest of each kind."""
     return [jobs[-1] for kind in LOADER_KINDS if (jobs := profile.of_kind(kind))]
 
 
 def waiting_s(job: ProfileJob) -> dict[tuple[int, int, int], float]:
-    """Return how long each exchange of a rank waited for the last rank to come to it, s.
+    """Return how long each exchange of a rank waited for the last rank to arrive, s.
 
     Returns:
-        by (rank, step, number of the function in the step), exchanges alone.
+        Times by (rank, step, index of the function in the step), for exchanges only.
     """
     found: dict[tuple[int, int, int], float] = {}
     for together in job_steps(job):
@@ -224,7 +224,7 @@ def waiting_s(job: ProfileJob) -> dict[tuple[int, int, int], float]:
 
 
 def waited_share(job: ProfileJob, warmup_steps: int) -> float | None:
-    """Return which share of a job's exchanges was waiting, after the warm-up; None without exchanges."""
+    """Return the share of a job's exchange time spent waiting, after the warm-up; None without exchanges."""
     steps = [step for together in job_steps(job) for step in together if step.step > warmup_steps]
     exchanged_s = sum(step.seconds("exchange") for step in steps)
     waited_s = sum(seconds for (_, step, _), seconds in waiting_s(job).items() if step > warmup_steps)
@@ -232,7 +232,7 @@ def waited_share(job: ProfileJob, warmup_steps: int) -> float | None:
 
 
 def first_step_factor(job: ProfileJob, function: str, warmup_steps: int) -> float | None:
-    """Return a function's time in the first step over its time after the warm-up; None: not known."""
+    """Return a function's time in the first step divided by its time after the warm-up; None: unknown."""
     steps = job_steps(job)
     later = job_costs(job, warmup_steps).get(function) if steps else None
     if later is None or not later.total_s:

@@ -1,4 +1,4 @@
-"""Find the steps in which every rank has a whole batch: only such are measured."""
+"""Find the steps in which every rank has a full batch; only these are measured."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from speechdp.errors import ConfigError
 
 
 class FullBatches:
-    """Passes over what is left at the end of a rank's part: fewer segments, or none while others train.
+    """Skips the remainder at the end of a rank's part: small batches, or none while other ranks train.
 
-    Every rank passes over the same steps, by the epoch plans alone.  They are looked into beforehand: to plan
-    an epoch takes seconds of a large corpus, and would lengthen the step in which it begins.
+    Every rank skips the same steps, determined from the epoch plans alone.  The plans are made beforehand,
+    because planning an epoch of a large corpus takes seconds and would lengthen the epoch's first step.
 
     Args:
         plan: returns the plan of an epoch; pure.
-        batch_size: segments of a whole batch; 0: frames count, and a batch with any is whole.
-        steps: how many whole ones will be taken.
+        batch_size: segments of a full batch; 0: batches are filled by frames, and any non-empty one counts.
+        steps: number of full steps that will be taken.
 
     Raises:
-        ConfigError: no step of the first epoch is whole.
+        ConfigError: the first epoch has no full step.
     """
 
     def __init__(self, plan: Callable[[int], EpochPlan], batch_size: int, steps: int) -> None:
@@ -38,12 +38,12 @@ class FullBatches:
                 return
 
     def holds(self, step: Step) -> bool:
-        """Say whether every rank has a whole batch in this step, one of those that will be taken."""
+        """Return whether this is one of the steps to take, in which every rank has a full batch."""
         return (step.epoch, step.at.index) in self._whole
 
 
 def whole_steps(plan: EpochPlan, batch_size: int) -> Iterator[int]:
-    """Yield the steps of an epoch in which every rank has a whole batch."""
+    """Yield the steps of an epoch in which every rank has a full batch."""
     least = max(1, batch_size)
     for index in range(plan.num_steps):
         if all(len(rank.batch(index)) >= least for rank in plan.ranks):
@@ -51,7 +51,7 @@ def whole_steps(plan: EpochPlan, batch_size: int) -> Iterator[int]:
 
 
 def no_whole_batch(num_ranks: int, batch_size: int) -> ConfigError:
-    """Return the refusal of data of which no step is whole."""
+    """Return the error for data without a full step."""
     least = max(1, batch_size)
     return ConfigError(
         f"profile: on {counted(num_ranks, 'rank')} there is no step in which each has a whole batch of "

@@ -1,4 +1,4 @@
-"""Run the jobs of a profile, one after another, each over its own number of ranks, and record each."""
+"""Run and record the jobs of a profile one after another, each on its own number of ranks."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from speechdp.report.kit import formatting
 from speechdp.report.kit.formatting import milliseconds, rank_count
 
 LOGS = "logs"
-#: Settings that may differ between two commands into one folder: they describe, and decide nothing.
+#: Settings that may differ between two commands for one folder, because they only describe.
 _DESCRIPTIONS = ("command", "notes", "device")
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """A profile to be made.
+    """A profile to make.
 
     Attributes:
         data: data directory.
         out: folder of the profile.
-        jobs: what is to be run, in order.
-        settings: what all jobs share.
+        jobs: jobs to run, in order.
+        settings: settings that all jobs share.
     """
 
     data: Path
@@ -56,7 +56,7 @@ class ProfileRequest:
 
 
 class Profiler:
-    """Carries a profile out.  Finished jobs that are in the folder are kept.
+    """Makes a profile.  Finished jobs in the folder are kept.
 
     Args:
         say: takes a line of progress.
@@ -69,10 +69,10 @@ class Profiler:
         self._record = ProfileRecord(request.settings, tuple(entries))
 
     def run(self) -> ProfileRecord:
-        """Run all jobs that are not done; return what became of all.
+        """Run all jobs that are not done; return the record of all jobs.
 
         Raises:
-            JobStopped: a signal asked for it; the same command goes on.
+            JobStopped: a signal requested a stop; the same command continues.
             ConfigError: the folder holds another profile.
             RunError: the disk is full.
         """
@@ -107,9 +107,9 @@ class Profiler:
         self._say(f"{place}: {news(job, self._request.settings.warmup_steps)}")
 
     def _run(self, job: PlannedJob) -> ProfileJob | str:
-        """Run a job; return what it recorded, or what went wrong."""
+        """Run a job; return its records, or the cause of failure."""
         out, entry = self._request.out, job.entry
-        if (out / entry.folder).exists():  # what a job that failed or was stopped has left
+        if (out / entry.folder).exists():  # left by a job that failed or was stopped
             shutil.rmtree(out / entry.folder)
         words = ["profile", str(self._request.data.absolute()), str(out.absolute()), f"--job={entry.name}"]
         words += [f"--steps={entry.steps}", "--warmup=0", *train_arguments(job.options)]
@@ -127,15 +127,15 @@ class Profiler:
 
 
 def merged(out: Path, record: ProfileRecord, say: Callable[[str], None]) -> ProfileRecord:
-    """Return `record` with the finished jobs that OUT has already.
+    """Return `record` with the finished jobs that are in OUT.
 
-    Finished is a job whose files can be read: one that has lost some is measured again.
+    A job is finished if its files can be read; one with missing files is measured again.
 
     Args:
-        say: is told of jobs that are not what they were.
+        say: prints which jobs are measured again.
 
     Raises:
-        ConfigError: OUT holds a profile of something else.
+        ConfigError: OUT holds a profile with other settings.
     """
     if not (out / FILE_NAME).is_file():
         return record
@@ -157,7 +157,7 @@ def merged(out: Path, record: ProfileRecord, say: Callable[[str], None]) -> Prof
 
 
 def _recorded(job: JobEntry, out: Path) -> ProfileJob | str:
-    """Return what a job has recorded, or why that cannot be read."""
+    """Return a job's records, or why they cannot be read."""
     try:
         return read_job(job, out / job.folder)
     except RunError as error:
@@ -173,19 +173,19 @@ def _check_same(out: Path, before: Settings, now: Settings) -> None:
     left_out = (*_DESCRIPTIONS, "options")
     old, new = (
         {key: value for key, value in asdict(settings).items() if key not in left_out}
-        | dict(settings.options or {})  # which has a device, too: the one that was asked for
+        | dict(settings.options or {})  # these also contain a device: the requested one
         for settings in (before, now)
     )
     refuse_others(out / FILE_NAME, old, new, _named, TrainOptions().to_json())
 
 
 def _named(key: str) -> str:
-    """Name a setting, where it is an option as the command has it."""
+    """Return the name of a setting; that of an option as on the command line."""
     return {"steps": "--steps", "warmup_steps": "--warmup", "threads": "--threads"}.get(key, key)
 
 
 def news(job: ProfileJob, warmup: int) -> str:
-    """Return the time of a step, or of the module that ran alone, in one line: the figures of the tables."""
+    """Return one line with the time of a step, or of the module that ran alone, as in the tables."""
     costs = job_costs(job, warmup)
     if job.kind in MODULES and job.kind in costs:
         return f"{milliseconds(costs[job.kind].total_s)} ms a step ({job.kind} alone)"

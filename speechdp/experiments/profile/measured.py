@@ -1,4 +1,4 @@
-"""What the ranks of a profile's job record: the time of every function of every step, and memory."""
+"""Records of the ranks of a profile's job: the time of every function in every step, and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Read = TypeVar("Read")
 MEMORY_NAME = "memory.json"
 FACTS_NAME = "job.json"
 
-#: What a step consists of, in the order of time; encoder and output are all that an acoustic model has.
+#: Functions of a step, in order of time; an acoustic model has only encoder and output as modules.
 FUNCTIONS = (
     "trainloader",
     "h2d",
@@ -33,7 +33,7 @@ FUNCTIONS = (
 )
 FORWARD, BACKWARD, WHOLE = "forward", "backward", ""
 PHASES = (FORWARD, BACKWARD, WHOLE)
-#: Of the peaks in memory.json: of the process, or of the GPU.
+#: What the peaks in memory.json are of: the process, or the GPU.
 UNITS = ("rss", "gpu")
 
 
@@ -43,9 +43,9 @@ class FunctionTime:
 
     Attributes:
         name: one of FUNCTIONS.
-        phase: "forward", "backward", or "" where there is one of it.
-        start_s: since the job's common start, s.
-        duration_s: how long it took, s.
+        phase: "forward", "backward", or "" for a function without phases.
+        start_s: start, s since the job's common start.
+        duration_s: duration, s.
     """
 
     name: str
@@ -60,10 +60,10 @@ class StepRecord:
 
     Attributes:
         step: number of the step, from 1.
-        start_s: since the job's common start, s.
-        wall_s: from the step's start to its end, s.
-        frames: frames of this rank's batch, padding left out.
-        functions: in the order of time; their sum is wall_s but for what lies between them.
+        start_s: start, s since the job's common start.
+        wall_s: time from the step's start to its end, s.
+        frames: frames of this rank's batch, without padding.
+        functions: functions in order of time; their sum is wall_s except for gaps between them.
     """
 
     step: int
@@ -73,7 +73,7 @@ class StepRecord:
     functions: tuple[FunctionTime, ...]
 
     def seconds(self, name: str, phase: str | None = None) -> float:
-        """Return the time of a function in this step, s; of both phases where none is given."""
+        """Return the time of a function in this step, s; of both phases if none is given."""
         return sum(f.duration_s for f in self.functions if f.name == name and phase in (None, f.phase))
 
 
@@ -82,7 +82,7 @@ class RankRecord:
     """A rank and its steps.
 
     Attributes:
-        clock_offset_s: by how much its clock was set right, s; 0 on rank 0's host.
+        clock_offset_s: correction of its clock, s; 0 on rank 0's host.
     """
 
     rank: int
@@ -97,11 +97,11 @@ class MeasuredMemory:
     """Memory of one rank in bytes.
 
     Attributes:
-        peak_bytes: in the profile's unit: of the process (RSS), or of the GPU (allocated by torch).
-        rss_bytes: of the process at its peak.
+        peak_bytes: peak in the profile's unit: of the process (RSS), or of the GPU (allocated by torch).
+        rss_bytes: peak RSS of the process.
         parameters_bytes: parameters and gradients.
         optimizer_bytes: state of the optimizer.
-        gpu_peak_bytes: None on a CPU.
+        gpu_peak_bytes: peak on the GPU; None on a CPU.
     """
 
     rank: int
@@ -121,13 +121,13 @@ class Memory:
 
     @property
     def balance(self) -> float:
-        """The largest peak over the smallest; 1: all ranks the same."""
+        """The largest peak divided by the smallest; 1: the same on all ranks."""
         peaks = [rank.peak_bytes for rank in self.ranks]
         return max(peaks) / max(1, min(peaks))
 
 
 def rank_path(folder: Path, rank: int) -> Path:
-    """Return where a rank of a job records its steps."""
+    """Return the file in which a rank of a job records its steps."""
     return folder / f"rank-{rank:04d}.jsonl"
 
 

@@ -1,4 +1,4 @@
-"""What has to be known of a machine to read a profile's figures, one line each."""
+"""Notes on a machine that readers of a profile's figures need, one line each."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from speechdp.options.run import TrainOptions
 
 
 def notes_on(plan: ProfilePlan, options: TrainOptions, *, on_this_machine: bool) -> list[str]:
-    """Return cautions about ranks, cores and GPUs; of other hosts nothing is known.
+    """Return cautions about ranks, cores and GPUs of this machine; nothing is known of other hosts.
 
     Raises:
-        ConfigError: a GPU was asked for that is not there.
+        ConfigError: a GPU was requested but there is none.
     """
     if not on_this_machine:
         return []
@@ -21,7 +21,7 @@ def notes_on(plan: ProfilePlan, options: TrainOptions, *, on_this_machine: bool)
 
 
 def about_cores(ranks: tuple[int, ...], cores: int) -> list[str]:
-    """Return what to say where more ranks than cores compute."""
+    """Return cautions about more ranks than cores."""
     more = [str(number) for number in sorted(ranks) if number > cores]
     if not more:
         return []

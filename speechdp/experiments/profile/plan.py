@@ -1,4 +1,4 @@
-"""Decide which jobs a profile consists of, with which batches, loaders and steps: pure functions."""
+"""Decide on the jobs of a profile, with their batches, loaders and steps: pure functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from speechdp.options.batch import BatchOptions, LoadingOptions
 from speechdp.options.recipe import find_recipe
 from speechdp.options.run import TrainOptions
 
-#: Steps between two stops of the blocking trainloader, twice: one stop to begin with is no picture.
+#: Twice the steps between two stops of the blocking trainloader; the first stop alone would not be typical.
 TWO_STOPS = 2 * GROUP_BATCHES
 
 
@@ -36,20 +36,20 @@ class PlannedJob:
 
     @property
     def num_processes(self) -> int:
-        """Ranks to start, on one machine: those that train and those that feed them."""
+        """Ranks to start on one machine: training ranks and feeders."""
         return self.entry.ranks + self.options.loading.feeders
 
 
 @dataclass(frozen=True)
 class ProfilePlan:
-    """What is measured.
+    """What to measure.
 
     Attributes:
         ranks: numbers of ranks, ascending.
-        only: kinds of jobs; none: all that the other fields ask for.
-        strong: also with the batch of all ranks constant.
-        steps: of each rank.
-        warmup: first steps that are recorded but left out of means.
+        only: kinds of jobs; empty: all that the other fields request.
+        strong: also measure with a constant batch over all ranks.
+        steps: steps of each rank.
+        warmup: initial steps that are recorded but left out of means.
         loader_steps: steps of the jobs that compare loaders; None: enough for the blocking one.
         poster_iterations: N ranks take N times as many steps, as on the IBM/NTU poster.
     """
@@ -96,20 +96,20 @@ class ProfilePlan:
         return tuple(kind for kind in KINDS if kind in chosen)
 
     def jobs(self, options: TrainOptions) -> list[PlannedJob]:
-        """Return all jobs in the order they are run.
+        """Return all jobs in the order in which they are run.
 
         Raises:
-            ConfigError: options that a profile cannot have, or a batch that does not divide by the ranks.
+            ConfigError: options that a profile does not support, or a batch not divisible by the ranks.
         """
         check_options(options)
         return list(self._jobs(options, self.kinds(options)))
 
     def _jobs(self, options: TrainOptions, kinds: tuple[str, ...]) -> Iterator[PlannedJob]:
         for kind in kinds:
-            # Trainloaders are compared with one another, on the most ranks alone.
+            # Trainloaders are compared with one another only on the most ranks.
             for ranks in sorted(self.ranks)[-1:] if kind in LOADER_KINDS else sorted(self.ranks):
                 own = _options_of(kind, ranks, options)
-                # On one rank both batches are the same: measured once.
+                # On one rank both batches are the same, so measure it once.
                 folder = f"{WEAK if kind == STRONG and ranks == 1 and WEAK in kinds else kind}-{ranks}"
                 yield PlannedJob(
                     JobEntry(
@@ -126,13 +126,13 @@ class ProfilePlan:
 
     def _steps(self, kind: str, ranks: int) -> int:
         if kind in LOADER_KINDS:
-            # The second stop comes before the step after these.
+            # The second stop comes just before the next step.
             return self.loader_steps or max(self.steps, TWO_STOPS + max(1, self.warmup))
         return self.steps * ranks if self.poster_iterations and kind != STRONG else self.steps
 
 
 def check_options(options: TrainOptions) -> None:
-    """Refuse options of training that a profile cannot have.  Raises ConfigError."""
+    """Refuse training options that a profile does not support.  Raises ConfigError."""
     recipe_batch = options.batch.batch_size is None and find_recipe(options.recipe).global_batch is not None
     if options.batch.global_batch is not None or (recipe_batch and not options.batch.batch_frames):
         raise ConfigError(
@@ -161,10 +161,10 @@ def check_options(options: TrainOptions) -> None:
 
 
 def batch_of_rank(options: TrainOptions) -> int:
-    """Return segments, or utterances, a rank and step; 0 where --batch-frames counts.
+    """Return the segments or utterances of a rank per step; 0 with --batch-frames.
 
     Args:
-        options: without a batch over all ranks, so that any number of ranks gives the same.
+        options: options without a global batch, so that the result does not depend on the number of ranks.
     """
     return options.resolve(1).batch.batch_size or 0
 
@@ -180,15 +180,15 @@ def _options_of(kind: str, ranks: int, options: TrainOptions) -> TrainOptions:
         batch = dataclasses.replace(batch, order="blocking-sort")
     if kind == POOLED:
         batch = dataclasses.replace(batch, order="pooled")
-    # Exchange after backward, not during it: functions are to be told apart.
+    # Exchange after backward, not during it, so that functions can be timed separately.
     strategy = options.strategy.with_default("overlap", "false")
-    # One rank needs no back-end: some ask for a launcher, which it may have to do without.
+    # One rank needs no back-end; some require a launcher, which may be missing.
     backend = "auto" if ranks == 1 and not loading.feeders else options.backend
     return dataclasses.replace(options, batch=batch, loading=loading, strategy=strategy, backend=backend)
 
 
 def _shared_out(batch: BatchOptions, ranks: int) -> BatchOptions:
-    """Return a rank's share of what is one rank's batch in `weak`."""
+    """Return a rank's share of the batch that one rank has in `weak`."""
     if batch.batch_frames:
         return dataclasses.replace(batch, batch_frames=max(1, batch.batch_frames // ranks))
     assert batch.batch_size is not None

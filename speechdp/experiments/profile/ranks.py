@@ -1,4 +1,4 @@
-"""What each rank of a profile's job does: build as training does, take the steps, record every function."""
+"""Run a profile's job on a rank: build the training, take the steps, record every function."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class JobRequest:
     """What a job measures.
 
     Attributes:
-        folder: where its ranks record.
-        module: the stage that runs alone; "": whole steps.
-        steps: of each rank.
-        sample_hz: samples of utilisation a second; 0: none.
+        folder: folder for the ranks' records.
+        module: the stage to run alone; "": whole steps.
+        steps: steps of each rank.
+        sample_hz: samples of utilisation per second; 0: none.
     """
 
     folder: Path
@@ -69,7 +69,7 @@ class JobRequest:
 
 
 def profile_rank(session: Session, options: TrainOptions, request: JobRequest) -> None:
-    """Measure on this rank and leave the job's files.  Collective.
+    """Measure on this rank and write the job's files.  Collective.
 
     Raises:
         ConfigError: options that do not fit the data or a profile.
@@ -121,9 +121,9 @@ def _profile(session: Session, options: TrainOptions, request: JobRequest, start
 
 
 class FunctionTimeline(Timeline):
-    """The timeline a strategy is given: its exchange and its update are functions of the step.
+    """Timeline for a strategy; records its exchange and its update as functions of the step.
 
-    What another thread exchanges meanwhile is no part of the step and is not recorded.
+    Exchanges in another thread are not part of the step and are not recorded.
     """
 
     def __init__(self, clock: StageClock, rank: int) -> None:
@@ -139,7 +139,7 @@ class FunctionTimeline(Timeline):
 
 
 class _WholeSteps:
-    """Training steps with everything that belongs to them."""
+    """Complete training steps."""
 
     def __init__(
         self, parts: TrainingParts, clock: StageClock, loader: StepLoader, whole: FullBatches
@@ -150,7 +150,7 @@ class _WholeSteps:
         parts.strategy.resume()
 
     def step(self, number: int) -> int:
-        """Take a step; return this rank's frames of it.  Raises RunError: a loss not finite, but in fp16."""
+        """Take a step; return this rank's frames.  Raises RunError: loss not finite, except in fp16."""
         parts = self._parts
         step = self._next()
         frames = step.batch.num_frames
@@ -166,7 +166,7 @@ class _WholeSteps:
         return frames
 
     def _next(self) -> Step:
-        """Wait for the next step with whole batches; what is passed over leaves no trace."""
+        """Wait for the next step with full batches; skipped steps are not recorded."""
         while True:
             self._clock.take()
             with self._clock.timed("trainloader", WHOLE):
@@ -178,7 +178,7 @@ class _WholeSteps:
         with self._clock.timed("h2d", WHOLE):
             batch = step.batch.to(self._parts.device)
         loss = self._staged.forward(batch)
-        # With a scaler an overflow is a step like others, whose update is skipped; it is waited for alike.
+        # With a scaler an overflow is a normal step whose update is skipped; item() waits in either case.
         if not math.isfinite(value := loss.item()) and self._parts.replica.scaler is None:
             self._refuse(value, number)
         work.backward(loss, compute=self._staged.backward)
@@ -195,7 +195,7 @@ def _place(step: Step) -> float:
 
 
 class _ModuleAlone:
-    """One module, forward and backward, with the same inputs at every step; nothing is exchanged."""
+    """One module alone, forward and backward, with the same inputs at every step and no exchange."""
 
     def __init__(self, parts: TrainingParts, clock: StageClock, module: str, batch: Batch) -> None:
         stages = parts.task.stages(parts.model)
@@ -215,7 +215,7 @@ class _ModuleAlone:
 
 
 def typical_batch(session: Session, options: TrainOptions, source: SplitSource) -> Batch:
-    """Return the whole batch of median size of one rank's first epoch: the same on any rank of any number."""
+    """Return the full batch of median size in the first epoch of one rank; independent of rank and size."""
     plan = plan_epoch(source.index, plan_options_for(session.dataset, options), 0, 1)
     batch_size = options.batches().batch_size or 0
     whole = set(whole_steps(plan, batch_size))
@@ -244,5 +244,5 @@ def _take_steps(
         trainer.parts.pulse.beat()
         start_s = functions[0].start_s
         records.append(StepRecord(number, start_s, end_s - start_s, frames, functions))
-        trainer.parts.graphs.capture()  # a profile has too few steps to wait as training does
+        trainer.parts.graphs.capture()  # training captures later, but a profile has too few steps for that
     return records

@@ -1,4 +1,4 @@
-"""profile.json: what a profile measures, which jobs it consists of, and how all is read (docs/profile.md)."""
+"""profile.json: settings and jobs of a profile, and functions to read them (docs/profile.md)."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 FILE_NAME = "profile.json"
 
-#: Kinds of jobs: all functions with a rank's batch, or all ranks' batch, constant; one module alone; kinds of
-#: trainloader.
+#: Kinds of jobs: the whole step with a constant batch per rank (weak) or over all ranks (strong), and kinds
+#: of trainloader. Jobs of single modules have the module's name.
 WEAK, STRONG, BLOCKING, POOLED, FED = "weak", "strong", "blocking", "pooled", "fed"
 MODULES = ("encoder", "decoder", "postproc", "output")
-#: Of trainloaders, which `--loader-steps` sets the steps of.
+#: Kinds of jobs that compare trainloaders; `--loader-steps` sets their steps.
 LOADER_KINDS = (BLOCKING, POOLED, FED)
 KINDS = (WEAK, STRONG, *MODULES, *LOADER_KINDS)
 
 
 def in_order(functions: set[str]) -> list[str]:
-    """Return functions in the order of a step; unknown ones behind, by name."""
+    """Return functions in the order of a step; unknown ones last, by name."""
     known = [name for name in FUNCTIONS if name in functions]
     return known + sorted(functions - set(FUNCTIONS))
 
@@ -50,16 +50,16 @@ class JobEntry:
     """A job as profile.json lists it.
 
     Attributes:
-        name: e.g. "weak-2".
+        name: name, e.g. "weak-2".
         kind: one of KINDS.
-        ranks: that train; with feeders more are started.
-        batch_size: utterances or segments per rank and step; 0 where frames count.
+        ranks: number of training ranks, without feeders.
+        batch_size: utterances or segments per rank and step; 0: batches are filled by frames.
         loader: "pooled", "blocking-sort", ..., "none" for a single module.
-        folder: beside profile.json.
-        steps: how many each rank takes.
+        folder: folder beside profile.json.
+        steps: steps of each rank.
         state: pending, complete or failed.
-        message: why it failed.
-        wall_s: how long it took with its start, s.
+        message: cause of failure.
+        wall_s: time of the job including its start, s.
     """
 
     name: str
@@ -76,15 +76,15 @@ class JobEntry:
 
 @dataclass(frozen=True)
 class ProfileJob:
-    """A job and what its ranks recorded; nothing where it is pending or failed.
+    """A job and the records of its ranks, which are empty if it is pending or failed.
 
     Attributes:
-        entry: what profile.json says.
-        path: its folder.
-        rank_records: by rank.
-        memory: None where it was not recorded.
-        facts: of job.json: device, hosts, threads, parameters, ...
-        sample_paths: files of the sampler, one a host.
+        entry: the job's entry in profile.json.
+        path: folder of the job.
+        rank_records: records by rank.
+        memory: memory; None if not recorded.
+        facts: content of job.json: device, hosts, threads, parameters, ...
+        sample_paths: files of the sampler, one for each host.
     """
 
     entry: JobEntry
@@ -106,7 +106,7 @@ class ProfileJob:
 
     @property
     def ranks(self) -> int:
-        """Ranks that train."""
+        """Number of training ranks."""
         return self.entry.ranks
 
     @property
@@ -116,7 +116,7 @@ class ProfileJob:
 
     @property
     def samples(self) -> tuple[Samples, ...]:
-        """What the sampler saw, one a host; read anew each time."""
+        """The sampler's data, one entry for each host; read from disk at each call."""
         from speechdp.report.runs.samples import read_samples  # noqa: PLC0415 - only where it is drawn
 
         return tuple(read_samples(path) for path in self.sample_paths)
@@ -124,22 +124,22 @@ class ProfileJob:
 
 @dataclass(frozen=True)
 class Settings:
-    """What all jobs of a profile share.
+    """Settings that all jobs of a profile share.
 
     Attributes:
         task: "synthesis" or "acoustic".
         decoder: "fast" or "loop"; "" for an acoustic model.
-        batch_size: of a rank in the jobs `weak`.
-        reduction: frames a decoder step; 0 for an acoustic model.
-        steps: of each rank.
-        warmup_steps: first steps, left out of means.
+        batch_size: batch of a rank in the jobs `weak`.
+        reduction: frames per decoder step; 0 for an acoustic model.
+        steps: steps of each rank.
+        warmup_steps: initial steps that are left out of means.
         device: e.g. "CPU" or the name of the GPU.
         machine: e.g. "Linux x86_64".
-        cores: of this machine.
+        cores: cores of this machine.
         command: words of the command line.
-        threads: of a rank.
-        notes: cautions to be read with the figures, one line each.
-        options: everything else that decides what is measured.
+        threads: CPU threads of a rank.
+        notes: cautions about the figures, one line each.
+        options: all other options that affect what is measured.
     """
 
     task: str
@@ -174,14 +174,14 @@ class ProfileRecord:
 
 @dataclass(frozen=True)
 class Profile:
-    """A profile read back: settings and jobs, in the order they were run in."""
+    """A profile as read from its folder: settings and jobs, in the order in which they were run."""
 
     path: Path
     settings: Settings
     jobs: tuple[ProfileJob, ...]
 
     def of_kind(self, kind: str) -> tuple[ProfileJob, ...]:
-        """Return the jobs of a kind that have steps, by number of ranks."""
+        """Return the jobs of a kind that have steps, in ascending number of ranks."""
         jobs = [job for job in self.jobs if job.kind == kind and any(job.steps)]
         return tuple(sorted(jobs, key=lambda job: job.ranks))
 
@@ -196,7 +196,7 @@ def read_record(out: Path) -> ProfileRecord:
     """Read OUT/profile.json.
 
     Raises:
-        ConfigError: there is none, it is damaged, of another version, or names a folder elsewhere.
+        ConfigError: the file is missing, damaged, of another version, or names a folder outside OUT.
     """
     path = out / FILE_NAME
     with reading(path, f"run speechdp profile into {out}"):
@@ -212,14 +212,14 @@ def read_record(out: Path) -> ProfileRecord:
 
 
 def _checked_job(job: JobEntry) -> JobEntry:
-    """Return the job.  Raises ValueError: of no known kind or state, or without ranks."""
+    """Return the job.  Raises ValueError if its kind or state is unknown, or it has no ranks."""
     if job.kind not in KINDS or job.state not in STATES or job.ranks < 1:
         raise ValueError(f"job {job.name!r} of kind {job.kind!r}, {job.ranks} ranks, state {job.state!r}")
     return job
 
 
 def threads_before(out: Path) -> int | None:
-    """Return the threads of a rank in the finished jobs of a folder; None: there are none.
+    """Return the threads of a rank in the finished jobs of a folder; None: no such jobs.
 
     Raises:
         ConfigError: its record is damaged.
@@ -231,10 +231,10 @@ def threads_before(out: Path) -> int | None:
 
 
 def read_profile(out: Path) -> Profile:
-    """Read a profile with all that its jobs recorded.
+    """Read a profile with all records of its jobs.
 
     Raises:
-        ConfigError: there is none, or profile.json is damaged.
+        ConfigError: profile.json is missing or damaged.
         RunError: a finished job's files are missing or damaged.
     """
     record = read_record(out)
@@ -246,7 +246,7 @@ def read_profile(out: Path) -> Profile:
 
 
 def read_job(entry: JobEntry, path: Path) -> ProfileJob:
-    """Read what the ranks of a finished job recorded.  Raises RunError: missing or damaged files."""
+    """Read the records of a finished job's ranks.  Raises RunError: missing or damaged files."""
     records = tuple(read_rank(rank_path(path, rank)) for rank in range(entry.ranks))
     for rank, record in enumerate(records):
         _check_rank(entry, rank_path(path, rank), rank, record)
@@ -262,7 +262,7 @@ def read_job(entry: JobEntry, path: Path) -> ProfileJob:
 
 
 def _check_rank(entry: JobEntry, path: Path, rank: int, record: RankRecord) -> None:
-    """Refuse the file of another rank, and one that has lost steps.  Raises RunError."""
+    """Refuse the file of another rank, or one without all steps.  Raises RunError."""
     if record.rank != rank:
         raise RunError(f"{path}: is that of rank {record.rank}; run the profile again")
     if entry.steps and len(record.steps) != entry.steps:

@@ -1,4 +1,4 @@
-"""Write what the ranks of a profile's job have recorded (docs/profile.md)."""
+"""Write the records of a profile's job (docs/profile.md)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_steps(session: Session, folder: Path, start: CommonStart, records: lis
 
 
 def write_facts(session: Session, folder: Path, parts: TrainingParts) -> None:
-    """Have rank 0 write memory and facts of all ranks.  Collective.  Raises RunError (disk)."""
+    """Let rank 0 write memory and facts of all ranks.  Collective.  Raises RunError (disk)."""
     comm, device = session.comm, session.device
     replica, on_gpu, peaks = parts.replica, device.type == "cuda", peak_memory(device)
     rss, gpu_peak = peaks["peak_rss_bytes"], peaks.get("gpu_peak_bytes")
@@ -81,9 +81,9 @@ def write_facts(session: Session, folder: Path, parts: TrainingParts) -> None:
 
 
 def describe_cpu() -> str:
-    """Return the CPU of this host and the cores left to a process, e.g. "EPYC 7763, 16 cores".
+    """Return the CPU of this host and the cores that this process may use, e.g. "EPYC 7763, 16 cores".
 
-    Where Linux names no model, the architecture stands for it.
+    If Linux does not name the model, the architecture is used.
     """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()

@@ -1,8 +1,8 @@
-"""One training step in stages: the same mathematics as the plain step, each module's share timed apart.
+"""A training step in stages: the same computation as the plain step, but each module is timed separately.
 
-The graph is cut where modules meet: what a stage puts out is handed on as a leaf of its own, and backward
-starts each stage with the gradient that has gathered in its leaves.  So nothing is computed twice, and the
-parameters get the gradients they get from `task.loss(...).total.backward()`.
+The autograd graph is cut between modules: the outputs of a stage are passed on as new leaves, and backward
+starts each stage with the gradients accumulated in its leaves.  Nothing is computed twice, and the
+parameters get the same gradients as from `task.loss(...).total.backward()`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from speechdp.tasks.base import LOSS, Stage, Values
 
 
 class StageClock:
-    """Notes when each function of a step began and how long it took; on a GPU waits for it at both ends.
+    """Records start and duration of each function of a step; on a GPU synchronises before and after it.
 
     Args:
-        device: where the model is.
+        device: device of the model.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,19 +35,19 @@ class StageClock:
         self._is_inside = False
 
     def begin(self, origin_s: float) -> None:
-        """Forget what was noted, and count from `origin_s` by `time.perf_counter`."""
+        """Discard all records, and count time from `origin_s`, a value of `time.perf_counter`."""
         self._origin_s = origin_s
         self._functions.clear()
 
     def now(self) -> float:
-        """Return the time since the origin, s, when the device has done all it was given."""
+        """Synchronise the device, and return the time since the origin, s."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return perf_counter() - self._origin_s
 
     @contextmanager
     def timed(self, name: str, phase: str) -> Iterator[None]:
-        """Time the block; one inside another counts as part of the outer one."""
+        """Time the block; a nested block counts as part of the outer one."""
         if self._is_inside:
             yield
             return
@@ -60,7 +60,7 @@ class StageClock:
         self._functions.append(FunctionTime(name, phase, start_s, self.now() - start_s))
 
     def take(self) -> tuple[FunctionTime, ...]:
-        """Return what was noted since the last call."""
+        """Return the records since the last call."""
         functions = tuple(self._functions)
         self._functions.clear()
         return functions
@@ -68,14 +68,14 @@ class StageClock:
 
 @dataclass(frozen=True)
 class _Passed:
-    """A stage that has been run forward: its outputs, and the leaves they are handed on as."""
+    """A stage after its forward pass: its outputs, and the leaves that pass them on."""
 
     name: str
     outputs: Values
     leaves: Values
 
     def backward(self) -> None:
-        """Run the stage backward from the gradients of its leaves."""
+        """Run the stage's backward pass from the gradients of its leaves."""
         driven = [(out, self.leaves[name].grad) for name, out in self.outputs.items()]
         pairs = [(out, grad) for out, grad in driven if grad is not None and out.requires_grad]
         if pairs:
@@ -97,7 +97,7 @@ class StagedStep:
         self._passed: list[_Passed] = []
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return the loss of a batch on the model's device; a scalar without a graph."""
+        """Return the loss of a batch on the model's device: a scalar, detached from the graph."""
         self._passed.clear()
         values: Values = {}
         for stage in self._stages:
@@ -107,7 +107,7 @@ class StagedStep:
         return values[LOSS].detach()
 
     def backward(self, gradient: Tensor | None = None) -> None:
-        """Add the gradients of the loss, itself driven by `gradient` (1); frees what forward has kept."""
+        """Accumulate the gradients of the loss, scaled by `gradient` (default 1); free forward's graph."""
         loss = self._passed[-1].leaves[LOSS]
         loss.grad = torch.ones_like(loss) if gradient is None else gradient
         while self._passed:
@@ -117,16 +117,16 @@ class StagedStep:
 
 
 class SingleModule:
-    """One stage alone, the others off: fed what they put out once, driven by random gradients.
+    """One stage alone: its inputs are computed once by the other stages, its output gradients are random.
 
-    Its inputs ask for gradients where they do in a whole step, and the outputs that the loss reaches there
-    are driven here, so the work is that of its share of a whole step.
+    Its inputs require gradients if they do in a whole step, and the outputs that the loss reaches in a whole
+    step get gradients here, so the work is the same as in a whole step.
 
     Args:
-        stages: of the whole step.
-        name: of the stage to run.
-        batch: on the model's device.
-        precision: of the passes.
+        stages: stages of the whole step.
+        name: name of the stage to run.
+        batch: batch on the model's device.
+        precision: precision of the passes.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class SingleModule:
         self._forget()
 
     def step(self) -> None:
-        """Run the stage forward and backward."""
+        """Run the stage's forward and backward pass."""
         with self._clock.timed(self._stage.name, FORWARD):
             passed = _pass(self._stage, self._inputs, self._batch, self._precision)
         for name, gradient in self._gradients.items():

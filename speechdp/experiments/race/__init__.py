@@ -1,1 +1,1 @@
-"""The race: all settings of an experiment in turn, within one start of the ranks, so that speeds compare."""
+"""The race: all settings of an experiment take turns in one start of the ranks, to compare their speeds."""

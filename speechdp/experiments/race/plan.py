@@ -1,4 +1,4 @@
-"""Decide which settings race, in which order, and how long a turn of each is: pure functions."""
+"""Decide which settings race, in which order, and how long their turns are: pure functions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from speechdp.parallel.strategy import Strategy
 if TYPE_CHECKING:
     from speechdp.options.run import TrainOptions
 
-#: Rounds of a race, its warm-up not counted, and steps of a turn, where nothing else is asked for.
+#: Defaults: rounds of a race, not counting the warm-up, and minimum steps of a turn.
 ROUNDS, LEAST_STEPS = 24, 16
-#: A turn has as many steps at most: the machine is to be the same for all turns of a round.
+#: Maximum steps of a turn; turns are short so that the machine's state is the same for all turns of a round.
 MOST_STEPS = 1024
-#: Reports compare all pairs of rounds.
+#: Maximum number of rounds, because reports compare all pairs of rounds.
 MOST_ROUNDS = 1000
 TOO_LONG = f"its period is longer than the {MOST_STEPS} steps that a turn of a race has at most"
-#: Exchanges of a turn, at least, where a period may end anywhere in a step: one more or less says little.
+#: Minimum exchanges of a turn if periods may end within a step, so that one more or less matters little.
 _SEVERAL = 4
 
 
@@ -35,9 +35,9 @@ class RaceSetting:
     """One of what races.
 
     Attributes:
-        name: no other setting of the race has it.
-        alone: rank 0 trains alone while the others sleep: what speed-ups are computed from.
-        batch_of: alone, it has the batch that one of so many ranks has; 0: that of all ranks together.
+        name: name, unique in the race.
+        alone: rank 0 trains alone while the others sleep, as the base of speed-ups.
+        batch_of: if alone, use the batch of one of this many ranks; 0: the batch of all ranks together.
         batch_size: segments of a rank's batch; 0: the training's own.
     """
 
@@ -48,23 +48,23 @@ class RaceSetting:
     batch_size: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return what stands in the record; the strategy as it was given."""
+        """Return the entry for the record, with the strategy as given."""
         return {**vars(self), "strategy": self.strategy.text}
 
 
 @dataclass(frozen=True)
 class RacePlan:
-    """A race to be held.
+    """A planned race.
 
     Attributes:
-        ranks: that train.
-        rounds: how often each setting has its turn, its warm-up not counted.
-        least_steps: of a turn.
-        seed: of the order.
-        settings: what races.
-        left_out: what does not, and why not.
-        training: what the settings share: data and options.
-        own_starts: each turn is a start of the ranks, with some steps to warm up in place of a first round.
+        ranks: number of training ranks.
+        rounds: number of turns of each setting, not counting the warm-up.
+        least_steps: minimum steps of a turn.
+        seed: seed of the order.
+        settings: settings that race.
+        left_out: settings that do not race, with the reason.
+        training: data and options that the settings share.
+        own_starts: each turn starts the ranks anew, and warms up for some steps instead of a first round.
     """
 
     ranks: int
@@ -78,21 +78,21 @@ class RacePlan:
 
     @property
     def is_race(self) -> bool:
-        """Whether there are two that can be compared."""
+        """Whether there are at least two settings to compare."""
         return self.rounds > 0 and sum(not setting.alone for setting in self.settings) > 1
 
     @property
     def baseline(self) -> str:
-        """Name of what speeds are ratios to: gradient averaging, else the setting that was given first."""
+        """Name of the setting that speeds are relative to: gradient averaging, else the first one given."""
         together = [setting for setting in self.settings if not setting.alone]
         averaging = (setting for setting in together if setting.strategy.name == "gradient_averaging")
         return next(averaging, together[0]).name
 
     def without(self, left_out: Mapping[str, str]) -> RacePlan:
-        """Return the race of the other settings.
+        """Return the race without some settings.
 
         Args:
-            left_out: names of all that do not race, and why not.
+            left_out: names of all settings that do not race, with the reason.
         """
         kept = tuple(setting for setting in self.settings if setting.name not in left_out)
         return dataclasses.replace(self, settings=kept, left_out=dict(left_out))
@@ -102,8 +102,8 @@ def shared_training(data_checksum: str, options: TrainOptions) -> dict[str, Any]
     """Return what a race's settings share, for its record.
 
     Args:
-        data_checksum: of the data directory.
-        options: of them all; the strategy does not count.
+        data_checksum: checksum of the data directory.
+        options: options of all settings; the strategy is ignored.
     """
     shared = {key: value for key, value in options.to_json().items() if key != "strategy"}
     return {"data": data_checksum, "options": shared}
@@ -111,10 +111,10 @@ def shared_training(data_checksum: str, options: TrainOptions) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class RaceOptions:
-    """How long a race lasts.
+    """Length of a race.
 
     Attributes:
-        rounds: as in RacePlan; 0: no race is held.
+        rounds: as in RacePlan; 0: no race.
         least_steps: as in RacePlan.
     """
 
@@ -137,10 +137,10 @@ class RaceOptions:
         training: dict[str, Any],
         more_left_out: Mapping[str, str] = MappingProxyType({}),
     ) -> RacePlan:
-        """Return the race of these settings; those whose speed some steps cannot tell are left out.
+        """Return the race of these settings; leave out those whose speed a few steps do not show.
 
         Args:
-            more_left_out: others that are, and why.
+            more_left_out: other settings to leave out, with the reason.
         """
         given = tuple(settings)
         reasons = {setting.name: _why_left_out(setting.strategy) for setting in given}
@@ -150,14 +150,14 @@ class RaceOptions:
 
 
 def _why_left_out(choice: StrategyChoice) -> str:
-    # Of a strategy that a script has registered nothing is known here.
+    # Nothing is known here about a strategy that a script registers.
     return "" if choice.name not in strategy_names() else why_left_out(choice.parsed)
 
 
 def period_of(choice: StrategyChoice) -> Period | None:
-    """Return after how long all kinds of a setting's exchanges have happened; None: it has no period.
+    """Return the period after which every kind of a strategy's exchanges has happened; None: it has none.
 
-    A strategy that a script has registered is taken to have it in an option `period`.
+    For a strategy that a script registers, it is assumed to be the option `period`.
     """
     if choice.name in strategy_names():
         whole = choice.parsed.traits.whole_period
@@ -165,12 +165,12 @@ def period_of(choice: StrategyChoice) -> Period | None:
     given = split_options(choice.text.partition(":")[2]).get("period")
     try:
         return None if given is None else Period.parse(given)
-    except ConfigError:  # what its author has made of it
+    except ConfigError:  # the option may mean anything in a strategy of the user's own
         return None
 
 
 def why_left_out(strategy: Strategy) -> str:
-    """Return why a race cannot tell the speed of a strategy; "": it can."""
+    """Return why a race cannot measure the speed of a strategy; "": it can."""
     traits = strategy.traits
     period = None if traits.whole_period is None else Period.parse(traits.whole_period)
     if traits.changes_over_time:
@@ -185,26 +185,26 @@ def why_left_out(strategy: Strategy) -> str:
 
 
 def order_of_rounds(num_settings: int, rounds: int, seed: int) -> list[list[int]]:
-    """Return in which order the settings take turns: round 0 is the warm-up, then `rounds` that count.
+    """Return the order of turns: round 0 is the warm-up, then follow `rounds` that count.
 
-    The same for the same seed, on every rank.  Whatever comes and goes on the machine meets each setting as
-    often as any other.
+    The order is the same on every rank for the same seed.  It is random, so that passing load on the machine
+    affects all settings equally often.
     """
     drawn = random.Random(seed)
     return [drawn.sample(range(num_settings), num_settings) for _ in range(rounds + 1)]
 
 
 def turn_steps(period: Period | None, least: int, *, frames_a_step: float, step_s: float | None) -> int:
-    """Return the steps of a turn: the fewest whole periods that have `least` steps.
+    """Return the steps of a turn: the fewest whole periods with at least `least` steps.
 
     Args:
-        period: of the setting; None: it has none.
-        least: steps.
-        frames_a_step: of a rank, mean.
-        step_s: how long a step takes; None: not known yet, and a period in seconds is passed over.
+        period: period of the setting; None: it has none.
+        least: minimum number of steps.
+        frames_a_step: mean frames of a rank per step.
+        step_s: time of a step, s; None: not known yet, so a period in seconds is ignored.
 
     Returns:
-        The steps; more than MOST_STEPS where such a setting cannot race.
+        The steps; more than MOST_STEPS if the setting cannot race.
     """
     if period is None or (period.unit is PeriodUnit.SECONDS and step_s is None):
         return least

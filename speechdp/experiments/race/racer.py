@@ -1,4 +1,4 @@
-"""One setting of a race on one rank: a training that takes some steps, stands still, and goes on."""
+"""One setting of a race on one rank: a training that takes some steps, pauses, and continues."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from speechdp.watchdog.progress_beats import Pulse
 #: Epochs are repeated until the race is over, however small the data are.
 _MANY_EPOCHS = 1_000_000
 _LAST = (MeetingKind.STOP, MeetingKind.END)
-#: Turns expected to take longer, s, end early where a signal comes: whoever sends it waits some 30 s.  In
-#: shorter ones, whose few steps are timed, nothing is exchanged for that.
+#: Turns expected to take longer than this, s, end early on a signal, whose sender waits only about 30 s.  In
+#: shorter turns the ranks do not exchange stop requests, which would disturb the timing of the few steps.
 _LONG_TURN_S = 10.0
 
 
 @dataclass(frozen=True)
 class RaceSession(Session):
-    """A session whose asynchronous settings are told to end when the race is over."""
+    """A session that asks asynchronous settings to stop when the race is over."""
 
     over: threading.Event = field(default_factory=threading.Event)
 
     def is_asked_to_stop(self) -> bool:
-        """Return whether the race is over, or this rank has been asked to stop."""
+        """Return whether the race is over or this rank has been asked to stop."""
         return self.over.is_set() or super().is_asked_to_stop()
 
     @classmethod
@@ -53,11 +53,11 @@ class RaceSession(Session):
 
 @dataclass(frozen=True)
 class RaceBase:
-    """What the trainings of a race share on this rank.
+    """State that the trainings of a race share on this rank.
 
     Attributes:
-        scratch: an empty folder, for what trainers might write.
-        pulse: is told of every step.
+        scratch: empty folder for files that trainers might write.
+        pulse: notified of every step.
     """
 
     scratch: Path
@@ -67,17 +67,17 @@ class RaceBase:
 class Racer:
     """A setting's training on this rank: model, optimizer, strategy and data stay in memory between turns.
 
-    Collective, but for a rank that trains alone.
+    Collective, except for a rank that trains alone.
 
     Args:
-        session: of the ranks that train it.
-        options: with its strategy.
-        least_steps: of a turn.
-        base: of all trainings of the race.
+        session: session of the ranks that train the setting.
+        options: options, with the setting's strategy.
+        least_steps: minimum steps of a turn.
+        base: state shared by all trainings of the race.
         stack: closes what was opened.
 
     Attributes:
-        steps: of a turn; of an asynchronous setting, those that each rank would have at an even pace.
+        steps: steps of a turn; for an asynchronous setting, those of each rank if all were equally fast.
 
     Raises:
         ConfigError: options that do not fit the data.
@@ -86,7 +86,7 @@ class Racer:
     def __init__(
         self, session: RaceSession, options: TrainOptions, least_steps: int, base: RaceBase, stack: ExitStack
     ) -> None:
-        # A race that goes on for longer than the training would must not come to the training's end.
+        # A race may last longer than the training would, and must not reach the training's end.
         options = dataclasses.replace(options, epochs=_MANY_EPOCHS, max_steps=0)
         self._session, self._least_steps = session, least_steps
         timeline = Timeline(None, rank=session.comm.rank, device=session.device)
@@ -101,11 +101,11 @@ class Racer:
         if self._period is not None and self._period.unit is PeriodUnit.FRAMES:
             self._frames_a_step = float(epoch_planner(session, sources.training, resolved)(0).frames.mean())
         self.steps = self._turn_steps(None)
-        self._step_s = math.inf  # until its first turn, which does not count
+        self._step_s = math.inf  # until its first turn, the warm-up
         self._turns: _Together | _Apart
         rations = Rations()
         if traits.synchronous:
-            rationed = options.batch.order != "blocking-sort"  # which reads in no thread of its own
+            rationed = options.batch.order != "blocking-sort"  # which does not read in a separate thread
             pass_on = rations.pass_on if rationed else iter
             loader, _ = open_loader(session, resolved, self.trainer, sources.training, stack, pass_on)
             if rationed:
@@ -118,7 +118,7 @@ class Racer:
             )
             assert dealing is not None
             self._turns = _Apart(self.trainer, loader, rations, dealing)
-        stack.callback(rations.close)  # before the loader's thread, which waits for it, is joined
+        stack.callback(rations.close)  # runs before the loader's thread is joined, which waits for it
         self._random = _RandomState(session.device)
         self._pause: AbstractContextManager[None] | None = None
 
@@ -127,27 +127,27 @@ class Racer:
 
     @property
     def is_fit(self) -> bool:
-        """Whether its turns are short enough for a race."""
+        """Whether the setting's turns are short enough for a race."""
         return self.steps <= MOST_STEPS
 
     def know_pace(self, step_s: float) -> None:
-        """Let turns have whole periods, now that it is known how long a step takes, on all ranks alike."""
+        """Set the turn to whole periods, from the time of a step, which is the same on all ranks."""
         self._step_s = step_s
         if self._counts_seconds:
             self.steps = self._turn_steps(step_s)
 
     def ready(self) -> None:
-        """Let batches be read for the turn that begins once all ranks have come here."""
-        if self._pause is None:  # else the time that graphs take is no training time anyway
+        """Start reading batches for the turn, which begins once all ranks have called this."""
+        if self._pause is None:  # otherwise capturing graphs does not count as training time anyway
             self.trainer.capture_graphs()
         else:
             self.trainer.parts.graphs.capture()
         self._turns.ready(self.steps)
 
     def run(self) -> int:
-        """Take a turn's steps; return this rank's frames.  Ends once nothing is under way.  Collective.
+        """Take a turn's steps; return this rank's frames, once nothing is in progress.  Collective.
 
-        A long turn ends early where a rank was asked to stop, and then was the last.
+        If a rank is asked to stop, a long turn ends early, and no further turn follows.
 
         Raises:
             RunError: the loss is not finite.
@@ -165,7 +165,7 @@ class Racer:
         return frames
 
     def _stand_still(self) -> None:
-        """Stop the clock of its training, by which periods in seconds go."""
+        """Stop the training's clock, which determines periods in seconds."""
         if self._counts_seconds:
             self._pause = self.trainer.parts.timeline.event(Span.EVAL)
             self._pause.__enter__()
@@ -180,11 +180,11 @@ class Racer:
         return self._period is not None and self._period.unit is PeriodUnit.SECONDS
 
     def settle(self) -> None:
-        """Wait until this rank reads nothing for it any more, after a turn."""
+        """After a turn, wait until this rank has stopped reading batches for the setting."""
         self._turns.settle()
 
     def close(self) -> None:
-        """End its training, where the race is over.  Collective."""
+        """End the training after the race.  Collective."""
         self._go_on()
         self._turns.close()
         self.trainer.parts.strategy.close()
@@ -208,7 +208,7 @@ class _Together:
         frames = 0
         for _ in range(steps):
             step = self._trainer.advance(self._loader)
-            assert step is not None  # there are epochs enough
+            assert step is not None  # there are enough epochs
             frames += step.batch.num_frames
             if stop is not None and stop.reached():
                 self._is_stopped = True
@@ -219,7 +219,7 @@ class _Together:
         return frames
 
     def settle(self) -> None:
-        # What is left of a turn that was stopped is not read.
+        # The rest of a stopped turn is not read.
         if isinstance(self._loader, RationedLoader) and not self._is_stopped:
             self._loader.settle()
 
@@ -228,14 +228,14 @@ class _Together:
 
 
 class _Apart:
-    """Turns of an asynchronous setting: ranks take what rank 0 deals them, from one meeting to another."""
+    """Turns of an asynchronous setting: ranks take the batches that rank 0 deals, from meeting to meeting."""
 
     def __init__(self, trainer: Trainer, loader: StepLoader, rations: Rations, dealing: Dealing) -> None:
         self._trainer, self._loader, self._rations, self._dealing = trainer, loader, rations, dealing
         self._has_ended = False
 
     def ready(self, steps: int) -> None:
-        # Synchronous settings have batches ready when a turn begins.  Here none is waited for: rank 0
+        # Synchronous settings have batches ready when a turn begins.  Here no rank waits for one: rank 0
         # may deal a rank nothing until others have trained.  The turn loses the wait for its first
         # batch, as later ones are there in time: measured on 2 cores, 0.04 % of 32 steps of `--preset
         # tiny`; with a far smaller model (13 ms a step) some 3 ms, which is 0.1 % of 256 steps, and
@@ -243,15 +243,15 @@ class _Apart:
         self._rations.allow()
 
     def run(self, steps: int, stop: StopAgreement | None) -> int:
-        """Train up to the first meeting after the next multiple of `steps`, which is where rank 0 calls one.
+        """Train up to the first meeting after the next multiple of `steps`, where rank 0 calls one.
 
-        It calls one as well where a rank was asked to stop, without `stop`.
-        None is called while ranks come to the end of an epoch; then that is where they meet.
+        Rank 0 also calls a meeting if a rank was asked to stop, without `stop`.  It calls none while ranks
+        approach the end of an epoch, because they meet there anyway.
         """
         frames, until = 0, (self._trainer.counters.step // steps + 1) * steps
         while True:
             step = self._trainer.advance(self._loader)
-            assert step is not None  # a meeting is the last there is
+            assert step is not None  # a meeting always comes last
             meeting = step.at.meeting
             if meeting is None:
                 frames += step.batch.num_frames
@@ -264,10 +264,10 @@ class _Apart:
             self._trainer.parts.strategy.resume()
 
     def settle(self) -> None:
-        return None  # the thread that reads has come to the meeting and waits
+        return None  # the reading thread has reached the meeting and waits
 
     def close(self) -> None:
-        """Pass over what is dealt until rank 0 says that this was all: everybody asks for it."""
+        """Discard dealt batches until rank 0 says that there are no more; every rank has to ask for that."""
         while not self._has_ended:
             self._rations.allow()
             meeting = None
@@ -278,7 +278,7 @@ class _Apart:
 
 
 class _RandomState:
-    """Random numbers of a setting: what others draw meanwhile (dropout) leaves its own as they were."""
+    """Random number state of a setting, unaffected by other settings' draws between its turns (dropout)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

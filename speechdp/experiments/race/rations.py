@@ -1,4 +1,4 @@
-"""Batches of a setting that are made ready only while it has its turn."""
+"""Let a setting's loader prepare batches only during the setting's turn."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from speechdp.data.loading.loader import Step, StepLoader
 from speechdp.data.plan.assignment import Assignment
 
-#: Batches that lie ready when a turn begins, as they do in training.
+#: Batches that are ready when a turn begins, as in training.
 AHEAD = 4
 
 
 class Rations:
-    """Hands a loader's thread as many assignments as are allowed; the thread waits for more.
+    """Limits the number of assignments that a loader's thread gets; the thread waits for more.
 
-    A meeting ends what is allowed: what comes after it belongs to the next turn.
+    A meeting uses up the rest of the allowance, because what follows it belongs to the next turn.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,7 @@ class Rations:
         self._is_closed = False
 
     def allow(self, number: float = math.inf) -> None:
-        """Allow so many more; infinity: all up to the next meeting."""
+        """Allow `number` more assignments; infinity: all up to the next meeting."""
         with self._changed:
             self._allowed += number
             self._changed.notify_all()
@@ -38,7 +38,7 @@ class Rations:
             self._changed.notify_all()
 
     def pass_on(self, assignments: Iterator[Assignment]) -> Iterator[Assignment]:
-        """Yield the assignments as they are allowed; for the loader's thread."""
+        """Yield assignments as they are allowed; called in the loader's thread."""
         while self._take():
             assignment = next(assignments, None)
             if assignment is None:
@@ -56,12 +56,12 @@ class Rations:
 
 
 class RationedLoader(StepLoader):
-    """The steps of a synchronous setting: as many as it takes in a turn, with some that lie ready before.
+    """The steps of a synchronous setting: as many as a turn has, some of them ready before it begins.
 
-    As in training, reading goes on beside the steps of a turn, to its end; then it stands still.
+    As in training, reading runs in parallel with the steps until the end of the turn; then it pauses.
 
     Args:
-        loader: reads what `rations` allow.
+        loader: reads as much as `rations` allow.
     """
 
     def __init__(self, loader: StepLoader, rations: Rations) -> None:
@@ -70,12 +70,12 @@ class RationedLoader(StepLoader):
         self._under_way = 0
 
     def allow(self, steps: int) -> None:
-        """Have so many more steps read."""
+        """Let `steps` more steps be read."""
         self._under_way += steps
         self._rations.allow(steps)
 
     def settle(self) -> None:
-        """Wait until nothing is being read any more."""
+        """Wait until reading has paused."""
         while self._under_way:
             self._ready.append(self._read())
 

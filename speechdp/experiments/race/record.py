@@ -1,4 +1,4 @@
-"""OUT/race/ranks-N.json: what raced, in which order, and how long every rank took (docs/run-directory.md)."""
+"""OUT/race/ranks-N.json: a race's settings, their order, and every rank's times (docs/run-directory.md)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from speechdp.timing.load import OutsideLoad
 
 FOLDER = "race"
 _KIND, _FAILURE = "race", "failed-setting"
-#: Frames and seconds that no turn has: ratios of such would be no numbers.
+#: Bounds on the frames and seconds of a turn; ratios of values beyond them might not be finite.
 _MOST, _SHORTEST_S = 1e15, 1e-9
 
 
@@ -29,11 +29,11 @@ class Turn:
     """One turn of a setting.
 
     Attributes:
-        round: 0 is the warm-up, which does not count.
-        setting: its name.
-        steps: of each rank; of asynchronous settings, at an even pace.
-        frames: that each rank trained on.
-        seconds: that each rank took, from a moment at which all were ready.
+        round: number of the round; 0 is the warm-up, which does not count.
+        setting: name of the setting.
+        steps: steps of each rank; for asynchronous settings, as if all ranks were equally fast.
+        frames: frames that each rank trained on.
+        seconds: time of each rank, s, from a moment at which all were ready.
     """
 
     round: int
@@ -44,20 +44,20 @@ class Turn:
 
     @property
     def frames_per_s(self) -> float:
-        """Frames of all ranks over the slowest rank's time."""
+        """Frames of all ranks divided by the slowest rank's time."""
         return sum(self.frames) / max(self.seconds)
 
 
 @dataclass(frozen=True)
 class RaceRecord:
-    """A race that was held.
+    """A finished race.
 
     Attributes:
-        turns: in the order in which they were run.
-        hosts: of the ranks.
-        load: of each rank's host during the rounds that count, as timing.json has it (docs/timing.md).
-        begun: when, ISO 8601.
-        wall_s: how long it all took.
+        turns: turns in the order in which they were run.
+        hosts: host of each rank.
+        load: load of each rank's host during the rounds that count, as in timing.json (docs/timing.md).
+        begun: start time, ISO 8601.
+        wall_s: total time, s.
     """
 
     plan: RacePlan
@@ -68,7 +68,7 @@ class RaceRecord:
     wall_s: float
 
     def speeds(self) -> dict[str, RacedSpeed]:
-        """Return how fast each setting is, by its name; none where too few could take part."""
+        """Return the speed of each setting by name; empty if too few could take part."""
         if not self.plan.is_race:
             return {}
         rates: dict[str, dict[int, float]] = {}
@@ -82,13 +82,13 @@ class RaceRecord:
         }
 
     def frames_per_s(self, name: str) -> float:
-        """Return a setting's throughput over all its rounds, as the machine was."""
+        """Return a setting's throughput over all its rounds, not corrected for the machine's load."""
         counted = [s for s in self.turns if s.setting == name and s.round > 0]
         return sum(sum(s.frames) for s in counted) / sum(max(s.seconds) for s in counted)
 
     @property
     def outside(self) -> OutsideLoad:
-        """Cores that did not work for the race, on the host where it lacked most; none where not measured."""
+        """Cores not available to the race, on the host where it lacked most; empty if not measured."""
         found = [OutsideLoad(0.0, 0.0)]
         for host in dict.fromkeys(self.hosts):
             here = [load for load, where in zip(self.load, self.hosts, strict=True) if where == host and load]
@@ -100,10 +100,10 @@ class RaceRecord:
 
 @dataclass(frozen=True)
 class FailedSetting:
-    """A setting by whose failure a race has ended.
+    """A setting whose failure ended a race.
 
     Attributes:
-        why: the first error's own words.
+        why: message of the first error.
     """
 
     name: str
@@ -111,12 +111,12 @@ class FailedSetting:
 
 
 def race_path(out: Path, ranks: int) -> Path:
-    """Return where the race on so many ranks is recorded."""
+    """Return the path of the record of the race on `ranks` ranks."""
     return out / FOLDER / f"ranks-{ranks}.json"
 
 
 def begun_path(out: Path, ranks: int) -> Path:
-    """Return where the whole rounds of a script's race are recorded until it is over."""
+    """Return the path of the record of a script's unfinished race, with its complete rounds."""
     return out / FOLDER / f"begun-{ranks}.json"
 
 
@@ -152,7 +152,7 @@ def _record_of(content: Mapping[str, Any]) -> RaceRecord:
     plan = _plan_of(content["plan"])
     turns = tuple(_turn_of(values, plan) for values in content["turns"])
     held = {(turn.round, turn.setting) for turn in turns}
-    rounds = plan.rounds if plan.is_race else 0  # where too few fit, there was the warm-up alone
+    rounds = plan.rounds if plan.is_race else 0  # if too few fit, there was only the warm-up
     if plan.own_starts:
         due = {(number, s.name) for number in range(1, rounds + 1) for s in plan.settings}
     else:
@@ -208,40 +208,40 @@ def _are_amounts(values: Sequence[Any]) -> bool:
 
 
 def _load_of(values: Any) -> dict[str, float]:
-    """Return the load of a rank's host; empty where none was measured."""
+    """Return the load of a rank's host; empty if none was measured."""
     if values and not (set(values) >= {"own", "host", "stolen"} and _are_amounts(list(values.values()))):
         raise ValueError(f"{json.dumps(values)} is no load of a host")
     return dict(values)
 
 
 def is_of(race: RaceRecord, plan: RacePlan) -> bool:
-    """Return whether a race that was held is the one planned; it may have had more settings."""
+    """Return whether a finished race is the planned one; it may have had more settings."""
     held = race.plan
     alike = all(
         getattr(held, key) == getattr(plan, key)
         for key in ("ranks", "rounds", "least_steps", "seed", "own_starts")
     )
     same_training = held.training == json.loads(json.dumps(plan.training))
-    # A setting may have turned out on the ranks not to fit into turns.
+    # The ranks may have found that a setting does not fit into turns.
     fitting = plan.without(held.left_out)
     same_settings = {*fitting.settings} <= {*held.settings}
-    # Without two that fit there is no speed, and nothing that it is a ratio to.
+    # With fewer than two that fit there are no speeds, so there is no baseline to compare.
     same_baseline = not fitting.is_race or held.baseline == fitting.baseline
     return alike and same_training and same_settings and same_baseline
 
 
 def failure_path(out: Path, ranks: int) -> Path:
-    """Return where a rank of a race says by which setting it ends."""
+    """Return the path where a rank records the setting whose failure ended a race."""
     return out / FOLDER / f"failure-{ranks}.json"
 
 
 def write_failure(path: Path, failure: FailedSetting) -> None:
-    """Note by which setting a race ends.  Raises RunError (disk)."""
+    """Record the setting whose failure ends a race.  Raises RunError (disk)."""
     write_record_file(path, _FAILURE, vars(failure))
 
 
 def find_failure(path: Path) -> FailedSetting | None:
-    """Return by which setting a race has ended; None: by none, or the file cannot be read."""
+    """Return the setting whose failure ended a race; None: there is none, or the file cannot be read."""
     try:
         content = parse_json(path.read_text(encoding="utf-8"))
         check_format(content, _FAILURE)
@@ -251,7 +251,7 @@ def find_failure(path: Path) -> FailedSetting | None:
 
 
 def find_race(out: Path, ranks: int) -> RaceRecord | None:
-    """Return the race on so many ranks; None: none was held.
+    """Return the race on `ranks` ranks; None: none was held.
 
     Raises:
         RunError: its record cannot be read.
@@ -264,7 +264,7 @@ def find_whole_race(path: Path, say: Callable[[str], None]) -> RaceRecord | None
     """Return the race recorded in a file; None: there is none, or it is damaged.
 
     Args:
-        say: is told that it is damaged, and therefore held again.
+        say: prints that the record is damaged and the race is therefore held again.
     """
     try:
         return read_race(path) if path.exists() else None

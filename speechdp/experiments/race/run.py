@@ -1,4 +1,4 @@
-"""Hold a race on all ranks: the settings take turns in short turns, round by round, in random order."""
+"""Hold a race on all ranks: in each round, every setting has one short turn, in random order."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from speechdp.train.tolerance import lost_ranks
 from speechdp.train.watching import watched
 from speechdp.watchdog.status import StatusFolder
 
-#: Seconds between two lines of progress.
+#: Time between two lines of progress, s.
 _NEWS_S = 10.0
-#: Of an error that is not ours; CUDA's on memory go on for lines.
+#: Maximum length of a foreign error message; CUDA's out-of-memory messages have several lines.
 _LONGEST_WORDS = 160
 
 
@@ -49,15 +49,15 @@ def hold_race(
     out: Path,
     remedy: str = "--race 0 leaves the race out",
 ) -> None:
-    """Hold a race and record it in OUT/race, unless it was held and its record is whole.  Collective.
+    """Hold a race and record it in OUT/race, unless a complete record exists.  Collective.
 
     Args:
-        options: what all settings share.
-        remedy: what the command's user can do where a setting cannot be trained.
+        options: options that all settings share.
+        remedy: what the command's user can do if a setting cannot be trained.
 
     Raises:
-        RunError: a training of it failed, or the record cannot be written.
-        Stopped: a signal asked for it; nothing is recorded, and the same command holds the race again.
+        RunError: a training of the race failed, or the record cannot be written.
+        Stopped: a signal requested it; nothing is recorded, and the same command holds the race again.
     """
     if lost_ranks(session.comm):
         session.reporter.notice("race: ranks were lost, so there is none")
@@ -82,7 +82,7 @@ def hold_race(
 
 
 def _is_due(session: Session, plan: RacePlan, out: Path) -> bool:
-    """Return on rank 0 whether the race is still to be held; elsewhere nothing that counts."""
+    """Return on rank 0 whether the race has to be held; the result of other ranks is ignored."""
     if session.comm.rank > 0:
         return True
     held = find_whole_race(
@@ -92,11 +92,11 @@ def _is_due(session: Session, plan: RacePlan, out: Path) -> bool:
 
 
 class _Race:
-    """A race under way on this rank."""
+    """A race in progress on this rank."""
 
     def __init__(self, session: Session, options: TrainOptions, plan: RacePlan, out: Path) -> None:
         self._session, self._options, self._plan, self._out = session, options, plan, out
-        #: By the settings' names; None on ranks that have no part in one.
+        #: Racers by their settings' names; None on ranks that take no part.
         self._racers: dict[str, Racer | None] = {}
         self._lone = LoneStop(session.stop, session.comm)
         self._is_alone = {setting.name: setting.alone for setting in plan.settings}
@@ -104,7 +104,7 @@ class _Race:
         self._turns: list[Turn] = []
 
     def run(self) -> RaceRecord:
-        """Hold it; return its record, with the warm-up alone where too few settings turned out to fit."""
+        """Hold the race; return its record, with only the warm-up if too few settings fit."""
         begun, begun_s = datetime.now(timezone.utc).isoformat(timespec="seconds"), time.monotonic()
         with ExitStack() as stack:
             self._enter_all(stack)
@@ -128,7 +128,7 @@ class _Race:
         )
 
     def _enter_all(self, stack: ExitStack) -> None:
-        """Make the trainings of all settings; have this rank ended if it hangs.  Collective."""
+        """Create the trainings of all settings, guarded by the watchdog against hangs.  Collective."""
         folder = self._out / FOLDER
         base = RaceBase(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="speechdp-race-"))))
         base.pulse.beat("the race")
@@ -157,7 +157,7 @@ class _Race:
                 racer.close()
 
     def _sessions(self) -> tuple[RaceSession, RaceSession | None]:
-        """Return the sessions of settings that all ranks train, and of those that rank 0 trains alone."""
+        """Return the session for settings that all ranks train, and that for rank 0 training alone."""
         group = RaceSession.of(self._session)
         if self._session.comm.rank > 0:
             return group, None
@@ -166,7 +166,7 @@ class _Race:
     def _enter(
         self, setting: RaceSetting, session: RaceSession, base: RaceBase, stack: ExitStack
     ) -> Racer | None:
-        """Make a setting's training; None where all ranks refuse it, which is no reason to hold no race."""
+        """Create a setting's training; None if all ranks refuse it, in which case the others still race."""
         options = self._options.with_setting(setting.strategy, setting.batch_size)
         if setting.alone and setting.batch_of:
             options = options.resolve(setting.batch_of)
@@ -174,30 +174,31 @@ class _Race:
             with self._named(setting.name):
                 return Racer(session, options, self._plan.least_steps, base, stack)
         except ConfigError as error:
-            if setting.alone:  # the other ranks do not know
+            if setting.alone:  # the other ranks have not noticed
                 raise
             self._left_out[setting.name] = str(error)
             return None
 
     @contextmanager
     def _named(self, name: str) -> Iterator[None]:
-        """Note in OUT/race by which setting the race ends, where this rank fails by itself in the block.
+        """If this rank alone fails in the block, record in OUT/race the setting that ends the race.
 
-        Options that all ranks refuse end no race; damaged data, or a lost rank, are no fault of the setting.
+        Options that all ranks refuse do not end the race.  Damaged data or a lost rank are not the setting's
+        fault.
         """
         try:
             yield
         except (ConfigError, CommunicationError, ShardError, Stopped):
             raise
         except Exception as error:
-            with suppress(RunError):  # what went wrong first is what counts
+            with suppress(RunError):  # the first error is the one to report
                 write_failure(
                     failure_path(self._out, self._plan.ranks), FailedSetting(name, _words_of(error))
                 )
             raise
 
     def _warm_up(self) -> None:
-        """Give each setting its first turn, and know then how long periods in seconds are.  Collective."""
+        """Give each setting its first turn, which shows the steps of periods in seconds.  Collective."""
         for name in self._order[0]:
             if name in self._left_out:
                 continue
@@ -213,13 +214,13 @@ class _Race:
 
     @property
     def _order(self) -> list[list[str]]:
-        """Names of the settings in the order of their turns, round by round, the warm-up first."""
+        """Names of the settings in the order of their turns, for each round; the warm-up is the first."""
         names = [setting.name for setting in self._plan.settings]
         order = order_of_rounds(len(names), self._plan.rounds, self._plan.seed)
         return [[names[number] for number in turns] for turns in order]
 
     def _take_turns(self, plan: RacePlan) -> dict[str, float]:
-        """Hold the rounds that count; return how busy this rank's host was.  Collective."""
+        """Hold the rounds that count; return the load of this rank's host.  Collective."""
         load, began_s = LoadMeter(), time.monotonic()
         told_s = began_s
         for number, names in enumerate(self._order[1:], start=1):
@@ -237,7 +238,7 @@ class _Race:
         return load.so_far()
 
     def _go_by_graphs_alike(self) -> None:
-        """Let no setting train by graphs where some rank lacks the memory for one's.  Collective."""
+        """Turn CUDA graphs off for all settings if a rank lacks the memory for those of one.  Collective."""
         all_graphs = [racer.trainer.parts.graphs for racer in self._racers.values() if racer is not None]
         has_given_up = any(graphs.has_given_up for graphs in all_graphs)
         if any(self._session.comm.allgather_object(has_given_up)):
@@ -265,7 +266,7 @@ class _Race:
         parts = comm.allgather_object([frames, seconds, steps, self._session.is_asked_to_stop()])
         if any(stop for _, _, _, stop in parts):
             raise Stopped
-        if lost := lost_ranks(comm):  # with --tolerate-loss the others go on, but no longer at the same speed
+        if lost := lost_ranks(comm):  # with --tolerate-loss the others continue, but at another speed
             raise RunError(f"rank {lost[0]} was lost")
         frames_of, seconds_of, steps_of, _ = zip(*parts, strict=True)
         turn = Turn(number, name, max(steps_of), frames_of, seconds_of)
@@ -274,7 +275,7 @@ class _Race:
 
 
 def _words_of(error: Exception) -> str:
-    """Return what an error says, in a line that a page can show."""
+    """Return an error's message as one line that a page can show."""
     if isinstance(error, SpeechDPError):
         return str(error)
     said = next(iter(str(error).splitlines()), "")

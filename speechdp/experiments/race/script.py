@@ -1,4 +1,4 @@
-"""Hold a race of a user's script, of which every turn is a start of its own: one start has one strategy."""
+"""Hold a race of a user's script; every turn starts it anew, because one start has one strategy."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from speechdp.ownership.overwrite import RUN, empty
 from speechdp.report.runs.results import HostLoad
 from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS, read_timing
 
-#: Trains a setting from its beginning in a folder up to a step; returns None, or what went wrong.
+#: Trains a setting in a folder from its beginning up to a step; returns None, or the cause of failure.
 TrainSome = Callable[[RaceSetting, Path, int], str | None]
-#: Of what a host did in a turn, as records have it.
+#: Keys of a host's load during a turn, as in records.
 _LOADS = ("own", "host", "stolen")
 
 
@@ -38,7 +38,7 @@ class ScriptTurns:
     """The turns of a script's race.
 
     Attributes:
-        steps: of a turn of each setting, by its name, those to warm up not counted.
+        steps: steps of a turn by the setting's name, not counting the warm-up.
         train: starts the script.
     """
 
@@ -51,17 +51,17 @@ class ScriptTurns:
 
 
 class ScriptRace:
-    """A race of a script, held turn by turn; whole rounds are kept.
+    """A race of a script, held turn by turn; complete rounds are kept.
 
     Args:
         out: folder of the experiment.
-        plan: with `own_starts`.
-        command: of the user, for messages.
+        plan: plan with `own_starts`.
+        command: the user's command, for messages.
         say: takes a line of progress.
 
     Attributes:
         plan: as given.
-        place: how lines of progress name it.
+        place: name of the race in lines of progress.
     """
 
     def __init__(
@@ -78,20 +78,20 @@ class ScriptRace:
 
     @property
     def rounds_held(self) -> int:
-        """Rounds of it that were held before, by which it is over or goes on."""
+        """Number of rounds held before, whether or not the race was finished."""
         held = _longest(self._read(lambda _: None))
         return 0 if held is None else held.plan.rounds
 
     def hold(self) -> RaceRecord | str:
-        """Hold what is left of it and record it; return its record, or what went wrong.
+        """Hold the remaining rounds and record the race; return its record, or the cause of failure.
 
         Raises:
-            JobStopped, RunError: as what trains; the rounds that are whole are kept.
+            JobStopped, RunError: raised by the training; complete rounds are kept.
         """
         over, begun = self._read(self._say)
         held = _longest((over, begun))
         if held is not None and held.plan.rounds >= self.plan.rounds:
-            if held is not over:  # it was to have more rounds: what it has is the race that is asked for now
+            if held is not over:  # it was begun with more rounds, and has as many as are requested now
                 rounds = counted(held.plan.rounds, "round")
                 self._say(f"{self.place}: {rounds} of it were held before and are enough; none is added")
                 self._finish(held)
@@ -111,16 +111,16 @@ class ScriptRace:
         return record
 
     def _finish(self, record: RaceRecord) -> None:
-        """Record it as over.  Raises RunError (disk)."""
+        """Record the race as finished.  Raises RunError (disk)."""
         write_race(race_path(self._out, self.plan.ranks), record)
         delete_file(begun_path(self._out, self.plan.ranks))
 
     def record_none(self) -> None:
-        """Record that fewer than two can take part, and why the others cannot.  Raises RunError (disk)."""
+        """Record that fewer than two settings can take part, and why.  Raises RunError (disk)."""
         write_race(race_path(self._out, self.plan.ranks), self._record(self.plan.rounds))
 
     def _read(self, say: Callable[[str], None]) -> tuple[RaceRecord | None, RaceRecord | None]:
-        """Return the race of these settings that is over, and the one that was begun; None: there is none."""
+        """Return the finished and the unfinished race of these settings; None: there is none."""
         over, begun = (of(self._out, self.plan.ranks) for of in (race_path, begun_path))
         return self._read_from(over, say), self._read_from(begun, say)
 
@@ -131,7 +131,7 @@ class ScriptRace:
         return race
 
     def _take_up(self, held: RaceRecord) -> None:
-        """Begin with the rounds of an earlier command."""
+        """Start with the rounds of an earlier command."""
         self._left_out |= held.plan.left_out
         names = {setting.name for setting in self.plan.settings}
         self._turns = [turn for turn in held.turns if turn.setting in names]
@@ -145,7 +145,7 @@ class ScriptRace:
         return [[settings[number] for number in order] for order in orders]
 
     def _hold_round(self, number: int, order: Sequence[RaceSetting]) -> str | None:
-        """Let each setting have its turn; return None, or what went wrong where too few are left."""
+        """Give each setting its turn; return None, or the cause of failure if too few settings are left."""
         for setting in order:
             if setting.name in self._left_out:
                 continue
@@ -160,20 +160,20 @@ class ScriptRace:
         return None
 
     def _take_turn(self, number: int, setting: RaceSetting) -> Turn | str:
-        """Train some steps in a folder of its own, which goes afterwards; return the turn, or what failed."""
+        """Train some steps in a temporary folder; return the turn, or the cause of failure."""
         name = f"{'one-rank-' if setting.alone else ''}{setting.strategy.file_name}"
         folder = (self._out / FOLDER / f"ranks-{self.plan.ranks}" / name).absolute()
-        if folder.exists():  # what an earlier start has left would not be among the steps that are timed
+        if folder.exists():  # steps left by an earlier start would not be timed
             with owner_of(folder, self._command, self._say) as owner:
                 empty(owner, RUN)
         try:
             message = self._of.train(setting, folder, self._of.last_step(setting.name))
             return message or self._turn_in(folder, number, setting)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)  # checkpoints would add up
+            shutil.rmtree(folder, ignore_errors=True)  # checkpoints would accumulate
 
     def _turn_in(self, folder: Path, number: int, setting: RaceSetting) -> Turn | str:
-        """Return what a turn has shown, and note where and beside what it was."""
+        """Return the measurements of a turn, and keep its hosts and their load."""
         if not (folder / "timing.json").is_file():
             return "it left no timing.json (is OUT a shared folder?)"
         problems: list[str] = []
@@ -211,7 +211,7 @@ class ScriptRace:
 
 
 def _longest(races: Iterable[RaceRecord | None]) -> RaceRecord | None:
-    """Return the race of most rounds, the first of such; None: there is none."""
+    """Return the (first) race with the most rounds; None: there is none."""
     found = (race for race in races if race is not None)
     return max(found, key=lambda race: race.plan.rounds, default=None)
 
@@ -225,7 +225,7 @@ def _load_of(load: HostLoad | None) -> dict[str, float]:
 
 
 def _mean_load(parts: Sequence[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
-    """Return the mean of a host's loads, each over so many seconds; empty where none was measured."""
+    """Return the mean of a host's loads, weighted by their seconds; empty if none was measured."""
     known = [(weight, load) for weight, load in parts if load]
     total = sum(weight for weight, _ in known)
     if not total:

@@ -1,4 +1,4 @@
-"""What reports show of an experiment's races."""
+"""The races of an experiment as reports show them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ class ShownRaces:
 
     Attributes:
         races: by the number of ranks.
-        problems: a sentence for each record that cannot be read.
+        problems: one sentence for each unreadable record.
     """
 
     races: Mapping[int, RaceRecord] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
 
     def speeds(self, ranks: int | None) -> dict[str, RacedSpeed]:
-        """Return how fast the settings are on so many ranks, by their names; none where there was no race."""
+        """Return the speeds of the settings on `ranks` ranks by name; empty if there was no race."""
         race = self.races.get(ranks or 0)
         return {} if race is None else race.speeds()
 
     def compares(self, ranks: int | None, names: Collection[str]) -> bool:
-        """Return whether the race on so many ranks compares these: two of them raced, or the only one."""
+        """Return whether the race on `ranks` ranks compares these: two of them raced, or the only one did."""
         raced = {*names} & {*self.speeds(ranks)}
         return len(raced) >= min(2, len(names)) > 0
 
     def cautions(self, compared: Mapping[int, Mapping[str, str]]) -> tuple[str, ...]:
-        """Return what the reader must know of them, a sentence each.
+        """Return cautions about the races, one sentence each.
 
         Args:
-            compared: labels of the settings that are compared, by the number of ranks and their names.
+            compared: labels of the compared settings, by number of ranks and by name.
         """
         notes = list(self.problems)
         for ranks, labels in sorted(compared.items()):
@@ -57,10 +57,10 @@ class ShownRaces:
         return tuple(notes)
 
     def notes(self, compared: Mapping[int, Collection[str]]) -> tuple[str, ...]:
-        """Return how each race was held whose speeds are shown, a sentence each.
+        """Return how each race with shown speeds was held, one sentence each.
 
         Args:
-            compared: names of the settings, by the number of ranks.
+            compared: names of the settings, by number of ranks.
         """
         return tuple(
             _described(race)
@@ -70,7 +70,7 @@ class ShownRaces:
 
 
 def read_races(out: Path) -> ShownRaces:
-    """Read the races of an experiment; one that cannot be read is among the problems."""
+    """Read the races of an experiment; unreadable ones are listed among the problems."""
     races, problems = {}, []
     for path in sorted((out / FOLDER).glob("ranks-*.json")):
         try:
@@ -83,7 +83,7 @@ def read_races(out: Path) -> ShownRaces:
 
 
 def _without(race: RaceRecord, where: str, labels: Mapping[str, str], *, compares: bool) -> list[str]:
-    """Say which settings a race cannot compare with the others, why not, and what stands for their speed.
+    """Return which settings a race cannot compare with the others, why, and what is shown as their speed.
 
     Args:
         compares: the race compares the others.

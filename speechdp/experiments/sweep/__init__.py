@@ -1,1 +1,1 @@
-"""`speechdp sweep`: the same training with every averaging period, over ranks or as jobs of a script."""
+"""`speechdp sweep`: the same training with each averaging period, over ranks or as jobs of a script."""

@@ -1,4 +1,4 @@
-"""A run that diverges on all ranks alike ends no sweep: the others are trained."""
+"""Let a sweep continue after a run that diverged on all ranks alike."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from speechdp.errors import DivergedError, RunError
 from speechdp.experiments.record import delete_file, write_json
 from speechdp.report.runs.records import number, read_object
 
-#: How long a rank that has failed waits for the others to fail: they may be some steps behind, and files of
-#: other hosts are seen late.
+#: How long a failed rank waits for the others to fail, and between two looks, in s. The others may be some
+#: steps behind, and files written by other hosts appear late.
 _PATIENCE_S, _LOOK_S = 10.0, 0.1
 
 
 def failure_of(
     comm: Communicator, run_dir: Path, train: Callable[[], None], *, synchronous: bool
 ) -> str | None:
-    """Train a run; return None, or the first rank's message where all have diverged alike.  Collective.
+    """Train a run; return None, or the first rank's message if all ranks diverged alike.  Collective.
 
     Args:
-        run_dir: of the run, on a disk that all ranks share.
-        train: collective.
-        synchronous: of the run's strategy.
+        run_dir: folder of the run, on a disk that all ranks share.
+        train: trains the run; collective.
+        synchronous: whether the run's strategy is synchronous.
 
     Raises:
-        as `train`; DivergedError where only some ranks have diverged, or a thread of the strategy may still
-        exchange: it would disturb the runs after this one.
+        As `train`; DivergedError if only some ranks diverged, or if a thread of the strategy may still be
+        exchanging, which would disturb later runs.
     """
     nonce, sent_bytes = comm.broadcast_object(secrets.token_hex(4)), comm.sent_bytes
     if comm.rank == 0:
@@ -40,7 +40,7 @@ def failure_of(
     threads = exchanging()
     try:
         train()
-    except DivergedError as error:  # a full disk, say, is no fault of the run's
+    except DivergedError as error:  # other errors, such as a full disk, are not the run's fault
         facts = {"sent_bytes": comm.sent_bytes - sent_bytes, "is_exchanging": bool(exchanging() - threads)}
         has_spoken = _note(run_dir, nonce, comm.rank, facts)
         if not (has_spoken and synchronous and _have_all_failed(comm, run_dir, nonce)):
@@ -55,15 +55,15 @@ def failure_of(
 
 
 def has_failed(run_dir: Path) -> bool:
-    """Return whether a run has ended an earlier job, since it failed on some ranks only."""
+    """Return whether a run has ended an earlier job because it failed on some ranks only."""
     return any(_notes(run_dir, "*"))
 
 
 def _have_all_failed(comm: Communicator, run_dir: Path, nonce: str) -> bool:
     """Return whether all ranks fail within some seconds, between the same exchanges.
 
-    Files tell, since messages cannot: a rank that has not failed waits in an exchange of its training, which
-    would take the message for a part of itself.
+    The ranks communicate by files.  A rank that has not failed waits in an exchange of its training, which
+    would take a message for its own.
     """
     end_s = time.monotonic() + _PATIENCE_S
     while True:
@@ -77,8 +77,8 @@ def _have_all_failed(comm: Communicator, run_dir: Path, nonce: str) -> bool:
 
 
 def _note(run_dir: Path, nonce: str, rank: int, facts: dict[str, float | bool]) -> bool:
-    """Note that this rank has failed, and where in its exchanges; return whether the disk took it."""
-    with suppress(RunError):  # what went wrong first is what counts
+    """Record on disk that this rank has failed, and at which exchange; return whether that succeeded."""
+    with suppress(RunError):  # the first error is the one to report
         write_json(_folder(run_dir) / f"failed-{nonce}-{rank:04d}.json", facts)
         return True
     return False
@@ -93,6 +93,6 @@ def _folder(run_dir: Path) -> Path:
 
 
 def _forget(run_dir: Path) -> None:
-    """Delete what earlier jobs have noted.  Raises RunError (disk)."""
+    """Delete the notes of earlier jobs.  Raises RunError (disk)."""
     for path in _notes(run_dir, "*"):
         delete_file(path)

@@ -1,4 +1,4 @@
-"""Which runs a sweep consists of, and sweep.json (docs/run-directory.md)."""
+"""The runs of a sweep, and sweep.json (docs/run-directory.md)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _PERIOD_OPTIONS = ("period", "every")
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What a sweep trains.
+    """The runs that a sweep trains.
 
     Attributes:
         strategy: the strategy whose period is swept, with its other options.
         periods: the periods, e.g. ("1", "4", "16", "64").
-        reference: strategies trained beside them.
+        reference: strategies trained in addition.
         one_rank_steps: steps of the throughput baseline on one rank; 0: none.
         decode_split: split whose WER is reported; "" for none.
-        others: names may be unknown here: a script can register strategies of its own, whose period is
-            taken to be their option `period`.
+        others: allow unknown names, because a script can register its own strategies; their period is
+            assumed to be their option `period`.
     """
 
     strategy: str
@@ -42,10 +42,11 @@ class SweepPlan:
     others: bool = False
 
     def runs(self) -> dict[str, StrategyChoice]:
-        """Return the folder's name of each run and its strategy.
+        """Return the strategy of each run, by the name of its folder.
 
         Raises:
-            ConfigError: no period, one given twice, or a strategy without a period or with one of its own.
+            ConfigError: no period, a period given twice, or a strategy without a period option or with a
+                given period.
         """
         name, _, rest = self.strategy.partition(":")
         option, kind = (_PERIOD_OPTIONS[0], Period) if self._is_other(name) else _period_option(name)
@@ -61,7 +62,7 @@ class SweepPlan:
             result[f"{name}-{period}"] = StrategyChoice(f"{name}:{options}")
         for choice in result.values():
             if not self._is_other(choice.name):
-                _ = choice.parsed  # raises what is wrong with it
+                _ = choice.parsed  # raises if it is invalid
         return result
 
     def _is_other(self, name: str) -> bool:
@@ -69,7 +70,7 @@ class SweepPlan:
 
 
 def check_periods(periods: Sequence[str]) -> None:
-    """Refuse periods that are none, or twice the same.  Raises ConfigError."""
+    """Refuse invalid periods and duplicates.  Raises ConfigError."""
     if not periods:
         raise ConfigError("--periods: give at least one, e.g. --periods 1,4,16,64")
     given = f"--periods {','.join(periods)}"
@@ -85,7 +86,7 @@ def _period_option(name: str) -> tuple[str, Any]:
     """Return the option of a strategy that holds its period, and the option's type.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: it has no period.
     """
     kinds = field_kinds(strategy_class(name))
     for option in _PERIOD_OPTIONS:
@@ -101,12 +102,12 @@ class SweepRecord:
     Attributes:
         runs: names of the runs' folders, in the report's order.
         completed: all runs are done.
-        settings: what runs of a script share; empty: each run of ours checks its own.
-        metric: what runs of a script are judged by; "": what they log last.
-        decode_split: whose word errors the runs are compared by; "": that of a script's own, if any.
-        ranks: of the runs of ours; None: an earlier version did not say, or they are of a script.
-        threads: of a rank of a script's runs; None: an earlier version did not say, or they are of ours.
-        failed: why, by the names of the runs that failed.
+        settings: settings that runs of a script share; empty for runs of our trainer, which check their own.
+        metric: metric that ranks the runs of a script; "": the value that they log last.
+        decode_split: split whose word errors compare the runs; "": a script's own figures, if any.
+        ranks: number of ranks of our trainer's runs; None: recorded by an earlier version, or a script's.
+        threads: threads of a rank in a script's runs; None: recorded by an earlier version, or our trainer's.
+        failed: causes of failure, by the names of the failed runs.
     """
 
     runs: tuple[str, ...]
@@ -120,7 +121,7 @@ class SweepRecord:
 
 
 def find_sweep(out_dir: Path) -> SweepRecord | None:
-    """Return what OUT/sweep.json says; None: there is none.  Raises ConfigError: it is damaged."""
+    """Return the content of OUT/sweep.json; None: no such file.  Raises ConfigError: it is damaged."""
     path = out_dir / FILE_NAME
     if not path.is_file():
         return None
@@ -142,10 +143,10 @@ def find_sweep(out_dir: Path) -> SweepRecord | None:
 
 
 def refuse_other_sweep(out_dir: Path, record: SweepRecord) -> SweepRecord | None:
-    """Refuse to go on with another sweep; return the one begun in the folder, None: there is none.
+    """Refuse to continue another sweep; return the record in the folder, None: there is none.
 
-    Runs of ours may be added and left out: each checks its own options.  Those of a script have nothing to
-    check them by but what is recorded of all of them.
+    Runs of our trainer may be added and left out, because each checks its own options.  Runs of a script
+    can only be checked by the settings recorded for all of them.
 
     Raises:
         ConfigError: a sweep with other settings, of a script over other runs, or a damaged one.
@@ -160,10 +161,10 @@ def refuse_other_sweep(out_dir: Path, record: SweepRecord) -> SweepRecord | None
 
 
 def refuse_other_ranks(out_dir: Path, ranks: int) -> None:
-    """Refuse to go on with a sweep of ours on another number of ranks: its runs would not compare.
+    """Refuse to continue a sweep of our trainer on another number of ranks: its runs would not be comparable.
 
     Raises:
-        ConfigError: it was begun on another, or its record is damaged.
+        ConfigError: it was begun on another number, or its record is damaged.
     """
     before = find_sweep(out_dir)
     if before is not None and before.ranks not in (None, ranks):
@@ -180,7 +181,7 @@ def write_sweep(out_dir: Path, record: SweepRecord) -> None:
 
 
 def threads_before(out_dir: Path) -> int | None:
-    """Return the threads of a rank in the finished runs of a script's sweep; None: none, or nobody knows.
+    """Return the threads of a rank in the finished runs of a script's sweep; None: no such runs, or unknown.
 
     Raises:
         ConfigError: its record is damaged.

@@ -1,4 +1,4 @@
-"""A sweep over averaging periods of a user's script, each run a job of its own."""
+"""A sweep over averaging periods of a user's script; each run is a separate job."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class ScriptSweep:
     """A sweep to be made.
 
     Attributes:
-        ranks: of every run but the reference on one.
-        one_rank: run the script on one rank, too, to compare speeds with.
-        metric: for the report.
+        ranks: number of ranks of every run except the one on one rank.
+        one_rank: also run the script on one rank, to compute speed-ups.
+        metric: metric for the report.
     """
 
     out: Path
@@ -36,7 +36,7 @@ class ScriptSweep:
     metric: str = ""
 
     def runs(self) -> dict[str, RunRecord]:
-        """Return the runs by the names of their folders.  Raises ConfigError: as SweepPlan.runs."""
+        """Return the runs by the names of their folders.  Raises ConfigError as SweepPlan.runs does."""
         strategies = self.plan.runs()
         runs = {
             name: RunRecord(choice, self.ranks, self.seed, FRAMES, None)
@@ -47,7 +47,7 @@ class ScriptSweep:
         return {ONE_RANK: RunRecord(SEQUENTIAL, 1, self.seed, FRAMES, None), **runs}
 
     def settings(self, training: ScriptTraining) -> dict[str, Any]:
-        """Return what the names of the runs do not tell."""
+        """Return the settings that are not in the names of the runs."""
         own = {"number of ranks": self.ranks, "seed": self.seed, "--swept": self.plan.strategy}
         return {**training.settings(), **own}
 
@@ -55,18 +55,17 @@ class ScriptSweep:
 def run_script_sweep(
     sweep: ScriptSweep, training: ScriptTraining, say: Callable[[str], None]
 ) -> tuple[int, bool]:
-    """Carry out every run that is not finished, and let their settings race.
+    """Make every run that is not finished, then race the settings.
 
     Returns:
-        How many runs failed, and whether the race did.
+        The number of runs that failed, and whether the race failed.
 
     Args:
         say: takes a line of progress.
 
     Raises:
-        ConfigError: the folder holds a sweep over other runs, or one with other settings, or the runs do not
-            log the metric.
-        JobStopped: a signal asked for the end; the same command goes on.
+        ConfigError: the folder holds a sweep with other runs or settings, or the runs do not log the metric.
+        JobStopped: a signal requested a stop; the same command continues.
         RunError: the disk is full.
     """
     runs, failed = sweep.runs(), dict[str, str]()
@@ -80,7 +79,7 @@ def run_script_sweep(
         message, _ = carry_out(training, run, sweep.out / name, place, say, metric=sweep.metric)
         if message is not None:
             failed[name] = message
-        # Before hours of further runs: refuse a name that none of those so far has logged.
+        # Before hours of further runs, refuse a metric that none of the runs so far has logged.
         done = [other for other in list(runs)[:position] if other not in failed]
         common_metric([sweep.out / other for other in done], sweep.metric)
     write_sweep(sweep.out, dataclasses.replace(record, failed=failed))

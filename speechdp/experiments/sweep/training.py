@@ -1,4 +1,4 @@
-"""Train once for each averaging period, on the same data from the same seed, and decode each."""
+"""Train once with each averaging period, on the same data with the same seed, and decode each run."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def check_sweep(
     overwrite: bool = False,
     restarted: bool = False,
 ) -> None:
-    """Refuse, before anything is deleted or trained for it, a sweep that cannot be made.  Collective.
+    """Refuse an impossible sweep before anything is deleted or trained for it.  Collective.
 
     Args:
-        overwrite: what `out_dir` holds is to be deleted afterwards.
-        restarted: `speechdp launch` has started it again, on fewer ranks perhaps, as it was told to.
+        overwrite: the contents of `out_dir` will be deleted afterwards.
+        restarted: `speechdp launch` has restarted the sweep, perhaps on fewer ranks.
 
     Raises:
-        ConfigError, ShardError: options that do not fit the data, no such split to decode, a sweep that was
-            begun on another number of ranks.
+        ConfigError, ShardError: options that do not fit the data, a missing split to decode, or a sweep
+            that was begun on another number of ranks.
     """
     refuse_throughout(options)
     if not restarted:
@@ -74,7 +74,7 @@ def check_sweep(
 
 
 def names_of(plan: SweepPlan, ranks: int) -> list[str]:
-    """Return the names of the runs that a sweep trains on so many ranks, in their order."""
+    """Return the names of the runs that a sweep trains on `ranks` ranks, in order."""
     with_baseline = ranks > 1 and plan.one_rank_steps > 0
     return [*([ONE_RANK] if with_baseline else []), *plan.runs()]
 
@@ -87,20 +87,20 @@ def run_sweep(
     reporter_for: Callable[[str], Reporter],
     race: RaceOptions,
 ) -> int:
-    """Train, decode and record every run of a sweep, then let their settings race.  Collective.
+    """Train, decode and record every run of a sweep, then race their settings.  Collective.
 
-    Finished runs are kept, interrupted ones go on, so the same command can be given again.  A run that fails
-    on all ranks ends no other; one that has ended an earlier job is tried again after the others.
+    Finished runs are kept and interrupted ones continue, so the same command can be given again.  A run
+    that fails on all ranks does not end the others.  A run that ended an earlier job is tried again last.
 
     Returns:
-        How many runs failed.
+        The number of runs that failed.
 
     Args:
         reporter_for: makes the reporter of a run from its name.
         race: how long the race lasts.
 
     Raises:
-        as `train_run`; ConfigError where `out_dir` holds a sweep with other options.
+        As `train_run`; ConfigError if `out_dir` holds a sweep with other options.
     """
     runs = plan.runs()
     names = names_of(plan, session.comm.size)
@@ -133,11 +133,11 @@ def run_sweep(
 
 
 def _begin(session: Session, record: SweepRecord, out_dir: Path) -> SweepRecord:
-    """Write the record of a sweep that begins, or goes on; return it.  Collective."""
+    """Write the record of a new or continued sweep; return it.  Collective."""
     if session.comm.rank == 0:
         before = refuse_other_sweep(out_dir, record)
         if before is not None:
-            # That it was begun with, where launch has started it again on fewer.
+            # The number at the first start, because launch may have restarted the sweep on fewer ranks.
             record = dataclasses.replace(record, ranks=before.ranks or record.ranks)
             if others := [name for name in before.runs if name not in record.runs]:
                 session.reporter.notice(
@@ -156,14 +156,14 @@ def _write(session: Session, record: SweepRecord, out_dir: Path) -> None:
 
 
 def _in_order(session: Session, names: Sequence[str], out_dir: Path) -> list[str]:
-    """Return the runs in the order to train them: last what has ended an earlier job, and may again."""
+    """Return the runs in training order: last those that ended an earlier job, because they may again."""
     ended = [name for name in names if has_failed(out_dir / name)] if session.comm.rank == 0 else []
     ended = session.comm.broadcast_object(ended)
     return [*(name for name in names if name not in ended), *ended]
 
 
 def _train_and_decode(session: Session, options: TrainOptions, split: str, run_dir: Path) -> str | None:
-    """Do what is left of a run; return None, or why it failed on all ranks.  Collective."""
+    """Finish a run; return None, or why it failed on all ranks.  Collective."""
     message = failure_of(
         session.comm,
         run_dir,
@@ -185,9 +185,9 @@ def race_of(
     """Return the race of a sweep's runs.
 
     Args:
-        options: what the runs share.
-        names: of all runs.
-        runs: the strategies of those on all ranks.
+        options: options that the runs share.
+        names: names of all runs.
+        runs: strategies of the runs on all ranks, by name.
     """
     ranks = session.comm.size
     settings = [
@@ -206,7 +206,7 @@ def _train_one_rank(
     """Time rank 0 by itself while the others wait; return None, or why it failed.  Collective.
 
     Args:
-        place: begins the line that says so, as it does those of other runs.
+        place: start of the line of progress, as for other runs.
     """
     stopped, message = False, None
     lone = LoneStop(session.stop, session.comm)
@@ -216,7 +216,7 @@ def _train_one_rank(
                 f"{place}: rank 0 alone for {plan.one_rank_steps} steps, to compare the speed with"
             )
             alone = session.alone(lone)
-            # Resolved for all ranks, so that this one has the batch of one of them, not that of all together.
+            # Resolved for all ranks, so that this rank has the batch of one rank, not the global batch.
             own = dataclasses.replace(
                 options.resolve(session.comm.size),
                 strategy=SEQUENTIAL,
@@ -229,7 +229,7 @@ def _train_one_rank(
                 )
             except Stopped:
                 stopped = True
-    # The others have not trained, but must leave, or know of a failure, as well.
+    # The others have not trained, but must also leave, or learn of a failure.
     stopped, message = session.comm.broadcast_object([stopped, message])
     if stopped:
         raise Stopped
@@ -237,13 +237,13 @@ def _train_one_rank(
 
 
 def _decode(session: Session, options: TrainOptions, split: str, run_dir: Path) -> None:
-    """Decode a split once; a result that stands there is kept.  Raises Stopped, having kept nothing."""
+    """Decode a split, unless a result exists.  Raises Stopped, without keeping a partial result."""
     comm = session.comm
     kept = KeptGraph(run_dir, comm)
     try:
         _decode_once(session, options, split, run_dir, kept)
     finally:
-        kept.discard()  # each run has another; of many runs they would fill a disk
+        kept.discard()  # each run has its own graph; those of many runs would fill a disk
 
 
 def _decode_once(

@@ -15,17 +15,17 @@ from speechdp.report.kit import formatting
 
 
 def choose_soonest(search: SearchState, runs: TunedRuns) -> None:
-    """Train the last settings with the other seeds, as far as the budget goes, and choose.
+    """Train the last settings with the other seeds, as far as the budget allows, and choose.
 
-    Where curves are expected to go on, what comes after the last rung counts as well.
+    If curves can be extrapolated, their expected course after the last rung counts as well.
 
     Args:
-        search: whose rungs were held.
-        runs: of the search.
+        search: search whose rungs are done.
+        runs: runs of the search.
 
     Raises:
         RunError: none of the last settings can be trained with all seeds, or the disk is full.
-        JobStopped: a signal came meanwhile.
+        JobStopped: a signal arrived meanwhile.
     """
     end_s = search.record.rungs[-1].seconds
     curves = _trained_with_all_seeds(search, runs)
@@ -45,10 +45,10 @@ def choose_soonest(search: SearchState, runs: TunedRuns) -> None:
 
 
 def choose_again(search: SearchState, runs: TunedRuns, before: float | None) -> None:
-    """Choose again in a search that is over, where it was made for another target, and say so.
+    """Choose again in a finished search if it had another target, and print that.
 
     Args:
-        before: the target that it was made for, as it was given.
+        before: earlier target, as given.
 
     Raises:
         RunError, JobStopped: as `choose_soonest`.
@@ -59,7 +59,7 @@ def choose_again(search: SearchState, runs: TunedRuns, before: float | None) -> 
         return
     search.say(f"{out}: this search is over; its runs are judged by the target given now")
     search.settings = {one.name: one.setting for one in search.record.tried}
-    # Until it is chosen again the choice is that by the target before, and the same command has this to do.
+    # Until the new choice is made, the record keeps the old target, so that the same command chooses again.
     search.record = replace(search.record, settings={**search.record.settings, TARGET: before})
     if search.record.rungs:
         search.jobs.begin()
@@ -68,19 +68,19 @@ def choose_again(search: SearchState, runs: TunedRuns, before: float | None) -> 
 
 
 def _trained_with_all_seeds(search: SearchState, runs: TunedRuns) -> dict[str, list[Curve]]:
-    """Train the last settings with the other seeds, as far as the budget goes.
+    """Train the last settings with the other seeds, as far as the budget allows.
 
     Returns:
-        Their curves, one a seed, as far as there was time; without settings that failed with one of them.
+        Their curves, one for each seed that there was time for, without settings that failed with any seed.
     """
     rungs = search.record.rungs
     ends_s = [rung.seconds for rung in rungs[-SEED_STOPS:]]
     last = [name for name in rungs[-1].scores if name in search.record.left]
-    # The first seed's are trained: this reads them.
+    # The first seed's runs are already trained: this reads their curves.
     found = runs.train(runs.legs(last, ends_s[-1], ends_s[-1]), may_end=False)
     curves = {name: [curve] for name, curve in (found or {}).items()}
     for seed in search.request.seeds[1:]:
-        # Evaluated where the first seed's was, or its time to the target would be known less well.
+        # Evaluate at the same times as with the first seed, to know the time to the target equally well.
         parts = list(itertools.pairwise((0.0, *ends_s)))
         found = runs.train([Leg(name, seed, *part) for name in curves for part in parts])
         if found is None:
@@ -98,7 +98,7 @@ def _why_behind(end: Finish, best: Finish, name: str) -> str:
 
 
 def _slack(one: SettingRecord) -> tuple[float, float]:
-    """Return by which factors a setting's times may be shorter or longer: its speed is an estimate."""
+    """Return the factors by which a setting's times may be shorter or longer, as its speed is an estimate."""
     if one.ratio is None or one.ratio_low is None or one.ratio_high is None:
         return 1.0, 1.0
     return one.ratio / one.ratio_high, one.ratio / one.ratio_low

@@ -1,4 +1,4 @@
-"""How runs learn over time: their curves, how these go on, and which reaches the target soonest."""
+"""Learning curves of runs over time: extrapolation, and which reaches the target soonest."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 
 from speechdp.chance import least_told
 
-#: Share of its time by which a run must have been evaluated, or its gains are not known: a quarter, about.
+#: Share of its time by which a run must have been evaluated for its gains to be known: about a quarter.
 _EARLY = 0.3
-#: Pieces in which a curve is continued: between points it is straight over time.
+#: Number of pieces in which a curve is extrapolated; between points it is linear in time.
 _CONTINUED = 8
 
 
@@ -22,8 +22,8 @@ class Curve:
     """Held-out scores of a run over its training time at the speed of the race.
 
     Attributes:
-        points: (seconds, score), by time.
-        is_over: the training has come to its end.
+        points: (seconds, score), ordered by time.
+        is_over: the training has reached its end.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -40,14 +40,14 @@ class Curve:
         return self.points[-1][1]
 
     def at(self, seconds: float) -> float:
-        """Return the score at a time: between evaluations on a straight line, else the nearest one."""
+        """Return the score at a time: linearly interpolated, else that of the nearest evaluation."""
         times, scores = zip(*self.points, strict=True)
         return float(np.interp(seconds, times, scores))
 
     def time_to(self, target: float) -> float | None:
-        """Return when the score first was at `target`, s; between evaluations on a straight line.
+        """Return when the score first reached `target`, s, by linear interpolation; None: never.
 
-        None where it never was.  Before the first evaluation nothing is known: that is the earliest.
+        The earliest possible result is the first evaluation, before which nothing is known.
         """
         before: tuple[float, float] | None = None
         for at, score in self.points:
@@ -60,9 +60,9 @@ class Curve:
         return None
 
     def gains(self) -> tuple[float, float]:
-        """Return what the score gained in the last doubling of the time, and in the one before.
+        """Return the gain of the score in the last doubling of the time, and in the doubling before.
 
-        Between evaluations it is taken to lie on a straight line over log time.
+        Between evaluations the score is interpolated linearly in log time.
         """
         times, scores = zip(*self.points, strict=True)
         wanted = np.log([times[-1] / 4, times[-1] / 2, times[-1]])
@@ -70,11 +70,11 @@ class Curve:
         return float(last - middle), float(middle - first)
 
     def continued(self, until_s: float, share: float) -> Curve:
-        """Return the curve as it is expected to go on: on a straight line over log time.
+        """Return the curve with its expected continuation, which is linear in log time.
 
         Args:
-            until_s: twice the time that the run has trained, about, at most.
-            share: as `shrinkage` returns it; 0: nothing is known, and the curve stays as it is.
+            until_s: end of the continuation; at most about twice the time that the run has trained.
+            share: result of `shrinkage`; 0: unknown, and the curve is returned unchanged.
         """
         end_s, score = self.points[-1]
         if share == 0 or self.is_over or until_s <= end_s:
@@ -85,15 +85,15 @@ class Curve:
 
 
 def shrinkage(curves: Sequence[Curve]) -> float:
-    """Return what share of its last gain a run is expected to gain when it trains for as long again.
+    """Return the expected gain of a run in the next doubling of its time, as a share of its last gain.
 
-    Learning slows down: each doubling of the time brings less than the one before, and that share falls as
-    well.  It is seen in all runs together, from the doubling before the last one to the last; a single run
-    shows it badly.  The next share is taken to be the square of that: runs of a small LSTM had 1, 0.76, 0.46
-    and 0.19, one doubling after another.
+    Learning slows down: each doubling of the time gains less than the one before, and this ratio falls as
+    well.  The ratio of the last gain to the one before is computed over all runs together, because a single
+    run shows it poorly.  The next ratio is assumed to be its square: runs of a small LSTM had 1, 0.76, 0.46
+    and 0.19 in successive doublings.
 
     Returns:
-        From 0 to 1; 0 where a run was evaluated too late for that, or none learns any more.
+        From 0 to 1; 0 if a run was first evaluated too late, or if no run learns any more.
     """
     if any(curve.points[0][0] > _EARLY * curve.points[-1][0] for curve in curves):
         return 0.0
@@ -106,8 +106,8 @@ class Finish:
     """How soon a setting reached the target.
 
     Attributes:
-        times_s: by its runs, one a seed; None: that run did not.
-        scores: at the end of each.
+        times_s: times of its runs, one for each seed, s; None: that run did not reach it.
+        scores: final score of each run.
     """
 
     times_s: tuple[float | None, ...]
@@ -115,24 +115,24 @@ class Finish:
 
     @property
     def is_reached(self) -> bool:
-        """Whether every run reached it."""
+        """Whether every run reached the target."""
         return None not in self.times_s
 
     @property
     def mean_s(self) -> float:
-        """Mean over the runs; infinite where one did not reach it."""
+        """Mean time over the runs, s; infinite if a run did not reach the target."""
         reached = [time for time in self.times_s if time is not None]
         return sum(reached) / len(reached) if self.is_reached else math.inf
 
     @property
     def range_s(self) -> tuple[float, float]:
-        """The shortest and the longest; infinite where a run did not reach it."""
+        """The shortest and the longest time, s; infinite if a run did not reach the target."""
         found = [math.inf if time is None else time for time in self.times_s]
         return min(found), max(found)
 
     @property
     def rank(self) -> tuple[float, float]:
-        """Orders settings, the best first: by time, then by score."""
+        """Sort key of settings, the best first: by time, then by score."""
         return self.mean_s, -sum(self.scores) / len(self.scores)
 
 
@@ -140,7 +140,7 @@ def finishes(curves: Mapping[str, Sequence[Curve]], target: float | None) -> tup
     """Return the target, and how soon each setting reached it, the soonest first.
 
     Args:
-        curves: of each setting, one a seed.
+        curves: curves of each setting, one for each seed.
         target: score; None: the best that every run reached.
     """
     if target is None:
@@ -155,15 +155,15 @@ def finishes(curves: Mapping[str, Sequence[Curve]], target: float | None) -> tup
 def untold(
     names: Sequence[str], ends: Mapping[str, Finish], slack: Mapping[str, tuple[float, float]]
 ) -> tuple[str, ...]:
-    """Return which settings cannot be told from the first of `names`: seeds or speeds may be the difference.
+    """Return the settings whose difference from the first of `names` may be due to seeds or speed estimates.
 
-    Told are means of the times' logarithms that lie further apart than chance of the seeds explains, in the
-    two-sample t-test with a common variance, and by what the speeds may be off besides.  Where a run did not
-    reach the target, its time is not known, and the scores at the end are compared instead.  Of one seed each
-    nothing is known of chance.
+    Two settings differ surely if the means of their log times differ by more than the variation over seeds
+    explains, by a two-sample t-test with a common variance, plus the uncertainty of the speeds.  If a run
+    did not reach the target, its time is unknown and the final scores are compared instead.  With one seed
+    each, nothing is known about the variation.
 
     Args:
-        slack: by which factors the times may be shorter or longer, since the speeds are not known better.
+        slack: factors by which the times may be shorter or longer, from the uncertainty of the speeds.
     """
     first = names[0]
     return tuple(
@@ -174,7 +174,7 @@ def untold(
 def _is_told(
     first: Finish, other: Finish, of_first: tuple[float, float], of_other: tuple[float, float]
 ) -> bool:
-    """Return whether more than chance sets one setting apart from another that is behind it."""
+    """Return whether a setting differs from another that is behind it by more than chance."""
     ends = (first, other)
     values = [[math.log(time) for time in end.times_s if time is not None] for end in ends]
     open_by = math.log(of_first[1] / of_other[0])

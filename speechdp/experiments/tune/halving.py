@@ -1,4 +1,4 @@
-"""The rungs: settings train for the same time, half of them go on to twice as long, until few are left."""
+"""The rungs: settings train for equal times, half of them continue to twice that, until few are left."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _USED_UP = "halving: the budget is used up, so settings are judged by what they 
 
 
 class Halving:
-    """The rungs of a search whose settings have raced.
+    """Holds the rungs of a search whose settings have raced.
 
     Args:
         runs: of the search.
@@ -28,16 +28,16 @@ class Halving:
 
     def __init__(self, search: SearchState, runs: TunedRuns) -> None:
         self._search, self._runs = search, runs
-        #: Rungs of an earlier command: as long as they were, and recorded until this one has come so far.
+        #: Rungs of an earlier command, which keep their lengths; recorded until this command gets there.
         self._earlier = search.record.rungs
 
     def hold(self) -> None:
-        """Train what is left rung by rung, as far as the budget goes; the best of the last rung is chosen.
+        """Train the remaining settings rung by rung within the budget; choose the best of the last rung.
 
         Raises:
-            ConfigError: the budget does not suffice for the first.
+            ConfigError: the budget does not suffice for the first rung.
             RunError: no setting can be trained, or the disk is full.
-            JobStopped: a signal came meanwhile.
+            JobStopped: a signal arrived meanwhile.
         """
         search = self._search
         search.keep(stage=HALVING)
@@ -59,9 +59,9 @@ class Halving:
         search.keep(rungs=tuple(done))
 
     def _hold_rung(self, end_s: float, done: Sequence[RungRecord]) -> RungRecord | None:
-        """Train what is left for as long; return how it fared, None: the budget does not suffice for all.
+        """Train the remaining settings until `end_s`; return the rung, None: not all fit into the budget.
 
-        The first rung is held in any case: it was planned, and without it nothing could be chosen.
+        The first rung is always held: it was planned, and without it nothing could be chosen.
         """
         search, runs = self._search, self._runs
         rung = RungRecord(end_s, search.record.left)
@@ -82,19 +82,19 @@ class Halving:
             return None
         for name in curves:
             search.note(name, rungs=search.record.of(name).rungs + 1)
-        if len(done) >= len(self._earlier):  # nobody knows how far interrupted runs had come
+        if len(done) >= len(self._earlier):  # it is unknown how far interrupted runs had come
             runs.learn_besides()
         return self._scored(rung, curves, len(done))
 
     def _scored(self, rung: RungRecord, curves: Mapping[str, Curve], number: int) -> RungRecord:
-        """Return a rung with its scores, and with those that are expected.
+        """Return a rung with its scores and expected scores.
 
         Args:
-            number: of the rungs before.
+            number: number of rungs before it.
         """
         scores = {name: curve.at(rung.seconds) for name, curve in curves.items()}
         before = self._earlier[number] if number < len(self._earlier) else RungRecord(0.0, ())
-        if before.scores.keys() == scores.keys():  # what went on from it has been trained
+        if before.scores.keys() == scores.keys():  # the settings that continued from it have been trained
             return replace(rung, scores=scores, expected=before.expected)
         ahead = self._runs.continued({name: [curve] for name, curve in curves.items()}, rung.seconds)
         is_known = any(ahead[name][0] is not curve for name, curve in curves.items())
@@ -102,7 +102,7 @@ class Halving:
         return replace(rung, scores=scores, expected=expected)
 
     def _first_rung_s(self) -> float:
-        """Return how long settings train in the first rung.  Raises ConfigError: the budget is too small."""
+        """Return the training time in the first rung, s.  Raises ConfigError: the budget is too small."""
         search, left = self._search, self._search.record.left
         besides, whole_s, budget_s = search.record.besides, self._slowest_s, search.request.budget_s
         least_s = max(LEAST_STEPS / self._runs.steps_per_s(name) for name in left)
@@ -118,7 +118,7 @@ class Halving:
         return rungs.seconds[0]
 
     def _rung_after(self, done: Sequence[RungRecord]) -> tuple[int, float | None]:
-        """Return how many settings go on after some rungs, and until when they train; None: no more."""
+        """Return how many settings continue after some rungs, and until when, s; None: no further rung."""
         search, left = self._search, len(self._search.record.left)
         if len(done[-1].settings) <= LAST:
             return left, None
@@ -144,21 +144,21 @@ class Halving:
 
     @property
     def _slowest_s(self) -> float:
-        """How long a whole training of the slowest setting that is left takes."""
+        """Time of a whole training of the slowest remaining setting, s."""
         return max(map(self._runs.whole_s, self._search.record.left))
 
     def _keep_rungs(self, *rungs: RungRecord) -> None:
         self._search.keep(rungs=(*rungs, *self._earlier[len(rungs) :]))
 
     def _leave_behind(self, rung: RungRecord, count: int) -> None:
-        """Rule out all but so many settings by how they fared in a rung."""
+        """Rule out all but the `count` best settings of a rung."""
         was = "expected to stay behind" if rung.expected else "behind"
         why = f"after {formatting.seconds(rung.seconds)} of training it was {was} {counted(count, 'other')}"
         order = [name for name in rung.by_score if name in self._search.record.left]
         self._search.rule_out(HALVING, dict.fromkeys(order[count:], why))
 
     def _nothing_trained(self, rung: RungRecord) -> str:
-        """Return what to say and do where no setting has come through a rung."""
+        """Return the message, with its remedy, for a rung in which every setting failed."""
         out, first = self._search.request.out, rung.settings[0]
         remedy = "the same command tries again; other options need another folder"
         if all(map(self._runs.has_trained, self._runs.legs(rung.settings, 0.0, rung.seconds))):

@@ -1,4 +1,4 @@
-"""What a search asks of its jobs, and what they show it."""
+"""Interface of the jobs of a search, and their results."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ from speechdp.simulation.simulate import Request, scenario_of
 from speechdp.simulation.steps import MeasuredWork
 from speechdp.tasks.metrics import TaskRecord
 
-#: What stands for the folder of a run in the command that is shown: the user may have a RUN.
+#: Placeholder for the run folder in the final command; not RUN, because the user may have a folder RUN.
 NEW_RUN = "NEW_RUN"
-#: Folder of the measuring runs.
+#: Folder of the measurement runs.
 MEASURED = "measure"
-#: Steps of a measuring run.
+#: Steps of a measurement run.
 MEASURE_STEPS = 48
-#: Averages a small part of the model at every step: what does not grow with an exchange shows there.
+#: Averages a small part of the model at every step, which shows the cost independent of an exchange's size.
 _IN_PARTS = f"delayed_averaging:period={MEASURE_STEPS},fragments={MEASURE_STEPS},delay=0"
-#: What is measured of each back-end: its exchanges whole, of a small part, and in pieces beside backward.
+#: What to measure with each back-end: exchanges of the whole model, of a small part, and overlapped with
+#: backward in pieces.
 MEASURED_STRATEGIES = ("model_averaging:period=1", _IN_PARTS, "gradient_averaging")
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What the short runs of a back-end have shown.
+    """Results of the short runs with a back-end.
 
     Attributes:
-        runs: with their steps and exchanges.
-        besides: what they took besides their steps; None: none had to be started.
+        runs: the runs with their steps and exchanges.
+        besides: time besides their steps; None: no run had to be started.
     """
 
     runs: tuple[MeasuredRun, ...]
@@ -53,7 +54,7 @@ class Measurement:
 
     @property
     def link(self) -> LinkRecord | None:
-        """The link that exchanges went over, fitted as a simulation fits it; None: they do not show it."""
+        """The link between ranks, fitted as in a simulation; None: the exchanges do not show it."""
         if not self.runs:
             return None
         crosses = self.runs[0].crosses
@@ -67,7 +68,7 @@ class Measurement:
 
     @property
     def exchanges(self) -> tuple[ExchangeRecord, ...]:
-        """What was exchanged, and how long that took."""
+        """The measured exchanges with their times."""
         if not self.runs:
             return ()
         return tuple(filter(None, (_exchange_of(run, self._model) for run in self.runs)))
@@ -78,7 +79,7 @@ class Measurement:
         return model_of(chosen, MeasuredWork.of(chosen))
 
     def refused(self, settings: Sequence[Setting]) -> dict[Setting, str]:
-        """Return which settings these ranks or their back-end would refuse, and why, as far as is known."""
+        """Return the settings that these ranks or the back-end would refuse, if known, with reasons."""
         if not self.runs:
             return {}
         hosts, backend = self.runs[0].hosts, self.runs[0].backend
@@ -87,17 +88,17 @@ class Measurement:
 
     @property
     def frames_per_step(self) -> float:
-        """Frames of all ranks in a step, with the training's own batch."""
+        """Frames of all ranks per step, with the training's own batch."""
         return self._model.frames_per_step * self.runs[0].trainers
 
     def predict(self, ranks: int, settings: Sequence[Setting]) -> dict[Setting, Interval]:
-        """Return the frames/s of those settings that can be predicted from these runs."""
+        """Return the predicted frames/s of the settings that can be predicted from these runs."""
         request = Request(ranks=(ranks,), ranks_per_node=max(run.ranks_per_node for run in self.runs))
         try:
             scenario, _ = scenario_of(self.runs, request)
-        except ConfigError:  # the link shows nowhere: the race has to tell
+        except ConfigError:  # no exchange shows the link, so only the race can tell
             return {}
-        # Settings are compared with one another, not with a run.
+        # Only differences between settings matter, not the error relative to a run.
         scenario = replace(scenario, spread=0.0, error=0.0)
         known = [one for one in settings if is_known(one.strategy)]
         exchanges = [(one.strategy, exchange_of(one.strategy, scenario.model)) for one in known]
@@ -107,7 +108,7 @@ class Measurement:
 
 
 def _exchange_of(run: MeasuredRun, model: Model) -> ExchangeRecord | None:
-    """Return what the exchanges of a measuring run took; None where they do not show it."""
+    """Return the time of a measurement run's exchanges; None if the run does not show it."""
     exchange = exchange_of(run.strategy, model)
     if len(exchange.buckets) > 1:
         seconds, pieces = float(run.times.comm.min(axis=1).mean()), len(exchange.buckets)
@@ -123,10 +124,10 @@ class Scored:
     """A run that was trained up to a step.
 
     Attributes:
-        points: (step, held-out score) of its evaluations, by step, from step 1 on.
+        points: (step, held-out score) of its evaluations after step 0, ordered by step.
         is_over: it has trained all its epochs.
         has_diverged: its last score is not finite.
-        task: whose scores they are; None: not known.
+        task: task of the scores; None: unknown.
     """
 
     points: tuple[tuple[int, float], ...]
@@ -146,12 +147,12 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a job that trained several runs has taken.
+    """Times of a job that trained several runs.
 
     Attributes:
-        took_s: by the stretches that it has trained, in order: with their evaluations and checkpoints.
-        start_s: what it took besides them.
-        message: what went wrong with the next one; "": nothing did.
+        took_s: times of the finished stretches, in order, including evaluations and checkpoints.
+        start_s: time of the job besides them.
+        message: cause of failure of the next stretch; "": none.
     """
 
     took_s: tuple[float, ...]
@@ -161,13 +162,13 @@ class Trained:
 
 @dataclass(frozen=True)
 class RacedSettings:
-    """How fast settings are, by turns.
+    """Speeds of settings as measured in the race.
 
     Attributes:
-        speeds: by name, ratios to gradient averaging; empty: fewer than two could take part.
-        baseline_per_s: what they are ratios to, frames/s.
-        frames_per_step: of all ranks, by name.
-        left_out: what could not take part, and why.
+        speeds: ratios to gradient averaging by name; empty: fewer than two could take part.
+        baseline_per_s: speed that the ratios refer to, frames/s.
+        frames_per_step: frames of all ranks per step, by name.
+        left_out: settings that could not take part, with reasons.
     """
 
     speeds: Mapping[str, RacedSpeed]
@@ -177,7 +178,7 @@ class RacedSettings:
 
     @classmethod
     def of(cls, race: RaceRecord) -> RacedSettings:
-        """Return what a race has shown."""
+        """Return the speeds measured in a race."""
         speeds = race.speeds()
         per_step = {name: frames_per_step(race, name) for name in speeds}
         baseline_per_s = race.frames_per_s(race.plan.baseline) if speeds else 0.0
@@ -185,7 +186,7 @@ class RacedSettings:
 
 
 def frames_per_step(race: RaceRecord, name: str) -> float:
-    """Return the frames of all ranks in a step of a raced setting."""
+    """Return the frames of all ranks per step of a raced setting."""
     turns = [turn for turn in race.turns if turn.setting == name and turn.round > 0]
     return sum(sum(turn.frames) for turn in turns) / sum(turn.steps for turn in turns)
 
@@ -195,7 +196,7 @@ class TunedJobs(ABC):
 
     Args:
         out: folder of the search.
-        metric: what a script's runs are judged by, as `read_run` has it; "": what they log last.
+        metric: metric that ranks a script's runs, as in `read_run`; "": the value that they log last.
     """
 
     def __init__(self, out: Path, metric: str = "") -> None:
@@ -203,31 +204,31 @@ class TunedJobs(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Make what all runs need.  Raises RunError."""
+        """Prepare what all runs need.  Raises RunError."""
 
-    #: Whether a race is refused where even the shortest takes too much of the budget.
+    #: Whether to refuse a race if even the shortest takes too much of the budget.
     chooses_race = True
 
     @abstractmethod
     def expected_race_s(
         self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> float:
-        """Return about how long `hold_race` takes; 0 where the race was held."""
+        """Return the expected time of `hold_race`, s; 0 if the race was already held."""
 
     @abstractmethod
     def hold_race(
         self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> RacedSettings | str:
-        """Let settings take turns, unless they have; return their speeds, or what went wrong.
+        """Race settings, unless that is done; return their speeds, or the cause of failure.
 
         Args:
-            longest_s: time for it, by which there are fewer turns, as far as intervals allow.
-            pace: of these settings, by which that is judged.
+            longest_s: time limit, s; turns are reduced to meet it as far as intervals allow.
+            pace: expected times of these settings.
         """
 
     @abstractmethod
     def total_steps(self, frames_per_step: float) -> float:
-        """Return how many steps a whole training has; infinite where nobody knows."""
+        """Return the number of steps of a whole training; infinite if unknown."""
 
     @abstractmethod
     def command(self, setting: Setting, backend: str) -> str:
@@ -237,32 +238,32 @@ class TunedJobs(ABC):
     def _train_some(
         self, strategies: Mapping[Path, StrategyChoice], backend: str, steps: int
     ) -> Besides | str:
-        """Train so many steps of the first seed with some strategies, and nothing else.
+        """Train some steps with each of some strategies and the first seed, without anything else.
 
-        What an earlier start has left is deleted: it would not be among the steps that are timed.
+        Delete what an earlier start left, because its steps would not be timed.
 
         Args:
-            strategies: by the folders of their runs, at least one.
+            strategies: strategies by the folders of their runs, at least one.
 
         Returns:
-            What that took besides the steps, the least; or what went wrong.
+            The shortest time besides the steps, or the cause of failure.
         """
 
     @abstractmethod
     def _train_on(self, run_dir: Path, setting: Setting, backend: str, seed: int, step: int) -> str | None:
-        """Go on with a run until it is evaluated at a step or soon after; return None, or what went wrong."""
+        """Continue a run to its evaluation at or soon after a step; return None, or the cause of failure."""
 
     def measure(self, backend: str, *, knows_start: bool) -> Measurement | str:
-        """Train some steps with each of MEASURED_STRATEGIES; return what they show, or what went wrong.
+        """Train some steps with each of MEASURED_STRATEGIES; return the results, or the cause of failure.
 
         Args:
-            knows_start: it is known what a job takes besides its steps; else all are run again to know it,
-                and since what is there may be of another search, whose record was deleted.
+            knows_start: the time of a job besides its steps is known.  If not, repeat all runs: to measure
+                it, and because existing runs may belong to another search whose record was deleted.
         """
         folders = measured_dirs(self._out, backend)
         timed = {text for run_dir, text in folders.items() if is_timed(run_dir)}
         if knows_start and timed == set(MEASURED_STRATEGIES) - {_IN_PARTS}:
-            # Measured by a version that did without it: another run would change what was predicted.
+            # An earlier version measured without it; an additional run would change the predictions.
             folders = {run_dir: text for run_dir, text in folders.items() if text in timed}
         due = {
             run_dir: StrategyChoice(text)
@@ -274,7 +275,7 @@ class TunedJobs(ABC):
             return besides
         try:
             runs = [
-                # Its record names every option; here it is what it was asked for as.
+                # Its record has every option; here use the strategy as requested.
                 replace(measured_run(read_run(run_dir), may_have_paused=True), strategy=StrategyChoice(text))
                 for run_dir, text in folders.items()
             ]
@@ -283,7 +284,7 @@ class TunedJobs(ABC):
         return Measurement(tuple(runs), besides)
 
     def step_s(self, backend: str) -> float:
-        """Return how long a step takes that is not predicted, by a back-end's slowest measuring run."""
+        """Return the time of a step without prediction, s: that of the back-end's slowest measurement."""
         found = []
         for run_dir in measured_dirs(self._out, backend):
             timing = read_run(run_dir).timing
@@ -297,12 +298,12 @@ class TunedJobs(ABC):
         longest_s: float,
         on_trained: Callable[[int], None],
     ) -> Trained:
-        """Train runs one after another within one start, as far as that goes; here only the first.
+        """Train runs one after another within one start, as far as possible; here only the first.
 
         Args:
-            stretches: not trained yet, at least one.
-            longest_s: after which no other begins; 0: all are trained.
-            on_trained: told how many are trained, as soon as that is more, perhaps by another thread.
+            stretches: stretches to train, at least one.
+            longest_s: time after which no further stretch begins, s; 0: train all.
+            on_trained: called with the number of trained stretches when it grows, perhaps in another thread.
         """
         begun_s, one = time.monotonic(), stretches[0]
         message = self._train_on(
@@ -312,10 +313,9 @@ class TunedJobs(ABC):
         return Trained((took_s,), 0.0) if message is None else Trained((), 0.0, message)
 
     def train_to(self, setting: Setting, backend: str, seed: int, step: int) -> Scored | str:
-        """Train a setting's run by itself up to a step, or to its end before; return its scores.
+        """Train one setting's run up to a step or its end; return its scores, or the cause of failure.
 
-        It is evaluated there or soon after.  A run that has come so far is not touched.  Returns what went
-        wrong, where something did.
+        The run is evaluated there or soon after.  A run that has already trained that far is left alone.
         """
         if not self.has_trained_to(setting, seed, step):
             message = self._train_on(self.run_dir(setting, seed), setting, backend, seed, step)
@@ -329,12 +329,12 @@ class TunedJobs(ABC):
         points = up_to(found.points, step)
         if found.has_diverged and not any(at >= step for at, _ in points):
             return "its held-out value is not finite"
-        # A run that is over was not, where it stood at that step.
+        # A finished run counts as unfinished if it had more evaluations after that step.
         is_over = found.is_over and len(points) == len(found.points)
         return Scored(points, is_over, task=found.task) if points else "it was not evaluated"
 
     def has_trained_to(self, setting: Setting, seed: int, step: int) -> bool:
-        """Return whether a setting's run has come so far, or can go no further: no job would be started."""
+        """Return whether a setting's run has reached a step or its end, so that no job has to be started."""
         found = self._scored(self.run_dir(setting, seed))
         return found.is_over or found.has_diverged or any(at >= step for at, _ in found.points)
 
@@ -357,7 +357,7 @@ class TunedJobs(ABC):
 
 
 def measured_dirs(out: Path, backend: str) -> dict[Path, str]:
-    """Return the folders of the short runs by which a back-end is measured, with their strategies."""
+    """Return the folders of the runs that measure a back-end, with their strategies."""
     return {out / MEASURED / f"{backend}-{text.partition(':')[0]}": text for text in MEASURED_STRATEGIES}
 
 
@@ -367,21 +367,21 @@ def is_timed(run_dir: Path) -> bool:
 
 
 def steps_of_turn(setting: Setting, least: int) -> int:
-    """Return the steps of a setting's turn: whole periods where they are in steps, at least so many."""
+    """Return the steps of a setting's turn: at least `least`, in whole periods if these are in steps."""
     return turn_steps(Period.parse(str(setting.period_steps)), least, frames_a_step=1.0, step_s=None)
 
 
 def up_to(points: Sequence[tuple[int, float]], step: int) -> tuple[tuple[int, float], ...]:
-    """Return the evaluations before a step and the first from it on; asynchronous ranks pass it a little."""
+    """Return the evaluations up to the first at or after a step; asynchronous ranks overshoot a little."""
     passed = next((number for number, (at, _) in enumerate(points, start=1) if at >= step), len(points))
     return tuple(points[:passed])
 
 
 def besides_steps_s(run_dir: Path, wall_s: float) -> float:
-    """Return what a run took besides its steps.
+    """Return the time of a run besides its steps, s.
 
     Args:
-        wall_s: all that it took.
+        wall_s: total time, s.
     """
     timing = read_run(run_dir).timing
     trained = 0.0 if timing is None else max((rank.training_s for rank in timing.ranks), default=0.0)

@@ -1,6 +1,6 @@
-"""Parts of the runs of a search, trained one after another within one start of the ranks.
+"""Train parts of the runs of a search one after another within one start of the ranks.
 
-A start takes seconds (imports, MPI, opening the data), a part of a run in an early rung often less.
+A start takes seconds (imports, MPI, opening the data), often longer than a part of a run in an early rung.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from speechdp.train.progress import Reporter
 from speechdp.train.realign import train_or_go_on
 from speechdp.train.session import Session
 
-#: What the parts of a job have taken, beside their runs.
+#: File with the times of a job's parts; it is beside their runs.
 TOOK = "took.json"
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some steps of a run.
+    """A part of a run.
 
     Attributes:
-        folder: name of the run's.
+        folder: name of the run's folder.
         strategy, batch_size, learning_rate: as in Setting.
-        pause_at: step at which it is evaluated and pauses; 0: it trains to its end.
-        max_steps: after which it ends; 0: it trains as long as its epochs last.
-        anew: what an earlier start has left is deleted; else it goes on from there.
+        pause_at: step at which the run is evaluated and pauses; 0: train to the end.
+        max_steps: step after which the run ends; 0: train all epochs.
+        anew: delete what an earlier start left; otherwise continue from it.
     """
 
     folder: str
@@ -56,10 +56,10 @@ class Part:
     learning_rate: float | None = None
 
     def options(self, shared: TrainOptions) -> TrainOptions:
-        """Return the options of its run.
+        """Return the options of the run.
 
         Args:
-            shared: what all runs of the search share.
+            shared: options that all runs of the search share.
         """
         own = shared.with_setting(StrategyChoice(self.strategy), self.batch_size, self.learning_rate)
         average = 1 if self.max_steps else own.average_epochs
@@ -68,11 +68,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Parts:
-    """What a job trains.
+    """The parts that a job trains.
 
     Attributes:
         parts: in order.
-        longest_s: after which no other begins; 0: all are trained.
+        longest_s: time after which no further part begins, s; 0: train all.
     """
 
     parts: tuple[Part, ...]
@@ -80,12 +80,12 @@ class Parts:
 
     @property
     def text(self) -> str:
-        """All of it in one word for the ranks."""
+        """The parts as one command-line word for the ranks."""
         return json.dumps({"longest_s": self.longest_s, "parts": [vars(part) for part in self.parts]})
 
     @classmethod
     def of(cls, text: str) -> Parts:
-        """Return what `text` was of."""
+        """Return the parts encoded in `text`."""
         found = json.loads(text)
         return cls(tuple(Part(**checked_fields(Part, one)) for one in found["parts"]), found["longest_s"])
 
@@ -97,10 +97,10 @@ def train_parts(
     root: Path,
     reporter_for: Callable[[str], Reporter],
 ) -> None:
-    """Train parts of runs in order, and record what each has taken in ROOT/took.json.  Collective.
+    """Train parts of runs in order, and record the time of each in ROOT/took.json.  Collective.
 
     Args:
-        shared: by all runs.
+        shared: options that all runs share.
         root: folder of the runs.
         reporter_for: makes the reporter of a run from its name.
 
@@ -118,7 +118,7 @@ def train_parts(
         if told[0][0]:
             return
         _train(dataclasses.replace(session, reporter=reporter_for(part.folder)), shared, part, root)
-        # The model, the optimizer and their tensors are in cycles; the next run needs their memory.
+        # Model, optimizer and their tensors are in reference cycles, and the next run needs their memory.
         gc.collect()
         took_s.append(time.monotonic() - part_s)
         if session.comm.rank == 0:
@@ -126,7 +126,7 @@ def train_parts(
 
 
 def _train(session: Session, shared: TrainOptions, part: Part, root: Path) -> None:
-    """Train a part; its run.json names the command that trains its run by itself.  Collective."""
+    """Train a part; run.json has the command that would train the run by itself.  Collective."""
     run_dir, options = root / part.folder, part.options(shared)
     command = ["speechdp", "train", str(session.dataset.path), str(run_dir), *train_arguments(options)]
     facts = {**session.facts, "command": command}
@@ -140,21 +140,21 @@ def _train(session: Session, shared: TrainOptions, part: Part, root: Path) -> No
 
 
 def forget_took(root: Path) -> None:
-    """Delete what an earlier job has noted.  Raises RunError where that fails."""
+    """Delete the times of an earlier job.  Raises RunError on failure."""
     delete_file(root / TOOK)
 
 
 def read_took(root: Path, *, is_over: bool = False) -> list[float]:
-    """Return how long the parts of the last job took, as far as they are done; s, by their order.
+    """Return the times of the finished parts of the last job, in order, s.
 
     Args:
-        is_over: the job has ended, and what is there has to be seen.
+        is_over: the job has ended, so its last record must be visible.
     """
     if is_over:
         with suppress(OSError):
             listed_anew(root)
     try:
         found = [finite(one) for one in parse_json((root / TOOK).read_text(encoding="utf-8"))["took_s"]]
-    except (OSError, ValueError, TypeError, KeyError):  # it has not begun
+    except (OSError, ValueError, TypeError, KeyError):  # the job has not begun
         return []
     return [one for one in found if one is not None]

@@ -1,4 +1,4 @@
-"""What a search tries, how it rules settings out, and how it spends its time: pure functions."""
+"""Decide what a search tries, which settings it rules out, and how it spends its time: pure functions."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from speechdp.parallel.registry import StrategyChoice, parse_strategy
 from speechdp.report.kit import formatting
 from speechdp.simulation.exchanges import has_period, is_known
 
-#: Strategies that are tried where none are named; those with a period, with every one of --periods.
+#: Strategies to try by default; those with a period are tried with each of --periods.
 STRATEGIES = (
     "gradient_averaging,gradient_averaging:compression=fp16,model_averaging,bmuf,slowmo,delayed_averaging,"
     "dpsgd,ad_psgd"
 )
-#: Averages between nodes are that much rarer than inside, where both are tried.
+#: Factor by which averages between nodes are rarer than inside nodes, if both are tried.
 _RARER = 4
 #: The gain in speed below which averaging less often is not worth trying.
 WORTH = 1.02
-#: Steps of a run in the first rung, at least: fewer say nothing of how a setting learns.
+#: Minimum steps of a run in the first rung; fewer do not show how a setting learns.
 LEAST_STEPS = 20
-#: Rungs, the last ones, at whose ends the runs of the other seeds are evaluated too.
+#: Number of last rungs at whose ends the runs of the other seeds are also evaluated.
 SEED_STOPS = 3
-#: Settings that the halving ends with.
+#: Number of settings in the last rung.
 LAST = 2
-#: By what share of its steps a run may stop earlier or later than the others of its rung.
+#: Share of its steps by which a run may stop earlier or later than the others of its rung.
 _OFF = 0.1
-#: A rung is so many times as long as the one before, at least: less is not worth starting its runs.
+#: Minimum ratio of a rung's length to that of the one before; less is not worth starting the runs.
 _LONGER = 1.2
-#: What a rung may have of its planned length, at most, where jobs were faster than planned.
+#: Maximum ratio of a rung's length to its planned length if jobs were faster than planned.
 _MORE = 1.5
 REFERENCE = "gradient_averaging"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One of what is tried.
+    """A setting to try.
 
     Attributes:
         batch_size: segments of a rank's batch; 0: the training's own.
-        learning_rate: of the plateau; None: the training's own.
+        learning_rate: learning rate of the plateau; None: the training's own.
     """
 
     strategy: StrategyChoice
@@ -52,22 +52,22 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Its name in records and on the page."""
+        """Name of the setting in records and on the page."""
         return " ".join([self.strategy.text, *self._besides])
 
     @property
     def file_name(self) -> str:
-        """The name as part of a folder's."""
+        """The name as part of a folder name."""
         return "-".join([self.strategy.file_name, *(word.replace("=", "") for word in self._besides)])
 
     @property
     def raced(self) -> Setting:
-        """The setting that stands for it in the race: one is as fast with every learning rate."""
+        """The setting that represents it in the race, as the learning rate does not change the speed."""
         return replace(self, learning_rate=None)
 
     @property
     def _besides(self) -> list[str]:
-        """What it has besides a strategy, in words: `batch=8`, `rate=0.004`."""
+        """Its options besides the strategy, as text: `batch=8`, `rate=0.004`."""
         words = [f"batch={self.batch_size}"] if self.batch_size else []
         if self.learning_rate is not None:
             words.append(f"rate={formatting.learning_rate(self.learning_rate)}")
@@ -75,10 +75,10 @@ class Setting:
 
     @property
     def family(self) -> tuple[str, int]:
-        """What settings share that differ in nothing but how much they exchange: period or compression.
+        """Key shared by settings that differ only in how much they exchange: in period or compression.
 
-        Periods in steps, frames and seconds cannot be compared, nor periods of an outer step, which may learn
-        better the longer they are.
+        Periods in steps, frames and seconds are not comparable.  Neither are periods of an outer step,
+        because longer ones may learn better.
         """
         name, _, rest = self.strategy.text.partition(":")
         looser = ("compression",) if self.strategy.parsed.traits.has_outer_step else ("period", "compression")
@@ -88,21 +88,21 @@ class Setting:
 
     @property
     def looseness(self) -> float:
-        """Orders the settings of a family: the larger, the less is exchanged."""
+        """Sort key within a family: the larger, the less is exchanged."""
         compressed = "compression=" in self.strategy.text
         return (0.0 if self._period is None else self._period.value) + 0.5 * compressed
 
     @property
     def period_steps(self) -> int:
-        """Steps in which every kind of exchange happens once; 1 where nobody knows how many."""
+        """Steps in which every kind of exchange happens once; 1 if unknown."""
         period = str(self.strategy.parsed.traits.whole_period)
         return max(1, int(period)) if period.isdigit() else 1
 
     def stop(self, steps: int) -> int:
-        """Return where a run stops that is to train so many steps, from 1 on, and is scored there.
+        """Return the step at which a run of about `steps` steps (at least 1) stops and is scored.
 
-        Between two steps of an outer optimizer its model stays as it was, and has not learnt what the ranks
-        have: a run that would stop shortly before or after one stops at it.
+        Between two steps of an outer optimizer the model does not change, and lacks what the ranks have
+        learnt since.  So a run that would stop shortly before or after an outer step stops at it.
         """
         if not self.strategy.parsed.traits.has_outer_step:
             return steps
@@ -114,18 +114,18 @@ class Setting:
         period = self.strategy.parsed.traits.period
         try:
             return None if period is None else Period.parse(str(period))
-        except ConfigError:  # of a user's own kind
+        except ConfigError:  # the user's own kind of period
             return None
 
 
 def settings_of(strategies: Sequence[StrategyChoice], periods: Sequence[int]) -> tuple[Setting, ...]:
-    """Return what is tried, gradient averaging first: all others are compared with it.
+    """Return the settings to try; gradient averaging, with which all others are compared, comes first.
 
     Args:
-        periods: for strategies that have a period and were given without one.
+        periods: periods for strategies that have a period option and were given without it.
 
     Raises:
-        ConfigError: a strategy cannot have one of them.
+        ConfigError: a strategy does not accept one of the periods.
     """
     found = {REFERENCE: Setting(StrategyChoice(REFERENCE))}
     for choice in strategies:
@@ -136,12 +136,12 @@ def settings_of(strategies: Sequence[StrategyChoice], periods: Sequence[int]) ->
 
 
 def _averages(choice: StrategyChoice) -> bool:
-    """Return whether --periods are tried: a strategy made to exchange at every step keeps its period."""
+    """Return whether to try --periods; a strategy made to exchange at every step keeps its period."""
     return is_known(choice) and has_period(choice) and choice.parsed.traits.period != "1"
 
 
 def _with_period(choice: StrategyChoice, period: int) -> StrategyChoice:
-    """Return a strategy with a period, unless it has one.  Raises ConfigError: it cannot have this one."""
+    """Return a strategy with this period, unless it has one.  Raises ConfigError: it does not accept it."""
     found = choice.with_default("period", str(period))
     try:
         parse_strategy(found.text)
@@ -151,26 +151,26 @@ def _with_period(choice: StrategyChoice, period: int) -> StrategyChoice:
 
 
 def in_two_levels(periods: Sequence[int]) -> str:
-    """Return the strategies that are tried besides where some of several hosts have several ranks."""
+    """Return additional strategies to try if there are several hosts and some have several ranks."""
     texts = ["gradient_averaging:between_nodes=16"]
     texts += [f"model_averaging:period={p},between_nodes={_RARER * p}" for p in sorted(periods)[:-1]]
     return ",".join(texts)
 
 
-#: Of two settings, whether the first is surely faster; and how many times as fast it is.
+#: Whether the first of two settings is surely faster than the second; and how many times as fast it is.
 IsFaster: TypeAlias = Callable[[Setting, Setting], bool]
 Times: TypeAlias = Callable[[Setting, Setting], float]
 
 
 def too_slow(settings: Sequence[Setting], is_faster: IsFaster, times: Times, how: str) -> dict[Setting, str]:
-    """Return which settings need not be trained, and why: exchanging less must be paid for in speed.
+    """Return the settings that need not be trained, with reasons: exchanging less must gain speed.
 
-    A setting is ruled out where gradient averaging, which loses nothing in learning, is surely faster, or
-    where another of its family exchanges more and is as fast within 2 %.  Only settings with equal batches
-    are compared.
+    A setting is ruled out if gradient averaging, which loses nothing in learning, is surely faster, or if
+    another setting of its family exchanges more and is as fast within 2 %.  Only settings with equal
+    batches are compared.
 
     Args:
-        how: speeds were found, "predicted" or "raced".
+        how: how speeds were found: "predicted" or "raced".
     """
     reasons: dict[Setting, str] = {}
     for setting in sorted(settings, key=lambda one: one.looseness):
@@ -194,18 +194,18 @@ def too_slow(settings: Sequence[Setting], is_faster: IsFaster, times: Times, how
 
 
 def batches_of(own: int, given: Sequence[int]) -> tuple[int, ...]:
-    """Return the other batches of a rank to try: those given, else half and twice the training's own."""
+    """Return the other batches per rank to try: those given, else half and twice the training's own."""
     wanted = given or (own // 2, 2 * own)
     return tuple(dict.fromkeys(size for size in wanted if size > 0 and size != own))
 
 
 @dataclass(frozen=True)
 class ExpectedTimes:
-    """How long jobs are expected to take, by what was measured and predicted.
+    """Expected times of jobs, from measurements and predictions.
 
     Attributes:
-        start_s: what a job takes besides its steps.
-        steps_s: how long a step of each setting takes.
+        start_s: time of a job besides its steps, s.
+        steps_s: time of a step of each setting, s.
     """
 
     start_s: float
@@ -214,18 +214,18 @@ class ExpectedTimes:
 
 @dataclass(frozen=True)
 class Besides:
-    """What training costs besides its steps, s.
+    """Overhead of training besides its steps, s.
 
     Attributes:
-        start_s: a start of the ranks that trains several runs; 0 where every run is a start of its own.
-        run_s: a run, each time that it begins or goes on: building it, evaluations, checkpoints.
+        start_s: time of a start of the ranks that trains several runs; 0 if every run is started separately.
+        run_s: time of a run each time that it begins or continues: building it, evaluations, checkpoints.
     """
 
     start_s: float
     run_s: float
 
     def cost_s(self, runs: int) -> float:
-        """Return what so many runs cost in one start."""
+        """Return the overhead of `runs` runs in one start, s."""
         return self.start_s + runs * self.run_s
 
 
@@ -234,13 +234,13 @@ NOTHING = Besides(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Rungs:
-    """Successive halving: in each rung settings train for the same time, and half of them go on.
+    """Successive halving: in each rung settings train for the same time, and half of them continue.
 
     Attributes:
-        counts: settings in each rung.
-        seconds: training time of each by the end of each rung.
-        seeds: runs of each setting in the last rung.
-        done_s: ends of the rungs before, from which the runs go on.
+        counts: number of settings in each rung.
+        seconds: training time of each setting by the end of each rung, s.
+        seeds: number of runs of each setting in the last rung.
+        done_s: ends of the finished rungs, s, from which the runs continue.
     """
 
     counts: tuple[int, ...]
@@ -249,7 +249,7 @@ class Rungs:
     done_s: tuple[float, ...] = ()
 
     def cost_s(self, besides: Besides) -> float:
-        """Return what all runs take: a rung is a job, and so are the last settings with every other seed."""
+        """Return the time of all runs, s.  Each rung and each further seed of the last settings is a job."""
         before, total = self.done_s[-1] if self.done_s else 0.0, 0.0
         for count, until in zip(self.counts, self.seconds, strict=True):
             total += count * (until - before) + besides.cost_s(count)
@@ -260,7 +260,7 @@ class Rungs:
 
 
 def halvings(count: int) -> tuple[int, ...]:
-    """Return how many settings are in each rung: half of those before, the last with LAST at most."""
+    """Return the number of settings in each rung: half of the rung before, at most LAST in the last."""
     counts = [count]
     while counts[-1] > LAST:
         counts.append(max(LAST, math.ceil(counts[-1] / 2)))
@@ -268,12 +268,13 @@ def halvings(count: int) -> tuple[int, ...]:
 
 
 def shortest_rungs(count: int, seeds: int, least_s: float, whole_s: float) -> Rungs:
-    """Return the shortest rungs that show anything of so many settings.
+    """Return the shortest informative rungs for `count` settings.
 
     Args:
-        seeds: of the last.
-        least_s: time of the fewest steps.
-        whole_s: a whole training of the slowest setting; none trains longer.
+        count: number of settings.
+        seeds: number of seeds in the last rung.
+        least_s: time of the fewest steps, s.
+        whole_s: time of a whole training of the slowest setting, s; none trains longer.
     """
     counts = halvings(count)
     first_s = min(least_s, whole_s / 2.0 ** (len(counts) - 1))
@@ -288,18 +289,18 @@ def plan_rungs(
     longest_s: float,
     done_s: Sequence[float] = (),
 ) -> Rungs:
-    """Spend a budget: each rung trains twice as long as the one before, from its beginning on.
+    """Plan rungs that use up a budget; the total training time doubles from rung to rung.
 
     Args:
-        counts: settings in each rung.
-        seeds: in the last.
-        budget_s: for all of it.
+        counts: number of settings in each rung.
+        seeds: number of seeds in the last rung.
+        budget_s: time for all rungs, s.
         besides: as in `Rungs.cost_s`.
-        longest_s: a whole training of the slowest setting; none trains longer.
+        longest_s: time of a whole training of the slowest setting, s; none trains longer.
         done_s: as in `Rungs`.
 
     Returns:
-        The rungs; of no length where starting the runs uses the budget up.
+        The rungs; of zero length if starting the runs uses up the budget.
     """
     unit = Rungs(tuple(counts), tuple(2.0**k for k in range(len(counts))), seeds)
     after = replace(unit, done_s=tuple(done_s))
@@ -313,14 +314,14 @@ def plan_rungs(
 def next_rung(
     left: int, seeds: int, budget_s: float, besides: Besides, longest_s: float, done_s: Sequence[float]
 ) -> tuple[int, float] | None:
-    """Return how many settings go on after some rungs, and until when they train; None: none can any more.
+    """Return how many settings continue after some rungs, and until when, s; None: none can.
 
-    Where what is left of the budget does not pay for all rungs, the last settings go on at once; where it
-    does not pay for that either, they do as if there were no other seeds.  Where jobs were faster than it was
-    planned, rungs are longer than twice the one before: it is the last ones that tell settings apart.
+    If the remaining budget does not pay for all rungs, skip to the last settings; if it does not pay for
+    that either, plan without the other seeds.  If jobs were faster than planned, make rungs longer than
+    twice the one before, because the last rungs distinguish settings best.
 
     Args:
-        left: settings that can be trained, of those of the last rung.
+        left: number of settings of the last rung that can be trained.
         seeds, budget_s, besides, longest_s, done_s: as in `plan_rungs`.
     """
     counts, before_s = halvings(left)[1:] or (left,), done_s[-1]

@@ -1,6 +1,6 @@
-"""Measure every back-end, predict the speed of all settings with each, and choose one; rule settings out.
+"""Measure every back-end, predict the speed of all settings with each, choose one, and rule settings out.
 
-What cannot be predicted, other batches or a strategy of the user's, is left to the race.
+Settings that cannot be predicted (other batches, a user's own strategy) are left to the race.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from speechdp.experiments.tune.record import MEASURE, PREDICT, BackendRecord, Se
 from speechdp.experiments.tune.search import SearchState
 from speechdp.simulation.predict import Interval
 
-#: How it is told that somebody, the kernel for want of memory, or the network has ended a rank.
+#: Texts in messages about a rank ended by somebody, by the kernel (out of memory), or by the network.
 _LOST = ("SIGKILL", "SIGTERM", "signal 9", "signal 15", "was lost")
 
 
 def measure(search: SearchState) -> dict[str, Measurement]:
-    """Measure every back-end, or the one that was chosen before; return what those that work show.
+    """Measure every back-end, or the one chosen before; return the results of those that work.
 
     Raises:
-        RunError: none works, or the one that was chosen does not.
-        JobStopped: a signal came meanwhile.
+        RunError: none works, or the chosen one does not.
+        JobStopped: a signal arrived meanwhile.
     """
     known = {one.name for one in search.record.backends if one.besides is not None}
     chosen = search.backend_before
@@ -59,14 +59,14 @@ def measure(search: SearchState) -> dict[str, Measurement]:
 
 
 def _measure_backend(search: SearchState, name: str, *, knows_start: bool) -> Measurement | str:
-    """Measure a back-end and keep that; return what it shows, or what went wrong.
+    """Measure a back-end and record it; return the results, or the cause of failure.
 
     Args:
-        knows_start: an earlier command has measured what a job takes besides its steps.
+        knows_start: an earlier command has measured the time of a job besides its steps.
     """
     search.say(f"measure: computing, data and exchanges with back-end {name}")
     result = search.jobs.measure(name, knows_start=knows_start)
-    if isinstance(result, str) and any(word in result for word in _LOST):  # no fault of the back-end
+    if isinstance(result, str) and any(word in result for word in _LOST):  # not the back-end's fault
         search.say(f"measure: back-end {name} is tried once more: {result}")
         result = search.jobs.measure(name, knows_start=knows_start)
     if isinstance(result, str):
@@ -74,7 +74,7 @@ def _measure_backend(search: SearchState, name: str, *, knows_start: bool) -> Me
     _keep_backend(search, name, link=result.link, exchanges=result.exchanges)
     if result.besides is not None:
         _keep_backend(search, name, start_s=result.besides.start_s, run_s=result.besides.run_s)
-        if not knows_start:  # else a rung of an earlier command may have told it better
+        if not knows_start:  # else a rung of an earlier command may have measured it better
             search.keep_besides(result.besides)
     return result
 
@@ -113,7 +113,7 @@ def predict(search: SearchState, measured: Mapping[str, Measurement]) -> str:
     ]
     records += _other_batches(search, [one for one in records if not one.out_in])
     records += _with_rates_before(search, records)
-    if not search.backend_before:  # else a rung of an earlier command may have told it better
+    if not search.backend_before:  # else a rung of an earlier command may have measured it better
         search.keep_besides(search.record.measured_besides(backend))
     _keep_tried(search, records)
     search.say_ruled_out(PREDICT, len(reasons) + len(why_refused))
@@ -142,7 +142,7 @@ def _choose_backend(search: SearchState, speeds: Mapping[str, Mapping[Setting, I
 
 
 def _overall(speeds: Sequence[Interval]) -> Interval | None:
-    """Return the geometric mean of several speeds; None where there is none."""
+    """Return the geometric mean of several speeds; None if there are none."""
     if not speeds:
         return None
     count = len(speeds)
@@ -154,12 +154,12 @@ def _overall(speeds: Sequence[Interval]) -> Interval | None:
 
 
 def _record_of(setting: Setting, speed: Interval | None, refused: str, slow: str) -> SettingRecord:
-    """Return what is known of a setting.
+    """Return the record of a setting.
 
     Args:
-        speed: as predicted; None: it was not.
+        speed: predicted speed; None: not predicted.
         refused: why these ranks or their back-end would refuse it; "": they would not.
-        slow: why it is too slow; "": it is not, or nobody knows.
+        slow: why it is too slow; "": it is not, or this is unknown.
     """
     own = SettingRecord.of(setting)
     if refused:
@@ -174,7 +174,7 @@ def _record_of(setting: Setting, speed: Interval | None, refused: str, slow: str
 def _other_batches(search: SearchState, left: Sequence[SettingRecord]) -> list[SettingRecord]:
     """Return gradient averaging, and the setting predicted to be fastest, with other batches.
 
-    Where there are no more than the halving ends with, all of them.
+    If there are no more settings than in the last rung, return all of them.
     """
     fastest = max(left, key=lambda one: one.predicted or 0.0)
     few = [one.name for one in left] if len(left) <= LAST else []
@@ -188,9 +188,9 @@ def _other_batches(search: SearchState, left: Sequence[SettingRecord]) -> list[S
 
 
 def _with_rates_before(search: SearchState, records: Sequence[SettingRecord]) -> list[SettingRecord]:
-    """Return settings with the learning rates with which an earlier command has tried them, if it has.
+    """Return settings with the learning rates that an earlier command tried them with, if any.
 
-    They stay in the record, which names them in its rungs, until the race has told what goes on.
+    They stay in the record, whose rungs name them, until the race shows which settings continue.
     """
     by_name = {one.name: one for one in records}
     found = []
@@ -203,7 +203,7 @@ def _with_rates_before(search: SearchState, records: Sequence[SettingRecord]) ->
 
 
 def _keep_tried(search: SearchState, records: Sequence[SettingRecord]) -> None:
-    """Keep what is known of all settings, and of what an earlier command has found what is of them."""
+    """Record all settings, and those results of an earlier command that belong to them."""
     names, before = {one.name for one in records}, search.record
     kept = before.chosen in names
     search.keep(

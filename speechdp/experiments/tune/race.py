@@ -1,4 +1,4 @@
-"""The race of what the predictions leave: whether the budget suffices for it and the rungs; what it shows."""
+"""Race the settings that remain after the predictions, if the budget suffices for the race and the rungs."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from speechdp.experiments.tune.record import RACE
 from speechdp.experiments.tune.search import SearchState
 from speechdp.report.kit import formatting
 
-#: Share of the budget that the race takes at most, as far as its intervals allow.
+#: Maximum share of the budget that the race takes, as far as its intervals allow.
 _RACE_SHARE = 0.25
-#: Share of it that the shortest race may take.
+#: Maximum share of the budget that the shortest race may take.
 _MOST_OF_RACE = 0.5
-#: What a budget has to have more than that, by which the same command finds it to be enough.
+#: Factor by which a budget must exceed that, so that the same command will find it to be enough.
 _ROOM = 1.05
 
 
 class TunedRace:
-    """Lets the settings of a search race.
+    """Races the settings of a search.
 
     Args:
-        search: whose back-end is chosen.
-        measured: with that back-end.
+        search: search whose back-end is chosen.
+        measured: measurements with that back-end.
     """
 
     def __init__(self, search: SearchState, measured: Measurement) -> None:
@@ -42,15 +42,15 @@ class TunedRace:
         self._backend = search.record.backend
 
     def hold(self) -> None:
-        """Let what is left race, unless it has; rule settings out by that, and choose the fastest so far.
+        """Race the remaining settings, unless done; rule out slow ones, and choose the fastest so far.
 
-        A single one that is left to be trained with several learning rates has its predicted speed.
+        If a single setting is left to be trained with several learning rates, take its predicted speed.
 
         Raises:
-            ConfigError: the shortest race and the shortest rungs cannot be expected to end within the budget;
-                the message names one that will do.
-            RunError: it failed, or fewer than two can take part and there is one learning rate.
-            JobStopped: a signal came meanwhile.
+            ConfigError: the shortest race and rungs are not expected to end within the budget; the message
+                names a sufficient one.
+            RunError: the race failed, or fewer than two can take part and there is only one learning rate.
+            JobStopped: a signal arrived meanwhile.
         """
         search = self._search
         longest_s, pace = self._plan()
@@ -63,7 +63,7 @@ class TunedRace:
         search.choose(max(search.record.left, key=lambda name: search.record.of(name).frames_per_s or 0.0))
 
     def _race(self, longest_s: float, pace: ExpectedTimes) -> None:
-        """Let settings race, and rule out what cannot, or is too slow.
+        """Race settings, and rule out those that cannot race or are too slow.
 
         Args:
             longest_s, pace: as in `TunedJobs.hold_race`.
@@ -78,7 +78,7 @@ class TunedRace:
         search.rule_out(RACE, {n: why for n, why in race.left_out.items() if n in search.racing})
         if race.speeds:
             self._take(race)
-        elif len(search.racing) == 1 and search.request.learning_rates:  # they are still to be chosen among
+        elif len(search.racing) == 1 and search.request.learning_rates:  # to choose a rate is still left
             search.say(f"race: none was held, as only {search.racing[0]} could: {self._who_could_not(race)}")
             self._take_prediction(search.racing[0])
         else:
@@ -91,14 +91,14 @@ class TunedRace:
         return "; ".join(f"{name}: {why}" for name, why in race.left_out.items())
 
     def _take_prediction(self, name: str) -> None:
-        """Note how fast a setting is that has nothing to race with: as predicted."""
+        """Record the predicted speed of a setting that has nothing to race with."""
         rate = self._search.record.of(name).predicted
         if rate is None:
             rate = self._measured.frames_per_step / self._search.jobs.step_s(self._backend)
         self._search.note(name, frames_per_s=rate, steps_per_s=rate / self._measured.frames_per_step)
 
     def _take(self, race: RacedSettings) -> None:
-        """Note how fast settings are, and rule out those that are too slow."""
+        """Record the raced speeds, and rule out settings that are too slow."""
         search = self._search
         raced = {search.settings[name]: race.speeds[name] for name in search.racing}
         for setting, speed in raced.items():
@@ -120,7 +120,7 @@ class TunedRace:
         search.rule_out(RACE, {one.name: why for one, why in reasons.items()})
 
     def _plan(self) -> tuple[float, ExpectedTimes]:
-        """Return how long a race may take, and the pace that is expected of the settings in it.
+        """Return the time limit of the race, s, and the expected times of its settings.
 
         Raises:
             ConfigError: as `hold`.
@@ -130,9 +130,9 @@ class TunedRace:
         share_s = _RACE_SHARE * budget_s
         race_s = self._shortest_race_s(pace)
         if search.record.rungs or not race_s:
-            return share_s, pace  # it was held: what it has shown is known better
+            return share_s, pace  # already held, so its results are better known
         rungs, _ = self._expected_rungs(pace)
-        # One that the race leaves alone is not trained.
+        # A single setting that remains after the race is not trained.
         rungs_s = rungs.cost_s(search.record.besides) if rungs.counts[0] > 1 else 0.0
         why = self._why_too_short()
         if not why:
@@ -146,10 +146,10 @@ class TunedRace:
         )
 
     def _why_too_short(self) -> str:
-        """Return why the budget is expected not to suffice; "": it may.
+        """Return why the budget is expected not to suffice; "": it may suffice.
 
-        A larger batch may take no longer, as on a GPU that waits for its host: a budget that suffices then is
-        not refused.
+        A larger batch may take no longer, as on a GPU that waits for its host.  A budget that suffices in
+        that case is not refused.
         """
         search, besides = self._search, self._search.record.besides
         told, budget_s = formatting.seconds, search.request.budget_s
@@ -169,7 +169,7 @@ class TunedRace:
         )
 
     def _or_less(self) -> str:
-        """Return what else would make a search shorter, of what was asked for; "" where nothing would."""
+        """Return which other options would make the search shorter; "": none."""
         request = self._search.request
         if len(request.tried) > LAST:
             return ", or begin in another folder with fewer --strategies or --periods"
@@ -180,16 +180,16 @@ class TunedRace:
         return ", or begin in another folder with one of --seeds" if len(request.seeds) > 1 else ""
 
     def _shortest_race_s(self, pace: ExpectedTimes) -> float:
-        """Return about how long the shortest race takes; 0: one was held, or there is none."""
+        """Return the expected time of the shortest race, s; 0: it was held, or there is none."""
         if len(pace.steps_s) < 2:
             return 0.0
         return self._search.jobs.expected_race_s(list(pace.steps_s), self._backend, 0.0, pace)
 
     def _expected_rungs(self, pace: ExpectedTimes) -> tuple[Rungs, float]:
-        """Return the shortest rungs after a race, by what is predicted, and what the slowest training takes.
+        """Return the predicted shortest rungs after a race, and the time of the slowest training, s.
 
-        Settings that the race would rule out, if it showed the predicted speeds, have no part in them: what
-        it will show better than the prediction must not be a reason to refuse a budget.
+        They leave out settings that the race would rule out if it showed the predicted speeds.  Uncertainty
+        that the race will resolve must not be a reason to refuse a budget.
         """
         search = self._search
         known = {one: speed for one in pace.steps_s if (speed := search.record.of(one.name).predicted)}
@@ -205,10 +205,10 @@ class TunedRace:
         return shortest_rungs(rates * len(steps_s), seeds, LEAST_STEPS * max(steps_s), whole_s), whole_s
 
     def _pace(self, *, is_quick: bool = False) -> ExpectedTimes:
-        """Return how long a step of what is to race is expected to take.
+        """Return the expected step times of the settings that will race.
 
         Args:
-            is_quick: a larger batch takes no longer; else as many times as long as it is larger.
+            is_quick: assume that a larger batch takes no longer; else, time proportional to the batch.
         """
         record, own_batch = self._search.record, self._search.request.own_batch
         left = [self._search.settings[name] for name in self._search.racing]
@@ -219,7 +219,7 @@ class TunedRace:
         return ExpectedTimes(record.measured_besides(self._backend).cost_s(1), steps_s)
 
     def _expected_step_s(self, setting: Setting) -> float:
-        """Return about how long a step takes with the training's own batch."""
+        """Return the expected time of a step with the training's own batch, s."""
         own = self._search.record.of(Setting(setting.strategy).name)
         if own.predicted:
             return self._measured.frames_per_step / own.predicted

@@ -1,4 +1,4 @@
-"""tune.json: what a search has tried, ruled out and chosen so far (docs/tune.md)."""
+"""tune.json: the settings that a search has tried, ruled out and chosen so far (docs/tune.md)."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from speechdp.report.runs.records import check_beside, finite
 FILE_NAME = "tune.json"
 #: Folder of the runs of settings.
 RUNS = "runs"
-#: Stages in order: what is done in each.
+#: Stages of a search, in order.
 STAGES = MEASURE, PREDICT, RACE, HALVING = "measure", "predict", "race", "halving"
-#: The setting that a search in the same folder need not share: only what is chosen depends on it.
+#: The setting that may differ between searches in one folder, because only the choice depends on it.
 TARGET = "target"
 _THEN = "delete it and give the command of the search again (its runs are kept), or with --overwrite"
 
 
 @dataclass(frozen=True)
 class SettingRecord:
-    """What is known of a setting; what is not is None or "".
+    """Record of a setting; unknown values are None or "".
 
     Attributes:
-        strategy: with its options.
+        strategy: strategy with its options.
         batch_size, learning_rate: as in Setting.
         predicted, predicted_low, predicted_high: frames/s.
-        ratio, ratio_low, ratio_high: raced speed over gradient averaging's.
-        frames_per_s, steps_per_s: by that ratio.
-        rungs: in which it was trained.
-        out_in: stage in which it was ruled out; "": it was not.
-        why: it was.
-        runs: its folders in RUNS, by seed; the first is of all rungs.
-        times_s: to the target, by seed, after the last rung as it is expected; None: not reached.
-        scores: at the end, by seed.
+        ratio, ratio_low, ratio_high: raced speed relative to gradient averaging's.
+        frames_per_s, steps_per_s: speed according to that ratio.
+        rungs: number of rungs in which it was trained.
+        out_in: stage in which it was ruled out; "": not ruled out.
+        why: reason for ruling it out.
+        runs: its folders in RUNS, by seed; the first seed's run is trained in all rungs.
+        times_s: times to the target, by seed, s; expected times after the last rung; None: not reached.
+        scores: final scores, by seed.
     """
 
     name: str
@@ -70,22 +70,22 @@ class SettingRecord:
 
     @classmethod
     def of(cls, setting: Setting) -> SettingRecord:
-        """Return the record of a setting of which nothing is known."""
+        """Return the record of a setting without any results."""
         return cls(setting.name, setting.strategy.text, setting.batch_size, setting.learning_rate)
 
     @property
     def setting(self) -> Setting:
-        """What it is the record of."""
+        """The recorded setting."""
         return Setting(StrategyChoice(self.strategy), self.batch_size, self.learning_rate)
 
     def at_rate(self, learning_rate: float) -> SettingRecord:
-        """Return the record of the same setting with a learning rate: it is as fast."""
+        """Return the record of the same setting with a learning rate, which does not change its speed."""
         setting = replace(self.setting, learning_rate=learning_rate)
         return replace(self, name=setting.name, learning_rate=learning_rate)
 
     @property
     def finish(self) -> Finish | None:
-        """How soon it reached the target; None: it is none of the last, or they are not known yet."""
+        """How soon it reached the target; None: not one of the last settings, or not known yet."""
         return Finish(self.times_s, self.scores) if self.times_s else None
 
 
@@ -94,11 +94,10 @@ class RungRecord:
     """A rung of the halving.
 
     Attributes:
-        seconds: of training by its end, of each setting.
-        settings: trained in it, by name.
-        scores: at its end, by name; a setting that failed has none.
-        expected: scores that they are expected to have after as long again, by which the best are chosen;
-            empty: not known.
+        seconds: training time of each setting by its end, s.
+        settings: names of the settings trained in it.
+        scores: scores at its end, by name; a setting that failed has none.
+        expected: scores expected after twice the time, by which the best are chosen; empty: unknown.
     """
 
     seconds: float
@@ -108,19 +107,19 @@ class RungRecord:
 
     @property
     def by_score(self) -> list[str]:
-        """Names of its settings, the best first: by what is expected of them, if known."""
+        """Names of its settings, the best first, by expected scores if known."""
         scores = self.expected or self.scores
         return sorted(scores, key=lambda name: -scores[name])
 
 
 @dataclass(frozen=True)
 class ExchangeRecord:
-    """What the exchanges of a measuring run took, each from the moment at which its last rank had come.
+    """Time of a measurement run's exchanges, each counted from the arrival of its last rank.
 
     Attributes:
-        nbytes: of the vector that was summed.
-        pieces: in which it was, beside backward; 1: whole, when all had computed.
-        seconds: mean; in several pieces what backward did not hide of it.
+        nbytes: size of the vector that was summed.
+        pieces: number of pieces, summed during backward; 1: summed as a whole after backward.
+        seconds: mean time, s; with several pieces, the part that backward did not hide.
     """
 
     strategy: str
@@ -134,10 +133,11 @@ class LinkRecord:
     """The link between ranks with a back-end, as `speechdp simulate` fits it; 90 % intervals.
 
     Attributes:
-        crosses: it is that between nodes; else that inside a node.
-        latency_s, latency_low, latency_high: of a message.
-        knows_latency: exchanges of several sizes tell it, in some resamples at least; else it is assumed.
-        bytes_per_s, bytes_per_s_low, bytes_per_s_high: bandwidth; None: no byte was seen to take time.
+        crosses: the link is between nodes; else inside a node.
+        latency_s, latency_low, latency_high: latency of a message, s.
+        knows_latency: exchanges of several sizes show the latency, at least in some resamples; else it is
+            assumed.
+        bytes_per_s, bytes_per_s_low, bytes_per_s_high: bandwidth; None: the size had no effect on times.
     """
 
     crosses: bool
@@ -152,15 +152,15 @@ class LinkRecord:
 
 @dataclass(frozen=True)
 class BackendRecord:
-    """A back-end that was measured.
+    """A measured back-end.
 
     Attributes:
         speed: predicted frames/s, geometric mean over the settings; None: nothing could be predicted.
-        why: it was ruled out; "": it was chosen, or is not judged yet.
-        start_s: what a start of the ranks takes, as measured; None: not known.
-        run_s: what a run takes besides its steps and a start, as measured; None: not known.
-        link: as its exchanges show it; None: they do not.
-        exchanges: that were measured.
+        why: reason for ruling it out; "": it was chosen, or is not judged yet.
+        start_s: measured time of a start of the ranks, s; None: unknown.
+        run_s: measured time of a run besides its steps and a start, s; None: unknown.
+        link: link that its exchanges show; None: they show none.
+        exchanges: measured exchanges.
     """
 
     name: str
@@ -173,7 +173,7 @@ class BackendRecord:
 
     @property
     def besides(self) -> Besides | None:
-        """What was measured; None: not all was (an earlier version knew no `run_s`)."""
+        """The measured overhead; None: incomplete (an earlier version did not measure `run_s`)."""
         if self.start_s is None or self.run_s is None:
             return None
         return Besides(self.start_s, self.run_s)
@@ -184,19 +184,19 @@ class TuneRecord:
     """The content of tune.json.
 
     Attributes:
-        settings: what the search shares with no other: data, options, ranks.
-        stage: that is under way, of STAGES.
-        spent_s: by all commands so far.
-        start_s: what a start of the ranks takes: as measured, then as in the last rung.
-        run_s: what a run takes besides its steps and a start: likewise.
-        backends: in the order of preference.
-        tried: in the order of being tried.
-        rungs: done or under way.
-        target: score to be reached; None: not known yet.
-        seen_s: training time after which the curves by which was chosen are expected ones; None: none is.
+        settings: data, options and ranks, which identify the search.
+        stage: stage in progress, one of STAGES.
+        spent_s: time spent by all commands so far, s.
+        start_s: time of a start of the ranks, s: first as measured, later as in the last rung.
+        run_s: time of a run besides its steps and a start, s: likewise.
+        backends: back-ends in order of preference.
+        tried: settings in the order in which they are tried.
+        rungs: rungs that are finished or in progress.
+        target: score to reach; None: not known yet.
+        seen_s: training time, s, after which the curves behind the choice are extrapolated; None: not at all.
         chosen: name of the best setting so far; "": none yet.
-        untold: names of those that cannot be told from it.
-        command: that trains with it, as one line.
+        untold: names of settings that cannot be distinguished from it.
+        command: command line that trains with it.
     """
 
     settings: dict[str, Any]
@@ -216,23 +216,23 @@ class TuneRecord:
 
     @property
     def besides(self) -> Besides:
-        """What jobs and runs take besides their steps."""
+        """Overhead of jobs and runs besides their steps."""
         return Besides(self.start_s, self.run_s)
 
     @property
     def backend(self) -> str:
-        """The back-end chosen; "": none yet."""
+        """The chosen back-end; "": none yet."""
         left = [one.name for one in self.backends if not one.why]
         return left[0] if len(left) == 1 else ""
 
     def measured_besides(self, backend: str) -> Besides:
-        """Return what jobs and runs take besides their steps with a back-end, as it was measured."""
+        """Return the measured overhead of jobs and runs with a back-end."""
         besides = next(one.besides for one in self.backends if one.name == backend)
         assert besides is not None  # it was measured
         return besides
 
     def of(self, name: str) -> SettingRecord:
-        """Return what is known of a setting."""
+        """Return the record of a setting."""
         return next(one for one in self.tried if one.name == name)
 
     def with_setting(self, name: str, **changes: Any) -> TuneRecord:
@@ -243,7 +243,7 @@ class TuneRecord:
 
     @property
     def has_measured(self) -> bool:
-        """Whether a back-end was measured: until then there is nothing that other settings would change."""
+        """Whether a back-end was measured; before that, other settings would invalidate nothing."""
         without = all(one == BackendRecord(one.name, why=one.why) for one in self.backends)
         return self.stage != MEASURE or self.completed or bool(self.rungs) or not without
 
@@ -346,7 +346,7 @@ def _rung_of(values: Any) -> RungRecord:
 
 
 def _number(value: Any) -> float:
-    """Return a number.  Raises ValueError where it is none, or not finite."""
+    """Return a number.  Raises ValueError if it is not a finite number."""
     found = finite(value)
     if found is None:
         raise ValueError(f"{value!r} is no number")
@@ -354,10 +354,10 @@ def _number(value: Any) -> float:
 
 
 def check_same_search(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> TuneRecord | None:
-    """Return the search begun in a folder, whatever its target; None: there is none.
+    """Return the search in a folder, whatever its target; None: there is none.
 
     Args:
-        defaults: of options that an earlier version did not have.
+        defaults: defaults of options that an earlier version did not have.
 
     Raises:
         ConfigError: it was begun with other settings, or its record is damaged.
@@ -370,9 +370,9 @@ def check_same_search(out: Path, settings: dict[str, Any], defaults: dict[str, A
 
 
 def holds_other_unmeasured(out: Path, settings: dict[str, Any], defaults: dict[str, Any]) -> bool:
-    """Tell whether a folder holds a search with other settings that has come to nothing, and may give way.
+    """Return whether a folder holds a search with other settings that has no results and may be replaced.
 
-    One that has made an alignment, which can take hours, may not.
+    A search that has made an alignment, which can take hours, may not be replaced.
 
     Args:
         defaults: as in `check_same_search`.
@@ -391,5 +391,5 @@ def holds_other_unmeasured(out: Path, settings: dict[str, Any], defaults: dict[s
 
 
 def _begun_with(record: TuneRecord, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a search that others are held against: with any target it is the same search."""
+    """Return the settings that identify a search: all except the target."""
     return {**record.settings, TARGET: settings[TARGET]}

@@ -1,6 +1,6 @@
-"""Carry a search out: measure, predict, race, halve; what is done is kept, and the best so far is known.
+"""Make a search: measure, predict, race, halve.  Finished work is kept, and the best so far is recorded.
 
-Each stage is a file of its own: prediction.py, race.py, halving.py with runs.py, and choice.py.
+Each stage has its own file: prediction.py, race.py, halving.py with runs.py, and choice.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Tuner:
     """Makes a search.
 
     Args:
-        jobs: of the search.
+        jobs: starts the jobs of the search.
         say: takes a line of progress.
     """
 
@@ -34,10 +34,11 @@ class Tuner:
         self._runs = TunedRuns(self._search)
 
     def run(self) -> TuneRecord:
-        """Search; return what was found.
+        """Search; return the record.
 
         Raises:
-            JobStopped: a signal asked for it; the same command goes on, and the record has the best so far.
+            JobStopped: a signal requested a stop; the same command continues, and the record has the best so
+                far.
             ConfigError: the folder holds another search, or the budget is too small.
             RunError: no back-end works, no setting can be trained, or the disk is full.
         """
@@ -60,21 +61,21 @@ class Tuner:
                 search.jobs.begin()
                 self._go_through_stages()
         except (JobStopped, ConfigError, RunError):
-            with contextlib.suppress(RunError):  # of a full disk, which is told already
+            with contextlib.suppress(RunError):  # of a full disk, which is already reported
                 search.keep()
             raise
         search.keep(completed=True)
         return search.record
 
     def _go_through_stages(self) -> None:
-        """Measure, predict, race and halve, as long as there is something left to choose among."""
+        """Measure, predict, race and halve, as long as there are several settings left to choose from."""
         search = self._search
         measured = measure(search)
         backend = predict(search, measured)
         if len(search.racing) == 1 and not search.request.learning_rates:  # nothing has to be trained
             search.choose(search.record.left[0])
             return
-        if search.backend_before and measured[backend].besides is None:  # nothing was measured again
+        if search.backend_before and measured[backend].besides is None:  # no new measurements
             search.charge_from_now()
         TunedRace(search, measured[backend]).hold()
         if len(search.record.left) > 1:

@@ -1,6 +1,6 @@
-"""The runs of settings, trained leg by leg as far as the budget goes, and their scores over training time.
+"""Train the runs of settings leg by leg within the budget, and read their scores over training time.
 
-A leg is planned in training time, which is the same for all settings; by a setting's raced speed it becomes
+A leg is planned in training time, which is the same for all settings.  A setting's raced speed converts it to
 the steps of a job (`Stretch`).
 """
 
@@ -17,19 +17,19 @@ from speechdp.experiments.tune.record import HALVING
 from speechdp.experiments.tune.search import SearchState
 from speechdp.report.kit.metric_names import Terms
 
-#: Share of the budget by which a job may be expected to end too late, and is begun nevertheless.
+#: Share of the budget by which a job may be expected to end late and still be started.
 _LATE = 0.01
-#: Steps by which ranks at their own pace may pass the end of a leg.
+#: Steps by which asynchronous ranks may overshoot the end of a leg.
 _PASSED = 2
 
 
 @dataclass(frozen=True)
 class Leg:
-    """A part of a setting's run, for which a job is started unless it has been trained.
+    """A part of a setting's run; a job trains it unless that is done.
 
     Attributes:
-        name: of the setting.
-        begin_s, end_s: training time of the run.
+        name: name of the setting.
+        begin_s, end_s: training time of the run at the beginning and end of the leg, s.
     """
 
     name: str
@@ -39,38 +39,38 @@ class Leg:
 
 
 class TunedRuns:
-    """The runs of a search, whose settings have to have raced before anything is asked of them."""
+    """The runs of a search; its settings must have raced before any method is called."""
 
     def __init__(self, search: SearchState) -> None:
         self._search = search
         self._first_seed = search.request.seeds[0]
-        #: What scores are shown as; which value of a script's they are, if nobody named one, its runs tell.
+        #: Terms in which scores are shown; if no metric of a script was named, they come from its runs.
         self._terms = Terms(search.request.target.task)
-        #: What starts and runs took besides training, s, since that was forgotten.
+        #: Overhead of starts and runs, s, since the last `forget_besides`.
         self._starts_s: list[float] = []
         self._besides_s: list[float] = []
 
     def legs(self, names: Iterable[str], begin_s: float, end_s: float) -> list[Leg]:
-        """Return a part of the first seed's runs of some settings."""
+        """Return legs of the first seed's runs of some settings."""
         return [Leg(name, self._first_seed, begin_s, end_s) for name in names]
 
     def steps_per_s(self, name: str) -> float:
-        """Return how many steps a setting trains in a second, as it has raced."""
+        """Return a setting's raced speed, in steps per second."""
         rate = self._search.record.of(name).steps_per_s
         assert rate is not None  # it has raced
         return rate
 
     def whole_s(self, name: str) -> float:
-        """Return how long a whole training takes."""
+        """Return the time of a whole training, s."""
         rate, frames = self.steps_per_s(name), self._search.record.of(name).frames_per_s
         assert frames is not None  # it has raced
         return self._search.jobs.total_steps(frames / rate) / rate
 
     def continued(self, curves: Mapping[str, Sequence[Curve]], end_s: float) -> dict[str, list[Curve]]:
-        """Return settings' curves as they are expected to go on, for as long again at most.
+        """Return settings' curves with their expected continuation, up to twice the time at most.
 
         Args:
-            end_s: until when they have trained.
+            end_s: training time so far, s.
         """
         share = shrinkage([curve for found in curves.values() for curve in found])
         return {
@@ -79,7 +79,7 @@ class TunedRuns:
         }
 
     def first_seen_s(self, curves: Mapping[str, Curve], end_s: float) -> float:
-        """Return from when on all settings have a score, at least the end of a rung."""
+        """Return the time from which all settings have a score, s, at least the end of a rung."""
         late = [end_s]
         for name, curve in curves.items():
             first_s, rate = curve.points[0][0], self.steps_per_s(name)
@@ -88,35 +88,33 @@ class TunedRuns:
         return max(late)
 
     def has_trained(self, leg: Leg) -> bool:
-        """Return whether a run has come to the end of a part, or can go no further."""
-        # One of an earlier version may have stopped shortly before the end of a period.
+        """Return whether a run has reached the end of a leg, or its own end."""
+        # A run of an earlier version may have stopped shortly before the end of a period.
         step = min(self._step(leg), self._steps_in(leg.name, leg.end_s))
         return self._search.jobs.has_trained_to(self._search.settings[leg.name], leg.seed, step)
 
     def forget_besides(self) -> None:
-        """Forget what starts and runs took besides training: those of a rung are to be known."""
+        """Discard the measured overhead of starts and runs, to measure that of the next rung."""
         self._starts_s, self._besides_s = [], []
 
     def learn_besides(self) -> None:
-        """Keep as what jobs and runs take besides training what they took since that was forgotten."""
+        """Record the overhead of starts and runs since the last `forget_besides`."""
         now = self._search.record.besides
         start_s, run_s = _mean(self._starts_s, now.start_s), _mean(self._besides_s, now.run_s)
         self._search.keep_besides(Besides(start_s, max(0.0, run_s)))
 
     def train(self, legs: Sequence[Leg], *, may_end: bool = True) -> dict[str, Curve] | None:
-        """Train parts of runs; return their scores by setting, without those that cannot be trained.
-
-        Settings that cannot be trained are ruled out.
+        """Train legs; return their scores by setting.  Rules out settings that cannot be trained.
 
         Args:
-            may_end: give up, and return None, as soon as not all are expected to end within the budget.
+            may_end: give up and return None as soon as not all are expected to end within the budget.
 
         Raises:
             RunError: the disk is full.
-            JobStopped: a signal came meanwhile.
+            JobStopped: a signal arrived meanwhile.
         """
         due = {leg for leg in legs if not self.has_trained(leg)}
-        tries: dict[Leg, float | str] = {}  # what those that a job came to have taken, or what went wrong
+        tries: dict[Leg, float | str] = {}  # times of the legs that a job reached, or the cause of failure
         curves: dict[str, Curve] = {}
         failed: dict[str, str] = {}
         told: set[Leg] = set()
@@ -125,7 +123,7 @@ class TunedRuns:
             if leg.name in failed:
                 continue
             if leg in due and leg not in tries and self.has_trained(leg):
-                due.remove(leg)  # the part before has come to the training's end
+                due.remove(leg)  # the leg before has reached the training's end
             if leg in due and leg not in tries:
                 ahead = [one for one in legs[number:] if one in due and one.name not in failed]
                 is_over = may_end and self._cost_s(ahead) > self._time_s
@@ -150,15 +148,15 @@ class TunedRuns:
     def _try(
         self, legs: Sequence[Leg], on_trained: Callable[[int], None], *, may_end: bool
     ) -> dict[Leg, float | str]:
-        """Train parts of runs within one start, as far as that goes.
+        """Train legs within one start, as far as possible.
 
         Args:
-            legs: at least one.
+            legs: legs to train, at least one.
             on_trained: as in `train_together`.
-            may_end: begin none that would end too late.
+            may_end: begin no leg that would end too late.
 
         Returns:
-            What those that it came to have taken, s, or what went wrong with the last of them.
+            Times of the legs that it reached, s, or the cause of failure of the last of them.
         """
         search = self._search
         for leg in legs:
@@ -175,17 +173,17 @@ class TunedRuns:
         return tries
 
     def _show(self, legs: Sequence[Leg], told: set[Leg], ahead: Sequence[Leg], done: int) -> None:
-        """Say the scores of the parts that a job has trained by now, while it goes on.
+        """Print the scores of the legs that a running job has trained so far.
 
         Args:
-            legs: of the rung.
-            told: those whose scores were said.
-            ahead: that the job trains, in order.
-            done: how many it has trained.
+            legs: legs of the rung.
+            told: legs whose scores were printed.
+            ahead: legs that the job trains, in order.
+            done: number of legs that it has trained.
         """
         for leg in ahead[:done]:
             curve = self._scored(leg) if leg not in told else ""
-            if isinstance(curve, Curve):  # else it is told when the job has ended
+            if isinstance(curve, Curve):  # else it is printed when the job has ended
                 told.add(leg)
                 self._search.keep()
                 self._say_score(leg, legs, curve)
@@ -199,31 +197,31 @@ class TunedRuns:
         return f"[{legs.index(leg) + 1}/{len(legs)}] {leg.name}{seed}"
 
     def _curve(self, leg: Leg, tried: float | str | None) -> Curve | str:
-        """Return the scores of a run over its time at its raced speed, or what went wrong.
+        """Return the scores of a run over its time at its raced speed, or the cause of failure.
 
         Args:
-            tried: what a job took for it, or what went wrong there, so that it is trained once more, by
-                itself; None: it was trained before.
+            tried: time that a job took for it, or the cause of failure, after which the leg is trained once
+                more by itself; None: it was trained before.
         """
         search = self._search
         self._note_folder(leg)
         has_trained = self.has_trained(leg)
         curve = tried if isinstance(tried, str) and not has_trained else self._scored(leg)
         if isinstance(curve, str):
-            if has_trained:  # no job would go on with it
+            if has_trained:  # no job would continue it
                 return tried if isinstance(tried, str) else curve
-            # A rank may have been lost: that is no fault of the setting.
+            # A rank may have been lost, which is not the setting's fault.
             search.say(f"halving: {leg.name} failed and is tried once more: {curve}")
             setting, step = search.settings[leg.name], self._step(leg)
             found = search.jobs.train_to(setting, search.record.backend, leg.seed, step)
             return self._curve_of(leg, found)
-        if isinstance(tried, float) and not curve.is_over:  # it has come to its first evaluation at least
+        if isinstance(tried, float) and not curve.is_over:  # it has reached at least its first evaluation
             begin_s, end_s = self._ends_s(leg)
             self._besides_s.append(tried - (max(end_s, curve.points[0][0]) - begin_s))
         return curve
 
     def _scored(self, leg: Leg) -> Curve | str:
-        """Return the scores that a run has, or why it has none."""
+        """Return the scores of a run, or why it has none."""
         setting = self._search.settings[leg.name]
         return self._curve_of(leg, self._search.jobs.scored(setting, leg.seed, self._step(leg)))
 
@@ -242,22 +240,22 @@ class TunedRuns:
 
     @property
     def _time_s(self) -> float:
-        """What is left of the budget, and a little more."""
+        """Remaining budget, plus a small tolerance, s."""
         return (1 + _LATE) * self._search.request.budget_s - self._search.spent_s
 
     def _cost_s(self, legs: Sequence[Leg]) -> float:
-        """Return what training parts of runs in one start takes."""
+        """Return the time of training legs in one start, s."""
         ends_s = map(self._ends_s, legs)
         return sum(end - begin for begin, end in ends_s) + self._search.record.besides.cost_s(len(legs))
 
     def _ends_s(self, leg: Leg) -> tuple[float, float]:
-        """Return from when to when a part of a run trains: by its steps."""
+        """Return the training time at the beginning and end of a leg, s, according to its steps."""
         rate = self.steps_per_s(leg.name)
         begin = self._step_at(leg.name, leg.begin_s) if leg.begin_s else 0
         return begin / rate, self._step(leg) / rate
 
     def _step(self, leg: Leg) -> int:
-        """Return the step until which a part of a run trains."""
+        """Return the last step of a leg."""
         return self._step_at(leg.name, leg.end_s)
 
     def _step_at(self, name: str, seconds: float) -> int:

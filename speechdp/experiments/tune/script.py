@@ -1,4 +1,4 @@
-"""The jobs of a search for a script of the user's: it runs unedited, and pauses where it is told to."""
+"""The jobs of a search for a user's script, which runs unedited and pauses on request."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from speechdp.report.runs.timing_file import DEFAULT_WARMUP_STEPS
 
 
 class TunedScript(TunedJobs):
-    """Runs a script of the user's with the settings of a search.
+    """Runs a user's script with the settings of a search.
 
-    Turns of its race are short runs, each a start of its own: within one start a script has one strategy.
+    Turns of its race are short runs, each started separately, because a script has one strategy per start.
 
     Args:
-        request: of the search.
-        metric: what its runs are judged by; "": what they log last.
+        request: request of the search.
+        metric: metric that ranks its runs; "": the value that they log last.
         say: takes a line of progress.
     """
 
@@ -61,20 +61,20 @@ class TunedScript(TunedJobs):
         self._length, self._trained, self._say = request.race, request.trained, say
         self._own_rate = min(request.learning_rates, default=None)
 
-    #: Of a script there are only fewer rounds, one at least, however long that takes.
+    #: The race of a script is never refused; it only has fewer rounds, at least one, however long that takes.
     chooses_race = False
 
     def begin(self) -> None:
-        """See TunedJobs: a script needs nothing."""
+        """See TunedJobs: a script needs no preparation."""
 
     def total_steps(self, frames_per_step: float) -> float:
-        """See TunedJobs: a script does not say."""
+        """See TunedJobs: unknown for a script."""
         return math.inf
 
     def hold_race(
         self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> RacedSettings | str:
-        """See TunedJobs: round after round, each setting once in random order."""
+        """See TunedJobs: in each round, every setting runs once, in random order."""
         race = self._race_of(settings, backend, longest_s, pace)
         if not race.plan.is_race:
             return RacedSettings({}, 0.0, {}, race.plan.left_out)
@@ -98,7 +98,7 @@ class TunedScript(TunedJobs):
     def _race_of(
         self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> ScriptRace:
-        """Return the race of settings, with as many rounds as there is time for, one at least."""
+        """Return the race of settings, with as many rounds as there is time for, at least one."""
         turns = ScriptTurns(
             {one.name: steps_of_turn(one, self._length.least_steps) for one in settings},
             lambda setting, folder, last_step: run_turn(
@@ -117,7 +117,7 @@ class TunedScript(TunedJobs):
         return ScriptRace(self._out, plan, turns, "tune", self._say)
 
     def _round_s(self, plan: RacePlan, settings: Sequence[Setting], pace: ExpectedTimes) -> float:
-        """Return about how long a round takes."""
+        """Return the expected time of a round, s."""
         racing = {setting.name for setting in plan.settings}
         return sum(
             pace.start_s
@@ -136,7 +136,7 @@ class TunedScript(TunedJobs):
             if message is not None:
                 return message
             took_s.append(besides_steps_s(run_dir, time.monotonic() - begun_s))
-        return Besides(0.0, min(took_s))  # every run is a start of its own
+        return Besides(0.0, min(took_s))  # every run is started separately
 
     def _train_one(self, run_dir: Path, strategy: StrategyChoice, backend: str, steps: int) -> str | None:
         if RunDirectory(run_dir).is_begun:
@@ -164,7 +164,7 @@ class TunedScript(TunedJobs):
         return message
 
     def _run(self, run_dir: Path, setting: Setting, backend: str, seed: int, pause: Pause) -> str | None:
-        """Run the script until it pauses or ends; return None, or what went wrong."""
+        """Run the script until it pauses or ends; return None, or the cause of failure."""
         script = replace(self._script, backend=backend)
         return run_until(script, self._starter, self._record_of(setting, seed), run_dir, pause)
 

@@ -1,4 +1,4 @@
-"""A search: what it was asked for, and what its stages share: its jobs, its budget, and what it has found."""
+"""The request of a search, and the state that its stages share: jobs, budget, and results."""
 
 from __future__ import annotations
 
@@ -26,62 +26,62 @@ from speechdp.options.run import TrainOptions
 from speechdp.report.kit.metric_names import Terms
 from speechdp.tasks.metrics import TaskRecord
 
-#: Share of what is left of the budget that rungs are not planned for: longer ones cost more beside training.
+#: Share of the remaining budget that is kept free of rungs, because longer rungs have more overhead.
 _RESERVE = 0.05
-#: What a command takes at most that goes on with a race or rungs before it starts a job, s.
+#: Maximum time of a command that continues a race or rungs, before it starts a job, s.
 _READING_S = 2.0
 
 
-#: The setting of a record that earlier versions did not have.
+#: Key of a setting in the record that earlier versions did not have.
 _RATES = "learning_rates"
 
 
 def earlier_settings() -> dict[str, Any]:
-    """Return the settings of a search, or parts of them, that an earlier version did not have."""
+    """Return defaults of settings of a search, or of parts of them, that earlier versions did not have."""
     return {**TrainOptions().to_json(), _RATES: []}
 
 
 @dataclass(frozen=True)
 class TunedTarget:
-    """What is to be reached soonest.
+    """The value to reach soonest.
 
     Attributes:
-        value: as it was given; None: the best that the last settings all reach.
-        task: whose values they are.
+        value: value as given; None: the best that all of the last settings reach.
+        task: task of the value.
 
     Raises:
-        ConfigError: no model reaches it.
+        ConfigError: no model can reach it.
     """
 
     value: float | None
     task: TaskRecord
 
     def __post_init__(self) -> None:
-        Terms(self.task).score_of_target(self.value)  # it is needed at the end, after all the time
+        Terms(self.task).score_of_target(self.value)  # refuse it now, not at the end of the search
 
     @property
     def score(self) -> float | None:
-        """The value as a score, of which more is better."""
+        """The value as a score; higher is better."""
         return Terms(self.task).score_of_target(self.value)
 
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """A search to be made.
+    """A search to make.
 
     Attributes:
-        out: its folder.
-        ranks: of all runs.
+        out: folder of the search.
+        ranks: number of ranks of all runs.
         tried: settings with the training's own batch.
-        backends: to choose from, in the order of preference.
-        batch_sizes: other batches of a rank to try; empty: none.
-        budget_s: for all of it.
-        seeds: of the last rung, at least one; the first is that of all others.
-        race: rounds at most, and steps of a turn at least.
-        trained: what is trained, for the record.
-        own_batch: segments of a rank's batch as it is trained; 0: not known.
-        learning_rates: with each of which every setting is trained that the race leaves; empty: all have the
-            training's own.  They are measured and race with the lowest.
+        backends: back-ends to choose from, in order of preference.
+        batch_sizes: other batches per rank to try; empty: none.
+        budget_s: time for the whole search, s.
+        seeds: seeds of the last rung, at least one; all other runs use the first.
+        race: maximum rounds, and minimum steps of a turn.
+        trained: description of the training, for the record.
+        own_batch: segments of the training's own batch per rank; 0: unknown.
+        learning_rates: rates to train each setting with that remains after the race; empty: only the
+            training's own.  Measurements and race use the lowest.
     """
 
     out: Path
@@ -99,7 +99,7 @@ class TuneRequest:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What stands in the record: a search with other settings is another search."""
+        """Settings for the record; they identify the search."""
         return {
             **self.trained,
             "ranks": self.ranks,
@@ -114,13 +114,13 @@ class TuneRequest:
 
 
 def other_batches(options: TrainOptions, ranks: int, given: Sequence[int] | None) -> tuple[int, ...]:
-    """Return the batches of a rank to try besides the training's own.
+    """Return the batches per rank to try besides the training's own.
 
     Args:
-        given: those asked for; None: half and twice its own; empty: none.
+        given: requested batches; None: half and twice the training's own; empty: none.
 
     Raises:
-        ConfigError: batches were asked for where the training's own is given otherwise.
+        ConfigError: batches are requested, but the training's own batch is not given in segments per rank.
     """
     own = options.resolve(ranks).plan().batch_size
     batch = options.batch
@@ -137,20 +137,19 @@ def other_batches(options: TrainOptions, ranks: int, given: Sequence[int] | None
 
 
 class SearchState:
-    """A search under way.  Each of its stages reads here what those before have found, and adds to it.
+    """A search in progress.  Each stage reads the results of earlier stages here and adds its own.
 
     Args:
         request, jobs: as below.
         say: takes a line of progress.
 
     Attributes:
-        request: what is searched.
-        jobs: starts what has to be measured and trained.
+        request: the request.
+        jobs: starts measurement and training jobs.
         say: as given.
-        record: what is known; `keep` writes it.
-        settings: that are tried, by name, also those with other batches and learning rates; empty until they
-            are predicted.
-        backend_before: the back-end that an earlier command chose; "": none has.
+        record: results so far; `keep` writes them.
+        settings: tried settings by name, including other batches and learning rates; empty until predicted.
+        backend_before: the back-end that an earlier command chose; "": none.
     """
 
     def __init__(self, request: TuneRequest, jobs: TunedJobs, say: Callable[[str], None]) -> None:
@@ -162,83 +161,83 @@ class SearchState:
         self._before_s = 0.0
 
     def take_up(self, begun: TuneRecord) -> None:
-        """Begin with what earlier commands have found.
+        """Start with the results of earlier commands.
 
-        It stays in the record until this command has come as far.
+        They stay in the record until this command has come as far.
         """
         self._before_s = begun.spent_s
         self.record = replace(begun, settings=self.request.settings)
         self.backend_before = begun.backend if begun.stage != MEASURE else ""
 
     def charge_from_now(self) -> None:
-        """Count only what follows as this command's share of the budget.
+        """Charge this command's share of the budget only from now on.
 
-        What an earlier command has paid for and this one has only read again would make every refusal name a
-        larger budget, and the one that was named not suffice.
+        The time of reading an earlier command's results must not count.  Otherwise every refusal would name
+        a larger budget, and the budget named before would never suffice.
         """
         self._clock_s = time.monotonic()
 
     @property
     def spent_s(self) -> float:
-        """What all commands have used of the budget."""
+        """Time that all commands have used of the budget, s."""
         return round(self._before_s + time.monotonic() - self._clock_s, 3)
 
     @property
     def left_s(self) -> float:
-        """What is left of the budget, less a reserve."""
+        """Remaining budget, less a reserve, s."""
         return (1 - _RESERVE) * max(self.request.budget_s - self.spent_s, 0.0)
 
     def left_after_s(self, seconds: float) -> float:
-        """Return what is left of the budget, less a reserve, after so much more time."""
+        """Return the remaining budget, less a reserve, after `seconds` more, s."""
         return self.left_s - (1 - _RESERVE) * seconds
 
     def enough_s(self, ahead_s: float) -> float:
-        """Return a budget that the same command will find to be enough, which first reads all again.
+        """Return a budget that will suffice for the same command, which first reads all results again, s.
 
         Args:
-            ahead_s: what is still to be done takes.
+            ahead_s: time of the remaining work, s.
         """
         return math.ceil(1.1 * (self.spent_s + ahead_s) + _READING_S)
 
     def keep(self, **changes: Any) -> None:
-        """Take changes into the record and write it.  Raises RunError (disk)."""
+        """Change the record and write it.  Raises RunError (disk)."""
         self.record = replace(self.record, spent_s=self.spent_s, **changes)
         write_tune(self.request.out, self.record)
 
     def keep_besides(self, besides: Besides) -> None:
-        """Keep what jobs and runs take besides their steps."""
+        """Record the times of jobs and runs besides their steps."""
         self.keep(start_s=besides.start_s, run_s=besides.run_s)
 
     def note(self, name: str, **changes: Any) -> None:
-        """Take changes of a setting into the record, which is written when more is known."""
+        """Change a setting in the record, without writing it yet."""
         self.record = self.record.with_setting(name, **changes)
 
     def rule_out(self, stage: str, reasons: Mapping[str, str]) -> None:
-        """Rule settings out in a stage, say how many are left, and keep that."""
+        """Rule settings out in a stage, print how many are left, and write the record."""
         for name, why in reasons.items():
             self.note(name, out_in=stage, why=why)
         self.keep()
         self.say_ruled_out(stage, len(reasons))
 
     def say_ruled_out(self, stage: str, number: int) -> None:
-        """Say how many settings a stage has ruled out, unless it was none."""
+        """Print how many settings a stage has ruled out, unless none."""
         if number:
-            # Until the race is over, rates of an earlier command stand beside what races.
+            # Until the race is over, the record also has an earlier command's settings with learning rates.
             left = counted(len(self.racing or self.record.left), "setting")
             self.say(f"{stage}: {counted(number, 'setting')} ruled out, {left} left")
 
     @property
     def racing(self) -> tuple[str, ...]:
-        """Names of the settings that race, of those left: one is as fast with every learning rate."""
+        """Names of the remaining settings that race, each once: learning rates do not change the speed."""
         return tuple(name for name in self.record.left if self.settings[name].learning_rate is None)
 
     def try_rates(self) -> None:
-        """Put every setting that the race has left, with each of the learning rates, in its own place."""
+        """Replace each setting that remains after the race by its copies with each learning rate."""
         rates = sorted(self.request.learning_rates)
         if not rates:
             return
         raced = {one.name: one for one in self.record.tried if one.learning_rate is None}
-        # Of an earlier command there are rates of what this one's race has ruled out, if that was held again.
+        # If the race was held again, an earlier command may have tried rates of settings now ruled out.
         tried = list[SettingRecord]()
         for one in self.record.tried:
             own = raced[one.setting.raced.name]
@@ -255,7 +254,7 @@ class SearchState:
         """Keep a setting as the best so far.
 
         Args:
-            untold: those that cannot be told from it.
+            untold: settings that cannot be distinguished from it.
         """
         command = self.jobs.command(self.settings[name], self.record.backend)
         self.keep(chosen=name, untold=tuple(untold), command=command)

@@ -51,15 +51,15 @@ from speechdp.parallel.registry import StrategyChoice
 from speechdp.report.kit import formatting
 from speechdp.report.runs.raced import LEAST_ROUNDS
 
-#: Seconds between two looks at what a job has done.
+#: Interval between two checks of a job's progress, s.
 _LOOK_S = 0.5
 
 
 class TunedTraining(OwnTraining, TunedJobs):
-    """Trains settings of a search with `speechdp`, as a comparison does, but several in one start.
+    """Trains settings of a search with `speechdp`, like a comparison, but several in one start.
 
     Args:
-        request: with the ranks of the search and one strategy, which does not count.
+        request: request with the ranks of the search and one strategy, which is ignored.
         say: takes a line of progress.
     """
 
@@ -71,7 +71,7 @@ class TunedTraining(OwnTraining, TunedJobs):
     def hold_race(
         self, settings: Sequence[Setting], backend: str, longest_s: float, pace: ExpectedTimes
     ) -> RacedSettings | str:
-        """See TunedJobs: within one start of the ranks, and another without a setting that fails."""
+        """See TunedJobs: one start of the ranks, and another one without a setting that failed."""
         options, given = self._options(settings[0], backend, self.seeds[0]), dict.fromkeys(settings, "")
         while True:
             plan = self._race_plan(self._request.race, options, given)
@@ -100,7 +100,7 @@ class TunedTraining(OwnTraining, TunedJobs):
     def _race(
         self, options: TrainOptions, longest_s: float, pace: ExpectedTimes, given: Mapping[Setting, str]
     ) -> RaceRecord | FailedSetting | str:
-        """Hold a race, unless it was; return its record, or by which setting it failed, or what went wrong.
+        """Hold a race unless done; return its record, or the setting that failed, or the cause of failure.
 
         Args:
             longest_s, pace: as in `hold_race`.
@@ -137,10 +137,10 @@ class TunedTraining(OwnTraining, TunedJobs):
     def _race_before(
         self, options: TrainOptions, given: Mapping[Setting, str], say: Callable[[str], None] | None = None
     ) -> RaceRecord | None:
-        """Return the race of settings that was held, with another budget perhaps; None: there is none.
+        """Return the finished race of settings, perhaps held with another budget; None: there is none.
 
         Args:
-            say: is told of one that is damaged; None: nobody is.
+            say: prints that a record is damaged; None: print nothing.
         """
         before = find_whole_race(race_path(self._out, self._ranks), say or _nobody)
         if before is None:
@@ -154,11 +154,11 @@ class TunedTraining(OwnTraining, TunedJobs):
         return race_of(dataclasses.replace(self._request, race=length), given, self._ranks, options)
 
     def _start(self, job: str, options: TrainOptions, own_words: Sequence[str], log: Path) -> str | None:
-        """Start ranks of the search for a job of its own; return None, or what went wrong.
+        """Run a job of the search on its ranks; return None, or the cause of failure.
 
         Args:
-            options: that its runs share, with a back-end and a seed.
-            own_words: of the job.
+            options: options that its runs share, with a back-end and a seed.
+            own_words: additional arguments of the job.
         """
         words = ["tune", str(self._request.data.absolute()), str(self._out), f"--job={job}", *own_words]
         words += [f"--ranks={self._ranks}", f"--backends={options.backend}", f"--seeds={options.seed}"]
@@ -216,7 +216,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         """Train parts of runs within one start.
 
         Args:
-            job: whose folder in OUT has the runs.
+            job: name of the job and of the folder in OUT with its runs.
             longest_s, on_trained: as in `train_together`.
         """
         root, begun_s = self._out / job, time.monotonic()
@@ -242,7 +242,7 @@ class TunedTraining(OwnTraining, TunedJobs):
 
     @cached_property
     def _frames(self) -> int:
-        """Frames of an epoch."""
+        """Frames per epoch."""
         return Dataset.open(self._request.data).num_frames(self._request.options.train_split)
 
     def command(self, setting: Setting, backend: str) -> str:
@@ -256,7 +256,7 @@ class TunedTraining(OwnTraining, TunedJobs):
         return self._own_options(setting, backend, seed).on_alignments(self._alignments)
 
     def _own_options(self, setting: Setting, backend: str, seed: int) -> TrainOptions:
-        """Return the options of a run that makes its targets itself."""
+        """Return the options of a run, which makes its own targets."""
         options = self._request.options.with_setting(
             setting.strategy, setting.batch_size, setting.learning_rate
         )
@@ -264,11 +264,11 @@ class TunedTraining(OwnTraining, TunedJobs):
 
 
 class _Watch:
-    """Tells, while the block runs and as it is left, how many parts of a job are done.
+    """Reports the number of finished parts of a job, during the block and at its end.
 
     Args:
-        root: folder of its runs.
-        on_trained: told that, by a thread of its own; None: nobody.
+        root: folder of the job's runs.
+        on_trained: called with the number, in a separate thread; None: report nothing.
     """
 
     def __init__(self, root: Path, on_trained: Callable[[int], None] | None) -> None:
@@ -284,13 +284,13 @@ class _Watch:
         if self._on_trained is not None:
             self._over.set()
             self._thread.join()
-            # What the block raises, of a full disk say, tells more than that the same disk takes no record.
+            # The block's own error (a full disk, for example) tells more than the failure to record progress.
             with suppress(SpeechDPError) if exception[0] is not None else nullcontext():
                 self._look()
 
     def _run(self) -> None:
         while not self._over.wait(_LOOK_S):
-            with suppress(SpeechDPError):  # whoever leaves the block is told
+            with suppress(SpeechDPError):  # raised again at the end of the block
                 self._look()
 
     def _look(self) -> None:
@@ -306,8 +306,8 @@ def race_of(
     """Return the race of the settings of a search.
 
     Args:
-        given: the settings, and why one does not race ("": it does).
-        options: what they share, as the ranks are given them.
+        given: settings, with the reason why one does not race ("": it races).
+        options: options that they share, as passed to the ranks.
     """
     settings = [RaceSetting(one.name, one.strategy, batch_size=one.batch_size) for one in given]
     own = dataclasses.replace(options, seed=request.plan.seeds[0])
@@ -317,11 +317,12 @@ def race_of(
 
 
 def fitting_race(wanted: RaceOptions, steps_s: Mapping[Setting, float], longest_s: float) -> RaceOptions:
-    """Return a race that is over in time: first fewer rounds, then shorter turns; at worst the shortest.
+    """Return a race that fits into `longest_s`, with fewer rounds, then shorter turns; else the shortest.
 
     Args:
-        wanted: how long it may last.
-        steps_s: how long a step of each setting takes.
+        wanted: maximum length of the race.
+        steps_s: time of a step of each setting, s.
+        longest_s: time for the race, s.
     """
     fewest = min(wanted.rounds, LEAST_ROUNDS)
     tried = [
@@ -336,20 +337,20 @@ def fitting_race(wanted: RaceOptions, steps_s: Mapping[Setting, float], longest_
 
 
 def race_s(length: RaceOptions, steps_s: Mapping[Setting, float]) -> float:
-    """Return about how long a race takes, by what a step of each setting takes."""
+    """Return the expected time of a race from the time of each setting's step, s."""
     round_s = sum(steps_of_turn(one, length.least_steps) * step_s for one, step_s in steps_s.items())
     return (length.rounds + 1) * round_s
 
 
 def racing_text(given: Mapping[Setting, str]) -> str:
-    """Return settings, as `race_of` takes them, in one word for the ranks of a race."""
+    """Encode settings, in the form of `race_of`, as one command-line word for the ranks of a race."""
     return json.dumps([[one.strategy.text, one.batch_size, why] for one, why in given.items()])
 
 
 def settings_in(text: str) -> dict[Setting, str]:
-    """Return what `racing_text` has written."""
+    """Decode settings encoded by `racing_text`."""
     return {Setting(StrategyChoice(strategy), size): why for strategy, size, why in json.loads(text)}
 
 
 def _nobody(_: str) -> None:
-    """Hear nothing of a damaged race: it is told as the race begins, and no earlier."""
+    """Ignore the line about a damaged race, which is printed only when the race begins."""

@@ -1,4 +1,4 @@
-"""Put a comparison into words: which strategy to choose on how many ranks."""
+"""State a comparison's result in words: which strategy to choose on how many ranks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ComparisonAnswer(Answer):
     """Which strategy to choose.
 
     Attributes:
-        chosen: the group chosen for each number of ranks; that of one rank where no strategy is faster.
+        chosen: the chosen group for each number of ranks; that of one rank if no strategy is faster.
     """
 
     chosen: dict[int, Group] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def choose(groups: Sequence[Group], cautions: tuple[str, ...] = ()) -> Compariso
     """Apply the rule (`rule_for`) to the groups of every number of ranks above 1.
 
     Args:
-        cautions: what the reader must know of races and learning rates, a sentence each.
+        cautions: cautions about races and learning rates, one sentence each.
     """
     chosen: dict[int, Group] = {}
     unsure: set[int] = set()
@@ -114,20 +114,20 @@ def rule_for(groups: Sequence[Group]) -> str:
 
 
 def _one_rank(groups: Sequence[Group]) -> Group | None:
-    """Return the runs on one rank, which the others are measured by."""
+    """Return the runs on one rank, to which the others are compared."""
     found = (group for group in groups if group.ranks == 1 and group.mode == FRAMES)
     return next((group for group in found if _speed(group) and group.score is not None), None)
 
 
 def _suffices(one_rank: Group, fastest: Sequence[Group], rows: Sequence[Group], best: Group) -> bool:
-    """Say whether one rank is as fast as the fastest on several, and as accurate by the same rule."""
+    """Return whether one rank is as fast as the fastest on several, and as accurate by the same rule."""
     accurate = accurate_enough([*rows, one_rank], best, tolerance(best))
     is_as_fast = all(_times_one_rank(group, one_rank) <= 1 for group in fastest)
     return is_as_fast and any(group is one_rank for group in accurate)
 
 
 def _times_one_rank(group: Group, one_rank: Group) -> float:
-    """Return how many times as fast as one rank a strategy is: by the race, where one rank took part."""
+    """Return a strategy's speed relative to one rank, by the race if one rank took part."""
     if group.raced is not None and group.alone is not None:
         return group.raced.over(group.alone).ratio
     return _speed(group) / _speed(one_rank)
@@ -139,7 +139,7 @@ def _is_slower_than_one_rank(group: Group, one_rank: Group) -> bool:
 
 
 def _is_like_one_rank(group: Group) -> bool:
-    """Return whether its race cannot tell a strategy from one rank."""
+    """Return whether the race cannot distinguish a strategy's speed from one rank's."""
     speed, alone = group.raced, group.alone
     if speed is None or alone is None or speed.interval is None:
         return False
@@ -149,10 +149,10 @@ def _is_like_one_rank(group: Group) -> bool:
 def _faster_but_worse(
     chosen: Group, rows: Sequence[Group], accurate: Sequence[Group], best: Group
 ) -> list[str]:
-    """Say why a strategy that is faster than the chosen one was not chosen.
+    """State why a strategy that is faster than the chosen one was not chosen.
 
     Args:
-        rows: all that were tried on as many ranks.
+        rows: all groups on the same number of ranks.
         accurate: those that are accurate enough.
     """
     faster = faster_than(chosen, rows, _speed)
@@ -169,15 +169,15 @@ def _faster_but_worse(
 
 
 def _least_told(groups: Sequence[Group]) -> float | None:
-    """Return how far mean scores have to be apart at least, that seeds are not likely to explain it."""
+    """Return the smallest difference of mean scores that seeds are unlikely to explain."""
     return least_told([group.scores.values for group in groups if group.scores is not None])
 
 
 def _may_be_chance(one: Group, best: Group, accurate: Sequence[Group]) -> str:
-    """Say where a group is not further from the best than seeds may have set them apart; "" where it is.
+    """State if a group's distance from the best may be due to seeds; "": it is larger than that.
 
-    What fails to learn differs from seed to seed like nothing else, and says nothing of the others' chance:
-    only the accurate groups count besides.
+    Besides these two, only accurate groups count.  A group that fails to learn varies far more between seeds
+    than others, and says nothing about their variation.
     """
     compared = [one, *(group for group in accurate if group is not one)]
     least = _least_told(compared)
@@ -186,7 +186,7 @@ def _may_be_chance(one: Group, best: Group, accurate: Sequence[Group]) -> str:
 
 
 def _by_chance(accurate: Sequence[Group]) -> list[str]:
-    """Say which differences of the accurate groups' mean scores may be chance; none where it is not known."""
+    """State which differences of the accurate groups' mean scores may be chance; empty if unknown."""
     least = _least_told(accurate)
     if not least:
         return []
@@ -199,7 +199,7 @@ def _by_chance(accurate: Sequence[Group]) -> list[str]:
 
 
 def _not_told_apart(chosen: Group, alike: Sequence[Group]) -> list[str]:
-    """Say which strategies may be as fast as the chosen one."""
+    """State which strategies may be as fast as the chosen one."""
     if not alike:
         return []
     others = ", ".join(f"{group.label} ({ratio_text(group.raced)})" for group in alike)
@@ -209,7 +209,7 @@ def _not_told_apart(chosen: Group, alike: Sequence[Group]) -> list[str]:
 
 
 def _gain(fastest: Group, rows: Sequence[Group]) -> list[str]:
-    """Say what would help a strategy most, by the first of its finished runs."""
+    """State what would help a strategy most, by the first of its finished runs."""
     found = [run.result for group in rows for run in group.finished if run.result is not None]
     own = next((run.result for run in fastest.finished if run.result is not None), None)
     sentence = "" if own is None else gain_sentence(own, f"{fastest.label} on {fastest.ranks} ranks", found)
@@ -217,17 +217,17 @@ def _gain(fastest: Group, rows: Sequence[Group]) -> list[str]:
 
 
 def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Group | None) -> list[str]:
-    """Say how fast and how accurate the fastest is on its number of ranks, and what the best is.
+    """State speed and accuracy of the fastest on its number of ranks, and those of the best.
 
     Args:
-        rows: all that were tried on as many ranks.
+        rows: all groups on the same number of ranks.
     """
     terms = group_terms([fastest])
     text = f"{fastest.ranks} ranks: {fastest.label} {_pace(fastest)}"
     if one_rank is not None:
         reaches = f"which reaches {terms.number(one_rank.score)}"
         if fastest.raced is not None and fastest.alone is None:
-            # The ratio of a race and that of runs by themselves are never in one sentence.
+            # Do not mix ratios of a race and of separate runs in one sentence.
             text += f" (one rank did not race, {reaches})"
         else:
             times = formatting.times(_times_one_rank(fastest, one_rank))
@@ -247,7 +247,7 @@ def _sentences(fastest: Group, best: Group, rows: Sequence[Group], one_rank: Gro
 
 
 def _at_equal_time(ranks: int, chosen: Group, groups: Sequence[Group]) -> list[str]:
-    """Say which strategy is the most accurate after as much time, where that was tried."""
+    """State which strategy is the most accurate at equal time, if that was tried."""
     tried = [g for g in groups if g.ranks == ranks and g.mode == TIME and g.score is not None]
     if len(tried) < 2:
         return []
@@ -298,7 +298,7 @@ def _cautions(groups: Sequence[Group]) -> tuple[str, ...]:
 
 
 def _few_seeds(groups: Sequence[Group]) -> str:
-    """Say that there are too few seeds for a claim; "": there are enough, or no run has ended."""
+    """State that there are too few seeds for a claim; "": there are enough, or no run has ended."""
     fewest = fewest_seeds(groups)
     if not 0 < fewest < CLAIM_SEEDS:
         return ""
@@ -327,7 +327,7 @@ def _of_single_runs(group: Group) -> list[str]:
 
 
 def _still_to_come(groups: Sequence[Group]) -> str:
-    """Say how many runs have not ended; "": all have."""
+    """State how many runs have not ended; "": all have."""
     waiting = sum(not run.is_finished for group in groups for run in group.runs)
     waiting -= sum(len(group.failures) for group in groups)
     if not waiting:
@@ -340,7 +340,7 @@ def _still_to_come(groups: Sequence[Group]) -> str:
 
 
 def _averaged(groups: Sequence[Group]) -> str:
-    """Say that final models are means of the last epochs' models, and of how many the last is better."""
+    """State that final models are means of the last epochs' models, and for how many the last is better."""
     means = [run for group in groups for run in group.results if run.mean is not None]
     if not means:
         return ""
@@ -353,7 +353,7 @@ def _averaged(groups: Sequence[Group]) -> str:
 
 
 def _decoding(rows: Sequence[Group]) -> list[str]:
-    """Say what part word errors played in the choices: each is among as many ranks, and one rank alone."""
+    """State how word errors affected the choices, each made among equal numbers of ranks and one rank."""
     labels = {
         id(group): group.label if group.ranks == 1 else f"{group.label} on {group.ranks} ranks"
         for group in rows
@@ -365,7 +365,7 @@ def _decoding(rows: Sequence[Group]) -> list[str]:
         notes += [unlike] if unlike else []
         own = [group for group in compared if group.ranks == ranks]
         if not unlike and not splits_of(own) and splits_of(rows):
-            # Nothing was left out of this choice, so none of these is called not eligible.
+            # Nothing was left out of this choice, so do not call any of these not eligible.
             without.append(ranks)
         elif not unlike:
             alike |= {id(group): group for group in compared}
@@ -380,7 +380,7 @@ def _decoding(rows: Sequence[Group]) -> list[str]:
 
 
 def _lacks_score(run: ComparedRun, metric: str) -> str:
-    """Say why a finished run has no score, and what to do where its metrics were deleted."""
+    """State why a finished run has no score, and what to do if its metrics were deleted."""
     if run.result is None or run.result.evaluations:
         return f"its last {metric} is no number"
     if METRICS_MISSING not in run.result.problems:
@@ -415,7 +415,7 @@ def _accuracy(group: Group) -> str:
 
 
 def _pace(group: Group, preposition: str = "with") -> str:
-    """Say how fast a group is: by the race where it raced, and then by nothing else."""
+    """State a group's speed: only by the race if it raced."""
     if group.raced is None:
         rate = formatting.count(group.frames_per_s.mean if group.frames_per_s else None)
         return f"{preposition} {rate} {group_terms([group]).amount}/s"

@@ -1,4 +1,4 @@
-"""Read a comparison's runs and sum them up over seeds: one group for each strategy, ranks and mode."""
+"""Read a comparison's runs and aggregate them over seeds: one group for each strategy, ranks and mode."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from speechdp.report.runs.raced import RacedSpeed
 from speechdp.report.runs.results import ONE_RANK, RunResult, WordErrors
 from speechdp.report.runs.script_metric import script_task
 
-#: Share of the runs at equal frames that reach the target, where none is given: a strategy that fails
-#: altogether must not make the target one that all others reach at once.
+#: Share of the runs at equal frames that reach the default target. It is below 1, because a strategy that
+#: fails altogether must not lower the target so far that all others reach it at once.
 TARGET_SHARE = 0.75
 
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """A run of a comparison: what was planned, and what its folder holds (None: no folder)."""
+    """A run of a comparison: its plan, and the content of its folder (None: no folder)."""
 
     record: RunRecord
     result: RunResult | None
@@ -43,11 +43,11 @@ class ComparedRun:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison as it was found.
+    """A comparison as found.
 
     Attributes:
         trials: runs that tried learning rates.
-        failed_races: why, by the number of ranks.
+        failed_races: causes of failure, by number of ranks.
     """
 
     path: Path
@@ -60,13 +60,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Spread:
-    """Figures of several seeds."""
+    """A figure over several seeds."""
 
     values: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """Return the spread of what is known; None where nothing is."""
+        """Return the spread of the known values; None if there are none."""
         known = tuple(value for value in values if value is not None)
         return cls(known) if known else None
 
@@ -86,16 +86,16 @@ class Group:
     """The runs of one strategy, number of ranks and mode: one row of the table.
 
     Attributes:
-        runs: one a seed, unfinished and failed ones included.
-        figures: of the finished ones.
-        word_errors: means of rate and interval over seeds; None also where those were decoded on different
+        runs: one run for each seed, including unfinished and failed ones.
+        figures: figures of the finished runs.
+        word_errors: means of rate and interval over seeds; None also if these were decoded on different
             splits.
-        wer_over_lowest: its word error rate less the lowest on as many ranks in the same mode; None where
-            errors are not known by utterance, or they were not decoded alike.
-        raced: its speed by the race on as many ranks; None: it took no part, or there was none.
-        alone: that of one rank in the same race.
-        alone_on: of one rank, its speeds by the races in which it took part, by their number of ranks.
-        learning_rate: of its runs, where several were tried; None: what the training has by itself.
+        wer_over_lowest: its word error rate minus the lowest on as many ranks in the same mode; None if
+            errors by utterance are unknown, or decoding differed.
+        raced: its speed in the race on as many ranks; None: it took no part, or there was no race.
+        alone: speed of one rank in the same race.
+        alone_on: for one rank, its speeds in races, by their number of ranks.
+        learning_rate: rate of its runs, if several were tried; None: the training's own.
     """
 
     strategy: str
@@ -111,7 +111,7 @@ class Group:
     learning_rate: float | None = None
 
     def spread(self, figure: Callable[[RunFigures], Value]) -> Spread | None:
-        """Return a figure of the finished runs; None where none has it."""
+        """Return a figure of the finished runs; None if none has it."""
         found = map(figure, self.figures)
         return Spread.of(value for value in found if isinstance(value, (int, float)))
 
@@ -127,12 +127,12 @@ class Group:
 
     @property
     def ages(self) -> tuple[int, ...]:
-        """Exchanges by age, of all ranks and seeds together."""
+        """Numbers of exchanges by age, over all ranks and seeds."""
         return sum_of_counts(row.ages for row in self.figures)
 
     @property
     def unjudged(self) -> tuple[ComparedRun, ...]:
-        """Finished runs whose last score is no number, where others of the group have one."""
+        """Finished runs whose last score is not finite, if others of the group have a finite one."""
         if self.scores is None:
             return ()
         without = {row.run.name for row in self.figures if row.score is None}
@@ -145,17 +145,17 @@ class Group:
 
     @property
     def finished(self) -> tuple[ComparedRun, ...]:
-        """The runs that count."""
+        """The finished runs, which count."""
         return tuple(run for run in self.runs if run.is_finished)
 
     @property
     def results(self) -> list[RunResult]:
-        """What the folders of the finished runs hold."""
+        """The results of the finished runs."""
         return [run.result for run in self.finished if run.result is not None]
 
     @property
     def num_judged(self) -> int:
-        """Number of the finished runs that have a score, or of all of them where none has."""
+        """Number of finished runs with a score; of all finished runs if none has one."""
         return len(self.scores.values) if self.scores else len(self.finished)
 
     @property
@@ -165,7 +165,7 @@ class Group:
 
     @property
     def epochs(self) -> Spread | None:
-        """Epochs of the finished runs; None of a script, which trains as long as it does."""
+        """Epochs of the finished runs; None for a script, which decides itself how long it trains."""
         return Spread.of(run.record.epochs for run in self.finished)
 
     @property
@@ -178,10 +178,10 @@ def read_comparison(out: Path, metric: str = "") -> Comparison:
     """Read OUT/compare.json and the runs it names.
 
     Args:
-        metric: what runs of a script are judged by; "": what compare.json says, else what they log last.
+        metric: metric that ranks runs of a script; "": that of compare.json, else the one they log last.
 
     Raises:
-        ConfigError: compare.json is damaged, or `metric` is none.
+        ConfigError: compare.json is damaged, or `metric` is invalid.
     """
     record = read_record(out)
     planned = (*record.trials, *record.runs)
@@ -200,8 +200,8 @@ def read_comparison(out: Path, metric: str = "") -> Comparison:
 
 
 def _read_compared(folder: Path, settings: Mapping[str, Any], metric: str, split: str) -> RunResult:
-    """Read a run; that of a script which has failed before its run began is one of a script as well."""
-    # Of unfinished runs no figures are shown.
+    """Read a run; a script's run that failed before it began is also recognised as a script's."""
+    # No figures are shown for unfinished runs.
     result = read_run(folder, metric, split, times_unfinished=False)
     if "script" in settings and not result.settings:
         return replace(result, script_task=script_task(metric))
@@ -222,7 +222,7 @@ def target_of_most(runs: Sequence[ComparedRun]) -> float | None:
 
 
 def make_groups(comparison: Comparison, target: float | None) -> list[Group]:
-    """Sum the runs up, in the order of modes, ranks, and strategies as they were given."""
+    """Aggregate the runs, in the given order of modes, ranks, and strategies."""
     keys: dict[tuple[str, int, str], list[ComparedRun]] = {}
     for run in sorted(comparison.runs, key=lambda run: run.record.seed):
         keys.setdefault((run.record.mode, run.record.ranks, run.record.strategy.text), []).append(run)
@@ -236,7 +236,7 @@ def make_groups(comparison: Comparison, target: float | None) -> list[Group]:
 
 
 def make_trials(comparison: Comparison, target: float | None) -> list[Group]:
-    """Return the runs that tried learning rates, each by itself, in the order they were trained in."""
+    """Return the runs that tried learning rates as separate groups, in training order."""
     return [
         _group((run.record.mode, run.record.ranks, run.record.strategy.text), [run], target)
         for run in comparison.trials
@@ -244,7 +244,7 @@ def make_trials(comparison: Comparison, target: float | None) -> list[Group]:
 
 
 def compared_by_race(groups: Sequence[Group]) -> dict[int, dict[str, str]]:
-    """Return the labels of what has finished on several ranks, by their number and the strategies' texts."""
+    """Return the labels of finished groups on several ranks, by number of ranks and strategy text."""
     found: dict[int, dict[str, str]] = {}
     for group in groups:
         if group.ranks > 1 and group.figures:
@@ -253,15 +253,15 @@ def compared_by_race(groups: Sequence[Group]) -> dict[int, dict[str, str]]:
 
 
 def with_all_seeds(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups no seed of which came to nothing, all where there are none.
+    """Return the groups in which no seed failed; all groups if there are none.
 
-    Of the others it is not known that they keep the accuracy: the seeds that are left may be the lucky ones.
+    The others may not keep their accuracy, because the remaining seeds may be the lucky ones.
     """
     return [group for group in groups if not (group.unjudged or group.failures)] or list(groups)
 
 
 def _with_differences(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups with what their word error rates are above the lowest in their part of the table.
+    """Return the groups with the differences of their word error rates from the lowest in their table part.
 
     The lowest is that of a group with all seeds, as in the choice.
     """
@@ -273,7 +273,7 @@ def _with_differences(groups: Sequence[Group]) -> list[Group]:
 
 
 def _with_race(groups: list[Group], ranks: int, speeds: Mapping[str, RacedSpeed]) -> list[Group]:
-    """Return the groups with the speeds of the race on so many ranks."""
+    """Return the groups with the speeds of the race on `ranks` ranks."""
     alone = speeds.get(ONE_RANK)
     found: list[Group] = []
     for group in groups:
@@ -304,7 +304,7 @@ def _mean_errors(errors: Sequence[WordErrors | None]) -> WordErrors | None:
     known = [item for item in errors if item is not None]
     if not known or len({item.split for item in known}) > 1:
         return None
-    decoded = [item for item in known if item.weights]  # of the others it was not recorded how
+    decoded = [item for item in known if item.weights]  # older records lack how they were decoded
     low, high = (Spread.of(getattr(item, name) for item in known) for name in ("low", "high"))
     return WordErrors(
         wer=statistics.fmean(item.wer for item in known),
@@ -324,5 +324,5 @@ def _mean_errors(errors: Sequence[WordErrors | None]) -> WordErrors | None:
 
 
 def _common(texts: Sequence[str]) -> str:
-    """Return what seeds have in common, or what each has: groups that mix otherwise are not alike."""
+    """Return the common text of seeds, or all their texts, so that groups with other mixtures differ."""
     return texts[0] if len(set(texts)) == 1 else " or ".join(sorted(texts))

@@ -1,4 +1,4 @@
-"""Draw a comparison: for each number of ranks speed against accuracy, learning curves, and staleness."""
+"""Draw a comparison: speed against accuracy, learning curves, and staleness for each number of ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from speechdp.report.kit.speeds import any_raced, ranked, ratio_text
 from speechdp.report.kit.svg import Panel
 from speechdp.report.kit.theme import Theme
 
-#: Exchanges older than this stand in one bar.
+#: Exchanges older than this share one bar.
 OLDEST_BAR = 12
 SIZE = (4.4, 3.3)
 Points = list[tuple[float, float]]
-#: Room between a point and the edge of its picture, and how far below that edge a point is still shown:
+#: Margin between a point and the edge of its plot, and how far below that edge a point is still shown, as
 #: shares of the height.
 _EDGE, _NEAR = 0.06, 0.25
 
@@ -39,7 +39,7 @@ def make_canvas(groups: Sequence[Group], theme: Theme) -> Canvas:
 
 
 def make_panels(groups: Sequence[Group]) -> list[list[Panel]]:
-    """Return the plots line by line: a line a kind (none without data), a plot a number of ranks."""
+    """Return the plots in lines: one line per kind (none without data), one plot per number of ranks."""
     sizes = sorted({group.ranks for group in groups if group.ranks > 1}) or [1]
     timed = TIME if any(group.mode == TIME and group.finished for group in groups) else FRAMES
     at_frames = [group for group in groups if group.mode == FRAMES]
@@ -86,7 +86,7 @@ def _panel(
 
 
 def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
-    """Plot the final held-out score against frames/s: a small dot a seed, a large one for their mean."""
+    """Plot the final held-out score against frames/s: a small dot per seed, a large one for their mean."""
     shown = [group for group in groups if group.ranks == ranks and group.frames_per_s and group.scores]
     if not shown:
         return False
@@ -127,7 +127,7 @@ def draw_speed(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) ->
 
 
 def _speed(group: Group, *, raced: bool) -> float:
-    """Return where a group stands on the axis of speed."""
+    """Return a group's position on the speed axis."""
     if raced:
         return 0.0 if group.raced is None else group.raced.ratio
     return 0.0 if group.frames_per_s is None else group.frames_per_s.mean
@@ -171,7 +171,7 @@ def draw_staleness(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas
 
 
 def draw_period(unit: PeriodUnit, ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas) -> bool:
-    """Plot the period in force over steps, a line a seed, of the strategies that change it in this unit."""
+    """Plot the period in force over steps, one line per seed, for strategies that change it in this unit."""
     curves = [
         PeriodCurve(row.run, group.label, canvas.colours[group.label], dashes(group.label, canvas))
         for group in groups
@@ -183,7 +183,7 @@ def draw_period(unit: PeriodUnit, ax: Axes, groups: Sequence[Group], ranks: int,
 
 
 def mean_curve(curves: Sequence[Points]) -> Points:
-    """Return the mean of several seeds' curves, evaluation by evaluation, as far as all of them go."""
+    """Return the mean of several seeds' curves at each evaluation that all of them have."""
     return [
         (sum(x for x, _ in points) / len(points), sum(y for _, y in points) / len(points))
         for points in zip(*curves, strict=False)
@@ -200,7 +200,7 @@ def draw_learning(ax: Axes, groups: Sequence[Group], ranks: int, canvas: Canvas,
     longest = max(curve[-1][0] for curve in own)
     terms, title = group_terms(groups), f"{formatting.rank_count(ranks)}: learning over"
     scale = learning_axes(ax, title, longest, terms, canvas, over_time=over_time)
-    # The same heights on the plots of all numbers of ranks.
+    # The same vertical range for all numbers of ranks.
     _limit(ax, [curve for group in groups for curve in curves[id(group)]])
     low, high = ax.get_ylim()
     nearest = (HIDDEN * longest, HIDDEN * (high - low))
@@ -220,7 +220,7 @@ def _draw_group(
     """Draw the seeds' curves and their mean.
 
     Args:
-        hidden: curves of the same values that are drawn already, and have to be seen through its gaps.
+        hidden: number of curves with the same values drawn before, which must stay visible through its gaps.
     """
     colour, strokes = canvas.colours[group.label], dashes(group.label, canvas)
     strokes = strokes or seen_through(hidden)
@@ -229,7 +229,7 @@ def _draw_group(
         for curve in curves:
             ax.plot(*_scaled(curve, scale), color=colour, linewidth=0.7, alpha=0.55, zorder=2)
     mean = mean_curve(curves)
-    # A curve of one point is its marker.
+    # A curve with one point is drawn as a marker.
     size = 0.0 if len(mean) > MOST_DOTS else 3.6 if len(mean) > 1 else 6.0
     (line,) = ax.plot(
         *_scaled(mean, scale), color=colour, linewidth=2, linestyle=style, zorder=3,
@@ -248,12 +248,12 @@ def _scaled(points: Points, scale: float) -> tuple[list[float], list[float]]:
 
 
 def _limit(ax: Axes, curves: Sequence[Points]) -> None:
-    """Show the part of the better three quarters: a strategy that fails must not press the rest flat."""
+    """Show the range of the better three quarters, so that a failing strategy does not flatten the rest."""
     heights = sorted(([y for _, y in curve] for curve in curves), key=lambda ys: -ys[-1])
     kept = heights[: max(1, -(-3 * len(heights) // 4))]
     best, worst_end = max(ys[-1] for ys in kept), min(ys[-1] for ys in kept)
     steepness = best - min(min(ys) for ys in kept)
-    if steepness > best - worst_end:  # curves, not single points: some of the way up belongs to the picture
+    if steepness > best - worst_end:  # curves, not single points: show part of the rise
         shown = max(2.5 * (best - worst_end), 0.12 * steepness, 1e-3)
         ax.set_ylim(best - shown, best + 0.08 * shown)
     else:
@@ -263,7 +263,7 @@ def _limit(ax: Axes, curves: Sequence[Points]) -> None:
 
 
 def _draw_reference(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
-    """Draw the accuracy of one rank as a line to compare with."""
+    """Draw the accuracy of one rank as a reference line."""
     reference = next((group for group in groups if group.ranks == 1 and group.score is not None), None)
     if reference is None or reference.score is None:
         return
@@ -272,14 +272,14 @@ def _draw_reference(ax: Axes, groups: Sequence[Group], canvas: Canvas) -> None:
     room = _EDGE * (top - bottom)
     if low <= score <= high:
         ax.set_ylim(min(low, score - room), max(high, score + room))
-    else:  # far away it makes the picture so high that what lies at the other edge needs more room, too
+    else:  # a distant line makes the plot so high that the other edge needs a larger margin, too
         ax.set_ylim(bottom - room, top + room)
     line = ax.axhline(score, color=canvas.theme.baseline, linewidth=1.4, linestyle=(0, (5, 2.5)), zorder=0)
     canvas.tip(line, _tip(reference))
 
 
 def _reach_for_what_is_near(ax: Axes, scores: Sequence[float]) -> None:
-    """Show what lies a little below the picture, too: hardly any height would be gained by cutting it off."""
+    """Include points slightly below the plot, because cutting them off would gain hardly any height."""
     low, high = ax.get_ylim()
     near = [score for score in scores if low - _NEAR * (high - low) <= score < low]
     if near:
@@ -287,7 +287,7 @@ def _reach_for_what_is_near(ax: Axes, scores: Sequence[float]) -> None:
 
 
 def _mark_what_lies_below(ax: Axes, groups: Sequence[Group], canvas: Canvas, *, raced: bool) -> None:
-    """Put an arrow at the lower edge for a strategy whose accuracy lies below the picture."""
+    """Draw an arrow at the lower edge for a strategy whose accuracy lies below the plot."""
     (low, high), terms = ax.get_ylim(), group_terms(groups)
     for group in groups:
         if group.frames_per_s is None or group.score is None or group.score >= low:

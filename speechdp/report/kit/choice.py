@@ -1,4 +1,4 @@
-"""Which of several trainings are accurate enough to be chosen, and what their metrics mean."""
+"""Decide which of several trainings are accurate enough to be chosen, and explain their metrics."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from speechdp.report.runs.results import RunResult, WordErrors
 
 
 class Accuracy(Protocol):
-    """What the rule looks at."""
+    """The values that the rule uses."""
 
     @property
     def score(self) -> float | None:
-        """What is higher the better a model is on held-out data."""
+        """Held-out score; higher is better."""
 
     @property
     def word_errors(self) -> WordErrors | None:
@@ -28,20 +28,19 @@ Row = TypeVar("Row", bound=Accuracy)
 
 
 def eligible_rows(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that may be chosen: where some are decoded, and alike, those; else all."""
+    """Return the rows that may be chosen: the decoded ones if these were decoded alike, else all."""
     decoded = [row for row in rows if row.word_errors is not None]
     return decoded if decoded and are_decoded_alike(rows) else list(rows)
 
 
 def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Row]:
-    """Return the rows whose score and word errors are as good as the best; if no row's are, the best alone.
+    """Return the rows whose score and word errors are as good as the best; if there are none, the best alone.
 
-    Word errors on different splits, or with scores weighted otherwise, say nothing of one another, and are
-    left aside.
+    Word errors on different splits, or with differently weighted scores, are not comparable and are ignored.
 
     Args:
         best: the best score of the `eligible_rows`.
-        tolerance: how far from the best score is near enough.
+        tolerance: maximum distance from the best score.
     """
     assert best.score is not None
     lowest, among = lowest_word_errors(rows), _num_decoded(rows)
@@ -55,18 +54,18 @@ def accurate_enough(rows: Sequence[Row], best: Row, tolerance: float) -> list[Ro
 
 
 def lowest_word_errors(rows: Sequence[Accuracy]) -> WordErrors | None:
-    """Return the lowest word errors of rows; None where they were not decoded alike, or not at all."""
+    """Return the lowest word errors of rows; None if they were not decoded, or not alike."""
     rates = [row.word_errors for row in rows if row.word_errors is not None]
     return min(rates, key=lambda errors: errors.wer, default=None) if are_decoded_alike(rows) else None
 
 
 def over_lowest(row: Accuracy, rows: Sequence[Accuracy], eligible: Sequence[Accuracy]) -> Difference | None:
-    """Return a row's word error rate less the lowest of several rows; None where it is not known.
+    """Return a row's word error rate minus the lowest of several rows; None if unknown.
 
-    Neither is it where no other row has a rate.
+    It is also unknown if no other row has a rate.
 
     Args:
-        eligible: those of the rows of which one is the lowest; a row that is none of them can be below it.
+        eligible: the rows among which the lowest is taken; a row outside of these can be below it.
     """
     lowest = lowest_word_errors(eligible) if are_decoded_alike(rows) else None
     if lowest is None or row.word_errors is None or _num_decoded(rows) < 2:
@@ -79,7 +78,7 @@ def _num_decoded(rows: Sequence[Accuracy]) -> int:
 
 
 def word_errors_rule(rows: Sequence[Accuracy]) -> str:
-    """Return the rule's clause on word errors, as far as rows have several seeds, and errors by utterance."""
+    """Return the rule's clause on word errors, which depends on seeds and errors by utterance."""
     decoded = [row.word_errors for row in rows if row.word_errors is not None]
     is_paired = [e.utterances is not None and len(e.utterances.errors) > 1 for e in decoded]
     paired = (
@@ -95,13 +94,13 @@ def word_errors_rule(rows: Sequence[Accuracy]) -> str:
 
 
 def told_apart(rows: Sequence[Row], label: Callable[[Row], str], where: str = "") -> list[str]:
-    """Say which word error rates are surely above the lowest, a sentence; none where that is known of none.
+    """Return a sentence on which word error rates are surely above the lowest; empty if none is known to be.
 
-    It is known of a rate where both are by utterance, and at least one of them of several seeds.
+    This is known for a rate if both rates are by utterance and at least one of them has several seeds.
 
     Args:
-        label: names a row.
-        where: what the rows have in common, ` on 2 ranks`.
+        label: returns the name of a row.
+        where: common property of the rows, ` on 2 ranks`.
     """
     lowest = lowest_word_errors(rows)
     best = ", ".join(label(row) for row in rows if row.word_errors is lowest)
@@ -121,10 +120,10 @@ def told_apart(rows: Sequence[Row], label: Callable[[Row], str], where: str = ""
 
 
 def lacks_scores(runs: Sequence[RunResult], terms: Terms, which: str = "finished run") -> str:
-    """Return why none of some runs has a score, a clause.
+    """Return a clause on why no run has a score.
 
     Args:
-        which: what the runs are called.
+        which: name of the runs.
     """
     if any(run.evaluations for run in runs):
         return f"the last {terms.metric.name} of no {which} is a number"
@@ -132,15 +131,15 @@ def lacks_scores(runs: Sequence[RunResult], terms: Terms, which: str = "finished
 
 
 def splits_of(rows: Sequence[Accuracy]) -> list[str]:
-    """Return the splits that word errors of these rows are of."""
+    """Return the splits of these rows' word errors."""
     return sorted({row.word_errors.split for row in rows if row.word_errors is not None})
 
 
 def are_decoded_alike(rows: Sequence[Accuracy]) -> bool:
-    """Say whether the word errors of these rows can be compared, as far as they have any.
+    """Return whether the word errors of these rows, if any, are comparable.
 
-    They can on the same split, in the same grammar and rescored alike, with the same weights of the scores or
-    with weights that were chosen alike.
+    They are if split, grammar and rescoring are the same, and the weights of the scores are the same or were
+    chosen in the same way.
     """
     known = [row.word_errors for row in rows if row.word_errors is not None and row.word_errors.how]
     searched_alike = len({(errors.grammar, errors.rescoring) for errors in known}) <= 1
@@ -150,7 +149,7 @@ def are_decoded_alike(rows: Sequence[Accuracy]) -> bool:
 
 
 def unlike_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
-    """Say why word errors played no part in a choice among rows, one label each; "" where they are alike."""
+    """State why word errors were ignored in a choice among rows, one label each; "": they are comparable."""
     if are_decoded_alike(rows):
         return ""
     splits = splits_of(rows)
@@ -171,7 +170,7 @@ def unlike_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
 
 
 def undecoded_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
-    """Say which rows, one label each, could not be chosen since they are not decoded; "" where all are."""
+    """State which rows, one label each, could not be chosen because they are not decoded; "": all are."""
     if not splits_of(rows):
         return "No run was decoded: the word error rate played no part in the choice."
     without = [label for row, label in zip(rows, labels, strict=True) if row.word_errors is None]
@@ -179,7 +178,7 @@ def undecoded_caution(rows: Sequence[Accuracy], labels: Sequence[str]) -> str:
 
 
 def several_tasks(runs: Sequence[RunResult]) -> str:
-    """Say which runs are not compared because they are of another task; "" where all are of one."""
+    """State which runs are not compared because they have another task; "": all have the same."""
     terms = terms_of(runs)
     others = [run for run in runs if run.settings and run.metric.key != terms.metric.key]
     if not others:
@@ -192,10 +191,10 @@ def several_tasks(runs: Sequence[RunResult]) -> str:
 
 
 def judged_otherwise(runs: Sequence[RunResult], labels: Mapping[str, str]) -> str:
-    """Say which runs are not compared because they were judged on other data or classes; "" where all are.
+    """State which runs are not compared because they were evaluated on other data or classes; "": none.
 
     Args:
-        labels: of runs, by their names.
+        labels: labels of runs, by name.
     """
     others = comparable_runs(runs).others
     if not others:
@@ -208,7 +207,7 @@ def judged_otherwise(runs: Sequence[RunResult], labels: Mapping[str, str]) -> st
 
 
 def metric_meanings(runs: Sequence[RunResult]) -> str:
-    """Say what the metrics are of tasks that are not recognition; "" where all runs are, or none has any."""
+    """Explain the metrics of tasks other than recognition; "": all are recognition, or none has any."""
     terms = terms_of(runs)
     if terms.task.decodes or not any(run.evaluations for run in runs):
         return ""

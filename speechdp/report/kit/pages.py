@@ -1,4 +1,4 @@
-"""What all reports have in common: the files, the page around what each shows, how settings are written."""
+"""Shared by all reports: writing files, the page's frame, and formatting of settings."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from speechdp.report.kit import theme
 from speechdp.report.kit.answer import Answer
 from speechdp.report.kit.canvas import Canvas, dashes
 
-#: What is written of bytes of a file's name that are no UTF-8.
+#: Error handler for bytes in file names that are not UTF-8.
 _NOT_UTF_8 = "backslashreplace"
-#: Writes a picture to a path; False, with nothing written, where there is nothing to draw.
+#: Writes a picture to a path; returns False without writing if there is nothing to draw.
 DrawPicture = Callable[[Path], bool]
 
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """What was written, and its result for the terminal.
+    """The written files, and the result for the terminal.
 
     Attributes:
-        png: the picture to show first; None where the runs recorded nothing to draw.
+        png: the picture to show first; None if the runs recorded nothing to draw.
         table: the report's table.
-        answer: the result in words, one sentence an item.
+        answer: the result in words, one sentence per item.
     """
 
     html: Path
@@ -47,7 +47,7 @@ class WrittenReport:
 
 @contextlib.contextmanager
 def writing_into(folder: Path) -> Iterator[None]:
-    """Make `folder` for the block that writes into it.  Raises RunError if that fails."""
+    """Make `folder` for the block, which writes into it.  Raises RunError if that fails."""
     try:
         folder.mkdir(exist_ok=True)
         yield
@@ -59,17 +59,18 @@ def writing_into(folder: Path) -> Iterator[None]:
 def write_files(
     folder: Path, name: str, page: str, csv: str, pictures: Mapping[str, DrawPicture]
 ) -> tuple[Path, Path, Path | None]:
-    """Write FOLDER/NAME.html, NAME.csv and a PNG for each picture, each whole or as it was before.
+    """Write FOLDER/NAME.html, NAME.csv and a PNG for each picture, each of them atomically.
 
     Args:
-        folder: is made where it is not there.
-        name: of page and table, without suffix.
+        folder: folder, made if missing.
+        name: name of page and table, without suffix.
         page: HTML.
-        csv: of the table.
-        pictures: by name, without suffix, what draws each into a file and says whether anything showed.
+        csv: CSV of the table.
+        pictures: functions that draw a picture into a file and return whether it shows anything, by name
+            without suffix.
 
     Returns:
-        The paths of page, CSV and the first picture that showed something.
+        The paths of page, CSV and the first picture that shows something.
 
     Raises:
         RunError: the folder cannot be written.
@@ -89,12 +90,12 @@ def _write(path: Path, text: str) -> None:
 
 
 def render_page(template: str, title: str, answer: Answer, rule: str = "", **values: Any) -> str:
-    """Return a page: one HTML document without a reference to anything outside of it.
+    """Return a page: a self-contained HTML document.
 
     Args:
-        template: name of a file in templates/, which fills base.html.j2; also what the report is of.
-        rule: how the answer was found; "": not to be shown.
-        values: what else the template shows; whatever is no Markup is escaped.
+        template: name of a file in templates/, which extends base.html.j2; also the kind of report.
+        rule: how the answer was found; "": not shown.
+        values: other values for the template; everything except Markup is escaped.
     """
     environment = Environment(
         loader=PackageLoader("speechdp.report", "templates"),
@@ -117,12 +118,12 @@ def render_page(template: str, title: str, answer: Answer, rule: str = "", **val
 
 
 def swatch(colour: str) -> Markup:
-    """Return a spot of a colour, to stand before a name."""
+    """Return a coloured spot to put before a name."""
     return Markup('<span class="swatch" style="background: {}"></span>').format(theme.with_variables(colour))
 
 
 def legend_marks(canvas: Canvas) -> dict[str, Markup]:
-    """Return a piece of each name's line, to stand before it."""
+    """Return a sample of each name's line, to put before the name."""
     return {name: _stroke(colour, dashes(name, canvas)) for name, colour in canvas.colours.items()}
 
 
@@ -135,7 +136,7 @@ def _stroke(colour: str, strokes: tuple[float, ...]) -> Markup:
 
 
 def setting_facts(settings: Mapping[str, Any], unshown: Collection[str] = ()) -> list[tuple[str, str]]:
-    """Return settings as (title, text) for a page; what was not set is left out, in groups too."""
+    """Return settings as (title, text) for a page, without those not set, also inside groups."""
     return [
         (name.replace("_", " "), setting_text(name, value))
         for name, given in settings.items()
@@ -149,14 +150,14 @@ _NOT_SET: tuple[Any, ...] = (None, "", [], False, 0)
 
 
 def _given(value: Any) -> Any:
-    """Return a setting; of a group what was set."""
+    """Return a setting; for a group, those of its settings that are set."""
     if not isinstance(value, dict):
         return value
     return {key: item for key, item in value.items() if item not in _NOT_SET}
 
 
 def setting_text(title: str, value: Any) -> str:
-    """Write a setting for people; of groups what was not set is left out."""
+    """Format a setting for people; leave out what is not set in groups."""
     if isinstance(value, str):
         return value
     if isinstance(value, (list, tuple)):
@@ -177,7 +178,7 @@ def _how_often(word: str, times: int) -> str:
 
 
 def _nested(value: Any) -> str:
-    """Write a group of settings in brackets, so that it can stand among others."""
+    """Format a group of settings in brackets, so that it can be listed with others."""
     if not isinstance(value, dict):
         return setting_text("", value)
     given = (f"{key}={_nested(item)}" for key, item in value.items() if item is not None)
@@ -185,7 +186,7 @@ def _nested(value: Any) -> str:
 
 
 def _breakable(name: str) -> Markup:
-    """Return a name, escaped, that a narrow cell may break behind its underscores and dashes."""
+    """Return a name, escaped, that a narrow cell may break after underscores and dashes."""
     return Markup(re.sub(r"([_-])", r"\1<wbr>", str(escape(name))))
 
 
@@ -199,12 +200,12 @@ def _figure(text: str) -> str:
 
 
 def _sentence(text: str) -> Markup:
-    """Return a sentence, escaped, with numbers and their units, and names of options, each on one line."""
+    """Return a sentence, escaped, that is not broken inside names of options or between numbers and units."""
     together = re.sub(r"(?<=\d) (?=(%|ms|MB|ranks?|times)\b|%)", "\u00a0", text)
     return _options(together)
 
 
 def _options(text: str) -> Markup:
-    """Return a text, escaped, that is broken inside no option's name; copied, it is what it was."""
+    """Return a text, escaped, that is not broken inside names of options; copying it yields the original."""
     whole = r'<span class="whole">\g<0></span>'
     return Markup(re.sub(r"(?<!\S)\(?--[a-z][a-z-]*", whole, str(escape(text))))

@@ -1,4 +1,4 @@
-"""Write columns of figures as a table for the terminal, as CSV and for the page."""
+"""Write columns of figures as a table for the terminal, as CSV, and for the page."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from rich.text import Text
 
 from speechdp.report.kit.formatting import MISSING
 
-#: Units that a figure needs not say where its title stands alone.
+#: Units that need not be shown after a figure's title.
 _PLAIN_UNITS = ("", "times", "nats/frame", "per frame")
 
-#: Letters of a line in a file or a pipe.
+#: Characters of a line in a file or a pipe.
 _PIPED = 128
-#: Letters beside a cell: its padding, and what divides it from the next.
+#: Characters beside a cell: its padding, and the border to the next cell.
 _BESIDE = 3
-#: Letters that a text which may be broken between words has at least, where it has so many.
+#: Minimum characters of a longer text that may be broken between words.
 _TEXT = 20
-#: Letters of the rows' names, at least.
+#: Minimum characters of the rows' names.
 _NAME = 12
 
 Value = float | int | str | None
@@ -38,13 +38,13 @@ class Column(Generic[Row]):
     """One column.
 
     Attributes:
-        key: its name in CSV.
-        title, unit: its heading.
-        value: a row's figure, in plain units; None where the row has none.
-        number: writes a figure in the column's unit.
-        cell: writes a row's cell where it shows more than the figure; None: it does not.
-        is_notable: whether a row's cell is to catch the eye.
-        is_detail: it is left out first where a terminal has no room for all.
+        key: name in CSV.
+        title, unit: heading.
+        value: returns a row's figure, in plain units; None if the row has none.
+        number: formats a figure in the column's unit.
+        cell: formats a row's cell if it shows more than the figure; None: it does not.
+        is_notable: whether to highlight a row's cell.
+        is_detail: left out first if a terminal is too narrow for all columns.
     """
 
     key: str
@@ -59,7 +59,7 @@ class Column(Generic[Row]):
     is_detail: bool = False
 
     def text(self, row: Row) -> str:
-        """Write a row's cell."""
+        """Format a row's cell."""
         if self.cell is not None:
             return self.cell(row)
         value = self.value(row)
@@ -78,15 +78,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class RowHead:
-    """What stands before a row's figures.
+    """Head of a row, before its figures.
 
     Attributes:
-        short: its name where a column of a terminal is headed by it; "": the same.
-        status: what is wrong with it.
-        mark: its colour, for the page; None: none.
-        is_pale: does not count.
-        is_chosen: the answer names it.
-        begins: it is of another kind than the row before.
+        short: name as the heading of a terminal's column; "": the same.
+        status: problem of the row.
+        mark: colour, for the page; None: none.
+        is_pale: the row does not count.
+        is_chosen: the answer names the row.
+        begins: the row is of another kind than the one before.
     """
 
     name: str
@@ -98,19 +98,19 @@ class RowHead:
     begins: bool = False
 
     def text(self, name: str) -> Text:
-        """Return a name for the terminal, and the status; never markup."""
+        """Return a name and the status for the terminal, verbatim."""
         return Text(f"{name} ({self.status})" if self.status else name)
 
 
 @dataclass(frozen=True)
 class ShownTable(Generic[Row]):
-    """A table, for the page and for a terminal: rich prints it.
+    """A table for the page and, through rich, for a terminal.
 
     Attributes:
-        id: of the page's element.
+        id: id of the page's element.
         first: heading of the rows' names.
-        note: what stands below.
-        wide_columns: on a narrower terminal it has a line for each figure instead of each row, if that fits.
+        note: text below the table.
+        wide_columns: terminal width below which each figure has a line instead of each row, if that fits.
     """
 
     id: str
@@ -127,21 +127,21 @@ class ShownTable(Generic[Row]):
 
     @property
     def width(self) -> int:
-        """How many letters it is wide with all columns, headings broken between words."""
+        """Width in characters with all columns, with headings broken between words."""
         return self._wide_width(self.columns, self._name_widths()[1])
 
     def _wide_width(self, shown: Sequence[Column[Row]], names: int) -> int:
-        """Return how many letters a line for each row is wide.
+        """Return the width in characters with a line for each row.
 
         Args:
-            names: letters of the rows' names.
+            names: characters of the rows' names.
         """
         return names + _BESIDE + 1 + sum(self._needs(column) + _BESIDE for column in shown)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the form that fits, without breaking a word; rich calls this.
+        """Yield the form that fits without breaking a word; called by rich.
 
-        Where none does, columns are left out, and named below: the page has them.
+        If none fits, columns are left out and named below the table; the page has them.
         """
         room = options.max_width if console.is_terminal else _PIPED
         lines = [] if room >= self.wide_columns else self._fitting_lines(room)
@@ -162,13 +162,13 @@ class ShownTable(Generic[Row]):
             self._fill_tall(table, lines, room)
         else:
             self._fill_wide(table, shown, room)
-        # A table that is narrower than its caption does not make it narrow.
+        # A table that is narrower than its caption must not narrow the caption.
         for line in console.render_lines(table, options.update(max_width=room), pad=False):
             yield from _without_blanks(line)
             yield Segment.line()
 
     def _fitting(self, room: int) -> list[Column[Row]]:
-        """Return the columns that fit on a line: without details first, then without the last ones."""
+        """Return the columns that fit on a line; leave out details first, then the last columns."""
         shown = [*self.columns]
         names = self._name_widths()[0]
         while len(shown) > 1 and self._wide_width(shown, names) > room:
@@ -177,12 +177,12 @@ class ShownTable(Generic[Row]):
         return shown
 
     def _name_widths(self) -> tuple[int, int]:
-        """Return how many letters the rows' names need, broken between words, and have."""
+        """Return the width of the rows' names broken between words, and unbroken."""
         texts = [self.first, *(head.text(head.name).plain for head, _ in self.rows)]
         return max(_NAME, *map(_longest_word, texts)), max(_NAME, *map(len, texts))
 
     def _needs(self, column: Column[Row]) -> int:
-        """Return how many letters a column needs: headings, and cells of text, are broken between words."""
+        """Return the minimum width of a column, with headings and text cells broken between words."""
         texts = [column.text(row) for _, row in self.rows]
         longest = max(map(len, texts), default=0)
         if not column.is_number:
@@ -190,14 +190,14 @@ class ShownTable(Generic[Row]):
         return max(longest, _longest_word(_plain(column.title)), len(column.unit))
 
     def _wants(self, column: Column[Row]) -> int:
-        """Return how many letters a column has where nothing is broken."""
+        """Return the width of a column if nothing is broken."""
         texts = [_plain(column.title), column.unit, *(column.text(row) for _, row in self.rows)]
         return max(map(len, texts))
 
     def _fitting_lines(self, room: int) -> list[Column[Row]]:
-        """Return the figures whose lines fit, names and cells broken between words; texts are left out first.
+        """Return the columns whose lines fit, with names and cells broken between words; omit texts first.
 
-        None, where figures would be left out.
+        Return none if numbers would have to be left out.
         """
         for shown in ([*self.columns], [column for column in self.columns if column.is_number]):
             if _tall_width(shown, self._tall_needs(shown)) <= room:
@@ -205,7 +205,7 @@ class ShownTable(Generic[Row]):
         return []
 
     def _tall_needs(self, shown: Sequence[Column[Row]]) -> list[int]:
-        """Return how many letters each row needs where it is a column."""
+        """Return the minimum width of each row if it is a column."""
         return [
             max(
                 map(
@@ -220,7 +220,7 @@ class ShownTable(Generic[Row]):
         """Add one line per row."""
         (names, long_names), widths = self._name_widths(), [self._needs(column) for column in shown]
         spare = room - self._wide_width(shown, names)
-        # Names and texts first: a heading on two lines is no loss.
+        # Names and texts first, because a heading on two lines is no loss.
         for is_number in (False, True):
             of_kind = [place for place, column in enumerate(shown) if column.is_number == is_number]
             needs = [widths[place] for place in of_kind] + [names]
@@ -244,7 +244,7 @@ class ShownTable(Generic[Row]):
             )
 
     def _fill_tall(self, table: Table, shown: Sequence[Column[Row]], room: int) -> None:
-        """Add one line a figure and one column a row, under the rows' short names."""
+        """Add one line per figure and one column per row, under the rows' short names."""
         table.padding = (0, 1, 0, 0)
         table.add_column("", no_wrap=True)
         names = [head.text(head.short or head.name) for head, _ in self.rows]
@@ -261,16 +261,16 @@ class ShownTable(Generic[Row]):
 
 
 def _tall_width(shown: Sequence[Column[Any]], needs: Sequence[int]) -> int:
-    """Return how many letters the form with a line for each figure is wide.
+    """Return the width in characters of the form with a line for each figure.
 
     Args:
-        needs: of each row.
+        needs: minimum width of each row's column.
     """
     return max((len(_name_of(column)) for column in shown), default=0) + 3 + sum(width + 2 for width in needs)
 
 
 def _widened(needs: Sequence[int], wants: Sequence[int], spare: int) -> list[int]:
-    """Return widths between what columns need and what they want: letters to spare go to the narrowest."""
+    """Return widths between minimum and unbroken widths; spare characters go to the narrowest columns."""
     widths = [*needs]
     for _ in range(spare):
         narrow = [place for place, width in enumerate(widths) if width < wants[place]]
@@ -285,7 +285,7 @@ def _plain(title: str) -> str:
 
 
 def _name_of(column: Column[Any]) -> str:
-    """Return what a figure is called where it has a line, with its unit unless it goes without saying."""
+    """Return the name of a figure's line, with its unit unless that is obvious."""
     title = _plain(column.title)
     return title if column.unit in _PLAIN_UNITS else f"{title}, {column.unit}"
 
@@ -295,7 +295,7 @@ def _longest_word(text: str) -> int:
 
 
 def _without_blanks(line: Sequence[Segment]) -> list[Segment]:
-    """Return a line without blanks at its end."""
+    """Return a line without trailing blanks."""
     kept = [*line]
     while kept and not kept[-1].text.rstrip(" "):
         kept.pop()
@@ -306,14 +306,14 @@ def _without_blanks(line: Sequence[Segment]) -> list[Segment]:
 
 
 def with_figures(columns: Iterable[Column[Row]], rows: Sequence[Row]) -> tuple[Column[Row], ...]:
-    """Return the columns in which any row has a figure; all where there is no row."""
+    """Return the columns in which any row has a figure; all if there are no rows."""
     if not rows:
         return tuple(columns)
     return tuple(column for column in columns if any(column.value(row) is not None for row in rows))
 
 
 def csv_text(head: Sequence[str], lines: Iterable[Sequence[Value]]) -> str:
-    """Return lines as CSV; what is not known is empty."""
+    """Return lines as CSV; unknown values are empty."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(head)
@@ -328,7 +328,7 @@ def _terminal_cell(column: Column[Row], row: Row) -> Text:
 
 def _cell(column: Column[Row], row: Row) -> Cell:
     value = column.value(row)
-    # Rows without the figure sort last; periods sort as numbers where they are.
+    # Rows without the figure sort last; periods that are numbers sort as numbers.
     if isinstance(value, str):
         sort_key = value.zfill(12) if value.isdigit() else value
     else:

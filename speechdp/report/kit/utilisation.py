@@ -1,4 +1,4 @@
-"""Draw how busy GPUs or processes were over a run's time, at which clock, and the memory of each rank."""
+"""Draw the utilisation of GPUs or processes and the GPU clocks over time, and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from speechdp.timing.memory import memory_balance
 GPU_AXIS = "GPU utilisation (NVML), %"
 CPU_AXIS = "CPU of the rank's process\n(psutil; no GPU), % of a core"
 CLOCK_AXIS = "SM clock (NVML), MHz"
-#: More lines than this are drawn as their median and range, more bars as least, median and most.
+#: More lines than this are drawn as median and range, more bars as minimum, median and maximum.
 MAX_LINES = 8
 MAX_BARS = 16
-#: Points a line has at most; a sample's CPU time is counted in hundredths of a second, so that a point is
-#: the mean over half a second or more.
+#: Maximum points of a line. CPU time is sampled in hundredths of a second, so a point is the mean over half a
+#: second or more.
 _MAX_POINTS = 240
 _POINT_S = 0.5
 
 
 @dataclass(frozen=True)
 class Course:
-    """Utilisation or clocks over time; what was not sampled is NaN.
+    """Utilisation or clocks over time; NaN where not sampled.
 
     Attributes:
-        axis: what the values are, of GPUs or of ranks' processes: GPU_AXIS, CPU_AXIS or CLOCK_AXIS.
+        axis: kind of the values: GPU_AXIS, CPU_AXIS or CLOCK_AXIS.
         t_s: (B,) middle of each interval, s.
         values: (B, C) mean over the interval, % or MHz.
-        labels: of the C columns.
+        labels: labels of the C columns.
     """
 
     axis: str
@@ -50,18 +50,18 @@ class Course:
 
     @property
     def unit(self) -> str:
-        """Of the values."""
+        """Unit of the values."""
         return "MHz" if self.axis == CLOCK_AXIS else "%"
 
 
 def utilisation_course(samples: Sequence[Samples]) -> Course | None:
-    """Return the utilisation of all hosts' GPUs, or where none was sampled, of all ranks' processes.
+    """Return the utilisation of all hosts' GPUs or, if none was sampled, of all ranks' processes.
 
     Args:
-        samples: one a host.
+        samples: samples of each host.
 
     Returns:
-        None where there is no sample.
+        None if there are no samples.
     """
     if any(np.isfinite(host.gpu_percent).any() for host in samples):
         return _course(samples, GPU_AXIS, lambda host: (host.gpu_percent, _gpu_labels(host)))
@@ -69,10 +69,10 @@ def utilisation_course(samples: Sequence[Samples]) -> Course | None:
 
 
 def clock_course(samples: Sequence[Samples]) -> Course | None:
-    """Return the SM clocks of all hosts' GPUs; None where none was read.
+    """Return the SM clocks of all hosts' GPUs; None if none was read.
 
     Args:
-        samples: one a host.
+        samples: samples of each host.
     """
     return _course(samples, CLOCK_AXIS, lambda host: (host.clock_mhz, _gpu_labels(host)))
 
@@ -80,7 +80,7 @@ def clock_course(samples: Sequence[Samples]) -> Course | None:
 def _course(
     samples: Sequence[Samples], axis: str, columns_of: Callable[[Samples], tuple[Array, list[str]]]
 ) -> Course | None:
-    """Return the means over intervals; None where there are none.
+    """Return the means over intervals; None if there are none.
 
     Args:
         columns_of: returns (N, C) values of a host and the names of its columns.
@@ -91,14 +91,14 @@ def _course(
     times = [host.elapsed_s for host in samples]
     start, end = min(float(t[0]) for t in times), max(float(t[-1]) for t in times)
     shortest = 1 / min(host.hz for host in samples)
-    # Of two samples: the sampler is not that punctual that each interval had one.
+    # At least two samples, because the sampler is not punctual enough for one in each interval.
     width = max((end - start) / _MAX_POINTS, min(_POINT_S, (end - start) / 20), 2 * shortest)
-    # Equal parts of the whole time: a shorter last one would be of a sample or two.
+    # Equal intervals: a shorter last one might have only a sample or two.
     edges: Array = np.linspace(start, max(end, start + shortest), max(1, round((end - start) / width)) + 1)
     columns: list[Array] = []
     labels: list[str] = []
     for host, t in zip(samples, times, strict=True):
-        # Ranks have numbers of the whole job, GPUs of their host.
+        # Rank numbers are unique in the job, GPU numbers only on a host.
         prefix = f"{host.host} " if len(samples) > 1 and axis != CPU_AXIS else ""
         values, names = columns_of(host)
         known = [i for i in range(values.shape[1]) if not np.isnan(values[:, i]).all()]
@@ -112,31 +112,31 @@ def _course(
 def draw_utilisation(
     ax: Axes, samples: Sequence[Samples], canvas: Canvas, *, title: str = "Utilisation over time"
 ) -> bool:
-    """Plot a line for each GPU or, where there is none, for each rank's process.
+    """Plot a line for each GPU or, if there are none, for each rank's process.
 
     Args:
-        ax: where to draw.
-        samples: of one run, one a host.
-        canvas: colours; texts under the pointer go there.
-        title: of the plot.
+        ax: axes to draw on.
+        samples: samples of one run, for each host.
+        canvas: colours; collects tooltips.
+        title: title of the plot.
 
     Returns:
-        False, with nothing drawn, where there is no sample.
+        False, with nothing drawn, if there are no samples.
     """
     return draw_course(ax, utilisation_course(samples), canvas, title=title)
 
 
 def draw_course(ax: Axes, course: Course | None, canvas: Canvas, *, title: str) -> bool:
-    """Plot a line for each column of one run, of many their median and range.
+    """Plot a line for each column of one run; for many columns their median and range.
 
     Args:
-        ax: where to.
+        ax: axes to draw on.
         course: values over time, (B,) seconds and (B, columns); None: nothing was sampled.
-        canvas: colours; texts under the pointer go there.
-        title: of the plot.
+        canvas: colours; collects tooltips.
+        title: title of the plot.
 
     Returns:
-        False, with nothing drawn, where nothing was sampled.
+        False, with nothing drawn, if nothing was sampled.
     """
     if course is None:
         return False
@@ -159,7 +159,7 @@ def draw_course(ax: Axes, course: Course | None, canvas: Canvas, *, title: str) 
 def draw_courses(
     ax: Axes, lines: Sequence[tuple[str, Course, Array, str]], canvas: Canvas, title: str
 ) -> None:
-    """Plot (label, course, (B,) values, colour) of each line, with a legend where there are several."""
+    """Plot (label, course, (B,) values, colour) of each line, with a legend if there are several."""
     theme = canvas.theme
     style_axes(ax, title, "", theme)
     scale, unit = _time_scale([course for _, course, _, _ in lines])
@@ -170,7 +170,7 @@ def draw_courses(
         canvas.tip(line, f"{label}: mean {np.nanmean(values):.0f} {of}, {extreme} {of}")
     ax.set_ylabel(axis)
     ax.set_xlabel(f"time ({unit})")
-    ax.set_ylim(0, max(105.0, ax.get_ylim()[1]))  # of clocks, too: their part of the whole is what counts
+    ax.set_ylim(0, max(105.0, ax.get_ylim()[1]))  # from 0 also for clocks, to show relative changes
     latest = max(float(course.t_s[-1]) for _, course, _, _ in lines) / scale
     ax.set_xlim(min(0.0, *(float(course.t_s[0]) / scale for _, course, _, _ in lines)), 1.01 * latest)
     if len(lines) > 1:
@@ -182,9 +182,9 @@ def draw_courses(
 
 @dataclass(frozen=True)
 class MemoryBar:
-    """A bar: the most memory of a rank or, with `least_bytes`, the most and least over a run's ranks.
+    """A bar: the peak memory of a rank or, with `least_bytes`, the largest and smallest of a run's ranks.
 
-    `live_bytes`: what of it was in use at the end.
+    `live_bytes`: the part that was in use at the end.
     """
 
     label: str
@@ -197,10 +197,10 @@ class MemoryBar:
 def draw_memory(
     ax: Axes, bars: Sequence[MemoryBar], canvas: Canvas, *, on_gpus: bool, title: str = "Memory a rank"
 ) -> bool:
-    """Draw a bar for each rank, or each run, and how evenly the memory is shared.
+    """Draw a bar for each rank or run, and state how evenly the memory is distributed.
 
     Returns:
-        False, with nothing drawn, where there is no bar.
+        False, with nothing drawn, if there are no bars.
     """
     if not bars:
         return False
@@ -232,7 +232,7 @@ def draw_memory(
 
 
 def mean_over_columns(course: Course) -> Array:
-    """Return (B,) the mean over the columns that were sampled; NaN where none was."""
+    """Return (B,) the mean over the sampled columns; NaN where there are none."""
     return _over_columns(np.mean, course.values)
 
 
@@ -241,7 +241,7 @@ def _rank_labels(host: Samples) -> list[str]:
 
 
 def _gpu_labels(host: Samples) -> list[str]:
-    """Name each GPU and the ranks that use it."""
+    """Return labels of each GPU and the ranks that use it."""
     labels = []
     for i in range(len(host.gpus)):
         ranks = [str(rank) for rank, gpu in sorted(host.gpu_of_rank.items()) if gpu == i]
@@ -253,8 +253,8 @@ def _gpu_labels(host: Samples) -> list[str]:
 def _means(t: Array, values: Array, edges: Array, section: NDArray[np.int64]) -> Array:
     """Return (B,) the mean of the values in each interval.
 
-    An interval that a late sampler left out lies between its samples; NaN where it did not run (between
-    sections), or could not read the value.
+    Intervals that a late sampler missed are interpolated.  Intervals are NaN where the sampler did not run
+    (between sections) or could not read the value.
     """
     known = ~np.isnan(values)
     num = len(edges) - 1
@@ -287,14 +287,14 @@ def _least_median_most(bars: Sequence[MemoryBar]) -> list[MemoryBar]:
 
 
 def _in_use(bar: MemoryBar, unit: str, divisor: float) -> str:
-    """Say what of a process's memory was in use at the end, where that was recorded."""
+    """State how much of a process's memory was in use at the end, if recorded."""
     if not bar.live_bytes:
         return ""
     return f", {(formatting.times if unit == 'GB' else formatting.count)(bar.live_bytes / divisor)} in use"
 
 
 def _spread(bar: MemoryBar) -> str:
-    """Say how evenly a run's ranks share its memory, where it is of several."""
+    """State how evenly memory is distributed over a run's ranks, if it has several."""
     if not bar.least_bytes:
         return ""
     return f" (most / least {formatting.times(bar.most_bytes / bar.least_bytes)})"

@@ -1,4 +1,4 @@
-"""Compute the figures of the report from what runs recorded: pure functions, formulas in docs/timing.md."""
+"""Compute the figures of reports from the records of runs: pure functions, formulas in docs/timing.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from speechdp.report.runs.raced import RacedSpeed
 from speechdp.report.runs.results import Evaluation, RankTiming, RunResult, RunTiming, Sweep, WordErrors
 from speechdp.tasks.metrics import TaskRecord, task_record
 
-#: Ranks whose compute times differ by less are called even (share of the mean).
+#: Compute times of ranks that differ by less (share of the mean) count as even.
 NOTABLE_SKEW = 0.05
 
 
@@ -22,7 +22,7 @@ NOTABLE_SKEW = 0.05
 class RankSkew:
     """How unevenly the ranks compute: (max - min) / mean of their compute time per step.
 
-    `straggler` is the rank the others wait for, None where the skew is too small to name one.
+    `straggler` is the rank that the others wait for; None if the skew is too small to name one.
     """
 
     value: float
@@ -37,10 +37,11 @@ class Losses:
     Attributes:
         exchange: communication of the rank that waits least, step by step: the exchange itself.
         waiting: communication beyond that: waiting for ranks that had more to do in a step.
-        data_wait: no batch was ready, or none was on the straggler, for which the others waited.
-        update: the optimizer's.
-        other: what no span covers: what a loop does beside its steps.
-        slower_compute: computing a frame takes longer than on one rank alone; None without a baseline.
+        data_wait: no batch was ready, either on the rank or on the straggler that it waited for.
+        update: update by the optimizer.
+        other: time that no span covers: work of a loop beside its steps.
+        slower_compute: additional compute time per frame relative to one rank alone; None without a
+            baseline.
     """
 
     exchange: float
@@ -53,16 +54,16 @@ class Losses:
 
 @dataclass(frozen=True)
 class RunFigures:
-    """One row of the report; None stands for what the run did not record.
+    """One row of the report; values that the run did not record are None.
 
     Attributes:
-        score, best_score: of held-out data, of the final model, and the highest of all that were evaluated in
+        score, best_score: held-out scores: of the final model, and the highest of all evaluations during
             training (`Evaluation.score`).
-        values: the task's metrics at the end by their keys, as they are recorded.
-        wer_over_lowest: its word error rate less the lowest of those it is compared with.
-        raced: how fast its setting was in a race; then speedup and efficiency are by the race, too.
-        has_raced_speedup: the speedup is that of the race; else it is that of the runs.
-        speedup_interval: 95 % interval of a raced speedup; None where a race had too few rounds.
+        values: the task's final metrics by key, as recorded.
+        wer_over_lowest: its word error rate minus the lowest of the compared runs.
+        raced: its setting's speed in a race; speedup and efficiency then also come from the race.
+        has_raced_speedup: the speedup comes from the race, not from the runs.
+        speedup_interval: 95 % interval of a raced speedup; None if the race had too few rounds.
     """
 
     run: RunResult
@@ -93,7 +94,7 @@ class RunFigures:
 
     @property
     def steps(self) -> int | None:
-        """Steps of the rank that took most, with those of earlier starts and those not timed."""
+        """Steps of the rank that took most, including those of earlier starts and those not timed."""
         timing = self.run.timing
         if timing is None:
             return None
@@ -106,20 +107,20 @@ class RunFigures:
 
     @property
     def sent_per_s(self) -> float | None:
-        """Bytes a rank sends in a second of training, mean over ranks; None where not counted."""
+        """Bytes that a rank sends per second of training, mean over ranks; None if not counted."""
         ranks = self.run.timing.ranks if self.run.timing else ()
         rates = [r.sent_bytes / r.trained_s for r in ranks if r.sent_bytes is not None and r.trained_s]
         return fmean(rates) if rates and len(rates) == len(ranks) else None
 
     @property
     def replica_distance(self) -> float | None:
-        """The largest of its evaluations."""
+        """The largest replica distance of its evaluations."""
         known = [e.replica_distance for e in self.run.evaluations if e.replica_distance is not None]
         return max(known, default=None)
 
     @property
     def ages(self) -> tuple[int, ...]:
-        """Exchanges by age, of all ranks together; empty where the strategy counts none."""
+        """Numbers of exchanges by age, over all ranks; empty if the strategy does not count them."""
         ranks = self.run.timing.ranks if self.run.timing else ()
         counted = (rank.statistics.get("staleness") for rank in ranks)
         return sum_of_counts(
@@ -130,22 +131,22 @@ class RunFigures:
 
     @property
     def staleness(self) -> float | None:
-        """Mean age of what was exchanged."""
+        """Mean age of exchanges."""
         return mean_age(self.ages)
 
 
 def sum_of_counts(histograms: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the sum of histograms, place by place; shorter ones count nothing beyond their end."""
+    """Return the elementwise sum of histograms; shorter ones are padded with zeros."""
     return tuple(map(sum, zip_longest(*histograms, fillvalue=0)))
 
 
 def mean_age(ages: Sequence[int]) -> float | None:
-    """Return the mean age of what was exchanged; None where nothing was."""
+    """Return the mean age of exchanges; None if there were none."""
     return sum(age * count for age, count in enumerate(ages)) / sum(ages) if sum(ages) else None
 
 
 def frames_per_s(timing: RunTiming) -> float | None:
-    """Return the job's throughput: frames of all ranks over the longest rank's training time."""
+    """Return the job's throughput: frames of all ranks divided by the slowest rank's training time."""
     training_s = max(rank.training_s for rank in timing.ranks)
     return sum(rank.frames for rank in timing.ranks) / training_s if training_s > 0 else None
 
@@ -157,10 +158,10 @@ def mean_share(timing: RunTiming, seconds: Sequence[float]) -> float | None:
 
 
 def rank_skew(timing: RunTiming) -> RankSkew | None:
-    """Compare the ranks' own work a step; None for fewer than two ranks.
+    """Compare the ranks' own work per step; None for fewer than two ranks.
 
-    The straggler is the rank with the SHORTEST communication: it comes last to the exchange and waits
-    for nobody, while the others' communication contains their waiting for it.
+    The straggler is the rank with the SHORTEST communication: it arrives last at the exchange and waits
+    for nobody, while the communication of the others includes waiting for it.
     """
     ranks = [rank for rank in timing.ranks if rank.steps > 0]
     if len(ranks) < 2:
@@ -177,12 +178,12 @@ def rank_skew(timing: RunTiming) -> RankSkew | None:
 
 
 def losses(timing: RunTiming, baseline: RunTiming | None) -> Losses | None:
-    """Split the time that does not train into causes; None where no step was timed."""
+    """Split the time that does not train into causes; None if no step was timed."""
     timed = [rank for rank in timing.ranks if rank.training_s > 0]
     if not timed:
         return None
     shares = [rank.comm_s / rank.training_s for rank in timed]
-    # Where ranks meet between steps, none exchanges anything.
+    # Meetings between steps exchange nothing.
     exchange = min((rank.comm_s - rank.meeting_s) / rank.training_s for rank in timed)
     if timing.exchange_s is not None:
         exchange = min(exchange, timing.exchange_s / fmean(rank.training_s for rank in timed))
@@ -201,12 +202,12 @@ def losses(timing: RunTiming, baseline: RunTiming | None) -> Losses | None:
 
 
 def task_of(runs: Iterable[RunResult]) -> TaskRecord:
-    """Return what the runs' task declares: of the first run that has not lost its settings."""
+    """Return the task's declarations, from the first run that still has its settings."""
     return next((run.task for run in runs if run.settings or run.script_task), task_record({}))
 
 
 def comparable_runs(runs: Sequence[RunResult]) -> Alike:
-    """Take the runs of the first one's task together that were judged on the same; see judged_alike."""
+    """Group the runs of the first one's task that were evaluated on the same data; see judged_alike."""
     metric = task_of(runs).metrics[0]
     return judged_alike(run for run in runs if not run.is_baseline and run.metric.key == metric.key)
 
@@ -217,13 +218,13 @@ def best_score(evaluations: Sequence[Evaluation]) -> float | None:
 
 
 def target_of_all(runs: Sequence[RunResult]) -> float | None:
-    """Return the lowest of the best scores of the runs that can be compared: what each reached."""
+    """Return the lowest of the best scores of the comparable runs, which all of them reached."""
     best = [best_score(run.evaluations) for run in comparable_runs(runs).runs]
     return min((value for value in best if value is not None), default=None)
 
 
 def time_to_target(evaluations: Sequence[Evaluation], target: float) -> float | None:
-    """Return the training time, s, of the first evaluation at or above `target`; nothing is interpolated."""
+    """Return the training time of the first evaluation at or above `target`, s, without interpolation."""
     for evaluation in evaluations:
         if evaluation.score is not None and evaluation.score >= target:
             return evaluation.time_s
@@ -235,7 +236,7 @@ def run_figures(run: RunResult, baseline: RunTiming | None, target: float | None
 
     Args:
         run: what it recorded.
-        baseline: timing of one rank alone; None: speed-up and efficiency stay open.
+        baseline: timing of one rank alone; None: leave speed-up and efficiency unknown.
         target: held-out score for the time to target.
     """
     timing = run.timing
@@ -264,7 +265,7 @@ def run_figures(run: RunResult, baseline: RunTiming | None, target: float | None
 
 
 def sweep_figures(sweep: Sweep, target: float | None) -> list[RunFigures]:
-    """Compute every run's row, in the sweep's order; a target counts for those that can be compared."""
+    """Compute every run's row, in the sweep's order; the target applies only to comparable runs."""
     comparable = comparable_runs(sweep.runs)
     rows: list[RunFigures] = []
     for run in sweep.runs:
@@ -275,17 +276,18 @@ def sweep_figures(sweep: Sweep, target: float | None) -> list[RunFigures]:
 
 
 def finished_rows(rows: Sequence[RunFigures]) -> list[RunFigures]:
-    """Return the rows of runs that have finished; a sweep's run of one rank is none that is chosen from."""
+    """Return the rows of finished runs, without a sweep's run on one rank, which is never chosen."""
     return [row for row in rows if row.run.completed and not row.run.is_baseline]
 
 
 def with_race(rows: Sequence[RunFigures], speeds: Mapping[str, RacedSpeed]) -> list[RunFigures]:
-    """Return the rows with the speeds of their race, speed-ups over one rank by it where that raced too.
+    """Return the rows with the speeds of their race, and with its speed-ups if one rank raced too.
 
-    Then a row that did not race has no speed-up: beside the others', that of its run would mislead.
+    In that case a row that did not race gets no speed-up, because its run's own would be misleading beside
+    the raced ones.
 
     Args:
-        speeds: by the names of the runs.
+        speeds: raced speeds, by the names of the runs.
     """
     alone = next((speeds.get(row.run.name) for row in rows if row.run.is_baseline), None)
     return [_with_speed(row, speeds.get(row.run.name), alone) for row in rows]
@@ -313,7 +315,7 @@ def _comm_per_step(rank: RankTiming) -> float:
 
 
 def _slower_compute(timing: RunTiming, baseline: RunTiming) -> float | None:
-    """Return the share of the step time that one rank alone would not have needed for the same frames."""
+    """Return the share of the step time that one rank alone would have saved for the same frames."""
     per_frame, alone = _work_per_frame(timing), _work_per_frame(baseline)
     if per_frame is None or alone is None or per_frame <= 0:
         return None
@@ -323,6 +325,6 @@ def _slower_compute(timing: RunTiming, baseline: RunTiming) -> float | None:
 
 
 def _work_per_frame(timing: RunTiming) -> float | None:
-    """Return the seconds of computing a frame, waiting for data left out."""
+    """Return the compute time per frame, s, without waiting for data."""
     frames = sum(rank.frames for rank in timing.ranks)
     return sum(rank.compute_s - rank.data_wait_s for rank in timing.ranks) / frames if frames else None

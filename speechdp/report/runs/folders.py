@@ -1,7 +1,7 @@
-"""Read runs and sweeps back from their folders.
+"""Read runs and sweeps from their folders.
 
-Reading never fails on a damaged or missing file of a run: the run is shown with what it has, and the
-file is named among its problems.
+A damaged or missing file of a run is never an error: the run is shown with the data that it has, and its
+problems name the file.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ from speechdp.report.runs.synthesis_measures import read_spoken
 from speechdp.report.runs.timing_file import read_timing
 from speechdp.tasks.metrics import Metric, TaskRecord, task_record
 
-#: What is said of a run that was never evaluated.
+#: Problem of a run that was never evaluated.
 METRICS_MISSING = "metrics.jsonl: missing"
-#: Where older runs recorded what has a key of its own now, and what to multiply that by.
+#: Keys of older runs for values that have their own keys now, with a factor for conversion.
 _OLDER_KEYS = {"l1_error": ("heldout_log_prob", -1.0), "attention_maximum": ("heldout_frame_accuracy", 1.0)}
 
 
@@ -67,11 +67,11 @@ def read_sweep(out: Path, metric: str = "") -> Sweep:
     """Read a sweep's folder, a folder of runs, or one run.
 
     Args:
-        metric: what runs of a script are judged by, as parse_metric reads it; "": what the sweep says,
-            else what they log last.
+        metric: metric that ranks runs of a script, in the form of parse_metric; "": that of the sweep's
+            record, else the value that they log last.
 
     Raises:
-        ConfigError: there is no run in `out`, or `metric` is none.
+        ConfigError: there is no run in `out`, or `metric` is invalid.
     """
     if (out / "sweep.json").is_file():
         sweep = _read_sweep_file(out / "sweep.json")
@@ -109,14 +109,14 @@ def read_sweep(out: Path, metric: str = "") -> Sweep:
 def common_metric(
     folders: Sequence[Path], metric: str = "", recorded: str = "", record: Path | None = None
 ) -> str:
-    """Return what runs of a script are compared by: `metric`, else what the first of them logged last.
+    """Return the metric of a script's runs: `metric`, else the value that the first of them logged last.
 
     Args:
-        recorded: stands for `metric` where that is "".
-        record: the file that says so.
+        recorded: replaces `metric` if that is "".
+        record: the file with `recorded`.
 
     Raises:
-        ConfigError: `metric` is none, runs logged others only, or no script made them.
+        ConfigError: `metric` is invalid, runs logged only others, or no script made them.
     """
     where, metric = ("" if metric else f"{record}: ", metric or recorded)
     begun = [settings for folder in folders if (settings := _settings_in(folder))]
@@ -142,19 +142,19 @@ def common_metric(
 
 
 def _is_of_script(settings: dict[str, Any]) -> bool:
-    """Tell whether a script of the user's made a run; early ones do not say so, but ours always name data."""
+    """Return whether a user's script made a run; early ones do not record it, but ours always name data."""
     return "script" in settings or (
         "strategy" in settings and not {"task", "options", "data"} & set(settings)
     )
 
 
 def _settings_in(folder: Path) -> dict[str, Any]:
-    """Return what run.json holds; what is wrong with it is said where the run is read."""
+    """Return the content of run.json; its problems are reported when the run is read."""
     return _read_settings(folder, [])
 
 
 def _read_settings(folder: Path, problems: list[str]) -> dict[str, Any]:
-    """Return what run.json holds; nothing, after noting why, where it cannot be read or may be misread."""
+    """Return the content of run.json; empty, with a problem noted, if it cannot be read reliably."""
     settings = read_object(folder / "run.json", problems) or {}
     if what := other_version(settings, RUN_VERSION):
         problems.append(f"run.json: {what}")
@@ -178,7 +178,7 @@ def _read_with_samples(run_dir: Path, metric: str, split: str = "") -> RunResult
 
 
 def _without_accuracy(run: RunResult) -> RunResult:
-    # A sweep's one-rank run ends after some steps: its speed is of interest, its accuracy means nothing.
+    # A sweep's one-rank run ends after some steps, so its speed is meaningful but its accuracy is not.
     if not (run.is_baseline and run.kind is TRAINER):
         return run
     return replace(
@@ -187,24 +187,24 @@ def _without_accuracy(run: RunResult) -> RunResult:
 
 
 def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinished: bool = True) -> RunResult:
-    """Read what a run has written so far; `problems` names what is missing or damaged.
+    """Read what a run has written so far; `problems` names missing or damaged files.
 
     Args:
-        metric: what a script's run is judged by, as parse_metric reads it; "": what it logged last.
-        split: whose word errors are meant; "": test, else the only one decoded.
-        times_unfinished: read what an unfinished run has timed so far, which takes long.
+        metric: metric of a script's run, in the form of parse_metric; "": the value that it logged last.
+        split: split whose word errors to read; "": test, else the only one decoded.
+        times_unfinished: also read the times of an unfinished run, which is slow.
 
     Raises:
-        ConfigError: `metric` is none.
+        ConfigError: `metric` is invalid.
     """
-    # Of a link its own name: races, sweep.json and the run of one rank go by it.
+    # A link keeps its own name, which races, sweep.json and the run on one rank refer to.
     name = printable(run_dir.resolve().name if run_dir.name in ("", "..") else run_dir.name)
     if not run_dir.is_dir():
         return RunResult(name, run_dir, {}, (), None, None, False, False, (f"{run_dir}: missing",))
     problems: list[str] = []
     settings = _read_settings(run_dir, problems)
     of_script, path = _is_of_script(settings), run_dir / "metrics.jsonl"
-    # A script need not log anything.
+    # A script does not have to log anything.
     records = [] if of_script and not path.is_file() else _read_metrics(path, problems)
     task = script_task(metric or last_metric(records)) if of_script else task_record(settings, problems)
     evaluations = _evaluations(records, task, of_script=of_script)
@@ -228,7 +228,7 @@ def read_run(run_dir: Path, metric: str = "", split: str = "", *, times_unfinish
 
 
 def _with_script_end(run: RunResult) -> RunResult:
-    """Return a sweep's run, which has not finished where its script did not end well after the training."""
+    """Return a sweep's run, marked unfinished if its script failed after the training."""
     if not (run.kind is SCRIPT and run.completed) or RunDirectory(run.path).script_has_ended_well:
         return run
     problem = f"{SCRIPT_ENDED}: missing, so the script failed or was stopped after its training"
@@ -236,7 +236,7 @@ def _with_script_end(run: RunResult) -> RunResult:
 
 
 def _read_sweep_file(path: Path) -> dict[str, Any]:
-    """Return what sweep.json holds; its runs are names of folders beside it, never elsewhere."""
+    """Return the content of sweep.json; its runs must be folders beside it."""
     try:
         sweep = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -274,12 +274,12 @@ def _read_metrics(path: Path, problems: list[str]) -> list[dict[str, Any]]:
 def _evaluations(
     records: list[dict[str, Any]], task: TaskRecord, *, of_script: bool
 ) -> tuple[Evaluation, ...]:
-    """Return the evaluations by step; of a script, the lines that have its metric."""
+    """Return the evaluations by step; for a script, the lines with its metric."""
     if of_script:
         records = [record for record in records if has_logged(record, task.metrics[0].key)]
     else:
         records = [record for record in records if not _is_of_mean(record)]
-    # A resumed run repeats the evaluations after its checkpoint: the last of a step counts.
+    # A resumed run repeats the evaluations after its checkpoint, so use the last one of a step.
     by_step = {record["step"]: _evaluation(record, task) for record in records}
     return tuple(by_step[step] for step in sorted(by_step))
 
@@ -289,7 +289,7 @@ def _is_of_mean(record: dict[str, Any]) -> bool:
 
 
 def _mean_model(records: list[dict[str, Any]], task: TaskRecord) -> MeanModel | None:
-    """Return the mean of the last epochs' models that a run has ended with; None: it ended with the last."""
+    """Return the mean of the last epochs' models if it is the run's final model; else None."""
     found = [record for record in records if _is_of_mean(record)]
     return MeanModel(found[-1][AVERAGED_EPOCHS], _evaluation(found[-1], task)) if found else None
 
@@ -319,13 +319,13 @@ def _held_out(record: dict[str, Any], metric: Metric) -> float | None:
 
 
 def _find_word_errors(run_dir: Path, split: str, problems: list[str]) -> WordErrors | None:
-    """Read the errors on a split; "": on test, else on the only one decoded; None: there is no such file."""
+    """Read the errors on a split ("": test, else the only one decoded); None: there is no such file."""
     if split:
         path = run_dir / f"wer-{split}.json"
         return _read_word_errors(path, problems) if path.is_file() else None
     test = run_dir / "wer-test.json"
     found = [test] if test.is_file() else files_of(run_dir, "wer-*.json", problems)
-    found = [path for path in found if "@" not in path.name]  # of other data than the run's
+    found = [path for path in found if "@" not in path.name]  # those are of other data than the run's
     if len(found) > 1:
         problems.append("wer-test.json: missing, and several other splits are decoded; decode the test split")
         return None
@@ -333,7 +333,7 @@ def _find_word_errors(run_dir: Path, split: str, problems: list[str]) -> WordErr
 
 
 def _weights_text(record: Mapping[str, Any]) -> str:
-    """Say what scores were weighted with as a run was decoded; "" where that was not recorded."""
+    """Return the weights of the scores in a run's decoding as text; "" if not recorded."""
     known = {name: number(_options(record), name) for name in WEIGHTS}
     return ", ".join(
         f"{name.replace('_', ' ')} {value:g}" for name, value in known.items() if value is not None
@@ -341,7 +341,7 @@ def _weights_text(record: Mapping[str, Any]) -> str:
 
 
 def _rescoring_text(record: Mapping[str, Any]) -> str:
-    """Say with which language model a decoding rescored its lists; "" where it did not."""
+    """Return the language model with which a decoding rescored its lists as text; "" if it did not."""
     model, weight = _options(record).get("rescore_lm"), number(_options(record), "rescore_weight")
     if not isinstance(model, str) or not model:
         return ""
@@ -354,9 +354,9 @@ def _options(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _chosen_on(record: Mapping[str, Any], run_dir: Path) -> str:
-    """Return the split on which the weights of a decoding were chosen, by itself or before; "": on none."""
+    """Return the split on which a decoding's weights were chosen, then or earlier; "": none."""
     tuned: Mapping[str, Any] = record
-    if "tuning" not in record:  # `decode` takes what was chosen last
+    if "tuning" not in record:  # `decode` uses the weights chosen last
         tuned = read_object(run_dir / TUNED_NAME, []) or {}
         if _weights_text(tuned) != _weights_text(record):
             return ""
@@ -370,7 +370,7 @@ def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
         return None
     wer = number(record, "wer")
     if wer is None:
-        if number(record, "words") == 0:  # where words were recognised, the rate is infinite
+        if number(record, "words") == 0:  # if words were recognised, the rate is infinite
             said = (
                 "its transcripts have no words, so that there is no word error rate; decode another --split"
             )
@@ -397,7 +397,7 @@ def _read_word_errors(path: Path, problems: list[str]) -> WordErrors | None:
 
 
 def _read_utterance_errors(record: dict[str, Any], path: Path, problems: list[str]) -> UtteranceErrors | None:
-    """Read the errors by utterance that belong to a record; None of older ones, which have none."""
+    """Read the errors by utterance that belong to a record; None for older records, which have none."""
     try:
         return UtteranceErrors.read(path.parent, record)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a run left behind, as typed records: the files of a run directory after reading."""
+"""The files of a run directory, as typed records."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from speechdp.report.runs.records import words
 from speechdp.report.runs.samples import Samples
 from speechdp.tasks.metrics import Metric, TaskRecord, task_record
 
-#: Name of the run that a sweep makes for the throughput of one rank.
+#: Name of a sweep's run that measures the throughput of one rank.
 ONE_RANK = "one-rank"
-#: The stages that a batch passes before training has it, in order (speechdp/data/loading/stage_times.py).
+#: The stages that a batch passes before training, in order (speechdp/data/loading/stage_times.py).
 DATA_STAGES = ("read", "preprocess", "collate", "send", "h2d")
 
 
 @dataclass(frozen=True)
 class DataTimes:
-    """Sums of the data path of one rank or feeder over all its training batches, warm-up included.
+    """Totals of the data path of one rank or feeder over all its training batches, including the warm-up.
 
-    What was not recorded is None or empty.
+    Values that were not recorded are None or empty.
 
     Attributes:
-        stages_s: seconds a stage was busy, summed over its threads.
-        frames: frames to be learnt.
-        computed_frames: frames computed on: those, context and padding.
-        threads: that preprocess.
+        stages_s: time that each stage was busy, s, summed over its threads.
+        frames: frames that are trained on.
+        computed_frames: frames that are computed: those, context and padding.
+        threads: number of preprocessing threads.
         preprocess_on: `cpu` or `cuda`.
         storage: how the shards are stored: `contiguous`, `chunked gzip`, ...
     """
@@ -48,7 +48,7 @@ class DataTimes:
 
 @dataclass(frozen=True)
 class Feeder:
-    """A rank that made batches ready for others."""
+    """A rank that prepared batches for others."""
 
     rank: int | None
     host: str
@@ -57,12 +57,12 @@ class Feeder:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The memory of a rank, bytes; what was not recorded is None.
+    """The memory of a rank, bytes; values that were not recorded are None.
 
     Attributes:
-        rss: the most that its process has held.
-        gpu: the most of tensors on its GPU.
-        live: what of its process's memory was in use at the end.
+        rss: peak RSS of its process.
+        gpu: peak of tensors on its GPU.
+        live: part of its process's memory that was in use at the end.
     """
 
     rss: float | None = None
@@ -72,12 +72,12 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class HostLoad:
-    """How busy the host of a rank was while it trained, mean numbers of cores.
+    """Mean load of a rank's host during training, in cores.
 
     Attributes:
-        own: busy with the rank's process.
-        host: with any process.
-        stolen: taken from a virtual machine by its host.
+        own: cores busy with the rank's process.
+        host: cores busy with any process.
+        stolen: cores taken from a virtual machine by its host.
     """
 
     own: float
@@ -87,16 +87,15 @@ class HostLoad:
 
 @dataclass(frozen=True)
 class GpuConditions:
-    """Under which a rank's GPU worked, as far as it was read.
+    """Operating conditions of a rank's GPU, as far as they were read.
 
     Attributes:
-        index: NVML's number of the GPU on its host; of older runs, its place among those sampled there.
+        index: NVML's index of the GPU on its host; in older runs, its position among those sampled there.
         clock_mhz, lowest_clock_mhz: SM clock while a kernel ran, median and lowest.
-        limits: share of that time in which something held the clock down, by its name (timing/gpu.py); empty
-            where nothing did.
-        others: processes on the GPU that are none of the run's, mean over time.
-        most_others: the most at any time.
-        others_bytes: memory that they held, mean over time; None where it is not known.
+        limits: share of that time in which the clock was throttled, by reason (timing/gpu.py); empty: never.
+        others: number of processes of others on the GPU, mean over time.
+        most_others: maximum number of them.
+        others_bytes: their memory, mean over time; None if unknown.
     """
 
     index: int
@@ -110,19 +109,19 @@ class GpuConditions:
 
 @dataclass(frozen=True)
 class RankTiming:
-    """Sums of one rank over the steps after its warm-up; times in s.
+    """Totals of one rank over the steps after its warm-up; times in s.
 
     Attributes:
-        first_step, last_step: numbers of the first and last of these steps, counted from the run's begin;
-            None where they were not recorded.
-        sent_bytes: payload this rank sent while training, warm-up included; None where it was not counted.
+        first_step, last_step: numbers of the first and last of these steps, counted from the start of the
+            run; None if not recorded.
+        sent_bytes: payload that this rank sent while training, including warm-up; None if not counted.
         trained_s: training time of the same steps.
-        meeting_s: waiting for slower ranks between these steps, before an evaluation.
-        statistics: what the strategy tells besides; e.g. `staleness`: counts of exchanges by age.
-        data: its data path; None where it was not recorded.
-        memory: what it has held at most.
-        load: of its host; None where it was not recorded.
-        gpu: conditions of its GPU; None without one, or where they were not recorded.
+        meeting_s: time waiting for slower ranks between these steps, before an evaluation.
+        statistics: additional figures of the strategy; e.g. `staleness`: counts of exchanges by age.
+        data: its data path; None if not recorded.
+        memory: its peak memory.
+        load: load of its host; None if not recorded.
+        gpu: conditions of its GPU; None without a GPU, or if not recorded.
     """
 
     rank: int
@@ -146,37 +145,37 @@ class RankTiming:
 
     @property
     def training_s(self) -> float:
-        """Seconds of the steps, and of the meetings between them."""
+        """Time of the steps and of the meetings between them, s."""
         return self.wall_s + self.meeting_s
 
     @property
     def comm_s(self) -> float:
-        """Seconds in exchanges, waiting for other ranks included, also where they meet between steps."""
+        """Time in exchanges and meetings between steps, s, including waiting for other ranks."""
         return self.spans_s.get("comm", 0.0) + self.meeting_s
 
     @property
     def data_wait_s(self) -> float:
-        """Seconds without a batch to work on."""
+        """Time without a batch to work on, s."""
         return self.spans_s.get("data_wait", 0.0)
 
     @property
     def compute_s(self) -> float:
-        """Seconds of this rank's own work: all spans but communication."""
+        """Time of this rank's own work, s: all spans except communication."""
         return sum(seconds for name, seconds in self.spans_s.items() if name != "comm")
 
     @property
     def other_s(self) -> float:
-        """Seconds of the steps that no span covers."""
+        """Time of the steps that no span covers, s."""
         return max(self.wall_s - sum(self.spans_s.values()), 0.0)
 
 
 @dataclass(frozen=True)
 class RunTiming:
-    """Every rank's sums, in rank order.  `warmup_steps` of each rank are left out.
+    """Totals of every rank, in rank order, without the first `warmup_steps` of each rank.
 
-    `exchange_s` is the sum over steps of the shortest communication of all ranks; None where unknown.
-    `feeders` made the batches of all ranks; none: each rank made its own.  `lost`: ranks that ended before
-    the training did, of which nothing is known (`--tolerate-loss`).
+    `exchange_s` is the sum over steps of the shortest communication of all ranks; None if unknown.
+    `feeders` made the batches of all ranks; empty: each rank made its own.  `lost`: ranks that were lost
+    during training, of which nothing is known (`--tolerate-loss`).
     """
 
     warmup_steps: int
@@ -188,13 +187,13 @@ class RunTiming:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One line of metrics.jsonl; what it lacks is None.
+    """One line of metrics.jsonl; missing values are None.
 
     Attributes:
         frames: frames that all ranks together had trained on.
         time_s: training time until then, s, without evaluations and checkpoints.
-        values: the task's metrics of held-out data by their keys, as they are recorded.
-        score: the first of them, with its sign turned where smaller is better: higher is always better.
+        values: the task's metrics of held-out data by key, as recorded.
+        score: the first metric, negated if smaller is better, so that higher is always better.
         train_loss: per frame, in the unit of the task's loss.
         replica_distance: largest over ranks of |w_i - w| / |w| just before, w the parameters evaluated.
     """
@@ -219,7 +218,7 @@ class MeanModel:
 
 @dataclass(frozen=True)
 class PeriodChange:
-    """An averaging period that was in force once `step` steps were done, until the next change."""
+    """An averaging period that was in force from step `step` on, until the next change."""
 
     step: int
     period: Period
@@ -238,9 +237,9 @@ class Estimate:
 class WordErrors:
     """The figures of wer-<split>.json; rates 0 to 1, `low` and `high` bound the 95 % interval.
 
-    `ser` is the share of the utterances with an error, `weights` says what scores were weighted with,
-    `chosen_on` on which split those weights were chosen, `rescoring` what lists were rescored with, where
-    they were, and `utterances` the errors by utterance; older files do not have them.
+    `ser` is the share of utterances with an error, `weights` the weights of the scores, `chosen_on` the
+    split on which they were chosen, `rescoring` the language model of rescoring, if any, and `utterances`
+    the errors by utterance.  Older files do not have these.
     """
 
     wer: float
@@ -259,7 +258,7 @@ class WordErrors:
     utterances: UtteranceErrors | None = None
 
     def over(self, other: WordErrors, among: int = 2) -> Difference | None:
-        """Return this rate less another, on the same utterances; None where those are not known.
+        """Return this rate minus another on the same utterances; None if errors by utterance are unknown.
 
         Args:
             among: as in `rate_difference`.
@@ -269,10 +268,11 @@ class WordErrors:
         return rate_difference(self.utterances, other.utterances, among)
 
     def may_be_as_low_as(self, other: WordErrors, among: int) -> bool:
-        """Say whether this rate is not surely above another.
+        """Return whether this rate may be as low as another.
 
-        By their difference where that has the chance of training, else by whether their intervals overlap,
-        which two single models' hardly ever fail to do by that chance alone.
+        This is judged by their difference if that includes the chance of training; else by whether their
+        intervals overlap, which those of two single models nearly always do if only that chance separates
+        them.
 
         Args:
             among: as in `rate_difference`.
@@ -288,22 +288,22 @@ class WordErrors:
 
     @property
     def how(self) -> str:
-        """How the split was decoded, as far as word errors depend on it; "" where that was not recorded."""
+        """How the split was decoded, as far as word errors depend on it; "" if not recorded."""
         weights = f"weights chosen on {self.chosen_on}" if self.chosen_on else self.weights
         return ", ".join(filter(None, (self.grammar, weights, self.rescoring))) if self.weights else ""
 
 
 @dataclass(frozen=True)
 class Spoken:
-    """The figures of synthesis.json (docs/synthesis.md); what it lacks is None or empty.
+    """The figures of synthesis.json (docs/synthesis.md); missing values are None or empty.
 
     Attributes:
-        utterances: of the split that were said.
+        utterances: number of utterances of the split that were spoken.
         mcd_db: mel-cepstral distortion, dB.
         focus_rate: mean of the attention's largest weight, 0 to 1.
-        stopped_share: of the utterances, those ended by the stop prediction, 0 to 1.
-        length_ratio: frames of all synthetic speech over those of the recordings.
-        word_errors: of the recogniser, by source: `recorded`, `copy`, `synthetic`.
+        stopped_share: share of utterances ended by the stop prediction, 0 to 1.
+        length_ratio: frames of all synthetic speech divided by those of the recordings.
+        word_errors: word errors of the recogniser, by source: `recorded`, `copy`, `synthetic`.
     """
 
     split: str
@@ -317,14 +317,14 @@ class Spoken:
 
 @dataclass(frozen=True)
 class RunKind:
-    """What made runs, as far as it tells in reports.
+    """What made a run (our trainer or a script), as far as reports differ.
 
     Attributes:
-        amount: what throughput counts.
-        counted: what that is.
-        material: what is trained on.
-        evaluation: what a run of known accuracy has.
-        measures: what they record that others do not: `epochs` that are given, `steps`, `wer`, ...
+        amount: unit of throughput.
+        counted: explanation of that unit.
+        material: name of the training material.
+        evaluation: what a run needs for its accuracy to be known.
+        measures: figures that only such runs record: `epochs` if given, `steps`, `wer`, ...
     """
 
     amount: str
@@ -352,19 +352,19 @@ SCRIPT = RunKind(
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run directory as it was found.
+    """A run directory as found.
 
     Attributes:
         name: name of its folder.
-        settings: run.json; empty where it is missing or damaged.
-        problems: what is missing or damaged, one line each, naming the file.
-        completed: completed.json is there.
-        exists: the folder is there.
-        samples: utilisation over time, one entry a host; read with a sweep only.
-        spoken: measures of its synthetic speech; None where nothing was measured.
-        script_task: of a user's script: what stands for its task; None: it is in the settings.
-        periods: what was in force when, of a strategy that changes its averaging period.
-        mean: of its last epochs' models, where that is its model (--average-epochs).
+        settings: content of run.json; empty if it is missing or damaged.
+        problems: missing or damaged files, one line each.
+        completed: whether completed.json exists.
+        exists: whether the folder exists.
+        samples: utilisation over time, one entry for each host; read only with a sweep.
+        spoken: measures of its synthetic speech; None if nothing was measured.
+        script_task: substitute for the task in runs of a user's script; None: the task is in the settings.
+        periods: periods in force over time, for a strategy that changes its averaging period.
+        mean: mean of the last epochs' models, if that is the run's model (--average-epochs).
     """
 
     name: str
@@ -384,17 +384,17 @@ class RunResult:
 
     @property
     def last(self) -> Evaluation | None:
-        """The last evaluation in training; None: there was none."""
+        """The last evaluation during training; None: there was none."""
         return self.evaluations[-1] if self.evaluations else None
 
     @property
     def final(self) -> Evaluation | None:
-        """The evaluation of the model that it has left; None: it was not evaluated."""
+        """The evaluation of the run's final model; None: it was not evaluated."""
         return self.last if self.mean is None else self.mean.evaluation
 
     @property
     def is_mean_worse(self) -> bool:
-        """Whether its last model alone is better than the mean, by more than counts as equally accurate."""
+        """Whether its last model is better than the mean by more than the tolerance of equal accuracy."""
         last, mean = self.last, self.mean
         if mean is None or mean.evaluation.score is None or last is None or last.score is None:
             return False
@@ -402,7 +402,7 @@ class RunResult:
 
     @property
     def kind(self) -> RunKind:
-        """What made it."""
+        """What made the run."""
         return TRAINER if self.script_task is None else SCRIPT
 
     @property
@@ -414,9 +414,9 @@ class RunResult:
 
     @property
     def damage(self) -> str:
-        """What is wrong with the files that its figures come from, the first of it; "": nothing.
+        """The first problem with the files that its figures come from; "": none.
 
-        Not what is missing, nor a last score that is no number: where these count, they are told otherwise.
+        Missing files and a last score that is not finite are reported elsewhere, where they matter.
         """
         found = [
             problem
@@ -427,7 +427,7 @@ class RunResult:
         return found[0] + more if found else ""
 
     def setting(self, *keys: str) -> Any:
-        """Return what run.json holds under some keys, each in what the one before holds; None: nothing."""
+        """Return the value in run.json under a path of nested keys; None: there is none."""
         value: Any = self.settings
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -440,24 +440,24 @@ class RunResult:
 
     @property
     def period(self) -> str | None:
-        """Steps, frames or seconds between exchanges, e.g. `16` or `600kf`; None where it is not known."""
+        """Steps, frames or seconds between exchanges, e.g. `16` or `600kf`; None if unknown."""
         period = self.settings.get("period")
         return None if period in (None, "") else str(period)
 
     @property
     def model_period(self) -> str | None:
-        """The period of a strategy that has one as its option; None for one that exchanges gradients."""
+        """The period of a strategy with a period option; None for one that exchanges gradients."""
         _, _, options = str(self.settings.get("strategy")).partition(":")
         return self.period if "period" in split_options(options) else None
 
     @property
     def task(self) -> TaskRecord:
-        """What its task declares: metrics, and whether its models are decoded."""
+        """The declarations of its task: metrics, and whether its models are decoded."""
         return self.script_task or task_record(self.settings)
 
     @property
     def metric(self) -> Metric:
-        """What it is compared by."""
+        """The metric that compares runs."""
         return self.task.metrics[0]
 
     @property
@@ -470,14 +470,14 @@ class RunResult:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Numbers of ranks it trained on, in turn, where it was continued on another; none where unknown."""
+        """Numbers of ranks that it trained on in turn, if it was continued on another; empty if unknown."""
         earlier = self.settings.get("earlier_sizes")
         found = [*(earlier if isinstance(earlier, list) else []), self.size]
         return tuple(size for size, _ in itertools.groupby(found) if isinstance(size, int))
 
     @property
     def without_lost_ranks(self) -> str:
-        """What its figures of time lack where ranks were lost, a clause; "": none were."""
+        """A clause on what its times lack because ranks were lost; "": none were lost."""
         if self.timing is None or not self.timing.lost:
             return ""
         lost = ", ".join(map(str, self.timing.lost))
@@ -489,9 +489,9 @@ class RunResult:
 
     @property
     def timed_from(self) -> int | None:
-        """The first step that its times count, where it was resumed: those before are in none of them.
+        """The first step that its times include, if it was resumed and earlier steps are missing.
 
-        None: it was begun with what is timed, or that was not recorded.
+        None: the times start with the run, or this was not recorded.
         """
         if self.timing is None:
             return None
@@ -500,17 +500,17 @@ class RunResult:
 
     @property
     def order(self) -> str:
-        """How utterances were put in order, e.g. `pooled`; empty where it is not known."""
+        """Order of utterances, e.g. `pooled`; empty if unknown."""
         return words(self.setting("options", "batch", "order"))
 
     @property
     def on_gpu(self) -> bool:
-        """Say whether the model ran on GPUs."""
+        """Whether the model ran on GPUs."""
         return str(self.settings.get("device", "")).startswith("cuda")
 
     @property
     def is_baseline(self) -> bool:
-        """Say whether this is the sweep's run of one rank."""
+        """Whether this is the sweep's run on one rank."""
         return self.name == ONE_RANK
 
 
@@ -520,9 +520,9 @@ class Sweep:
 
     Attributes:
         path: the folder.
-        runs: of it.
-        failed: of runs that failed, why, by their names.
-        others: folders in it with a report of their own: sweeps, comparisons, searches and profiles.
+        runs: its runs.
+        failed: causes of failure, by the names of failed runs.
+        others: subfolders with their own report: sweeps, comparisons, searches and profiles.
     """
 
     path: Path

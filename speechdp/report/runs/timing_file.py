@@ -1,4 +1,4 @@
-"""Read a run's timing.json; for a run that never wrote it, sum its timelines."""
+"""Read a run's timing.json; if a run has not written it, sum its timelines."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from speechdp.timing.gpu import CLOCK_LIMITS
 from speechdp.timing.steps import MEETING
 
 DEFAULT_WARMUP_STEPS = 4
-#: What stands between steps.
+#: Events between steps.
 _EVENTS = ("eval", "checkpoint", MEETING)
 
 
 def read_timing(run_dir: Path, problems: list[str]) -> RunTiming | None:
-    """Return every rank's sums, after noting what is wrong with the files; None where nothing was timed."""
+    """Return every rank's totals, and note problems of the files; None if nothing was timed."""
     path = run_dir / "timing.json"
     if path.is_file():
         record = read_object(path, problems)
@@ -64,10 +64,10 @@ def read_timeline(
     """Read one rank's timeline.
 
     Args:
-        last_bytes: of which no more is read, from its end; None: all of it.
+        last_bytes: read only this many bytes at the end of the file; None: all of it.
 
     Returns:
-        Steps by number (of a step that a resumed run repeated, the last record), the evaluations and
+        Steps by number (the last record of a step that a resumed run repeated), the evaluations and
         checkpoints, and the number of damaged lines.
 
     Raises:
@@ -80,7 +80,7 @@ def read_timeline(
 
 
 def _timing(record: dict[str, Any]) -> RunTiming | None:
-    """Return the content of timing.json, or None where a rank's sums are missing or incomplete."""
+    """Return the content of timing.json, or None if a rank's totals are missing or incomplete."""
     entries = record.get("ranks")
     if not isinstance(entries, list) or not entries:
         return None
@@ -100,7 +100,7 @@ def _timing(record: dict[str, Any]) -> RunTiming | None:
 
 
 def _rank_timing(entry: Any) -> RankTiming | None:
-    """Return a rank's sums, or None where the entry lacks one."""
+    """Return a rank's totals, or None if the entry lacks one."""
     if not isinstance(entry, dict) or not isinstance(entry.get("spans_s"), dict):
         return None
     numbers = {key: number(entry, key) for key in ("rank", "steps", "frames", "wall_s")}
@@ -142,7 +142,7 @@ def _memory(entry: Any) -> RankMemory:
 
 
 def _load(entry: Any) -> HostLoad | None:
-    """Return how busy a rank's host was; None where it was not recorded."""
+    """Return the load of a rank's host; None if not recorded."""
     if not isinstance(entry, dict):
         return None
     cores = [amount(entry, name) for name in ("own", "host", "stolen")]
@@ -150,11 +150,11 @@ def _load(entry: Any) -> HostLoad | None:
 
 
 def _gpu(entry: Any) -> GpuConditions | None:
-    """Return the conditions of a rank's GPU; None where they were not recorded."""
+    """Return the conditions of a rank's GPU; None if not recorded."""
     if not isinstance(entry, dict) or (index := amount(entry, "index")) is None:
         return None
     found = entry.get("limits")
-    limits = None  # not read, which is not the same as none
+    limits = None  # not read, which differs from no limits
     if isinstance(found, dict):
         limits = {name: share for name in CLOCK_LIMITS if (share := amount(found, name))}
     most = amount(entry, "most_others")
@@ -170,7 +170,7 @@ def _gpu(entry: Any) -> GpuConditions | None:
 
 
 def _data_times(entry: Any) -> DataTimes | None:
-    """Return the sums of a rank's data path; None where none of them can be read."""
+    """Return the totals of a rank's data path; None if none of them can be read."""
     if not isinstance(entry, dict):
         return None
     stages = entry.get("stages_s")
@@ -203,7 +203,7 @@ def _timing_from_timelines(run_dir: Path, problems: list[str]) -> RunTiming | No
     num_ranks, begin = _last_size(run_dir)
     timing = _sum_of_timelines(run_dir, problems, num_ranks, begin)
     if timing is None and num_ranks is not None:
-        return _sum_of_timelines(run_dir, [], None, 0)  # it has taken no step since
+        return _sum_of_timelines(run_dir, [], None, 0)  # it has taken no step since its last start
     if timing is not None and num_ranks is not None:
         problems.append(
             f"timeline/: summed after step {begin} alone, since it had another number of ranks before"
@@ -212,10 +212,10 @@ def _timing_from_timelines(run_dir: Path, problems: list[str]) -> RunTiming | No
 
 
 def _last_size(run_dir: Path) -> tuple[int | None, int]:
-    """Return the ranks of a run's last starts and the steps before those; (None, 0): it never had others.
+    """Return the ranks of a run's last starts and the steps before; (None, 0): the number never changed.
 
-    Other ranks' steps, with other shares of its batches, make no sum with these; and what they had done since
-    their last checkpoint does not count.
+    Steps on another number of ranks have other shares of the batches and cannot be summed with these.  Steps
+    after the last checkpoint of those ranks do not count.
     """
     try:
         starts = read_lines(run_dir / "starts.jsonl").records
@@ -254,17 +254,17 @@ def _sum_of_timelines(
 
 
 class _Sums:
-    """Sums up the lines of one rank's timeline as they are read: a long run has hundreds of thousands.
+    """Collects the lines of one rank's timeline compactly, because a long run has hundreds of thousands.
 
     Attributes:
-        num_damaged: lines that hold no record.
+        num_damaged: number of lines without a record.
     """
 
     def __init__(self) -> None:
         self.num_damaged = 0
-        #: Evaluations, checkpoints and meetings: the step that was done before, name, seconds.
+        #: Evaluations, checkpoints and meetings: the preceding step, name, seconds.
         self._events: list[tuple[float, str, float]] = []
-        #: Columns with a row each line that is of a step, and each of its spans.
+        #: Columns with one row for each line of a step, and for each of its spans.
         self._step, self._frames, self._wall_s = array("d"), array("d"), array("d")
         self._span_line, self._span_name, self._span_s = array("q"), array("q"), array("d")
         self._names: dict[str, int] = {}
@@ -281,7 +281,7 @@ class _Sums:
         if step is None or not isinstance(record["step"], int):
             return
         if self._step and step <= self._step[-1]:
-            # Begun again from a checkpoint: what was done after it does not count, as its steps do not.
+            # Restarted from a checkpoint: events after the checkpoint do not count, like its steps.
             self._events = [one for one in self._events if one[0] < step]
         for name, seconds in _span_pieces(record):
             self._span_line.append(len(self._step))
@@ -292,8 +292,8 @@ class _Sums:
         self._wall_s.append(number(record, "wall") or 0.0)
 
     def result(self, rank: int, begin: int) -> tuple[RankTiming, bool]:
-        """Return the sums after step `begin`, the first left out where there are enough, and whether so."""
-        # Of a step that a resumed run repeated the last line counts.
+        """Return the totals after step `begin`, and whether the first steps were left out as warm-up."""
+        # Use the last line of a step that a resumed run repeated.
         lines = {step: line for line, step in enumerate(self._step)}
         ordered = [lines[step] for step in sorted(lines) if step > begin]
         kept = ordered[DEFAULT_WARMUP_STEPS:] or ordered
@@ -312,17 +312,17 @@ class _Sums:
             eval_s=self._event_s("eval", begin),
             checkpoint_s=self._event_s("checkpoint", begin),
             meeting_s=self._event_s(MEETING, int(self._step[kept[0]]) - 1, begun=True) if kept else 0.0,
-            # Where steps before are left out, these are not all that the run has made.
+            # Known only if earlier steps are left out, so that these are not all steps of the run.
             first_step=int(self._step[kept[0]]) if begin and kept else None,
             last_step=int(self._step[kept[-1]]) if begin and kept else None,
         )
         return timing, len(ordered) > DEFAULT_WARMUP_STEPS
 
     def _event_s(self, name: str, begin: int, *, begun: bool = False) -> float:
-        """Return the seconds of the events of a kind that came after a step after `begin`; 0: all of them.
+        """Return the time of a kind of events after steps after `begin`, s; with 0, of all such events.
 
         Args:
-            begun: none that came before all steps.
+            begun: exclude events before the first step.
         """
         counted_from = begin + 1 if begin or begun else 0
         return math.fsum(s for step, event, s in self._events if event == name and step >= counted_from)

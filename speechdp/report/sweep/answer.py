@@ -1,4 +1,4 @@
-"""Put the sweep's result into words: which run to choose, and what holds it back."""
+"""State a sweep's result in words: which run to choose, and what limits its speed."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from speechdp.report.sweep.cautions import find_cautions
 from speechdp.report.sweep.data_answer import data_advice, other_runs
 from speechdp.simulation.gain_sentence import gain_sentence
 
-#: Shares of the step time below this hold nothing back.
+#: Shares of the step time below this limit nothing.
 SMALL_SHARE = 0.03
-#: Of parts of training that every run has, smaller shares are no loss; nor are pauses that are shorter.
+#: Smaller shares of parts that every training has do not count as a loss, nor do shorter pauses.
 USUAL_SHARE = 0.2
-#: A GPU with a kernel for a smaller share of the time stands idle, and a process above is at its limit, %.
+#: Limits, %: a GPU that runs kernels for a smaller share of the time is idle; a process above is saturated.
 IDLE_GPU, WHOLE_CORE = 80.0, 90.0
 
 
@@ -52,10 +52,10 @@ class SweepAnswer(Answer):
     """The result of a sweep in words.
 
     Attributes:
-        limit: what holds the chosen run back, with figures; empty where nothing was timed.
-        data: what is wrong with its data path and what to try; empty where nothing is.
-        gain: what would make it faster, and how much; empty where nothing would, or it is not known.
-        chosen: the run named; None where no run allows a choice.
+        limit: what limits the chosen run, with figures; empty if nothing was timed.
+        data: problems of its data path and what to try; empty if there are none.
+        gain: what would make it faster, and by how much; empty if nothing would, or this is unknown.
+        chosen: the chosen run; None if no choice is possible.
     """
 
     limit: str = ""
@@ -65,15 +65,15 @@ class SweepAnswer(Answer):
 
     @property
     def body(self) -> tuple[str, ...]:
-        """What follows the headline."""
+        """The text after the headline."""
         return tuple(filter(None, (*self.details, self.limit, *self.data, self.gain)))
 
 
 def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> SweepAnswer:
-    """Apply the rule (`rule_for`) to the sweep's rows; those judged on the same are compared.
+    """Apply the rule (`rule_for`) to the sweep's rows; compare those evaluated on the same data.
 
     Args:
-        of_race: what the reader must know of the race, a sentence each.
+        of_race: cautions about the race, one sentence each.
     """
     labels = formatting.run_labels([row.run for row in rows])
     finished = finished_rows(rows)
@@ -101,13 +101,13 @@ def find_answer(rows: Sequence[RunFigures], of_race: tuple[str, ...] = ()) -> Sw
         limit=_limit(chosen, labels),
         data=_data(rows, chosen, labels),
         gain=gain_sentence(chosen.run, labels[chosen.run.name], [row.run for row in rows]),
-        # Beside runs of other data alone, it was chosen from nothing.
+        # If all other runs are of other data, there was nothing to choose from.
         chosen=None if len(comparable) == 1 and comparable_runs([row.run for row in rows]).others else chosen,
     )
 
 
 def comparable_rows(rows: Sequence[RunFigures]) -> list[RunFigures]:
-    """Return the rows that the choice is made from: finished runs, timed and judged on the same."""
+    """Return the rows to choose from: finished runs that were timed and evaluated on the same data."""
     alike = comparable_runs([row.run for row in rows])
     judged = [row for row in finished_rows(rows) if row.frames_per_s is not None and row.score is not None]
     return [row for row in judged if alike.has(row.run)]
@@ -158,7 +158,7 @@ def _without_comparison(
 
 
 def _of_single_run(row: RunFigures, label: str) -> str:
-    """Say what is known of a run beside which there is no other, and that is unfinished or was not judged."""
+    """Describe a single run that is unfinished or was not evaluated."""
     facts = [_speed(row)] if row.frames_per_s is not None else []
     facts += [_accuracy(row)] if row.score is not None else []
     known = ", with ".join(facts)
@@ -175,7 +175,7 @@ def _of_single_run(row: RunFigures, label: str) -> str:
 def _headline(
     chosen: RunFigures, alike: Sequence[RunFigures], rows: Sequence[RunFigures], labels: dict[str, str]
 ) -> str:
-    """Name the run that is chosen, and those whose speed cannot be told from the fastest's."""
+    """Name the chosen run, and those whose speed cannot be distinguished from the fastest's."""
     name = labels[chosen.run.name]
     label = formatting.capital(name)
     if len(rows) == 1:
@@ -193,7 +193,7 @@ def _headline(
 
 
 def _rests_on(chosen: RunFigures, rows: Sequence[RunFigures]) -> str:
-    """Say by how little a choice is judged: a sweep trains each setting once, and may not have raced."""
+    """State how weak the evidence is: a sweep trains each setting once, and may not have raced."""
     one_seed = len({row.run.setting("seed") for row in rows}) == 1
     lacks = [f"by {seeds_text(1)}" if one_seed else "by one run of each"]
     rounds = min((len(row.raced.ratios) for row in rows if row.raced is not None), default=0)
@@ -207,7 +207,7 @@ def _rests_on(chosen: RunFigures, rows: Sequence[RunFigures]) -> str:
 
 
 def _kind(chosen: RunFigures, rows: Sequence[RunFigures], noun: str = "setting") -> str:
-    """Name what a row was chosen of, which is not all where only some of the rows raced."""
+    """Name the rows that a row was chosen from; not all of them if only some raced."""
     if chosen.raced is None or all(row.raced for row in rows):
         return noun
     return f"raced {noun}"
@@ -252,7 +252,7 @@ def _comparison(
 
 
 def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], labels: dict[str, str]) -> str:
-    """Say which period is the best where a run without one was chosen."""
+    """State the best period if a run without one was chosen."""
     with_period = [row for row in rows if row.run.model_period is not None]
     if not with_period:
         return ""
@@ -273,12 +273,12 @@ def _best_period(rows: Sequence[RunFigures], eligible: Sequence[RunFigures], lab
 
 
 def _awaits_decoding(row: RunFigures, rows: Sequence[RunFigures]) -> bool:
-    """Return whether a row has no word errors yet where others have some, by which they are compared."""
+    """Return whether a row lacks word errors that others have and are compared by."""
     return row.word_errors is None and bool(splits_of(rows)) and are_decoded_alike(rows)
 
 
 def _limit(row: RunFigures, labels: dict[str, str]) -> str:
-    """Say which loss is the largest, and how large the others are."""
+    """State which loss is the largest, and how large the others are."""
     lost = row.losses
     if lost is None:
         return ""
@@ -297,7 +297,7 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
     share, largest = causes[0]
     rest = ", ".join(f"{name} {formatting.percent(value)}\u00a0%" for value, name in causes[1:])
     if share < SMALL_SHARE:
-        # Only here: where a loss is large, an idle GPU is its doing.
+        # Only here, because a large loss would itself make the GPU idle.
         if starting := starting_kernels(row.run.samples):
             return f"What holds {labels[row.run.name]} back most is the host: {starting}"
         return (
@@ -311,7 +311,7 @@ def _limit(row: RunFigures, labels: dict[str, str]) -> str:
 
 
 def _pauses(row: RunFigures) -> str:
-    """Say for how long training paused, where that is long: no share of the step time and no speed has it."""
+    """State long pauses of training, which are not included in shares of the step time or in speeds."""
     ranks = row.run.timing.ranks if row.run.timing else ()
     paused = [(rank.eval_s, rank.checkpoint_s) for rank in ranks]
     whole_s = sum(rank.training_s for rank in ranks) + sum(map(sum, paused))
@@ -327,7 +327,7 @@ def _pauses(row: RunFigures) -> str:
 
 
 def _sharing(run: RunResult) -> str:
-    """Say what ranks share that makes them slower, and with whom."""
+    """State which resources ranks share that make them slower, and with whom."""
     load = notable_load(run)
     shared = ["shared cores or memory"]
     if load is not None:
@@ -338,16 +338,16 @@ def _sharing(run: RunResult) -> str:
 
 
 def _in_its_run(row: RunFigures) -> str:
-    """Say that losses are not the race's, whose efficiency stands beside them."""
+    """State that losses are of the run, not of the race, whose efficiency is shown beside them."""
     return " in its run, not in the race" if row.raced is not None else ""
 
 
 def starting_kernels(samples: Sequence[Samples]) -> str:
-    """Say that GPUs stand idle since a core of the host starts their kernels one by one, a sentence or ""."""
+    """Return a sentence if GPUs are idle because one host core launches their kernels one by one; else ""."""
     sampled = [host for host in samples if len(host.t_s) and host.gpu_of_rank]
     if not sampled:
         return ""
-    # Means of the ranks' own GPUs and processes; a median leaves out start, evaluation and checkpoints.
+    # Means over the ranks' own GPUs and processes; the median excludes start, evaluation and checkpoints.
     used = [host.gpu_percent[:, sorted(set(host.gpu_of_rank.values()))] for host in sampled]
     on_gpus = np.concatenate([percent.mean(axis=1) for percent in used])
     on_cores = np.concatenate([host.cpu_percent.mean(axis=1) for host in sampled])
@@ -364,7 +364,7 @@ def starting_kernels(samples: Sequence[Samples]) -> str:
 
 
 def _communication(row: RunFigures) -> str:
-    """Say how the table's share of communication is made up of two of the losses."""
+    """State how two of the losses make up the table's share of communication."""
     share = formatting.percent(row.comm_share, 1)
     if row.run.size == 1 or row.comm_share is None or share == "0.0":
         return ""
@@ -373,7 +373,7 @@ def _communication(row: RunFigures) -> str:
 
 
 def _data(rows: Sequence[RunFigures], named: RunFigures, labels: dict[str, str]) -> tuple[str, ...]:
-    """Say what the data path of the run named lacks, and which other runs wait for data."""
+    """State the limits of the named run's data path, and which other runs wait for data."""
     others = other_runs([row for row in rows if row is not named], labels)
     return (*data_advice(named, labels[named.run.name]), *others)
 
@@ -386,7 +386,7 @@ def _straggler(row: RunFigures) -> str:
 
 
 def _waited_for(row: RunFigures, lost: Losses) -> str:
-    """Name the rank that the others wait for while it waits for data; "" where all wait for data alike."""
+    """Name the rank that the others wait for while it waits for data; "" if all wait for data alike."""
     by_others = lost.data_wait - (row.data_wait_share or 0.0)
     if by_others < SMALL_SHARE or row.skew is None or row.skew.straggler is None:
         return ""
@@ -400,7 +400,7 @@ def _short_speed(row: RunFigures, labels: dict[str, str]) -> str:
 
 
 def _speed(row: RunFigures, labels: dict[str, str] | None = None) -> str:
-    """Say how fast a run is: beside the others by the race, if labels are given, and by itself."""
+    """State a run's speed: relative to the others by the race, if labels are given, and by itself."""
     ranks = "" if row.run.size is None else f" on {row.run.size} rank{'s' if row.run.size != 1 else ''}"
     text = f"{formatting.count(row.frames_per_s)} {row.run.kind.amount}/s{ranks}"
     if row.raced is not None:
@@ -423,7 +423,7 @@ def _accuracy(row: RunFigures) -> str:
 def _wer(row: RunFigures) -> str:
     assert row.word_errors is not None
     rate, _, interval = formatting.word_errors(row.word_errors).partition(" ")
-    # No break inside the figure: it is read as one.
+    # Non-breaking spaces keep the figure together.
     return f"{rate} % {interval}".rstrip().replace(" ", "\u00a0")
 
 
