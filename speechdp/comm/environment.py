@@ -1,5 +1,6 @@
-"""Read the launcher's environment variables and set those of MPI and Horovod; nothing else in comm/ does.
+"""Read the launcher's environment variables and set those of MPI and Horovod.
 
+Nothing else in comm/ does, except that `mpi/abi.py` reads one variable more to recognise Hydra.
 Settings are defaults: a variable that the user has set is left unchanged.
 """
 

@@ -1,4 +1,6 @@
-"""Ranks over MPI by mpi4py.  Importing this module initialises MPI: only `create_communicator` does it.
+"""Ranks over MPI by mpi4py.  Importing this module initialises MPI.
+
+So only `comm/startup/create.py` imports it, directly or through another back-end.
 
 One thread, with a communicator of its own, drives asynchronous reductions.  A plain Iallreduce makes no
 progress while the rank computes, so it would hide nothing; a blocking Allreduce in a thread does progress.
