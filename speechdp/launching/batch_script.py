@@ -146,13 +146,14 @@ class Resources:
 
 @dataclass(frozen=True)
 class Placement:
-    """Name and output file of a job; every value goes on a directive line.
+    """Name, queue, account and output file of a job; each value goes on a directive line.
 
     Attributes:
-        queue: partition of Slurm, queue of the others; None: the default one.
-        account: who pays: account of Slurm and PBS, project of LSF and Grid Engine.
-        output: file of the job's output, `%j` standing for its number; None: as default_output says.
-        parallel_environment: of Grid Engine.
+        name: name of the job.
+        queue: partition of Slurm, queue of the other systems; None: the default one.
+        account: who pays: account of Slurm and PBS, project of LSF and Grid Engine; None: the default.
+        output: file for the job's output, in which `%j` stands for the job's number; None: `default_output`.
+        parallel_environment: parallel environment of Grid Engine.
     """
 
     name: str
@@ -179,13 +180,15 @@ class BatchJob:
     """One job to submit.
 
     Attributes:
+        resources: nodes, ranks and time to request.
+        placement: name, queue, account and output file.
         python: absolute path of the Python that runs speechdp on the nodes.
-        folder: absolute path, in which the job works.
+        folder: absolute path of the job's working directory.
         command: what every rank runs: a subcommand and its arguments.
         launch_options: more options of speechdp launch.
-        signal_s: time before the limit at which the ranks are told to save and leave.
-        requeue: start the job again after that, and after the loss of a node.
-        outlives_node: it can go on within itself without one of its nodes.
+        signal_s: time before the limit at which the ranks are asked to save and exit, s.
+        requeue: whether to start the job again after that, and after the loss of a node.
+        outlives_node: whether the job can continue without one of its nodes.
     """
 
     resources: Resources
@@ -208,18 +211,18 @@ class BatchJob:
 
     @property
     def launch_words(self) -> tuple[str, ...]:
-        """Options of speechdp launch: the ranks may save for nearly as long as they are warned ahead."""
+        """Options of speechdp launch; the ranks may save for nearly as long as they are warned in advance."""
         grace_s = max(_SHORTEST_GRACE_S, self.signal_s - _ENDING_S)
         requeue = ("--requeue",) if self.requeue else ()
-        # The user's come last: they win.
+        # The user's options come last, and so take precedence.
         return (*requeue, "--grace-s", str(grace_s), *self.launch_options)
 
 
 def render(scheduler: Scheduler, job: BatchJob) -> str:
-    """Return the script that `scheduler` is given for `job`.
+    """Return the script to submit to `scheduler` for `job`.
 
     Raises:
-        ConfigError: LSF, which counts in minutes, would warn it as it starts.
+        ConfigError: LSF, which counts in minutes, would warn the job as it starts.
     """
     warned_min = _whole_minutes(job.signal_s)
     if scheduler == "lsf" and warned_min >= _whole_minutes(job.resources.time_s):

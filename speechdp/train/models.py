@@ -104,7 +104,7 @@ def check_precision(session: Session, options: TrainOptions) -> None:
 
 
 def task_data(dataset: Dataset, options: TrainOptions) -> TaskData:
-    """Return what the task is told about the data and the targets it trains on.
+    """Return the data and targets that the task trains on, in the form that it gets.
 
     Raises:
         ConfigError: the targets' state tying cannot be read, or the targets are of other phones.
