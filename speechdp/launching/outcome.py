@@ -249,9 +249,9 @@ def _stopped(end: JobEnd, exit_code: int, target: Target | None) -> Verdict:
 
 
 def ranks_exit_code(end: JobEnd) -> int:
-    """Return the exit code of the rank that ended first, or the launcher's if no rank's is known or it is 0.
+    """Return the exit code of the rank that ended first; if no rank's is known, the launcher's.
 
-    horovodrun's own exit code is 1 whatever happened.
+    It is 0 if the launcher's is 0.  horovodrun's own exit code is 1 after any failure.
     """
     if end.exit_code == 0:
         return 0

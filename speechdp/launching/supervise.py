@@ -58,8 +58,8 @@ class StopPolicy:
         fault_grace_s: time the launcher has to end by itself once a rank or host is known to have failed, s.
             Some never end: a launcher whose daemon is frozen or cut off, and Open MPI 5 when several ranks
             ask it to abort at once.
-        gone_grace_s: the same time, counted from when a rank's process is known to be gone, s; what is over
-            first counts.
+        gone_grace_s: a second such time, counted from when a rank's process is known to be gone, s; the one
+            that is over first applies.
         tolerates_loss: whether the job continues without a lost rank; a rank that reports a failure still
             ends it.
         terminate_after_fault: whether to send SIGTERM after a fault, before everything is killed; not to
