@@ -171,7 +171,8 @@ def first_cause(faults: Sequence[Fault]) -> Fault | None:
     """Return the fault that best explains why a job ended; None: none is known.
 
     It is the first of these that there is: a rank killed by a signal other than SIGTERM, a lost host, a rank
-    that ssh ended and that left no message, a message, any other fault.  srun's messages do not count.
+    that ended with ssh's exit code and without a message, a message, any other fault.  srun's messages about
+    all ranks do not count.
     """
     faults = [fault for fault in faults if fault.kind not in _OF_STEP]
     said = next((fault for fault in faults if fault.kind == "said"), None)

@@ -208,7 +208,9 @@ def find_reachable(
     environment: Mapping[str, str],
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Host]:
-    """Return this host, and those on which the launcher can start a process; several are tried at a time.
+    """Return the hosts on which the launcher can start a process, trying several at a time.
+
+    This machine is not tried; it counts as reachable.
 
     Args:
         probe: returns the command line that runs `true` on a host.
