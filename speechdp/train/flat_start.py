@@ -199,7 +199,7 @@ def _lot(utterance_id: str) -> float:
 
 
 def _uniform(words: Sequence[str], num_frames: int, lexicon: Lexicon, inventory: StateInventory) -> IntArray:
-    """Spread silence, the words and silence over the frames; return () if there are too few frames."""
+    """Spread silence, the words and silence over the frames; empty if there are too few frames."""
     states = STATES_PER_PHONE * sum(len(lexicon.pronunciations[word][0]) for word in words)
     if num_frames < states:
         return np.empty(0, dtype=np.int32)
