@@ -138,6 +138,7 @@ def refused_by_disk(line: str) -> str | None:
 
     Args:
         line: last line of the process, ours or the system's.
+
     Returns:
         None if the line is not about that: a missing or damaged file may be due to the process's input.
 
@@ -225,12 +226,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary name beside `path`; on a clean exit sync it and rename it to `path`.
 
     The temporary file is removed if the block, the sync or the rename raises, so a full disk or an
-    interrupted run leaves either the old file or none.  Once it has its name nothing raises any more.
+    interrupted run leaves either the old file or none.  Nothing raises after the rename.
 
     Raises:
-        OSError: the file is not written; has its name.
+        OSError: the file is not written; the error names `path`.
     """
-    # Not by the number of the process, which another on another host, or in another container, may have, too.
+    # Not named by process id: a process on another host, or in another container, may have the same.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(3)}.tmp")
     try:
         yield temporary
@@ -259,16 +260,16 @@ def scratch_folder(parent: Path, prefix: str) -> Iterator[Path]:
     try:
         yield folder
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # what went wrong first is what counts
+        shutil.rmtree(folder, ignore_errors=True)  # the first error is the one to report
         raise
     _remove_folder(folder)
 
 
 def _remove_folder(folder: Path) -> None:
-    """Remove a folder and all that is in it that can be.
+    """Remove a folder, or as much of its contents as possible.
 
     Raises:
-        OSError: the first that cannot be removed; has its whole path, where rmtree alone gives the last name.
+        OSError: the first error; it names the whole path, of which rmtree itself gives only the last name.
     """
 
     errors: list[BaseException] = []
@@ -278,7 +279,7 @@ def _remove_folder(folder: Path) -> None:
             error[1].filename = str(path)
         errors.append(error[1])
 
-    # Not raised where it comes up: from Python 3.13 on rmtree would name the folder around it instead.
+    # Not raised in `note`: from Python 3.13 on, rmtree would then name the enclosing folder instead.
     shutil.rmtree(folder, onerror=note)
     if errors:
         raise errors[0]
@@ -295,7 +296,7 @@ def check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        error.filename = str(folder)  # not the name that nobody has heard of
+        error.filename = str(folder)  # not the temporary file, which means nothing to the user
         raise
 
 
@@ -322,7 +323,7 @@ def hand_over(temporary: Path, path: Path) -> None:
     """Rename a file or folder; afterwards it belongs to the process that waits for `path` and may remove it.
 
     Raises:
-        OSError: it still has its old name.
+        OSError: the file or folder still has its old name.
     """
     before = temporary.stat()
     for attempt in range(_ATTEMPTS):
@@ -361,7 +362,8 @@ def sync_open(fd: int, *, data_alone: bool = False) -> None:
     """Sync an open file to disk, if its file system supports that.
 
     Args:
-        data_alone: whether to skip size and times, as more data follows.
+        data_alone: whether to skip the file's times, as more data follows.
+
     Raises:
         OSError: the sync failed.
     """

@@ -29,7 +29,7 @@ class LineFile:
             flush_interval_ns: how long lines may wait for the next one, ns; 0: each is flushed at once.
 
         Raises:
-            RunError: it cannot be written.
+            RunError: the file cannot be written.
         """
         self._path = path
         self._flush_interval_ns = flush_interval_ns
@@ -55,7 +55,7 @@ class LineFile:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Write what is buffered and close."""
+        """Write buffered lines and close the file."""
         try:
             self._file.close()
         except OSError as error:
@@ -67,11 +67,11 @@ class LineFile:
 
 @dataclass(frozen=True)
 class Lines:
-    """What stands in a JSONL file.
+    """The contents of a JSONL file.
 
     Attributes:
-        records: the lines that hold a JSON object, in the file's order.
-        num_damaged: lines that do not (a process killed while writing leaves one).
+        records: the JSON objects, one per line, in the file's order.
+        num_damaged: number of lines that hold none (a process killed while writing leaves one).
     """
 
     records: list[dict[str, Any]]
@@ -79,10 +79,10 @@ class Lines:
 
 
 def read_lines(path: Path, last_bytes: int | None = None) -> Lines:
-    """Read a JSONL file, passing over damaged lines.
+    """Read a JSONL file, skipping damaged lines.
 
     Args:
-        last_bytes: whole lines of so many bytes at its end; None: all.
+        last_bytes: read only the whole lines within this many bytes at the file's end; None: all lines.
 
     Raises:
         OSError: the file cannot be read.
@@ -93,7 +93,7 @@ def read_lines(path: Path, last_bytes: int | None = None) -> Lines:
 
 
 def each_line(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, Any] | None]:
-    """Yield the JSON object of each line of a file, which may be a large one; None for a damaged line.
+    """Yield the JSON object of each line of a file, which may be large; None for a damaged line.
 
     Args:
         last_bytes: as for `read_lines`.
@@ -119,7 +119,7 @@ def each_line(path: Path, last_bytes: int | None = None) -> Iterator[dict[str, A
 
 
 def _ends_torn(path: Path) -> bool:
-    """Say whether the file ends inside a line, as a killed process leaves it."""
+    """Return whether the file ends inside a line, as a killed process leaves it."""
     with path.open("rb") as file:
         if file.seek(0, os.SEEK_END) == 0:
             return False

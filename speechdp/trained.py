@@ -1,6 +1,6 @@
-"""Trained models for one's own code: what the commands do with a run, from Python (docs/api.md).
+"""Trained models for users' own code: what the commands do with a run, from Python (docs/api.md).
 
-Legend: S samples, T frames, I values of a frame as the network takes it, C classes.
+Legend: S samples, T frames, I input values per frame, C classes.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ from speechdp.tasks.registry import networks_of
 #: A file, or samples (S,): floating point in [-1, 1], or integers of 16 bits; of numpy or torch.
 Audio: TypeAlias = "str | os.PathLike[str] | npt.ArrayLike | torch.Tensor"
 _INT16_SCALE = np.float32(32768)
-#: Rates that samples may have, Hz: less is in kHz by mistake, and is stretched to hours.
+#: Lowest and highest sampling rate accepted, Hz: a lower number is probably meant in kHz, and would stretch
+#: seconds to hours.
 _RATES_HZ = (1_000, 10_000_000)
-#: The options of the search, and of saying texts, which are arguments here.
+#: Options of the search, and of synthesis, which are arguments here.
 _SEARCH = tuple(field.name for field in fields(RecognitionOptions))
 _SAYING = tuple(field.name for field in fields(GenerateOptions))
-#: What an option takes, and what is said of it; a bool is neither kind of number.
+#: By the type of an option, the types that it accepts, and their name in messages; a bool does not count as a
+#: number.
 _KINDS: dict[type, tuple[type | tuple[type, ...], str]] = {
     bool: (bool, "True or False"),
     int: (numbers.Integral, "a whole number"),
@@ -69,7 +71,8 @@ _KINDS: dict[type, tuple[type | tuple[type, ...], str]] = {
 def _as_in_commands() -> Iterator[None]:
     """Compute in the block, or function, as the commands do, whatever a program has set for its own models.
 
-    The default device, inference mode, in which no network can be made that is to be trained, and autocast.
+    This sets the default device and disables autocast and inference mode, in which no network can be made
+    that is to be trained.
     """
     with (
         torch.inference_mode(False),
@@ -81,30 +84,30 @@ def _as_in_commands() -> Iterator[None]:
 
 
 class AcousticModel:
-    """The acoustic model of a run: features of sound, their classes' probabilities, and words.
+    """The acoustic model of a run: makes features from audio, and class probabilities and words from them.
 
-    May be pickled and copied, for other processes: each makes its decoding graph itself.
+    May be pickled and copied for other processes; each of them makes its own decoding graph.
 
     Args:
-        run_dir: the run.
-        device: where the network is to compute, as torch names it: `"cpu"`, `"cuda"`, `"cuda:1"`.
-        task: `NAME` or `MODULE:CLASS` that it was trained as, where its network is one of your own; no file
-            makes speechdp import code.
-        search: options of `speechdp transcribe`, such as `beam=12.0` or `lm_scale=0.8`.  Unless a scale or
-            score is given, what `speechdp decode --tune-on` chose for the run is used, as there.
+        run_dir: folder of the run.
+        device: device that the network computes on, as torch names it: `"cpu"`, `"cuda"`, `"cuda:1"`.
+        task: task that it was trained for, `NAME` or `MODULE:CLASS`, if the network is one of your own: the
+            run's files never make speechdp import code.
+        search: options of `speechdp transcribe`, such as `beam=12.0` or `lm_scale=0.8`.  As there, unless a
+            scale or score is given, those that `speechdp decode --tune-on` chose for the run are used.
 
     Attributes:
         network: `network(features (B, T, I), lengths (B,)) -> logits (B, T, C)`, in evaluation mode.
-        class_names: of each class: state of a phone, `AH_1`; where states are tied in their context, the
-            state and a number, `AH_1.0`; CTC's blank, `<blank>`, and phones; or Kaldi's `pdf-0`.
-        log_priors: (C,) float32, natural logarithms of how often each class occurred in training; 0 for
-            CTC's.
-        sampling_rate: that the model hears at, Hz.
+        class_names: name of each class: a phone's state, `AH_1`; if states are tied in context, the state and
+            a number, `AH_1.0`; for CTC the blank, `<blank>`, and phones; for Kaldi's classes `pdf-0`.
+        log_priors: (C,) float32, natural logarithms of the classes' relative frequencies in training; 0 for
+            CTC.
+        sampling_rate: sampling rate of the audio that the model was trained on, Hz.
 
     Raises:
         RunError: the run has no finished acoustic model, or a damaged one.
-        ConfigError: an unknown option of the search, one of another kind or out of range; the device;
-            the task.
+        ConfigError: a search option is unknown, of another type or out of range, or the device or the task
+            cannot be used.
 
     Example:
         >>> model = speechdp.AcousticModel("RUN")  # doctest: +SKIP
@@ -142,22 +145,22 @@ class AcousticModel:
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
-        """Name each class; see the class."""
+        """The name of each class; see the class."""
         return _class_names(self._loaded, self._run_dir / TRAINED_ON / "classes.txt")
 
     @_as_in_commands()
     def features(self, audio: Audio, sampling_rate: int | None = None) -> FloatArray:
-        """Return what the network takes of sound, made as in training: normalised, with deltas and context.
+        """Return the network's input for audio, made as in training: normalised, with deltas and context.
 
         Args:
             audio: a file, or samples (S,) of one channel.
-            sampling_rate: of samples, Hz; any, they are resampled.
+            sampling_rate: rate of samples, Hz, which are resampled; None for a file.
 
         Returns:
-            (T, I) float32; T is 0 where not one frame fits.
+            (T, I) float32; T is 0 if the audio is shorter than a frame.
 
         Raises:
-            ConfigError: it is no audio, or a file without samples; or the model was trained on features that
+            ConfigError: it is not audio, or a file without samples; or the model was trained on features that
                 Kaldi made.
         """
         return self._preprocessor.whole(to_int16(self._samples(audio, sampling_rate)))
@@ -165,31 +168,31 @@ class AcousticModel:
     def log_posteriors(self, features: npt.ArrayLike | torch.Tensor) -> FloatArray:
         """Return the log-probability of each class in each frame, in nats.
 
-        What Kaldi's decoders take is this less `log_priors`, which `speechdp posteriors` writes.
+        Kaldi's decoders take these minus `log_priors`; `speechdp posteriors` writes the difference.
 
         Args:
-            features: (T, I), as `features` makes them.
+            features: (T, I), as the method `features` makes them.
 
         Returns:
             (T, C) float32.
 
         Raises:
-            ConfigError: another number of values a frame than the network takes.
+            ConfigError: the number of values per frame differs from the network's.
         """
         return self.log_posteriors_of_all([features])[0]
 
     @_as_in_commands()
     def log_posteriors_of_all(self, utterances: Iterable[npt.ArrayLike | torch.Tensor]) -> list[FloatArray]:
-        """Return what `log_posteriors` does of each utterance, computed many at a time, for a GPU above all.
+        """Return `log_posteriors` for each utterance, computing many at a time, mainly for a GPU.
 
         Args:
-            utterances: (T, I) each; read as they are needed.
+            utterances: features (T, I) of each; read as they are needed.
 
         Returns:
             (T, C) float32 each, in the order of the utterances.
 
         Raises:
-            ConfigError: as `log_posteriors`.
+            ConfigError: as for `log_posteriors`.
 
         Example:
             >>> files = ["a.wav", "b.wav"]  # doctest: +SKIP
@@ -204,19 +207,20 @@ class AcousticModel:
     def transcribe(self, audio: Audio, sampling_rate: int | None = None) -> Transcription:
         """Recognise a recording of any length with the run's lexicon and language model.
 
-        The decoding graph is made, or read where the run keeps it, when this is first called.
+        The first call makes the decoding graph, or reads it if the run has kept it.
 
         Args:
             audio: a file, or samples (S,) of one channel.
-            sampling_rate: of samples, Hz; any, they are resampled.
+            sampling_rate: rate of samples, Hz, which are resampled; None for a file.
 
         Returns:
             `.text`; `.words`, each with `word`, `start_s`, `duration_s`, `confidence`; with `nbest=N`,
-            `.candidates`; `.failed_s` of it in which nothing was found; `.is_too_short` for a frame.
+            `.candidates`; `.failed_s`, the seconds for which nothing was found; `.is_too_short`, whether the
+            audio is shorter than a frame.
 
         Raises:
-            ConfigError: it is no audio, or a file without samples; `rescore_lm`; the run's classes are
-                Kaldi's.
+            ConfigError: it is not audio, or a file without samples; or `rescore_lm` cannot be used; or the
+                run's classes are Kaldi's.
             RunError: the run keeps no lexicon.
         """
         if not isinstance(audio, (str, os.PathLike)):
@@ -233,7 +237,7 @@ class AcousticModel:
             return read_audio(self._source(audio, sampling_rate), self.sampling_rate)
 
     def _source(self, file: str | os.PathLike[str], sampling_rate: int | None) -> AudioSource:
-        """Return what is read of a file: of several channels what training read.  Raises ConfigError."""
+        """Return a file as a source; of several channels, the one that training read.  Raises ConfigError."""
         if sampling_rate is not None:
             raise ConfigError(f"{file}: a file says its sampling rate itself; leave sampling_rate out")
         if Path(file).is_dir():
@@ -253,7 +257,7 @@ class AcousticModel:
 
     @cached_property
     def _channel(self) -> Channel | None:
-        """What training read of files of several channels."""
+        """The channel that training read of files with several, or their mean; None: not chosen."""
         return Dataset.open(self._run_dir / TRAINED_ON).channel
 
     @cached_property
@@ -275,20 +279,21 @@ class AcousticModel:
 
 
 class SynthesisModel:
-    """The synthesis model of a run: texts to sound.
+    """The synthesis model of a run: makes audio from text.
 
     Args:
-        run_dir: the run.
-        device: where the network is to compute, as torch names it.
-        options: of `speechdp synthesize`: `iterations`, `max_seconds`, `seed`, `dropout`, `attention_end`.
+        run_dir: folder of the run.
+        device: device that the network computes on, as torch names it.
+        options: options of `speechdp synthesize`: `iterations`, `max_seconds`, `seed`, `dropout`,
+            `attention_end`.
 
     Attributes:
         network: the Tacotron, in evaluation mode.
-        sampling_rate: of what it says, Hz.
+        sampling_rate: sampling rate of its audio, Hz.
 
     Raises:
         RunError: the run has no finished synthesis model, or a damaged one.
-        ConfigError: an unknown option, one of another kind or out of range; the device.
+        ConfigError: an option is unknown, of another type or out of range, or the device cannot be used.
 
     Example:
         >>> voice = speechdp.SynthesisModel("RUN")  # doctest: +SKIP
@@ -310,24 +315,25 @@ class SynthesisModel:
         return self._synthesiser.loaded.model
 
     def say(self, text: str) -> FloatArray:
-        """Return a text as samples (S,), by Griffin-Lim; a loud one may go beyond [-1, 1].
+        """Return the samples (S,) of a spoken text, by Griffin-Lim; loud ones may lie outside [-1, 1].
 
         Raises:
-            ConfigError: as `spectrograms`.
-            RunError: as `spectrograms`.
+            ConfigError: as for `spectrograms`.
+            RunError: as for `spectrograms`.
         """
         return self._synthesiser.samples(self.spectrograms(text).linear)
 
     @_as_in_commands()
     def spectrograms(self, text: str) -> Speech:
-        """Return what the network says, for a vocoder of your own.
+        """Return the spectrograms of a spoken text, for a vocoder of your own.
 
         Returns:
             `.mel` (T, M) and `.linear` (T, L), in [0, 1] as in data directories (docs/data-format.md);
-            `.attention`; `.ending`, which is `stop` where the model stopped by itself.
+            `.attention`; `.ending`, which is `stop` if the model stopped by itself.
 
         Raises:
-            ConfigError: no word in the text, characters or words that the model does not know, or too long.
+            ConfigError: the text has no word, has characters or words that the model does not know, or is too
+                long.
             RunError: the output is NaN or infinite.
         """
         if not isinstance(text, str):
@@ -336,7 +342,7 @@ class SynthesisModel:
 
 
 def _recognition_options(given: Mapping[str, Any]) -> RecognitionOptions:
-    """Return the options of a search.  Raises ConfigError."""
+    """Return the options of the search.  Raises ConfigError."""
     options = RecognitionOptions(**_options_of(RecognitionOptions, given))
     options.decoding()  # refuses what is out of range
     return options
@@ -352,7 +358,7 @@ def _options_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _option_of(name: str, value: Any, hint: Any) -> Any:
-    """Return a value as the type that is declared, such as a path for a str.  Raises ConfigError."""
+    """Return a value as the declared type, e.g. a str as a path.  Raises ConfigError."""
     (kind, *others) = get_args(hint) or (hint,)
     if value is None and type(None) in others:
         return None
@@ -368,7 +374,7 @@ def _device(device: str | torch.device) -> torch.device:
         found = torch.device(device)
         torch.empty(1, device=found).cpu()
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        reason = one_line(error).partition(". ")[0]  # some go on with all that torch has
+        reason = one_line(error).partition(". ")[0]  # some errors then list all of torch's devices
         raise ConfigError(
             f'device="{device}": torch cannot compute there ({reason}); give "cpu", or another'
         ) from error
@@ -377,10 +383,10 @@ def _device(device: str | torch.device) -> torch.device:
 
 @contextmanager
 def _in_terms_of_arguments(names: Collection[str]) -> Iterator[None]:
-    """Call what a command has as options, --lm-scale, by their arguments in messages, lm_scale.
+    """In messages of the block's errors, replace options such as --lm-scale by arguments, lm_scale.
 
     Raises:
-        SpeechDPError: as the block.
+        SpeechDPError: the block's error, with that message.
     """
     try:
         yield
@@ -396,7 +402,7 @@ def _as_argument(option: re.Match[str]) -> str:
 
 
 def _class_names(loaded: LoadedModel, class_list: Path) -> tuple[str, ...]:
-    """Name the classes of a model: those of its data, which context ties or CTC replaces."""
+    """Return the names of a model's classes: the data's, or their tied states, or CTC's blank and phones."""
     classes = load_classes(class_list)
     names = classes.class_names()
     if is_ctc(loaded.config):
@@ -414,7 +420,7 @@ def _class_names(loaded: LoadedModel, class_list: Path) -> tuple[str, ...]:
 
 @contextmanager
 def _one_channel() -> Iterator[None]:
-    """Say how one channel of a file is given from Python.  Raises ConfigError."""
+    """Replace the remedy for files of several channels by one for Python.  Raises ConfigError."""
     try:
         yield
     except SeveralChannelsError as error:
@@ -427,7 +433,8 @@ def _resampled(
     """Return samples (S,), integers or floating point, as float32 in [-1, 1] at another rate.
 
     Raises:
-        ConfigError: of an unknown rate, of several channels, not numbers, or of another scale.
+        ConfigError: the samples' rate is unknown, or they have several channels, are not numbers, or are of
+            another scale.
     """
     values = _as_array(samples)
     is_int16 = values.dtype.kind == "i" and values.dtype.itemsize == 2  # of either byte order
@@ -444,7 +451,7 @@ def _resampled(
         )
     with np.errstate(over="ignore"):  # becomes infinity, which is refused
         found = values.astype(np.float32) / (_INT16_SCALE if is_int16 else np.float32(1))
-    if found.shape == (0,):  # as what is shorter than a frame
+    if found.shape == (0,):  # no samples: treated as audio that is shorter than a frame
         return found
     check_samples(found)
     if (peak := float(np.abs(found).max())) > LARGEST_SAMPLE:
@@ -453,10 +460,10 @@ def _resampled(
 
 
 def _as_array(values: npt.ArrayLike | torch.Tensor) -> npt.NDArray[Any]:
-    """Return an array or tensor of numpy's; bfloat16, which numpy does not have, as float32.
+    """Return an array or tensor as a numpy array; floating-point tensors, e.g. of bfloat16, as float32.
 
     Raises:
-        ConfigError: numbers that are no array, such as lists of several lengths, or a sparse tensor.
+        ConfigError: the values are not an array, e.g. lists of different lengths or a sparse tensor.
     """
     try:
         if not isinstance(values, torch.Tensor):

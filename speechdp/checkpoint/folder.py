@@ -105,7 +105,7 @@ def tell(place: CheckpointPlace, rank: int, entry: Entry) -> None:
 
 
 def prune(run_dir: Path, written: list[int], gone_on_from: int | None) -> None:
-    """Delete all but the last two complete checkpoints.  What cannot be seen or deleted now goes next time.
+    """Delete all but the last two complete checkpoints; what cannot be deleted now is deleted next time.
 
     Args:
         written: steps of this start's checkpoints, in order, the newest last.

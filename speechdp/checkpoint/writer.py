@@ -2,7 +2,7 @@
 
 A rank's thread writes its file into RUN/checkpoints/.step-00000120.NONCE.tmp/ and then an entry about it
 beside it.  Rank 0's thread waits for all entries, writes checkpoint.json, and renames the folder to its final
-name. Every start draws a new nonce, so that leftovers of a killed job are never mixed in.  The threads
+name.  Every start draws a new nonce, so that leftovers of a killed job are never mixed in.  The threads
 exchange nothing over the communicator: they need only the shared disk.
 """
 
@@ -169,13 +169,14 @@ class CheckpointWriter:
         """Wait until the checkpoint that was begun is complete on disk.  Collective.
 
         Raises:
-            RunError: it could not be written; raised alike on all ranks.
+            RunError: it could not be written; raised on all ranks, or on this rank alone if it could not
+                hand its entry to rank 0.
         """
         self._join()
         if self._failure is not None and not isinstance(self._failure, RunError):
             raise self._failure
         if self._failure is not None and self._is_untold:
-            raise self._failure  # rank 0 would wait for this rank's entry before it listens
+            raise self._failure  # rank 0 still waits for this rank's entry, and joins no exchange before
         problem = None if self._failure is None else str(self._failure)
         for other in self._comm.allgather_object(problem):
             if other is not None:
@@ -216,7 +217,7 @@ class CheckpointWriter:
             sha256, num_bytes = write_rank_file(path, self._snapshot, self._given_up, self._beat)
         except OSError as error:
             with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)  # its room may be all that the others lack
+                path.unlink(missing_ok=True)  # the other ranks' files may need its space
             return {"file": path.name, **self._problem(error)}
         return {"file": path.name, "sha256": sha256, "bytes": num_bytes}
 
@@ -242,7 +243,7 @@ class CheckpointWriter:
                 raise OSError(problems[0]["errno"], problems[0]["problem"])
             commit(place, entries, self._comm.size)
         except OSError as error:
-            if len(entries) == self._comm.size:  # else somebody may still be writing
+            if len(entries) == self._comm.size:  # else another rank may still be writing
                 shutil.rmtree(place.temporary, ignore_errors=True)
             raise RunError(not_saved(self._run_dir, error)) from error
         self._written.append(place.step)
@@ -253,7 +254,7 @@ class CheckpointWriter:
         patience, sizes_due_s = Patience(), time.monotonic()
         while missing := [rank for rank in range(self._comm.size) if rank not in entries]:
             if self._comm.gone.issuperset(missing):
-                return  # a checkpoint of those that are left, where losses are tolerated
+                return  # losses are tolerated: it becomes a checkpoint of the remaining ranks
             try:
                 entries |= read_entries(place.temporary, missing)
                 patience.bear(None)
@@ -261,7 +262,7 @@ class CheckpointWriter:
                 patience.bear(error)
             has_problem = any("problem" in entry for entry in entries.values())
             now_s = time.monotonic()
-            if not has_problem and now_s >= sizes_due_s:  # slow is not gone
+            if not has_problem and now_s >= sizes_due_s:  # a slow rank, whose file grows, is not lost
                 sizes_due_s = now_s + _SIZES_SHARE * self._patience_s
                 num_bytes = max(num_bytes, bytes_written(place.temporary))
             silent_s = silence.look(now_s, len(entries) + num_bytes)

@@ -16,7 +16,7 @@ def exchanging() -> set[threading.Thread]:
 
 
 class ExchangeThread:
-    """A thread that runs `function`.  An error in it ends the job, or is raised by `check` and `join`.
+    """A thread that runs `function` at once.  An error in it ends the job, or `check` and `join` raise it.
 
     Args:
         name: name of the thread.
@@ -35,8 +35,8 @@ class ExchangeThread:
             self._function()
         except BaseException as error:
             self._error = error
-            # `comm.failure.guard` ends all ranks from the thread's hook: this rank's training thread may be
-            # waiting for an exchange that will never come.
+            # `guard` (comm/startup/failure.py) ends all ranks from the threads' hook: this rank's training
+            # thread may be waiting for an exchange that will never come.
             raise
 
     def check(self) -> None:

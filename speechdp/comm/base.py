@@ -56,8 +56,8 @@ class PeerCommunicator(ABC):
     """Point-to-point messages on a separate channel, so that they cannot be mixed up with other traffic.
 
     Only `close` is collective.  Several threads of a rank may use one channel at a time, as long as no two
-    of them receive with the same tag.  Messages from one rank with one tag arrive in the order in
-    which they were sent.  A rank never sends to itself.
+    of them receive with the same tag.  Messages from one rank with one tag arrive in the order in which they
+    were sent.  A rank never sends to itself.
 
     Attributes:
         sent_bytes: payload this rank has sent over the channel so far.

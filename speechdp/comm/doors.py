@@ -1,7 +1,7 @@
 """Close a job's listening sockets once its ranks have met.
 
-gloo and torch's store accept every connection, and listen as long as they exist: any process on the
-machine could use up a rank's file descriptors, or write into the store.  Neither has a way to stop listening.
+gloo and torch's store accept every connection, and listen as long as they exist: any process on the machine
+could use up a rank's file descriptors, or write into the store.  Neither has a way to stop listening.
 """
 
 from __future__ import annotations

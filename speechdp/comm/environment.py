@@ -1,6 +1,7 @@
-"""Read the launcher's environment variables and set those of MPI and Horovod; nothing else in comm/ does.
+"""Read the launcher's environment variables and set those of MPI and Horovod.
 
-Settings are defaults: a variable that the user has set is left unchanged.
+Nothing else in comm/ does, except that `mpi/abi.py` reads one variable more to recognise Hydra.  Settings are
+defaults: a variable that the user has set is left unchanged.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class PacketChannel(ABC):
         """Release the channel.  Collective; no packet may be in flight; safe to call twice."""
 
     def check(self, dest: int, tensors: Sequence[Tensor]) -> None:
-        """Refuse a receiver or tensors that cannot be sent to or sent."""
+        """Refuse a `dest` that is not another rank of the channel, and tensors that cannot be sent."""
         if dest == self.rank or not 0 <= dest < self.size:
             raise CommunicationError(
                 f"rank {self.rank} cannot send to rank {dest}: not another rank of the {self.size} there are"

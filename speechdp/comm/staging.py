@@ -1,6 +1,6 @@
 """Lend CPU memory to an exchange of a CUDA tensor, for back-ends that cannot read GPU memory.
 
-Each device has a separate stream for these copies, so that a copy and the computing kernels do not delay each
+The copies of a device run on a separate stream, so that they and the computing kernels do not delay each
 other.
 """
 

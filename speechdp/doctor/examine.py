@@ -46,16 +46,16 @@ class DoctorRequest:
     """What to examine.
 
     Attributes:
-        hosts: with the ranks to be placed on each.
-        slots: by host, as a job fills them.
-        source: where the hosts are from.
-        allocation: the batch job this is part of, None outside of one.
+        hosts: hosts, with the number of probe ranks to place on each.
+        slots: slots of each host, which a job would fill.
+        source: where the list of hosts comes from.
+        allocation: the batch job that this is part of; None: outside of one.
         launcher, controller, interface, mpi_options: as for `speechdp launch`.
-        data: data directory, None: none is looked at.
-        folder: folder a run is to be written to, None: none is looked at.
-        verify: read all data.
-        num_bytes: of the allreduce that is timed.
-        limit_s: time for each part of the probe.
+        data: data directory to check; None: none.
+        folder: folder, to check, that a run is to be written to; None: none.
+        verify: whether to read all data.
+        num_bytes: size of the allreduce that is timed, bytes.
+        limit_s: time limit of each part of the probe, s.
     """
 
     hosts: tuple[Host, ...]
@@ -75,13 +75,13 @@ class DoctorRequest:
 
 @dataclass
 class Examination:
-    """What was found.
+    """The results of an examination.
 
     Attributes:
-        findings: in the order of the table.
-        command: that started the probe.
-        reaches: what hosts look like from here.
-        job: what was heard of the probe; None: it was not started.
+        findings: findings, in the order of the table.
+        command: command line that started the probe.
+        reaches: state of each host as seen from here.
+        job: record of the probe's job; None: it was not started.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Examination:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing is red."""
+        """Whether no check failed."""
         return all(finding.status != "fail" for finding in self.findings)
 
 
@@ -99,7 +99,8 @@ def examine(request: DoctorRequest, tell: Callable[[str], None]) -> Examination:
     """Check hosts from here, run the probe on those that can be reached, and judge all results.
 
     Args:
-        tell: takes a line about what is being done.
+        request: what to examine.
+        tell: called with a line about what is being done.
     """
     result = Examination([ok("hosts", f"{some_of(h.name for h in request.hosts)} ({request.source})")])
     try:
@@ -130,7 +131,7 @@ class _Programs:
     mpi: Mpirun
 
     def describe(self) -> str:
-        """Return them for a line."""
+        """Return the programs as text for a line."""
         mpirun = f"{self.mpi.mpirun} ({self.mpi.product})"
         return mpirun if self.launcher == self.mpi.mpirun else f"{self.launcher}, {mpirun}"
 
@@ -149,8 +150,8 @@ def _find_programs(request: DoctorRequest) -> _Programs:
 
 
 def _login(request: DoctorRequest, programs: _Programs) -> Login | None:
-    """Return how the launcher will log in to hosts, None where it needs no ssh."""
-    # Inside a Slurm job mpirun has srun start its daemons; hosts may well refuse ssh.
+    """Return how the launcher will log in to hosts; None: it needs no ssh."""
+    # In a Slurm job mpirun lets srun start its daemons, and hosts may refuse ssh.
     in_slurm = request.allocation is not None and request.allocation.scheduler == "slurm"
     if request.launcher == "srun" or (request.launcher == "mpirun" and in_slurm):
         return None
@@ -249,7 +250,7 @@ def _remove_tokens(folder: Path, token: str) -> None:
 
 
 def to_json(result: Examination) -> dict[str, Any]:
-    """Return everything that was found, as JSON."""
+    """Return all results, as JSON."""
     job = result.job
     return {
         "findings": [finding.to_json() for finding in result.findings],

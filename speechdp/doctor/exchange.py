@@ -1,4 +1,4 @@
-"""What the probe's ranks find out together: shared folder, clocks, speed, Horovod.  All is collective."""
+"""What the probe's ranks find out together: shared folder, clocks, speed, Horovod."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from speechdp.comm.startup.world import check_sum
 from speechdp.doctor.links import slow_links
 from speechdp.files import disk_reason, remedy_of
 
-#: A network disk may show a new file late.
+#: Longest wait for another rank's file, s: a network disk may show a new file late.
 _VISIBLE_WITHIN_S = 3.0
 #: Errors of a folder that does not exist, or that this user may not access.
 _NO_PLACE = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM)
@@ -35,13 +35,13 @@ def folder_facts(comm: Communicator, folder: Path, prefix: str, token: str) -> d
     """Write one file per rank, and check that the others' files can be read.  Collective.
 
     Args:
-        prefix: of the names of the files.
-        token: what they hold.
+        prefix: prefix of the files' names.
+        token: content of the files.
 
     Returns:
-        "error": why this rank cannot write, or ""; "remedy": what helps against a disk that takes nothing, or
-        ""; "unseen": ranks whose file this one does not see (of rank 0 alone, but rank 0 looks for all);
-        "free_bytes": -1 where it cannot be told.
+        "error": why this rank cannot write, or ""; "remedy": what helps if the disk accepts no data, or "";
+        "unseen": ranks whose file this one does not see (rank 0 looks for those of all ranks, the others for
+        rank 0's); "free_bytes": free space, -1 if unknown.
     """
     own = folder / f"{prefix}{comm.rank}"
     error, remedy, is_made = "", "", False
@@ -68,7 +68,7 @@ def folder_facts(comm: Communicator, folder: Path, prefix: str, token: str) -> d
 def clock_facts(comm: Communicator) -> dict[str, Any]:
     """Read this rank's clock around some exchanges that no rank leaves before all have joined.  Collective.
 
-    Two ranks' readings give bounds of the difference of their clocks (judge_network.clock_offset).
+    The readings of two ranks bound the difference between their clocks (judge_network.clock_offset).
     """
     before, after = [], []
     for _ in range(_CLOCK_ROUNDS):
@@ -82,12 +82,13 @@ def speed_facts(comm: Communicator, num_bytes: int, name: str) -> dict[str, Any]
     """Time small and large allreduces over the ranks of `comm`.  Collective.
 
     Args:
-        num_bytes: of the large one; less is taken where the link is very slow.
-        name: of the tensors exchanged.
+        num_bytes: size of the large one, bytes; reduced if the link is very slow.
+        name: prefix of the exchanges' names.
 
     Returns:
-        "latency_s": median for 8 bytes; "bus_bytes_s": 2 (N-1)/N bytes / time, the rate at which every link
-        must work for it, best of some; "bytes": what was exchanged.
+        "latency_s": median time for 8 bytes, s; "bus_bytes_s": 2 (N-1)/N bytes / time, the rate at which
+        every link must work for this, the best of several, bytes/s; "bytes": size of the large allreduce.
+        {} for a single rank.
     """
     if comm.size == 1:
         return {}
@@ -114,10 +115,12 @@ def pair_facts(
     """Time allreduces between two ranks while the others wait.  Collective over all.
 
     Args:
-        rates: best so far of each pair, bytes/s; updated, the same on every rank.
+        pair: the two ranks.
+        num_bytes: as for `speed_facts`.
+        rates: best rate of each pair so far, bytes/s; updated in the same way on every rank.
 
     Returns:
-        As speed_facts, the best rate so far.
+        As `speed_facts`, with the pair's best rate so far.
     """
     part = comm.split(int(comm.rank in pair))
     measured = speed_facts(part, num_bytes, "speechdp.pair") if comm.rank in pair else {}
@@ -128,7 +131,7 @@ def pair_facts(
 
 
 def slow_pairs(rates: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
-    """Return the pairs that would be called slow."""
+    """Return the pairs that are slow compared with the others."""
     return list(slow_links(rates)[0])
 
 
@@ -136,7 +139,8 @@ def horovod_facts(comm: Communicator, num_bytes: int) -> dict[str, Any]:
     """Start Horovod as training would, check its world, and time it.  Collective.
 
     Returns:
-        "skipped": why it was not started, or rank, size, controller and what speed_facts returns.
+        "skipped": why it was not started; otherwise "rank", "size", "controller" and what `speed_facts`
+        returns.
     """
     choice = choose_backend()
     if {str(name) for name in comm.allgather_object(choice.name)} != {"horovod"}:

@@ -56,8 +56,8 @@ def data_facts(data: Path, *, verify: bool) -> dict[str, Any]:
     """Return the checksum of a data directory as this node sees it, or under "error" why there is none.
 
     Args:
-        data: the directory.
-        verify: read every utterance and compare its checksum.
+        data: data directory.
+        verify: whether to read every utterance and compare its checksum.
     """
     try:
         dataset = Dataset.open(data)

@@ -14,11 +14,11 @@ class Finding:
     """One line of the doctor's table.
 
     Attributes:
-        check: what was looked at.
-        status: "fail" where a job would fail or crawl, "warn" where it may.
+        check: what was checked.
+        status: "fail" if a job would fail or crawl, "warn" if it may.
         found: what was found.
-        hosts: whom it is about; none: all.
-        remedy: what to do about it; "" only where status is "ok".
+        hosts: the hosts that it concerns; (): all.
+        remedy: what to do about it; "" only if `status` is "ok".
     """
 
     check: str
@@ -44,7 +44,7 @@ def who_has_what(values: Mapping[str, object]) -> str:
     """Return a text on which hosts have which value: "4.1.8 (n1, n2), 4.1.4 (n3)".
 
     Args:
-        values: by host.
+        values: value of each host.
     """
     return ", ".join(f"{value or 'none'} ({some_of(hosts)})" for value, hosts in grouped(values).items())
 

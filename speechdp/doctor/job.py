@@ -1,4 +1,4 @@
-"""Run the probe over the launcher, hear its reports, and end it when nothing more comes."""
+"""Run the probe by the launcher, collect its reports, and end it when no more arrive."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speechdp.doctor.wire import ALL, Report, ReportListener
 from speechdp.launching.faults import first_cause
 from speechdp.launching.launcher_output import LauncherOutput
 
-#: Added to every limit: lines are on their way, and a rank's own limit comes first.
+#: Added to every limit, s: lines take time to arrive, and a rank's own limit is to come first.
 _MARGIN_S = 10.0
 _ENDING_S = 5.0
 _MOST_LINES = 40
@@ -25,11 +25,11 @@ _MOST_LINES = 40
 
 @dataclass
 class ProbeRecord:
-    """What one rank has said.
+    """What one rank has reported.
 
     Attributes:
-        begun, ended: parts of the probe, in order.
-        facts: by part.
+        begun, ended: parts of the probe that it has begun and ended, in order.
+        facts: results of each part.
     """
 
     begun: list[str] = field(default_factory=list)
@@ -38,20 +38,20 @@ class ProbeRecord:
 
     @property
     def open_part(self) -> str:
-        """The part that the rank is in; "" between two."""
+        """The part that the rank is in; "" between two parts."""
         return self.begun[-1] if len(self.begun) > len(self.ended) else ""
 
 
 @dataclass
 class JobRecord:
-    """How the job of the probe went.
+    """The course of the probe's job.
 
     Attributes:
-        num_ranks: wanted.
-        ranks: what was heard, by the launcher's number.
-        exit_code: of the launcher; None: it was ended because nothing more came.
-        said: what it printed to stderr and what ranks printed besides reports.
-        cause: who failed and how, where launcher or rank told; "" otherwise.
+        num_ranks: number of ranks requested.
+        ranks: what each rank reported, by the launcher's numbers.
+        exit_code: exit code of the launcher; None: it was ended because no more reports arrived.
+        said: first lines that the launcher and the ranks printed besides reports.
+        cause: which rank or host failed and how, if the launcher reported it; else "".
     """
 
     num_ranks: int
@@ -61,7 +61,7 @@ class JobRecord:
     cause: str = ""
 
     def note(self, report: Report) -> None:
-        """Take a report."""
+        """Record a report."""
         record = self.ranks.setdefault(report.rank, ProbeRecord())
         if report.phase == ALL:
             record.facts.update(report.facts)
@@ -75,11 +75,12 @@ class JobRecord:
 def run_probe(
     argv: Sequence[str], environment: Mapping[str, str], num_ranks: int, limit_s: float
 ) -> JobRecord:
-    """Run the job to its end, or end it when nothing comes for longer than a part may take.
+    """Run the job to its end, or end it when no report arrives for longer than a part may take.
 
     Args:
-        argv, environment: of the launcher.
-        limit_s: time for starting, and for each part that says nothing else.
+        argv, environment: command line and environment of the launcher.
+        num_ranks: number of ranks that the launcher starts.
+        limit_s: time limit for starting, and for each part that reports no longer one, s.
     """
     job = JobRecord(num_ranks)
     try:
@@ -106,14 +107,14 @@ def run_probe(
         if _hear(job, lines, limit_s):
             job.exit_code = process.wait(_MARGIN_S)
     except subprocess.TimeoutExpired:
-        pass  # it has closed its output, and does not end
+        pass  # the launcher has closed its output, but does not end
     finally:
         _end(process)
     return job
 
 
 def _hear(job: JobRecord, lines: queue.SimpleQueue[tuple[str, bytes | None]], limit_s: float) -> bool:
-    """Take lines until both streams have ended; return False where nothing came for too long."""
+    """Read lines until both streams have ended; return False if no report arrived for too long."""
     listener, launcher = ReportListener(), LauncherOutput()
     limits_s = {-1: limit_s}
     heard = time.monotonic()
@@ -154,7 +155,7 @@ def _read(name: str, stream: IO[bytes], lines: queue.SimpleQueue[tuple[str, byte
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left: the launcher by SIGTERM, so that it ends its ranks elsewhere, then all below it."""
+    """End what still runs: the launcher by SIGTERM, so that it ends ranks elsewhere, then its descendants."""
     family = [] if process.poll() is not None else psutil.Process(process.pid).children(recursive=True)
     if process.poll() is None:
         process.terminate()
@@ -164,7 +165,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.kill()
             process.wait()
     for child in family:
-        # It may end by itself just before.
+        # The child may have ended by itself.
         with suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(family, timeout=_ENDING_S)

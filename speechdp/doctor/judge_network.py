@@ -32,9 +32,9 @@ def judge_clocks(ranks: Sequence[Rank]) -> list[Finding]:
 def clock_offset(first: Mapping[str, Any], other: Mapping[str, Any]) -> float:
     """Return by how many seconds a clock is ahead of the first, from readings around barriers.
 
-    No rank leaves a barrier before all have come to it, so what one read before it is earlier than what
-    the other read after it: offset <= other's after - first's before, and >= other's before - first's
-    after.  The narrowest bounds of all rounds are taken, and their middle.
+    No rank leaves a barrier before all have entered it, so one rank's reading before it is earlier than the
+    other's reading after it: offset <= other's after - first's before, and >= other's before - first's after.
+    The result is the middle between the narrowest bounds of all rounds.
     """
     rounds = range(len(first["before"]))
     upper = min(other["after"][i] - first["before"][i] for i in rounds)
@@ -46,7 +46,8 @@ def judge_interfaces(ranks: Sequence[Rank], interface: str | None, *, job_hangs:
     """Check for addresses that several hosts share, and for the interface the user chose.
 
     Args:
-        interface: of --interface.
+        ranks: the ranks that reported.
+        interface: the user's --interface; None: not given.
         job_hangs: whether ranks could not exchange anything: then shared addresses are the likely cause.
     """
     hosts = {host: node["interfaces"] for host, node in by_host(ranks, "node").items()}

@@ -31,7 +31,7 @@ def judge_nodes(ranks: Sequence[Rank], slots: Mapping[str, int]) -> list[Finding
     """Judge everything that ranks report about their nodes.
 
     Args:
-        slots: by host; a job will have as many ranks there, if not more.
+        slots: slots of each host, for the number of ranks that a job may have there.
     """
     nodes = by_host(ranks, "node")
     if not nodes:
@@ -122,7 +122,7 @@ def judge_host_names(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
     shared = {name: hosts for name, hosts in by_name.items() if len(hosts) > 1}
     if not shared:
         return ok("host names", some_of(by_name))
-    # Names of one machine are no failure: a job works over them.
+    # Several names of one machine are no failure: a job works with them.
     alike = {name: hosts for name, hosts in shared.items() if not _is_one_machine(hosts, nodes)}
     name, hosts = next(iter((alike or shared).items()))
     if not alike:
@@ -144,7 +144,8 @@ def judge_cores(nodes: Mapping[str, Mapping[str, Any]], num_ranks: Mapping[str, 
     """Compare the threads of all ranks of a host with its cores.
 
     Args:
-        num_ranks: by host.
+        nodes: facts about each host's node.
+        num_ranks: number of ranks of each host.
     """
     crowded = {}
     for host, node in nodes.items():
@@ -167,7 +168,8 @@ def judge_gpus(nodes: Mapping[str, Mapping[str, Any]], num_ranks: Mapping[str, i
     """Compare GPUs, drivers and torch's CUDA; hosts without GPUs are fine if torch has no CUDA.
 
     Args:
-        num_ranks: by host.
+        nodes: facts about each host's node.
+        num_ranks: number of ranks of each host.
     """
     counts = {host: len(node["gpus"]["devices"]) for host, node in nodes.items()}
     findings = []

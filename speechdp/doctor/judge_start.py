@@ -14,7 +14,7 @@ from speechdp.doctor.reach import Reach
 
 @dataclass(frozen=True)
 class _Trouble:
-    """A message of ssh's or of a launcher's, what it means, and what to do about it; {host}: the host."""
+    """A message of ssh or of a launcher, its meaning, and the remedy, in which {host} is the host's name."""
 
     text: re.Pattern[str]
     meaning: str

@@ -13,11 +13,11 @@ _SLOW_SHARE = 0.5
 def slow_links(rates: Mapping[tuple[Node, Node], float]) -> tuple[dict[tuple[Node, Node], float], float]:
     """Return the links with less than half the speed of a good link, and that speed, bytes/s.
 
-    A good link brings the median over hosts of each one's best: not the median of links, as among three
-    hosts one bad one spoils two of three.
+    The speed of a good link is the median, over hosts, of the speed of each host's fastest link.  It is not
+    the median over links: among three hosts, one bad host slows two of the three links.
 
     Args:
-        rates: of each pair of hosts, bytes/s.
+        rates: speed between each pair of hosts, bytes/s.
     """
     if len(rates) < 2:
         return {}, 0.0

@@ -1,7 +1,7 @@
 """What every rank of the doctor's job runs: `python -m speechdp.doctor.probe OPTIONS` (JSON).
 
-Each part has a time limit after which the rank ends itself, so nothing is left on a node, even if the
-network to it is gone.  What libraries need is imported where it is used: a rank first says that it is there.
+Each part has a time limit after which the rank ends itself, so nothing is left on a node, even if the network
+to it is down.  Libraries are imported only where they are needed, so that a rank first reports its start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 TOKEN_PREFIX = ".speechdp-doctor-"
 #: Times a link that looks slow is measured again.
 _SECOND_LOOKS = 2
-#: Reading a whole data directory takes its time.
+#: Time limit for reading a whole data directory, s.
 _VERIFY_LIMIT_S = 24 * 3600.0
 
 
@@ -36,13 +36,13 @@ class ProbeOptions:
     """What the probe has to check.
 
     Attributes:
-        data: the data directory, "" none.
-        folder: where a run is to be written, "" nowhere.
-        token: of this job, for names of files.
-        verify: read every utterance.
-        num_bytes: of the allreduce that is timed.
-        limit_s: time for each part.
-        hosts: where the launcher was told to put each rank; empty: as it likes.
+        data: data directory; "": none.
+        folder: folder that a run is to be written to; "": none.
+        token: a unique word of this job, for names of files.
+        verify: whether to read every utterance.
+        num_bytes: size of the allreduce that is timed, bytes.
+        limit_s: time limit of each part, s.
+        hosts: host of each rank, as requested from the launcher; (): its choice.
     """
 
     data: str

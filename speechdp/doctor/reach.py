@@ -22,13 +22,14 @@ class Reach:
     """The state of one host as seen from here.
 
     Attributes:
-        host: its name in the hostfile.
-        is_local: it is this machine; no login is tried.
-        address: IPv4 address its name stands for, "" none.
-        exit_code: of the login; None: it did not end in time, or was not tried.
-        said: what ssh, or the host before our command, printed.
+        host: name in the hostfile.
+        is_local: whether it is this machine; then no login is tried, and `exit_code` is 0.
+        address: IPv4 address that the name resolves to; "": none.
+        exit_code: exit code of the login; None: it did not end in time, or was not tried.
+        said: what ssh printed to stderr; if the login failed, also what came from the host.
         missing: programs that cannot be run there.
-        tried: whether a login was tried.
+        tried: False if the launcher needs no login to this host.
+        greeting: what the host printed to stdout before our command ran.
     """
 
     host: str
@@ -51,9 +52,9 @@ class Login:
     """How to log in to a host.
 
     Attributes:
-        agent: program with options: ("ssh",), or what the user gave Open MPI.
+        agent: program with options: ("ssh",), or what the user gave the MPI.
         programs: absolute paths that must be executable there.
-        time_limit_s: for everything.
+        time_limit_s: time limit for the whole login, s.
     """
 
     agent: tuple[str, ...]
@@ -78,7 +79,7 @@ def look_at_hosts(hosts: Sequence[str], login: Login | None) -> list[Reach]:
 
     Args:
         hosts: names from a hostfile.
-        login: None where the launcher needs no ssh (srun): only names are resolved.
+        login: how to log in; None if the launcher needs no ssh (srun): then names are only resolved.
     """
     with ThreadPoolExecutor(min(_MOST_AT_ONCE, len(hosts))) as pool:
         return list(pool.map(lambda host: look_at(host, login, subprocess.run), hosts))
@@ -88,7 +89,7 @@ def look_at(host: str, login: Login | None, run: Callable[..., subprocess.Comple
     """Check one host.
 
     Args:
-        run: subprocess.run, or what tests put in its place.
+        run: subprocess.run, or a replacement in tests.
     """
     address = _address(host)
     if is_this_machine(host):

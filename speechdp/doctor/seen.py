@@ -12,9 +12,9 @@ class Rank:
     """One rank of the probe.
 
     Attributes:
-        rank: the launcher's number.
-        host: as the user calls it: its name in the hostfile, or what the node says where the launcher chose.
-        facts: by part of the probe.
+        rank: its number, as the launcher counts.
+        host: its host's name in the hostfile, or the node's own name if the launcher placed the rank.
+        facts: results of each part of the probe.
     """
 
     rank: int
@@ -37,9 +37,9 @@ def label_ranks(
     """Assign its host's name to every rank that reported.
 
     Args:
-        facts: by rank.
-        placed: host of each rank as the launcher was told.
-        trust_place: False where the launcher places ranks in an order of its own (srun).
+        facts: results of each rank, by part of the probe.
+        placed: host of each rank, as requested from the launcher.
+        trust_place: False if the launcher places ranks in an order of its own (srun).
     """
     labelled = []
     for rank in sorted(facts):

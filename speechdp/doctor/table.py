@@ -15,7 +15,7 @@ _MOST_HOSTS = 6
 
 
 def print_findings(console: Console, findings: Sequence[Finding]) -> None:
-    """Print a line for each finding, with its remedy below it, and the number of red ones."""
+    """Print each finding with its remedy, and a line with the number of failed checks or warnings."""
     if console.is_terminal:
         console.print(_table(findings))
     else:

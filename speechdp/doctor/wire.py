@@ -1,8 +1,8 @@
 """How the probe's ranks report to `speechdp doctor`: lines on stdout, which every launcher forwards.
 
-No file (whether folders are shared is one of the questions) and no connection of our own. Launchers put
-words before lines, and may cut a line where another rank's begins: a report travels in short numbered pieces
-with checksums, and what is incomplete is left out.
+They use no file, as it is not known yet whether the hosts share folders, and no connection of their own.
+Launchers put tags before lines, and may cut a line where another rank's begins.  So a report travels in short
+numbered pieces with checksums, and an incomplete report is ignored.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Report:
     """A report of one rank.
 
     Attributes:
-        rank: the launcher's number of the rank it is about.
+        rank: the rank it is about, in the launcher's numbering.
         phase: part of the probe.
-        is_end: the phase is over (else it begins).
-        limit_s: time the phase may take; until the next report of the same rank.
-        facts: what the rank has found out in it, JSON.
+        is_end: whether the phase has ended (else it begins).
+        limit_s: longest time until the next report of the same rank, s.
+        facts: what the rank found out in this phase, JSON-like.
     """
 
     rank: int
@@ -59,8 +59,8 @@ def to_lines(report: Report, speaker: int, count: int) -> list[str]:
     """Return a report as lines.
 
     Args:
-        speaker: rank that speaks.
-        count: of the reports it has made before.
+        speaker: rank that reports.
+        count: number of its earlier reports.
     """
     text = json.dumps([report.rank, report.phase, report.is_end, report.limit_s, dict(report.facts)])
     pieces = [text[i : i + _PIECE_CHARACTERS] for i in range(0, len(text), _PIECE_CHARACTERS)]
@@ -95,7 +95,7 @@ def _parse(text: str) -> Report | None:
         rank, phase, is_end, limit_s, facts = json.loads(text)
         return Report(int(rank), str(phase), bool(is_end), float(limit_s), dict(facts))
     except (ValueError, TypeError):
-        return None  # not our report: our own pieces have passed their checksums
+        return None  # a line of something else: the checksums of our own pieces have been compared
 
 
 def _checksum(piece: str) -> str:

@@ -1,9 +1,9 @@
 """Fill in the scripts that batch systems run: slurm.sbatch, lsf.bsub, pbs.qsub and sge.qsub.
 
-Directive lines (`#SBATCH ...`) are read by each batch system in its own way, so they only ever hold values
-of a few plain letters. Everything else stands, quoted for bash, on the lines of `cd` and `exec`. A newline in
-an argument is written as an escape: Grid Engine and LSF look for directives in the whole file, also inside
-a quoted word.
+Each batch system parses directive lines (`#SBATCH ...`) in its own way, so they hold only values of a few
+plain characters.  Everything else is quoted for bash, on the lines of `cd` and `exec`.  A newline in an
+argument is written as an escape: Grid Engine and LSF look for directives in the whole file, even inside a
+quoted word.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchSystem:
-    """How a batch system takes a job, and ends it or runs it again.
+    """How to submit a job to a batch system, cancel it, and run it again.
 
     Attributes:
-        name: as its users write it.
-        template: the script's, in templates/; a script has its suffix.
-        program: that takes scripts, with its options.
-        printed_id: what it prints of the job's number.
-        cancel: the program that ends a job, by its number.
-        reads_stdin: the program reads the script from there.
-        id_in_output: how the job's number is written in the name of an output file; None: it cannot be,
-            and what --output does not name is NAME.oNUMBER.
-        replaced_in_folder: signs that it replaces in the path of a job's working folder: it would not find
-            the folder, and the job would wait for ever or fail without a word.
-        requeue: the program that puts a running job back into the queue, by its number; none: a job's exit
-            code says it.
-        requeued_code: the exit code of a job that is to run again.
+        name: its name in messages.
+        template: the script's template, a file in templates/; a script has its suffix.
+        program: program that accepts scripts, with its options.
+        printed_id: pattern of the job id in the program's output.
+        cancel: program that ends a job, given its id.
+        reads_stdin: whether `program` reads the script from stdin.
+        id_in_output: placeholder of the job id in the name of an output file; None: there is none, and
+            without --output the file is NAME.oNUMBER.
+        replaced_in_folder: characters that it replaces in the path of a job's working directory.  It would
+            not find the directory, and the job would wait for ever or fail without a message.
+        requeue: program that puts a running job back into the queue, given its id; (): the job's exit code
+            does so.
+        requeued_code: exit code of a job that is to run again.
     """
 
     name: str
@@ -96,7 +96,7 @@ SYSTEMS: dict[Scheduler, BatchSystem] = {
     ),
 }
 
-#: What is left for SIGTERM, SIGKILL and launch's own end when the ranks did not leave by themselves, s.
+#: Time kept for SIGTERM, SIGKILL and the end of launch itself if the ranks do not exit by themselves, s.
 _ENDING_S = 15
 _SHORTEST_GRACE_S = 5
 
@@ -110,11 +110,14 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks the batch system for.
+    """The resources that a job requests.
 
     Attributes:
-        time: limit as H:MM:SS or, as Slurm writes it, D-HH:MM:SS.
-        cpus_per_rank: None: what the batch system gives by itself.
+        nodes: number of nodes.
+        ranks_per_node: number of ranks on each node.
+        time: time limit as H:MM:SS or, as Slurm writes it, D-HH:MM:SS.
+        gpus_per_rank: number of GPUs per rank.
+        cpus_per_rank: number of cores per rank; None: the batch system's default.
     """
 
     nodes: int
@@ -134,7 +137,7 @@ class Resources:
 
     @property
     def time_s(self) -> int:
-        """The limit in s.  Raises ConfigError: it is not written so."""
+        """The time limit, s.  Raises ConfigError if `time` has another form."""
         match = _TIME.fullmatch(self.time)
         if match is None:
             raise ConfigError(
@@ -146,13 +149,14 @@ class Resources:
 
 @dataclass(frozen=True)
 class Placement:
-    """Name and output file of a job; every value goes on a directive line.
+    """Name, queue, account and output file of a job; each value goes on a directive line.
 
     Attributes:
-        queue: partition of Slurm, queue of the others; None: the default one.
-        account: who pays: account of Slurm and PBS, project of LSF and Grid Engine.
-        output: file of the job's output, `%j` standing for its number; None: as default_output says.
-        parallel_environment: of Grid Engine.
+        name: name of the job.
+        queue: partition of Slurm, queue of the other systems; None: the default one.
+        account: who pays: account of Slurm and PBS, project of LSF and Grid Engine; None: the default.
+        output: file for the job's output, in which `%j` stands for the job's number; None: `default_output`.
+        parallel_environment: parallel environment of Grid Engine.
     """
 
     name: str
@@ -179,13 +183,15 @@ class BatchJob:
     """One job to submit.
 
     Attributes:
+        resources: nodes, ranks and time to request.
+        placement: name, queue, account and output file.
         python: absolute path of the Python that runs speechdp on the nodes.
-        folder: absolute path, in which the job works.
+        folder: absolute path of the job's working directory.
         command: what every rank runs: a subcommand and its arguments.
         launch_options: more options of speechdp launch.
-        signal_s: time before the limit at which the ranks are told to save and leave.
-        requeue: start the job again after that, and after the loss of a node.
-        outlives_node: it can go on within itself without one of its nodes.
+        signal_s: time before the limit at which the ranks are asked to save and exit, s.
+        requeue: whether to start the job again after that, and after the loss of a node.
+        outlives_node: whether the job can continue without one of its nodes.
     """
 
     resources: Resources
@@ -208,18 +214,18 @@ class BatchJob:
 
     @property
     def launch_words(self) -> tuple[str, ...]:
-        """Options of speechdp launch: the ranks may save for nearly as long as they are warned ahead."""
+        """Options of speechdp launch; the ranks may save for nearly as long as they are warned in advance."""
         grace_s = max(_SHORTEST_GRACE_S, self.signal_s - _ENDING_S)
         requeue = ("--requeue",) if self.requeue else ()
-        # The user's come last: they win.
+        # The user's options come last, and so take precedence.
         return (*requeue, "--grace-s", str(grace_s), *self.launch_options)
 
 
 def render(scheduler: Scheduler, job: BatchJob) -> str:
-    """Return the script that `scheduler` is given for `job`.
+    """Return the script to submit to `scheduler` for `job`.
 
     Raises:
-        ConfigError: LSF, which counts in minutes, would warn it as it starts.
+        ConfigError: LSF, which counts in minutes, would warn the job as it starts.
     """
     warned_min = _whole_minutes(job.signal_s)
     if scheduler == "lsf" and warned_min >= _whole_minutes(job.resources.time_s):
@@ -241,7 +247,7 @@ def render(scheduler: Scheduler, job: BatchJob) -> str:
 
 
 def example(scheduler: Scheduler) -> str:
-    """Return the script of launch/ that users edit and submit by hand."""
+    """Return the script in launch/ that users edit and submit by hand."""
     job = BatchJob(
         resources=Resources(nodes=2, ranks_per_node=2, time="1:00:00"),
         placement=Placement(name="train"),
@@ -261,13 +267,13 @@ def example(scheduler: Scheduler) -> str:
 
 
 def default_output(scheduler: Scheduler, name: str) -> str | None:
-    """Return the output file in the folder of submission; None: the batch system's own, NAME.oNUMBER."""
+    """Return the default output file in the job's folder; None: the batch system's own, NAME.oNUMBER."""
     job_id = SYSTEMS[scheduler].id_in_output
     return None if job_id is None else f"speechdp-{name}.{job_id}.out"
 
 
 def job_name(text: str) -> str:
-    """Turn a folder's name into a job's: other letters become dashes."""
+    """Turn a folder's name into the name of a job: characters not allowed in it become dashes."""
     name = _NOT_IN_A_NAME.sub("-", text).strip("-._")
     if not name[:1].isalpha():
         name = f"run-{name}".rstrip("-")
@@ -275,20 +281,20 @@ def job_name(text: str) -> str:
 
 
 def quote(word: str) -> str:
-    """Return a word as bash reads it back, on one line and in ASCII or plain UTF-8."""
+    """Return a word quoted for bash, on one line of printable text."""
     raw = os.fsencode(word)
     if all(byte >= 0x20 and byte != 0x7F for byte in raw) and word.isprintable():
         return shlex.quote(word)
-    # Control characters, and bytes that are no text at all: $'...' names each byte by its number.
+    # For control characters, and bytes that are not text, $'...' gives the number of each byte.
     plain = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 _-./=:,+@%"
     return "$'" + "".join(chr(byte) if byte in plain else f"\\{byte:03o}" for byte in raw) + "'"
 
 
 def output_file(scheduler: Scheduler, placement: Placement) -> str | None:
-    """Return the output file as the batch system's directive has it.
+    """Return the output file in the form of the batch system's directive.
 
     Raises:
-        ConfigError: the job's number is wanted in a name where the batch system cannot put it.
+        ConfigError: the name has `%j`, and the batch system cannot insert the job id.
     """
     if placement.output is None:
         return default_output(scheduler, placement.name)

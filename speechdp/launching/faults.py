@@ -28,8 +28,8 @@ FaultKind = Literal[
 #: srun's messages about all ranks: that it ends them, and that it waited in vain for some to end.  They are
 #: not faults by themselves, but show which hosts are lost (`located`).
 _OF_STEP = ("step aborted", "step timed out")
-#: Problems that a launcher meets while it starts ranks and may overcome; if the ranks then fail, they are the
-#: cause.
+#: Faults that may be only notices: srun's messages about all ranks, and a problem that a launcher meets while
+#: it starts ranks and may overcome.  If the ranks then fail, that problem is the cause.
 _NOTICES = (*_OF_STEP, "no room")
 #: Exit code of Open MPI's mpirun when a host or its daemon is lost; used for all launchers that report this.
 LOST_HOST = 205
@@ -168,7 +168,12 @@ def short_name(host: str) -> str:
 
 
 def first_cause(faults: Sequence[Fault]) -> Fault | None:
-    """Return the fault that best explains why a job ended: the first, but a message before other kinds."""
+    """Return the fault that best explains why a job ended; None: none is known.
+
+    It is the first of these that there is: a rank killed by a signal other than SIGTERM, a lost host, a rank
+    that ended with ssh's exit code and without a message, a message, any other fault.  srun's messages about
+    all ranks do not count.
+    """
     faults = [fault for fault in faults if fault.kind not in _OF_STEP]
     said = next((fault for fault in faults if fault.kind == "said"), None)
     # Behind ssh a killed rank looks like this; ranks with messages have only noticed its end.

@@ -354,7 +354,7 @@ class LauncherOutput:
         return self._release()
 
     def _ends_trace(self, text: str) -> bool:
-        """Return whether a traceback ends: at its first line that is not indented, or Horovod's third."""
+        """Return whether a traceback ends: at its first line not indented; Horovod's at its exit code."""
         if text == "" or text[0].isspace() or _TRACE_OF_LAUNCHER in text:
             return False
         return "Exit code:" in text or not any(_TRACE_OF_LAUNCHER.encode() in line for line in self._held)

@@ -230,7 +230,7 @@ def verdict(end: JobEnd, target: Target | None) -> Verdict:
 
 
 def _stopped(end: JobEnd, exit_code: int, target: Target | None) -> Verdict:
-    """Judge a job that was asked to end: its ranks saved, had nothing to save yet, or failed in doing so."""
+    """Judge a job that was asked to end: its ranks saved, had nothing to save yet, or failed to save."""
     assert end.stop_signal is not None
     if not end.is_begun:
         by = signal.Signals(end.stop_signal).name
@@ -249,7 +249,10 @@ def _stopped(end: JobEnd, exit_code: int, target: Target | None) -> Verdict:
 
 
 def ranks_exit_code(end: JobEnd) -> int:
-    """Return the exit code of the rank that ended first; horovodrun's own is 1 whatever happened."""
+    """Return the exit code of the rank that ended first; if no rank's is known, the launcher's.
+
+    It is 0 if the launcher's is 0.  horovodrun's own exit code is 1 after any failure.
+    """
     if end.exit_code == 0:
         return 0
     for fault in end.faults:
@@ -287,7 +290,7 @@ def _how_to_go_on(target: Target | None) -> str:
     if target.subcommand == "sweep":
         return "; start the same command again, finished runs are kept"
     begun = (target.directory / "run.json").exists() or last_checkpoint(target) is not None
-    # Where nothing says what its options were, --resume alone would begin another run, with the defaults.
+    # If nothing records the run's options, --resume alone would begin another run, with the defaults.
     return "; start again with --resume" if begun else "; give the same command again, with --resume"
 
 

@@ -89,7 +89,7 @@ def _has_variable(pid: int, variable: str) -> bool:
 
 
 def program_name(pid: int) -> str:
-    """Return the name of a process, empty when it is gone."""
+    """Return the name of a process; "": it has ended."""
     try:
         return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -42,8 +42,10 @@ def _is_warning(signum: int, scheduler: Scheduler | None) -> bool:
 
 
 def is_ended_unsaved(end: JobEnd, exit_code: int, scheduler: Scheduler | None = None) -> bool:
-    """Return whether the batch system asked the job to save and end, and it was ended without an answer, or
-    a script has ended without having saved.
+    """Return whether the job ended unsaved when it should have saved.
+
+    Either it was killed without having answered the batch system's warning, or a script ended without having
+    saved.
 
     Args:
         exit_code: exit code of the launch, from `outcome.verdict`.

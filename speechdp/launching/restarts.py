@@ -208,12 +208,14 @@ def find_reachable(
     environment: Mapping[str, str],
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[Host]:
-    """Return the hosts on which the launcher can start a process, trying several at the same time.
+    """Return the hosts on which the launcher can start a process, trying several at a time.
+
+    This machine is not tried; it counts as reachable.
 
     Args:
         probe: returns the command line that runs `true` on a host.
         environment: environment of the probes.
-        stopped: returns whether to give up; then only this host is known to answer.
+        stopped: returns whether to give up; hosts that have not answered by then count as unreachable.
     """
     others = [host for host in hosts if not is_this_machine(host.name)]
     answering: set[str] = {host.name for host in hosts if host not in others}

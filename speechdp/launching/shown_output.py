@@ -76,9 +76,9 @@ class ShownOutput:
     """Shows what a launcher writes to its stdout and stderr, and records when the first fault was read.
 
     The launcher does not get our stdout directly, because mpirun ends the job if it cannot write there.
-    Relaying is done piecewise in the main thread, without further threads: when this process is killed, the
-    launcher gets a signal for each of its threads (PR_SET_PDEATHSIG), and mpirun crashes on the second before
-    it has ended the ranks.
+    The main thread relays it piece by piece, without further threads: when this process is killed, the
+    launcher gets one signal for each thread of this process (PR_SET_PDEATHSIG), and mpirun crashes on the
+    second before it has ended the ranks.
 
     Args:
         stdout, stderr: reading ends of pipes; None: there is nothing to show.
@@ -87,8 +87,7 @@ class ShownOutput:
     Attributes:
         fault_since: time at which the first fault was read that ends the job, by the monotonic clock, s;
             infinite: none yet.
-        gone_since: time at which the first such fault about a lost rank process was read, s; infinite: none
-            yet.
+        gone_since: the same for the first of these faults by which a rank process is gone (`is_gone`).
     """
 
     def __init__(self, stdout: int | None, stderr: int | None, *, tolerates_loss: bool = False) -> None:
@@ -111,7 +110,7 @@ class ShownOutput:
         return not any(relay.readable or relay.pending for relay in self._relays)
 
     def pump(self, timeout_s: float) -> bool:
-        """Read and show available data, waiting up to `timeout_s`; return whether data was available."""
+        """Read and show data, waiting for it up to `timeout_s`; return whether a pipe gave data or ended."""
         reading = {pipe: relay for relay in self._relays for pipe in relay.readable}
         writing = {relay.descriptor: relay for relay in self._relays if relay.pending}
         if self.is_over:

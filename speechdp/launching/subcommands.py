@@ -10,20 +10,20 @@ from speechdp.errors import ConfigError, UsageError
 OVER_RANKS = ("train", "sweep", "decode")
 #: Commands that start ranks themselves.
 STARTS_JOBS = ("compare", "tune", "profile")
-#: By it their ranks are told, in one word with its value, what they are ranks of.
+#: Option by which the ranks of such a command learn what they are ranks of; one word with its value.
 _JOB_OPTION = "--job="
 
 
 def check_ranks(command: Sequence[str], num_ranks: int) -> None:
-    """Refuse to start a subcommand on ranks of which it would know nothing.
+    """Refuse to start a subcommand on ranks if it does not divide its work among ranks.
 
     Args:
-        command: subcommand and its arguments, no script.
-        num_ranks: that are to be started.
+        command: subcommand and its arguments; not a script.
+        num_ranks: number of ranks to be started.
 
     Raises:
-        UsageError: each would start ranks.
-        ConfigError: the ranks would all do the same and write the same files.
+        UsageError: every rank would start ranks.
+        ConfigError: all ranks would do the same and write the same files.
     """
     name = command[0]
     if name in STARTS_JOBS:

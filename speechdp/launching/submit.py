@@ -81,6 +81,7 @@ def detect_scheduler(
 
     Args:
         only_shown: whether the script is only shown (--dry-run), which needs no batch system.
+
     Raises:
         ConfigError: there is none, or there is a qsub that may be PBS's or Grid Engine's.
     """

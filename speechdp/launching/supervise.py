@@ -56,9 +56,10 @@ class StopPolicy:
         grace_s: time the ranks have to exit by themselves before SIGTERM, s.
         kill_after_s: time from SIGTERM until every remaining process is killed, s.
         fault_grace_s: time the launcher has to end by itself once a rank or host is known to have failed, s.
-            Otherwise one whose daemon is frozen or cut off would be waited for for ever, and so would Open
-            MPI 5 when several ranks ask it to abort at once.
-        gone_grace_s: shorter limit once a rank's process is known to be gone, s.
+            Some never end: a launcher whose daemon is frozen or cut off, and Open MPI 5 when several ranks
+            ask it to abort at once.
+        gone_grace_s: a second such time, counted from when a rank's process is known to be gone, s; the one
+            that is over first applies.
         tolerates_loss: whether the job continues without a lost rank; a rank that reports a failure still
             ends it.
         terminate_after_fault: whether to send SIGTERM after a fault, before everything is killed; not to
@@ -171,8 +172,8 @@ def _start(
         return child, ShownOutput(None, None)
     reading, writing = zip(*(os.pipe() for _ in range(2)), strict=True)
     try:
-        # The launcher holds the reading ends, too.  Otherwise, if this process is killed, the launcher's
-        # messages about the ranks that it ends would fail to be written.
+        # The launcher holds the reading ends, too.  Otherwise, if this process were killed, the launcher
+        # could not write its messages about the ranks that it ends.
         child = _popen(argv, environment, stdout=writing[0], stderr=writing[1], pass_fds=reading)
     except ConfigError:
         for pipe in reading:
@@ -258,7 +259,8 @@ def _ask_to_stop(child: subprocess.Popen[bytes], policy: StopPolicy) -> None:
 def _signal_launcher(child: subprocess.Popen[bytes], signum: signal.Signals) -> None:
     """Send a signal to the launcher; SIGUSR1 to mpirun itself, even if horovodrun started it.
 
-    horovodrun becomes a shell that may wait for mpirun: SIGUSR1 would end the shell and reach no rank.
+    horovodrun becomes a shell that may wait for mpirun: SIGUSR1 would end the shell and reach no rank.  If
+    there is no launcher that forwards SIGUSR1, the child gets SIGTERM instead.
     """
     if signum == signal.SIGUSR1:
         family = [child.pid, *descendants(child.pid)]

@@ -5,7 +5,7 @@ updates its modification time every few seconds.  Others look only for changes, 
 agree.
 
 A process that takes over from a claim first links its own claim beside it, under a name derived from the old
-one. Only one process can do so; it then replaces the owner's file by a rename.  If it dies in between, the
+one.  Only one process can do so; it then replaces the owner's file by a rename.  If it dies in between, the
 next process has to judge its claim.
 """
 
@@ -48,7 +48,7 @@ class StopAsked(Exception):  # noqa: N818 (not an error)
 
 @dataclass(frozen=True)
 class OwnerTiming:
-    """Intervals, s: between an owner's signs of life, of its longest silence, and between looks by others."""
+    """How often an owner gives a sign of life, how long it may be silent, and how often others look, s."""
 
     beat_s: float = 10.0
     silence_s: float = 60.0
@@ -72,7 +72,8 @@ class Surroundings:
         say: called with a line for the user.
         end: ends the process at once with a line; called in a thread when another has taken over the folder.
         stopped: returns whether the process was asked to stop.
-        pause: sleeps for some seconds.
+        pause: sleeps for the given time, s.
+        timing: how often to give signs of life, and to look for those of others.
         clock: returns the time in seconds, including suspension.
     """
 
@@ -258,10 +259,13 @@ class FolderOwner:
         return chain
 
     def _is_gone(self, sight: _Sight) -> bool:
-        """Return whether a claim's process is gone; False also if the claim changed and must be read again.
+        """Return whether this process may take over from a claim: its process is gone, or silent for long.
+
+        Wait as long as that is unknown.  False: the claim has changed meanwhile and must be read again.
 
         Raises:
             ConfigError: the claimant is alive.
+            StopAsked: this process was asked to stop while it waited.
         """
         other, me = sight.claimant, self._claimant
         fate = Fate.UNKNOWN if other is None else me.fate_of(other)

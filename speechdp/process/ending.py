@@ -49,7 +49,7 @@ class Ended(BaseException):
 
 
 class Stopped(Exception):  # noqa: N818 (not an error)
-    """Work over ranks stops as asked: all ranks have agreed, and what is needed to resume is saved."""
+    """The ranks stop their work as asked: all have agreed, and what is needed to resume is saved."""
 
 
 class Paused(Stopped):
@@ -187,7 +187,7 @@ def end_by_held_warning() -> None:
 
 
 def outlast_signals() -> None:
-    """Stop signals from raising: the work is done, and a process that exits must not be reported as stopped.
+    """Let signals raise no longer: the work is done, and a process that exits must not count as stopped.
 
     A warning then has no effect; of other signals, the second ends a process that takes long to exit.
     """
@@ -282,8 +282,8 @@ def _is_observed() -> bool:
 def leave(exit_code: int) -> NoReturn:
     """End this process like sys.exit, but without shutting down the interpreter.
 
-    With torch loaded, that would take every rank 0.7 s, and a job ends with its last rank.  Exit handlers are
-    run, and MPI is finalised.
+    With torch loaded, the shutdown would take every rank 0.7 s, and a job ends with its last rank.  Exit
+    handlers are run, and MPI is finalised.
     """
     threads = [thread for thread in threading.enumerate() if not thread.daemon]
     if threads != [threading.main_thread()] or _is_observed():

@@ -22,7 +22,7 @@ from speechdp.parallel.replica import Replica
 from speechdp.tasks.base import FrameScores, Task, score_mistake
 from speechdp.watchdog.progress_beats import Pulse
 
-#: Held-out segments scored at a time, relative to a training batch: there is no backward pass to keep.
+#: Held-out segments scored at a time, relative to a training batch: nothing is kept for a backward pass.
 _LARGER = 4
 
 
@@ -31,9 +31,9 @@ class HeldOutScores:
     """Metrics over all held-out frames.
 
     Attributes:
-        values: means of the task's metrics, by their keys; none that no frame counts for.
-        num_frames: frames scored.
-        score: the first metric, with its sign turned where smaller is better.
+        values: means of the task's metrics, by their keys, without metrics for which no frame counts.
+        num_frames: number of frames scored.
+        score: the first metric, negated if smaller is better.
     """
 
     values: dict[str, float]
@@ -50,7 +50,7 @@ def relative_distance(own: Tensor, shown: Tensor) -> Tensor:
 class Evaluator:
     """Scores a model on a held-out split; each rank takes its part, the same as long as no rank is lost.
 
-    Each batch scored is a beat of `pulse`.
+    Every batch that is scored gives a beat to `pulse`.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ def _sums(task: Task, scores: FrameScores) -> list[float]:
     """Return the frames scored, the sums of a task's metrics, and the frames that each of these is over.
 
     Raises:
-        ConfigError: they are no such scores, or a metric is missing.
+        ConfigError: these are not FrameScores of numbers, or a metric is missing.
     """
     if mistake := score_mistake(task, scores):
         raise ConfigError(mistake)

@@ -80,7 +80,9 @@ class _Utterance:
 
 
 def train_mixtures(session: Session, split: str) -> FlatStart:
-    """Train the mixtures on a split.  Collective; the same on all ranks, and, to rounding, for any number.
+    """Train the mixtures on a split.  Collective.
+
+    The result is the same on all ranks and, to rounding, for any number of ranks.
 
     Raises:
         Stopped: a rank was asked to stop.
@@ -128,7 +130,10 @@ class _Reader:
     are_cepstra: bool
 
     def read(self, split: str) -> list[_Utterance]:
-        """Read the utterances that are short enough for the 20 hours and whose words are in the lexicon."""
+        """Read the utterances among the shortest 20 hours whose words are in the lexicon.  Collective.
+
+        Utterances with too few frames for their transcript are left out, too.
+        """
         comm = self.session.comm
         with ExitStack() as stack:
             paths = self.session.dataset.shard_paths(split)[comm.rank :: comm.size]
@@ -194,7 +199,7 @@ def _lot(utterance_id: str) -> float:
 
 
 def _uniform(words: Sequence[str], num_frames: int, lexicon: Lexicon, inventory: StateInventory) -> IntArray:
-    """Spread silence, the words and silence over the frames; return nothing if there are too few frames."""
+    """Spread silence, the words and silence over the frames; empty if there are too few frames."""
     states = STATES_PER_PHONE * sum(len(lexicon.pronunciations[word][0]) for word in words)
     if num_frames < states:
         return np.empty(0, dtype=np.int32)

@@ -28,7 +28,7 @@ from speechdp.tasks.model_file import ClassCounts, load_weights, shapes_of
 from speechdp.tasks.registry import is_ours, made_network
 from speechdp.train.session import Session
 
-#: Ranks that are threads share a random generator: models made at the same time would get other weights.
+#: Ranks that are threads share a random generator: models made at the same time would get wrong weights.
 _ONE_AT_A_TIME = threading.Lock()
 
 
@@ -104,7 +104,7 @@ def check_precision(session: Session, options: TrainOptions) -> None:
 
 
 def task_data(dataset: Dataset, options: TrainOptions) -> TaskData:
-    """Return what the task is told about the data and the targets it trains on.
+    """Return what the task gets to know about its data: the data set, the inputs and the targets' tying.
 
     Raises:
         ConfigError: the targets' state tying cannot be read, or the targets are of other phones.

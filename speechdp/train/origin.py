@@ -73,7 +73,7 @@ def git_state(folder: Path) -> dict[str, Any] | None:
         return None
     commit = _git(folder, "rev-parse", "HEAD")
     if commit is None or _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
-        return None  # installed below somebody else's checkout
+        return None  # installed inside the checkout of something else
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no", "--", str(folder))
     return {"commit": commit.strip(), "dirty": None if changes is None else changes.strip() != ""}
 

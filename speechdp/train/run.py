@@ -136,7 +136,7 @@ def check_beginning(
 
 
 def _check_options(session: Session, options: TrainOptions, *, resume: bool) -> TrainOptions:
-    """Return the options resolved for these ranks; refuse options that cannot be trained.  Collective."""
+    """Return the options resolved for these ranks; refuse those that cannot be trained with.  Collective."""
     resolved = options.resolve(training_ranks(options, session.comm.size))
     strategy = options.strategy.parsed
     check_tolerance(session, options, strategy)
@@ -241,7 +241,7 @@ def _check_same(session: Session, options: TrainOptions, run: RunDirectory) -> N
             options.fingerprint(), session.dataset.checksum, options.to_json(), TrainOptions().to_json()
         )
     except ConfigError as error:
-        # A part of a command that advises in its own way how to continue.
+        # The run is a part of a command that has its own advice on how to continue.
         if not run.is_complete and not remedies.goes_on_by_option():
             raise
         raise ConfigError(f"{error}{_how_to_train_on(options, run)}") from error

@@ -46,7 +46,7 @@ class Session:
         return self.stop is not None and self.stop.received is not None
 
     def alone(self, stop: StopSource) -> Session:
-        """Return a session of this rank alone, for rank 0; of the hosts it keeps only the first.
+        """Return a session of this rank alone, which is rank 0; its facts keep only the first host.
 
         Args:
             stop: source of stop requests that includes signals to the other ranks, which wait meanwhile.

@@ -51,8 +51,8 @@ class Standpoint:
     Attributes:
         now_s: current time by the clock of the sightings, s.
         silence_s: time without a new status after which a rank is considered silent, s.
-        still_s: time without progress after which a rank stands still, s; in an asynchronous run the others
-            go on.
+        still_s: time without progress after which a rank counts as standing still, s; in an asynchronous run
+            the others continue meanwhile.
         synchronous: whether ranks take every step together.
     """
 

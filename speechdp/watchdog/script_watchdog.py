@@ -25,7 +25,7 @@ from speechdp.watchdog.watchdog import FALLBACK_S, Stillness
 
 #: Variable that overrides the script's timeout, s.
 HANG_TIMEOUT = "SPEECHDP_HANG_TIMEOUT"
-#: Age of a rank's status, in watchdog ticks, beyond which the rank gives no sign of life.
+#: Age of a rank's status, in watchdog ticks (of at least 1 s), from which the rank gives no sign of life.
 _MISSED = 5
 #: Share of the timeout after which a waiting rank looks at the others.
 _LOOK_SHARE = 0.3

@@ -43,6 +43,7 @@ def why_unseen(path: Path) -> str | None:
 
     On a local disk there is no wait.  A network disk may hide a new file, and new folders above it, for a
     minute.
+
     Raises:
         OSError: the file's folder is unreadable.
     """

@@ -3,8 +3,10 @@
 Do not call this for a running process: CPython does not keep a thread's frames alive while another thread
 reads them.  Python code that followed `f_back` hit a frame that had just been freed.  faulthandler, which
 walks frames in C and holds the GIL, hit a thread that C code was creating without the GIL (both SIGSEGV,
-CPython 3.11). Frames are described only by file, line and function.  Showing source lines would read files,
-perhaps from the very disk that hangs.
+CPython 3.11).
+
+Frames are described only by file, line and function.  Showing source lines would read files, perhaps from the
+very disk that hangs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Two threads run beside training.  One watches and never touches a disk, so that nothing can keep it from
 ending the rank.  The other writes RUN/status/rank-NNNN.json and, once this rank stands still, reads those of
-the others. Other hosts' clocks do not matter: a rank is alive while its file changes, timed by this rank's
+the others.  Other hosts' clocks do not matter: a rank is alive while its file changes, timed by this rank's
 own clock.
 """
 
@@ -78,7 +78,7 @@ class Watch:
     def status(self, still_s: float) -> RankStatus:
         """Return this rank's status; find out whether it waits only if it has stood still for long enough.
 
-        That is early enough for it not to count as late, even by the oldest status that still counts.
+        "Long enough" begins before the rank may count as late, even by the oldest status that still counts.
         """
         counts_from_s = min(_LOOK_SHARE * self.timeout_s, _LATE_SHARE * self.timeout_s - self.silence_s)
         return self.look(still_s, still_s >= counts_from_s)

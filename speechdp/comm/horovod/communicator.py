@@ -1,7 +1,8 @@
 """Ranks over Horovod: collectives in its background thread, over Gloo or MPI.
 
 Horovod matches exchanges by name, so their order may differ between ranks.  Fusion is off by default
-(`comm/environment.py`): what Horovod fuses depends on what happens to be ready, and so would the last bit.
+(`comm/environment.py`): what Horovod fuses depends on what happens to be ready, and with it the last bit of a
+sum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Ranks over MPI by mpi4py.  Importing this module initialises MPI: only `create_communicator` does it.
+"""Ranks over MPI by mpi4py.  Importing this module initialises MPI.
+
+So only `comm/startup/create.py` imports it, directly or through another module of comm/.
 
 One thread, with a communicator of its own, drives asynchronous reductions.  A plain Iallreduce makes no
 progress while the rank computes, so it would hide nothing; a blocking Allreduce in a thread does progress.
@@ -33,9 +35,9 @@ from speechdp.errors import CommunicationError
 T = TypeVar("T")
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN}
-#: Between hosts Open MPI's blocking allreduce sends over TCP in one direction at a time.  The non-blocking
-#: one, tested often, sends in both: 32 MiB over 1 Gbit/s in 0.30 s instead of 0.56, in a sixth of the CPU
-#: time.
+#: Smallest allreduce between hosts that uses the non-blocking call, bytes.  Open MPI's blocking one sends
+#: over TCP in one direction at a time.  The non-blocking one, tested often, sends in both: 32 MiB over
+#: 1 Gbit/s in 0.30 s instead of 0.56, in a sixth of the CPU time.
 _NETWORK_BYTES = 32 * 1024
 _NETWORK_SLEEP_S = 100e-6
 

@@ -1,4 +1,7 @@
-"""The MPI library.  Importing this module initialises MPI: only `create_communicator` imports it."""
+"""The MPI library.  Importing this module initialises MPI.
+
+So only back-ends import it, which `comm/startup/create.py` imports, and code that finds MPI initialised.
+"""
 
 from __future__ import annotations
 

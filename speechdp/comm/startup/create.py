@@ -54,14 +54,15 @@ class BackendChoice:
 def choose_backend(name: str = "auto", device: torch.device | None = None) -> BackendChoice:
     """Resolve `auto` without initialising anything.
 
-    If a launcher announced several processes, `auto` is Horovod if usable, else MPI with a notice that says
-    why.  If none announced any, `auto` is serial.
+    For a single process `auto` is serial.  For several it is Horovod if usable, else MPI with a notice that
+    says why; under torchrun it is torch, with a notice.
 
     Args:
         device: device of the tensors to be exchanged; None for the CPU.
 
     Raises:
-        ConfigError: there is no such back-end, or it cannot exchange between ranks that share a GPU.
+        ConfigError: there is no such back-end, it cannot exchange between ranks that share a GPU, or
+            `ranks_per_gpu` refuses the environment.
     """
     if name not in (*_MODULES, "auto", "serial"):
         known = ", ".join(("auto", "serial", *_MODULES))
@@ -101,7 +102,8 @@ def create_communicator(name: Backend | str = "auto", device: torch.device | Non
 
     Raises:
         ConfigError: there is no such back-end, or it cannot exchange between ranks that share a GPU.
-        CommunicationError: the back-end is not installed, or cannot start.
+        CommunicationError: the back-end is not installed or cannot start, or the launcher does not connect
+            the ranks for its MPI.
     """
     choice = choose_backend(name, device)
     if choice.name == "serial":
@@ -136,7 +138,8 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
     launch = environment.announced()
     feeders = f"--feeders {num_feeders}"
     if launch is None or launch.size == 1 or choice.name == "serial":
-        other = " with --backend auto" if name == "serial" else ""  # a resumed run must keep its back-end
+        # No other back-end is replaced in the advice: a resumed run must keep the one it began with.
+        other = " with --backend auto" if name == "serial" else ""
         raise ConfigError(
             f"{feeders}: takes at least {num_feeders + 1} ranks of a host, but this one is alone; start with "
             f"speechdp launch -np {num_feeders + 1} -- train ...{other}, or give --feeders 0"
@@ -181,7 +184,7 @@ def _remedy(backend: str) -> str:
 
 
 def _refuse_unconnected() -> None:
-    """Refuse, before MPI starts, ranks that MPI would refuse with a page of text, or not at all."""
+    """Refuse, before MPI starts, ranks that MPI would end with a page of text or let run unconnected."""
     launch = environment.started_unconnected()
     if launch is not None:
         raise CommunicationError(

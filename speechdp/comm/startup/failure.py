@@ -50,7 +50,7 @@ def guard(make: Callable[[], Communicator], function: Callable[[Communicator], i
 
     With several ranks, a failure of this one ends all of them and `guard` does not return.  It prints one
     line for user errors and lack of memory, and the traceback and one line for anything else.  A single rank
-    prints the same and returns.  `Ended` is left to the caller that lets signals raise it.
+    prints the same and returns, but passes `Ended` on to the caller, which has let signals raise it.
 
     Args:
         make: returns the communicator; collective.

@@ -33,7 +33,7 @@ class StartGuard:
     Only one guard at a time; it begins with `with`, or with `waiting_for_all_ranks`.
 
     Args:
-        timeout_s: time without progress, as for training, s; raised to some minutes if shorter; 0: no guard.
+        timeout_s: time without progress, as for training, s; at least `_LEAST_S` is waited; 0: no guard.
         awaited: what all ranks are to do, for the message.
     """
 

@@ -26,8 +26,8 @@ from speechdp.errors import CommunicationError
 
 T = TypeVar("T")
 
-#: Seconds beyond the time-out after which ranks that have not ended are considered hung: if a rank has
-#: failed, and if none has, e.g. on a machine so busy that a thread gets no core for a while.
+#: How long after the time-out ranks that have not ended are considered hung, s: if a rank has failed, and if
+#: none has.  The second is longer because on a busy machine a thread may get no core for a while.
 _FAILED_S, _SILENT_S = 1.0, 20.0
 #: Seconds between two checks whether a rank has failed.
 _LOOK_S = 0.1

@@ -1,4 +1,4 @@
-"""Ranks over torch.distributed: gloo on CPU, nccl on CUDA.
+"""Ranks over torch.distributed: gloo on CPUs, NCCL on GPUs.
 
 mpirun is enough to start the ranks, which meet over MPI (`meeting.py`).  Under torchrun they use its own
 rendezvous and need no MPI.
@@ -121,7 +121,7 @@ class TorchCommunicator(TorchGroup):
     """All ranks of the job, or some of them.
 
     Args:
-        device: device of the tensors; CUDA selects nccl.
+        device: device of the tensors; CUDA selects NCCL.
         part: communicator over MPI of the ranks to join, if these are not all of the job's.
 
     Raises:

@@ -1,8 +1,8 @@
 """Where the ranks of torch.distributed meet: a file in memory on one host, else a store that rank 0 serves.
 
 torch's TCPStore lets every process of the machine read and write what the ranks exchange through it.  So
-ranks on one host do without: they share a file without a name, which the kernel opens only for processes of
-the same user and which disappears with rank 0.
+ranks on one host do without it: they share a file without a name, which the kernel opens only for processes
+of the same user and which disappears with rank 0.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def _serve(mpi: Communicator, address: str) -> tuple[Any, socket.socket | None]:
         listener = socket.create_server((address, 0), backlog=2 * mpi.size)
     address, port = mpi.broadcast_object([address, 0 if listener is None else listener.getsockname()[1]])
     if listener is not None:
-        # The store takes over a copy; a port that was only looked up could be taken by somebody else
-        # meanwhile.
+        # The store takes over a copy of the bound socket.  A port that was only looked up could be taken by
+        # another process meanwhile.
         return _store(address, port, mpi.size, listen_fd=os.dup(listener.fileno())), listener
     return checked(f"reaching rank 0 at {address}:{port}", lambda: _store(address, port, mpi.size)), None
 

@@ -1,1 +1,1 @@
-"""Starting ranks by the mpirun of an MPI: what is started, and what each kind of mpirun is told."""
+"""Start ranks with the mpirun of an MPI: what to start, and options and settings of each kind of mpirun."""

@@ -1,4 +1,4 @@
-"""MPICH, what is made of it (MVAPICH, Intel MPI), and their common launcher, Hydra."""
+"""MPICH, the MPIs derived from it (MVAPICH, Intel MPI), and their common launcher, Hydra."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from speechdp.launching.mpi import rank_process
 from speechdp.launching.mpi.job import LaunchJob, forwarded_names
 from speechdp.launching.mpi.mpirun import Mpirun
 
-#: How the names of settings begin that MPI and its network libraries read; Hydra passes on what it is told.
+#: Prefixes of the variables that MPI and its network libraries read; Hydra passes on only those that it is
+#: told to.
 _OF_MPI = ("MPICH_", "MPIR_", "MV2_", "MVP_", "I_MPI_", "FI_", "UCX_")
 _LAUNCHER_OPTIONS = ("-launcher", "--launcher", "-bootstrap", "--bootstrap")
 _AGENT_OPTIONS = ("-launcher-exec", "--launcher-exec", "-bootstrap-exec", "--bootstrap-exec")
@@ -23,12 +24,12 @@ _AGENT_VARIABLES = ("HYDRA_LAUNCHER_EXEC", "I_MPI_HYDRA_BOOTSTRAP_EXEC")
 
 @dataclass(frozen=True)
 class Hydra(Mpirun):
-    """Hydra's mpiexec, whose ranks it connects by PMI.
+    """Hydra's mpiexec, which connects its ranks by PMI.
 
-    It finds by itself how a batch system starts processes on other hosts, and takes ssh elsewhere.
+    In a batch job it finds by itself how to start processes on other hosts; otherwise it uses ssh.
 
     Attributes:
-        version: of the MPI.
+        version: version of the MPI.
     """
 
     version: str
@@ -39,7 +40,7 @@ class Hydra(Mpirun):
 
     @property
     def gone_grace_s(self) -> float:
-        # It kills all at once, or never: ranks that wait in MPI_Init for one that has not come so far.
+        # Hydra kills all ranks at once, or never: not if they wait in MPI_Init for a rank that died earlier.
         return 1.0
 
     def command(self, job: LaunchJob, environment: Mapping[str, str]) -> list[str]:
@@ -58,7 +59,7 @@ class Hydra(Mpirun):
         return {}  # `settings` are variables already
 
     def daemons(self) -> list[Path]:
-        # Hydra starts its proxy under the path that it has here, the system's as well.
+        # Hydra starts its proxy on other hosts under the path that it has here, even the system's Hydra.
         return [path for name in self._proxies() if (path := self.mpirun.parent / name).exists()]
 
     def login_agent(self, options: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -67,15 +68,15 @@ class Hydra(Mpirun):
         return tuple(shlex.split(chosen[0])) if chosen else ("ssh",)
 
     def _places(self, job: LaunchJob) -> list[str]:
-        """Return the options that say which rank is where."""
+        """Return the options that place the ranks on hosts."""
         if job.spans_hosts:
             return self._hosts(job)
-        # Intel MPI would take ssh to a localhost that has slots.
+        # For a localhost that is given with slots, Intel MPI would use ssh.
         is_chosen = any(option in _LAUNCHER_OPTIONS for option in job.extra_options)
         return [*([] if is_chosen else ["-launcher", "fork"]), "-hosts", job.hosts[0].name]
 
     def _traffic(self, job: LaunchJob) -> dict[str, str]:
-        """Return over what ranks talk: the network libraries below MPI have settings of their own."""
+        """Return the variables that select the network interface; the libraries below MPI read their own."""
         if job.interface is None:
             return {}
         return {"FI_TCP_IFACE": job.interface, "UCX_NET_DEVICES": job.interface}
@@ -86,12 +87,12 @@ class Hydra(Mpirun):
 
     @abstractmethod
     def _proxies(self) -> tuple[str, ...]:
-        """Return the names of the programs that are started on other hosts."""
+        """Return possible names of the programs that Hydra starts on other hosts."""
 
 
 @dataclass(frozen=True)
 class Mpich(Hydra):
-    """MPICH, or an MPI that has its mpiexec."""
+    """MPICH, or another MPI with MPICH's mpiexec."""
 
     @property
     def product(self) -> str:
@@ -113,12 +114,12 @@ class IntelMpi(Hydra):
         return f"Intel MPI {self.version}"
 
     def settings(self, job: LaunchJob, environment: Mapping[str, str], *, is_root: bool) -> dict[str, str]:
-        # It would pin ranks to cores, those of two jobs on a host to the same ones.
+        # Intel MPI would pin ranks to cores, and the ranks of two jobs on a host to the same cores.
         pinning = {} if "I_MPI_PIN" in environment else {"I_MPI_PIN": "0"}
         return {**pinning, **self._traffic(job)}
 
     def _hosts(self, job: LaunchJob) -> list[str]:
-        # Slots behind a host's name it passes over, and fills the hosts by its own count of their cores.
+        # Intel MPI ignores slots after a host's name, and fills the hosts by its own count of their cores.
         names = [host.name for host in job.hosts for _ in range(host.slots)]
         return ["-hosts", ",".join(names), "-ppn", "1"]
 
@@ -127,5 +128,5 @@ class IntelMpi(Hydra):
 
 
 def _watched(program: tuple[str, ...]) -> tuple[str, ...]:
-    """Return how a rank begins below a process that says how it has ended."""
+    """Return the command that runs `program` below a process that reports how it ended."""
     return (str(Path(sys.executable).absolute()), "-IS", str(Path(rank_process.__file__)), *program)

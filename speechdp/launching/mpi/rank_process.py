@@ -1,7 +1,7 @@
 """Start a rank, wait for it, and say how it ended: `python rank_process.py PROGRAM ARGUMENT ...`.
 
-Hydra kills all ranks when one has died, and does not say which was the first: so every rank's parent does.
-It runs by itself, with Python's own modules only, which takes 20 ms and 10 MB for each rank.
+Hydra kills all ranks when one has died, and does not say which died first, so every rank has a parent that
+reports its end.  The parent imports only Python's own modules, which takes 20 ms and 10 MB for each rank.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import socket
 import sys
 from collections.abc import Sequence
 
-#: Hydra sends these to the whole process group: they are the rank's.
+#: Hydra sends these signals to the whole process group; only the rank is to handle them.
 _LEFT_TO_THE_RANK = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-#: Tells the rank that this process, its parent, says how it ends (comm/environment.py).
+#: Variable by which the rank knows that this process, its parent, reports how it ends (comm/environment.py).
 _PARENT = "SPEECHDP_RANK_PARENT"
-#: What a shell returns where there is no such program.
+#: Exit code of a shell that does not find a program.
 _NO_PROGRAM = 127
 
 
 def run_rank(argv: Sequence[str]) -> int:
-    """Run a rank to its end and return its exit code, 128 + signal if one has killed it.
+    """Run a rank to its end and return its exit code, 128 + signal if a signal killed it.
 
     Args:
-        argv: how the rank begins, and its arguments.
+        argv: the rank's program and its arguments.
 
     Example:
         >>> run_rank(["true"])
@@ -47,12 +47,12 @@ def run_rank(argv: Sequence[str]) -> int:
 
 
 def _say(text: str) -> None:
-    """Write a line that launcher_output.py knows, in one piece."""
+    """Write a line that launcher_output.py recognises, in one piece."""
     host = socket.gethostname().split(".")[0]
     line = f"speechdp: rank {os.environ.get('PMI_RANK', '0')} on {host}: {text}\n"
     try:
         os.write(2, line.encode(errors="replace"))
-    except OSError:  # nobody reads it; the exit code tells
+    except OSError:  # nobody reads it; the exit code remains
         return
 
 
