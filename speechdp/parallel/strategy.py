@@ -300,7 +300,7 @@ class Strategy(ABC):
         """
 
     def begin_as_copy(self) -> None:
-        """Reset what has accumulated since the last exchange, as another rank keeps the same state."""
+        """Reset what has accumulated since the last exchange, because another rank keeps the same state."""
         self.replica.clear_gradients()
 
 
