@@ -88,8 +88,8 @@ def _with_one_division(
     """Make sure that all sources have a division of their own, or none has.
 
     Raises:
-        ConfigError: only some of the sources to be divided have their own division and --split is not given;
-            or one fills a split that is a separate source.
+        ConfigError: only some of the sources to be divided have their own division, and neither --split nor a
+            source of dev is given; or one fills a split that is a separate source.
     """
     if is_ruled:
         return [(source, _in_split(corpus, None)) for source, corpus in parts]
