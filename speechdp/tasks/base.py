@@ -195,7 +195,8 @@ class Task(ABC):
         metrics: metrics on held-out data; models are chosen by the first.
         trains_on: contents of data directories that it can be trained on: features (or audio, to compute them
             from) with a class for each frame as target, or spectrograms with the symbols of their text.
-        whole_utterances: the task cannot learn from parts of utterances, nor from augmented inputs.
+        whole_utterances: the task learns only from whole utterances with unchanged inputs; options that cut,
+            augment or otherwise transform them are refused.
         decodes: whether `decode` reads its models, so its runs may have a word error rate.
         transcripts: probabilities in the transcripts' HMMs.  Batches then hold whole utterances and these
             HMMs (`Batch.transcripts`); None: batches hold no HMMs.

@@ -81,7 +81,7 @@ class Metric:
         return self.tolerance * abs(best) if self.tolerance_is_relative else self.tolerance
 
     def is_past(self, best: float, last: float) -> bool:
-        """Return whether a training has lost what it had learnt, by its best and last score."""
+        """Return whether training has lost again what it had learnt: the last score is far below the best."""
         return best - last > max(self.near_enough(best), LITTLE * abs(best))
 
     def number(self, value: float) -> str:

@@ -148,7 +148,7 @@ def _without_held_out(
         there = {utterance_id: source for utterance_id, source in where if source is not None}
         if not there:
             return corpus
-        # A copy at another speed, for example, would train on what is tested.
+        # Changed copies go, too: one at another speed, for example, holds the speech that is tested.
         taken = set(map(original_name, there))
         stay = tuple(u for u in corpus.utterances if original_name(u.utterance_id) not in taken)
         counts = Counter(there.values())
