@@ -123,7 +123,7 @@ class ScriptFolder:
         """Take ownership of the folder, on rank 0 for all ranks.  Collective.
 
         Raises:
-            ConfigError: on rank 0, if another job owns the folder, or another run of this process uses it.
+            ConfigError: on rank 0, if another job owns the folder, or an earlier run of this process used it.
             RunError: on rank 0, if the folder cannot be written.
         """
         if self._record is not None and self._owner is None:

@@ -229,7 +229,9 @@ class Strategy(ABC):
         return None
 
     def pause(self) -> None:
-        """End all exchanges: on return no thread of the strategy runs.  Collective, not at the same time.
+        """End all exchanges: on return no thread of the strategy runs.
+
+        Collective, but ranks need not call it at the same time.
 
         Keeps serving ranks that still train until they pause as well.  Raises instead of waiting for a rank
         that ended with an error.
