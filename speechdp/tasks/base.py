@@ -150,7 +150,7 @@ class TaskData:
 
     Attributes:
         dataset: the data directory.
-        inputs: which of its features become the model's input.
+        inputs: how its features become the model's input.
         tying: the targets if states depend on context (--context); None: the data's own classes.
     """
 
