@@ -184,7 +184,7 @@ class Graphs:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether all graphs were dropped because capturing failed."""
+        """Whether all graphs were dropped: capturing failed, or `close` was called."""
         return any(function.has_given_up for function in self._functions)
 
     def close(self) -> None:
@@ -253,7 +253,8 @@ class CapturedFunction:
 
     Args:
         function: returns the same outputs for the same inputs (no dropout), and does not write its inputs.
-            The gradients of inputs and parameters are overwritten by the next backward pass.
+            Gradients that `torch.autograd.grad` returns for inputs and parameters are overwritten by the next
+            backward pass.
         recorder: recorder for the device of the inputs.
     """
 
