@@ -265,8 +265,8 @@ class _Growth:
             no = total - yes
             gain = self.gaussians.log_likelihood(yes) + self.gaussians.log_likelihood(no) - before
             gain[np.minimum(yes[:, 0], no[:, 0]) < self.min_frames] = -np.inf
-            # Take the first of the questions that divide the contexts equally, not the one that rounding
-            # favours.
+            # Take the first of the questions that divide the contexts in the same way, not the one that
+            # rounding favours.
             question = int(np.argmax(gain >= gain.max() - _SAME * abs(before)))
             if gain[question] > best[0] + _SAME * abs(before):
                 best = float(gain[question]), (question, side)

@@ -32,7 +32,7 @@ _RESERVED = frozenset("}|_")
 def guess_pronunciations(
     words: Collection[str], lexicon: Lexicon, model: Path | None = None, phones: Collection[str] = ()
 ) -> dict[str, Pronunciation]:
-    """Guess the pronunciation of each word, in any case.
+    """Guess the pronunciation of each word, whatever its case.
 
     A word with hyphens is the sequence of its parts: parts in the lexicon have its pronunciation, the others
     are guessed.

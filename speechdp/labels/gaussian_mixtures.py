@@ -22,7 +22,7 @@ DoubleArray = NDArray[np.float64]
 
 #: Number of cepstral coefficients; these and their differences are the input.
 NUM_CEPSTRA = 13
-_LEAST_FRAMES = 4.0  # to estimate a Gaussian; with fewer it stays unchanged
+_LEAST_FRAMES = 4.0  # to estimate a Gaussian; with fewer it keeps its mean and variance
 _VARIANCE_FLOOR = 0.01  # as a share of the variance of all frames
 _LEAST_WEIGHT = 1e-4
 _NOT_WANTED = -1e4  # nats: no path goes through a class with this value
@@ -185,7 +185,7 @@ class GaussianMixtures:
             into.log_likelihood += float(total.sum())
 
     def update(self, sums: Statistics) -> None:
-        """Estimate all Gaussians again from `sums`; those with too few frames stay unchanged."""
+        """Estimate all Gaussians again from `sums`; those with too few frames keep mean and variance."""
         ok = sums.occupancy >= _LEAST_FRAMES
         occupancy = sums.occupancy[ok, np.newaxis]
         self._mean[ok] = sums.first[ok] / occupancy

@@ -157,7 +157,7 @@ def alignment_from_phone_times(
     frame_shift_s: float,
     inventory: StateInventory,
 ) -> IntArray:
-    """Convert phone times to classes: each phone in three equal thirds, with silence between phones.
+    """Convert phone times to classes: each phone in three equal thirds, and silence everywhere else.
 
     A frame belongs to the phone that is spoken at its centre, (t + 1/2) * frame_shift_s: Kaldi's frames
     without snip_edges.

@@ -308,6 +308,7 @@ def grapheme_lexicon(words: Iterable[str]) -> Lexicon:
     Digits of all scripts share their phones, and presentation forms (ligatures, full and half width) are
     replaced by the letters that they stand for: otherwise each would be a separate phone with hardly any
     speech to learn from.
+
     Signs that are neither letters nor digits, such as apostrophes, are silent.  Words of only such signs are
     left out, as are marks such as `<noise>`.
 

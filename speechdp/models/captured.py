@@ -184,7 +184,7 @@ class Graphs:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether all graphs were dropped because capturing failed."""
+        """Whether all graphs were dropped: capturing failed, or `close` was called."""
         return any(function.has_given_up for function in self._functions)
 
     def close(self) -> None:
@@ -197,7 +197,10 @@ _FIRST_CAPTURE = 4
 
 
 def _memory_left(device: torch.device) -> Callable[[], bool]:
-    """Return a function that tells whether the device has free memory for the peak use of training so far."""
+    """Return a function that tells whether training still has room beside the graphs.
+
+    It has if the free memory exceeds what training needed at its peak beyond what is allocated now.
+    """
     if device.type != "cuda":
         return lambda: True
     torch.cuda.synchronize(device)
@@ -235,10 +238,10 @@ class _Kind:
 class CapturedFunction:
     """A differentiable function, replayed as CUDA graphs for the kinds of inputs that were captured.
 
-    A kind consists of shapes, dtypes and whether gradients are required.  For other kinds the function itself
-    is called.  So it is for inputs that come while an earlier forward pass still awaits its backward pass,
-    because graphs have only one place for what backward needs.  Results and gradients are bitwise the same
-    either way.
+    A kind consists of shapes, dtypes, whether gradients are required, and autocast's dtype.  The function
+    itself is called for other kinds, where no gradients are needed, and while an earlier forward pass still
+    awaits its backward pass: graphs have only one place for what backward needs.  Results and gradients are
+    bitwise the same either way.
 
     Example::
 
@@ -250,7 +253,8 @@ class CapturedFunction:
 
     Args:
         function: returns the same outputs for the same inputs (no dropout), and does not write its inputs.
-            The tensors that `torch.autograd.grad` returns are overwritten by the next backward pass.
+            Gradients that `torch.autograd.grad` returns for inputs and parameters are overwritten by the next
+            backward pass.
         recorder: recorder for the device of the inputs.
     """
 

@@ -123,7 +123,7 @@ class DataParallel:
             if comm.rank == 0:
                 note_left_out(model, optimizer)
         traits = self.strategy.traits
-        #: Whether periods are in frames: they must end at the same step on all ranks.
+        #: Whether the strategy counts frames: periods in frames must end at the same step on all ranks.
         self._counts_frames = traits.synchronous and traits.counts_frames
         self._replica = Replica(model, optimizer, max_gradient_norm=max_gradient_norm, scaler=scaler)
         # Gradients count only between the beginning and the end of a step.  Scripts that clear them before
@@ -711,8 +711,8 @@ class DataParallel:
     def _laid_aside(self) -> dict[str, Any]:
         """Return a copy of model and optimizer state, and reset the optimizer as for a new run.
 
-        Strategies give all ranks rank 0's state, in exchanges that need the same state on all ranks: but a
-        server's optimizer has state, and its workers' have none.
+        `attach` gives all ranks rank 0's optimizer state, in exchanges that need the same tensors on all
+        ranks.  Loaded states may differ: a server's optimizer has tensors that its workers' lack.
         """
         own: dict[str, Any] = _copied(
             {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -126,7 +126,7 @@ class BatchJoiner:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Block stop signals in the processes that start inside the block: loaders' workers.
+    """Block stop signals inside the block, so that processes started in it, loaders' workers, inherit that.
 
     Launchers and batch systems send these signals to all processes of a rank.  They would end a worker, and
     with it the rank that is about to save.  SIGTERM is not blocked: a loader itself ends its workers with it.

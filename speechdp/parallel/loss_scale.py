@@ -1,7 +1,7 @@
 """Loss scaling for float16: torch's GradScaler, where gradients are summed over ranks or applied elsewhere.
 
 Half-precision gradients underflow, so losses are multiplied by a scale, and gradients are divided by it
-before use.  A gradient that has overflowed skips its update and halves the scale.
+before use.  If gradients have overflowed, the update is skipped and the scale halved.
 
 A sum over ranks is not finite on any rank if it was not finite on one, and otherwise bitwise equal on all.
 So ranks that average gradients skip the same updates and keep the same scale without a message.  Ranks that
@@ -62,7 +62,7 @@ def hand_over(scaler: torch.amp.GradScaler | None, gradients: Tensor, take: Call
 
 
 class _Taker(torch.optim.Optimizer):
-    """An optimizer to a scaler, but its step only calls the given function."""
+    """An optimizer for a scaler to step: the step only calls `take`."""
 
     def __init__(self, gradients: Tensor, take: Callable[[], object]) -> None:
         holder = nn.Parameter(gradients)  # a scaler reads only gradients

@@ -59,7 +59,7 @@ _FINAL = {
 
 
 def _check_declared(where: str, cls: type[Strategy]) -> None:
-    """Refuse a class that overrides a final method, or declares traits where nobody reads them.
+    """Refuse a class that overrides a final method, or declares traits where they are not read.
 
     Raises ConfigError.
     """

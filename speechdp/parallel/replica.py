@@ -38,7 +38,7 @@ class Replica:
         update_rule: the optimizer and its state.
         learning_rate_factor: factor by which the rates that the optimizer's owner sets are multiplied.
         frames: frames whose gradients have been accumulated since the last update.
-        more_to_come: the current backward pass is not the last of its step, so no gradient is complete.
+        more_to_come: whether another backward pass follows in this step, so no gradient is complete.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Replica:
         self.max_gradient_norm, self.scaler = max_gradient_norm, scaler
         if scaler is not None:
             loss_scale.begin(scaler, self.parameters.values.device)
-        # Read now: a scaler that has loaded a state reports that state's scale as its first.
+        # Read now: after loading a state, a scaler has that state's scale as its initial one.
         self._first_scale = self.loss_scale
         self.learning_rate_factor = 1.0
         self.frames = 0
@@ -114,8 +114,8 @@ class Replica:
             self.bind_gradients()
 
     def _make_gradient_views(self) -> None:
-        # `data` gives each view its own version counter, which counts writes through that view alone:
-        # exchanges write the whole vector.
+        # `data` gives each view its own version counter, for writes through that view alone.  Exchanges,
+        # which write the whole vector, do not count.
         self.gradients.views = [view.data for view in self.gradients.views_of(self.gradients.values)]
 
     def gradient_writes(self) -> list[int]:
@@ -243,7 +243,7 @@ class Replica:
                 views[index].zero_()
 
     def _gradient_scale(self, gradients: Tensor, frames: float | Tensor) -> float | Tensor:
-        """Return the factor that turns sums into means and clips them, in one pass over the vector."""
+        """Return the factor that turns sums into means and clips them: one pass over the vector does both."""
         if self.max_gradient_norm <= 0:
             return 1.0 / frames
         norm = torch.linalg.vector_norm(gradients) / frames
@@ -269,7 +269,10 @@ class Replica:
         return self.update_rule.tensors()
 
     def optimizer_vectors(self) -> dict[str, Tensor]:
-        """Return the state tensors with one element per parameter, on every rank: those ranks can average."""
+        """Return the optimizer's flat vectors in the parameters' layout, which ranks can average.
+
+        The names are the same on every rank.
+        """
         return self.update_rule.vectors()
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:

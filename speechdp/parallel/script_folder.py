@@ -123,8 +123,8 @@ class ScriptFolder:
         """Take ownership of the folder, on rank 0 for all ranks.  Collective.
 
         Raises:
-            ConfigError: on rank 0: another job owns it, or an earlier run of this script used it.
-            RunError: on rank 0: it cannot be written.
+            ConfigError: on rank 0, if another job owns the folder, or an earlier run of this process used it.
+            RunError: on rank 0, if the folder cannot be written.
         """
         if self._record is not None and self._owner is None:
             folder = self._record.path
@@ -206,7 +206,7 @@ class ScriptFolder:
         return f", once {self.path} is removed"
 
     def fail(self) -> None:
-        """Note that the run failed; it may start again in this process."""
+        """Release the folder of a run that failed; the run may start again in this process."""
         if self.path is not None:
             _begun_here.discard(self.path.resolve())
         self.release()

@@ -262,7 +262,7 @@ class StopWatch:
         return self._request.received is not None
 
     def has_paused(self, step: int) -> bool:
-        """Return whether the loop, stopped at `step`, has reached its pause rather than got a signal."""
+        """Return whether the loop, stopped at `step`, reached its pause; False if a signal came before."""
         return self.pause is not None and step >= self.pause.step
 
     def is_due(self, step: int) -> bool:

@@ -229,7 +229,9 @@ class Strategy(ABC):
         return None
 
     def pause(self) -> None:
-        """End all exchanges: on return no thread of the strategy runs.  Collective, not at the same time.
+        """End all exchanges: on return no thread of the strategy runs.
+
+        Collective, but ranks need not call it at the same time.
 
         Keeps serving ranks that still train until they pause as well.  Raises instead of waiting for a rank
         that ended with an error.
@@ -300,7 +302,7 @@ class Strategy(ABC):
         """
 
     def begin_as_copy(self) -> None:
-        """Reset what has accumulated since the last exchange, as another rank keeps the same state."""
+        """Reset what has accumulated since the last exchange, because another rank keeps the same state."""
         self.replica.clear_gradients()
 
 

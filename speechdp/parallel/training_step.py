@@ -45,10 +45,10 @@ class TrainingStep:
 
         Args:
             loss: summed over (part of) the items that `weight` counts.  ()
-            compute: computes the gradients instead of `loss.backward`, from the gradient of the loss (None:
-                1).
-            last: no other backward pass follows in this step, so gradients may be exchanged as they are
-                computed.
+            compute: computes the gradients instead of `loss.backward`, given the gradient of the loss (None:
+                it is 1).
+            last: whether this is the last backward pass of the step, so gradients may be exchanged as they
+                are computed.
         """
         strategy, scaler = self._strategy, self._strategy.replica.scaler
         if strategy.observer is not None:
@@ -77,7 +77,7 @@ class TrainingStep:
 
 
 def given_for_loss(value: object) -> str:
-    """Describe, for messages, a value that is not a scalar that requires grad, and say what to do."""
+    """Describe, for messages, a value that cannot be a loss (a scalar that requires grad); say what to do."""
     if isinstance(value, Tensor) and value.dim() > 0 and value.requires_grad:
         return f"a tensor of shape {list(value.shape)}: sum it"
     if isinstance(value, Tensor):
@@ -112,10 +112,14 @@ class DivergenceWatch:
         return self._mends and not trains_together(self._strategy)
 
     def counted(self, total: Tensor, frames: int) -> tuple[Tensor, Tensor | int]:
-        """Return the part of a loss and its frames that must be finite; 0 and 0 where it need not be.
+        """Return a loss and its frames, for a sum of losses that must stay finite.
 
-        A scaler skips the update of a loss that is not finite.  If losses are not finite at any scale, the
-        scale itself shows it.
+        Both are 0 if the loss is not finite but need not end training: other ranks repair this one, or a
+        scaler skips the update.  If losses are finite at no scale, `fallen_scale` finds it.
+
+        Args:
+            total: sum over `frames` frames.  ()
+            frames: number of frames.
         """
         if self.others_mend or self._scaler is not None:
             return finite_loss(total, frames)
@@ -126,9 +130,10 @@ class DivergenceWatch:
         return not self._waits or steps % _GPU_LOSS_STEPS == 0
 
     def fallen_scale(self) -> float | None:
-        """Return the loss scale if it is too low for training to recover; None: it is not.
+        """Return the loss scale if it is below LEAST_SCALE, too low for training to recover; else None.
 
-        If other ranks repair this one, the scale stays at its minimum until they do.  Waits for the device.
+        If other ranks repair this one, set the scale to LEAST_SCALE instead and return None.  Waits for the
+        device.
         """
         if self._scaler is None or (scale := self._scaler.get_scale()) >= LEAST_SCALE:
             return None

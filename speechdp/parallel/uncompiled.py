@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 def made_without_compiler(make: Callable[[], T]) -> T:
-    """Return what `make` returns, an optimizer."""
-    # This method's decorator imports the compiler if the attribute is missing, and otherwise calls it.
+    """Return what `make` returns, an optimizer, without importing the compiler."""
+    # This method's decorator imports the compiler if the attribute is missing, else calls the attribute.
     add_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     vars(add_group).setdefault("__dynamo_disable", add_group)
     return make()
@@ -29,6 +29,7 @@ def step_without_compiler(
     """Let an optimizer update its parameters with their gradients.
 
     Args:
+        optimizer: optimizer whose parameters have gradients.
         scaler: scaler that has unscaled the gradients; after an overflow nothing is updated.
     """
     plain_step = inspect.unwrap(type(optimizer).step)

@@ -20,9 +20,9 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class Update(ABC):
-    """An optimizer over a replica's parameters, whatever their memory.
+    """An optimizer for vectors in a replica's layout: the replica's parameters or others, as of a server.
 
-    It has one state, whatever it updates.  Not for two threads at a time.
+    There is one optimizer state, whichever vector is updated.  Not for two threads at a time.
 
     Attributes:
         optimizer: torch's optimizer.

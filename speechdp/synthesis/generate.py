@@ -31,14 +31,14 @@ from speechdp.tasks.model_file import LoadedSynthesis
 FloatArray = npt.NDArray[np.float32]
 Symbols = npt.NDArray[np.int32]
 
-#: Symbols of a text: far more than attention can follow in one breath.
+#: Most symbols of a text: far more than attention can follow in one utterance.
 MAX_SYMBOLS = 1000
 _BATCH_SIZE = 32
-#: Speech whose attention has rested on the last symbol for so long has said its text.
+#: A text is taken to be finished when attention has stayed on the last symbol for this long, s.
 _REST_S = 0.25
-#: Largest sample of a WAV: what Griffin-Lim makes may go beyond 1.
+#: Largest sample of a WAV: the output of Griffin-Lim may exceed 1.
 _PEAK = 0.99
-#: Held while torch's random numbers are those of a seed.
+#: Held while torch's random generator runs from a seed: all threads share it.
 _SEEDED = threading.Lock()
 
 
@@ -47,12 +47,12 @@ class GenerateOptions:
     """How to synthesise; recorded in synthesis.json.
 
     Attributes:
-        iterations: of Griffin-Lim, which finds the phases.
-        max_seconds: a model that does not stop is cut here.
-        seed: of what is random: `dropout` only.
-        dropout: keep that of the decoder's pre-net on, so that each seed says a text in another way.
-        attention_end: where the stop prediction does not fire, end after attention has rested on the last
-            symbol for a quarter of a second.
+        iterations: iterations of Griffin-Lim, which finds the phases.
+        max_seconds: length at which an utterance is cut if the model does not stop, s.
+        seed: seed of the dropout; nothing else is random.
+        dropout: keep the dropout of the decoder's pre-net, so that each seed says a text differently.
+        attention_end: if the stop prediction does not fire, end the speech once attention has stayed on the
+            last symbol for a quarter of a second.
     """
 
     iterations: int = 60
@@ -71,13 +71,13 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class Speech:
-    """What the model has said.
+    """The model's speech for one text.
 
     Attributes:
-        mel: (T, M), in [0, 1] as data directories have it.
-        linear: (T, L), the same.
+        mel: mel spectrogram (T, M), in [0, 1] as in data directories.
+        linear: linear spectrogram (T, L), in [0, 1].
         attention: (N, S), rows sum to 1.
-        ending: the stop prediction, attention that had come to the text's end, or `max_seconds`.
+        ending: what ended it: the stop prediction, attention at the text's end, or `max_seconds`.
     """
 
     mel: FloatArray
@@ -92,22 +92,22 @@ class Synthesiser:
 
     Attributes:
         loaded: the model, its symbols and its features.
-        options: how to say them.
+        options: how to say the texts.
     """
 
     loaded: LoadedSynthesis
     options: GenerateOptions
 
     def with_lexicon(self, texts: Sequence[str], lexicon: Lexicon) -> Synthesiser:
-        """Say texts with the pronunciations of a lexicon, as `SymbolInventory.with_words_of`."""
+        """Return a synthesiser with a lexicon's pronunciations, by `SymbolInventory.with_words_of`."""
         symbols = self.loaded.symbols.with_words_of(texts, lexicon)
         return replace(self, loaded=replace(self.loaded, symbols=symbols))
 
     def encode(self, texts: Sequence[str]) -> list[Symbols]:
-        """Turn texts into symbols.
+        """Convert texts to symbols.
 
         Raises:
-            ConfigError: a text has no word, is too long, or has characters or words the model does not know.
+            ConfigError: a text has no word, is too long, or has characters or words unknown to the model.
         """
         encoded = [self.loaded.symbols.encode(text) for text in texts]
         for text, symbols in zip(texts, encoded, strict=True):
@@ -119,9 +119,9 @@ class Synthesiser:
         return encoded
 
     def say(self, texts: Sequence[Symbols]) -> Iterator[tuple[int, Speech]]:
-        """Yield (position in `texts`, speech), not in order: texts of like length are said together.
+        """Yield (position in `texts`, speech), not in order: texts of similar length are said together.
 
-        What a text sounds like does not depend on the others, unless there is dropout.
+        The speech for a text does not depend on the other texts, except with dropout.
         """
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
         for first in range(0, len(order), _BATCH_SIZE):
@@ -129,10 +129,10 @@ class Synthesiser:
             yield from zip(chosen, self._say_together([texts[index] for index in chosen]), strict=True)
 
     def samples(self, linear: FloatArray) -> FloatArray:
-        """Turn a linear spectrogram (T, L) into samples by Griffin-Lim: S = (T - 1) * samples of a shift."""
+        """Convert a linear spectrogram (T, L) to samples by Griffin-Lim: S = (T - 1) * samples per shift."""
         rate, features = self.loaded.sampling_rate, self.loaded.features
         shift = shift_samples(rate, features)
-        # Griffin-Lim wants one whole window at least: silence is appended, and removed again.
+        # Griffin-Lim needs at least one whole window: silence is appended, and removed again.
         missing = max(0, -(-features.num_fft // shift) + 1 - len(linear))
         padded = np.pad(linear, ((0, missing), (0, 0)))
         found = invert_linear(padded, rate, features, num_iterations=self.options.iterations)
@@ -152,7 +152,7 @@ class Synthesiser:
         )
         device = next(model.parameters()).device
         dropout = self.options.dropout
-        # A program's own random numbers are not begun anew; those of all its threads are the same.
+        # fork_rng restores the program's own random state afterwards.
         with _SEEDED, torch.random.fork_rng([device] if device.type == "cuda" else []), evaluating(model):
             torch.manual_seed(self.options.seed)
             said = model.generate(symbols.to(device), max_frames=self.max_frames, dropout=dropout)
@@ -176,7 +176,7 @@ class Synthesiser:
             )
 
     def _end_of_text(self, attention: FloatArray) -> int:
-        """Return how many steps of attention (N, S) to keep: until it has rested on the last symbol."""
+        """Return how many steps of attention (N, S) to keep: until it has stayed on the last symbol."""
         step_s = self.loaded.model.config.reduction * self.loaded.features.frame_shift_s
         rest = max(1, round(_REST_S / step_s))
         resting = 0
@@ -188,14 +188,14 @@ class Synthesiser:
 
 
 def write_wav(path: Path, samples: FloatArray, sampling_rate: int) -> None:
-    """Write samples (S,) as 16-bit WAV; made softer as a whole where they go beyond 1, never cut off.
+    """Write samples (S,) as 16-bit WAV; scaled down as a whole, not clipped, if any exceeds 0.99.
 
     Raises:
-        RunError: the disk refuses.
+        RunError: a disk error.
     """
     peak = float(np.abs(samples).max(initial=0.0))
     samples = samples * (_PEAK / peak) if peak > _PEAK else samples
-    encoded = io.BytesIO()  # libsndfile wants names in UTF-8, and does not say why a file cannot be written
+    encoded = io.BytesIO()  # libsndfile needs UTF-8 names, and does not report why a file cannot be written
     soundfile.write(encoded, to_int16(samples), sampling_rate, format="WAV", subtype="PCM_16")
     try:
         with atomic_path(path) as temporary:

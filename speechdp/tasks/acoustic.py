@@ -343,8 +343,8 @@ class FullSumTask(TranscriptTask):
         assert counts is not None
         frames = model.class_prior.double().cpu().numpy() * counts.frames.sum()
         runs = frames * (1 - self.transcripts.self_loop)
-        # At least 1: a count of 0 would mean that the model does not know the phone; the average forgets rare
-        # ones.
+        # At least 1: the average forgets rare phones, and a count of 0 would mean that the model does not
+        # know the phone.
         frames, runs = (np.maximum(np.rint(values), 1).astype(np.int64) for values in (frames, runs))
         own = ClassCounts(frames, runs)
         super().save(run_dir, model, facts, own)
@@ -360,8 +360,8 @@ class FullSumTask(TranscriptTask):
             frame = torch.arange(logits.shape[1])
             inside = (frame < batch.lengths.unsqueeze(1)).to(logits.device)  # (B, T)
             mean = log_posteriors.detach()[inside].exp().mean(0).to(model.class_prior.dtype)  # (C,)
-            # A NaN, as from a float16 pass, would stay for ever.  Checked on the device, so the host does not
-            # wait.
+            # A NaN, as from a float16 pass, would stay for ever.  The check is on the device: the host does
+            # not wait.
             mean = torch.where(mean.isfinite().all(), mean, model.class_prior)
             model.class_prior.lerp_(mean, _PRIOR_UPDATE)
         # Priors relative to the uniform one, so that the loss starts as it would without priors.

@@ -150,7 +150,7 @@ class TaskData:
 
     Attributes:
         dataset: the data directory.
-        inputs: which of its features become the model's input.
+        inputs: how its features become the model's input.
         tying: the targets if states depend on context (--context); None: the data's own classes.
     """
 
@@ -195,10 +195,11 @@ class Task(ABC):
         metrics: metrics on held-out data; models are chosen by the first.
         trains_on: contents of data directories that it can be trained on: features (or audio, to compute them
             from) with a class for each frame as target, or spectrograms with the symbols of their text.
-        whole_utterances: the task cannot learn from parts of utterances, nor from augmented inputs.
+        whole_utterances: the task learns only from whole utterances with unchanged inputs; options that cut,
+            augment or otherwise transform them are refused.
         decodes: whether `decode` reads its models, so its runs may have a word error rate.
-        transcripts: probabilities of the transcripts' HMMs that batches hold (`Batch.transcripts`), which are
-            then of whole utterances; None: batches hold no such HMMs.
+        transcripts: probabilities in the transcripts' HMMs.  Batches then hold whole utterances and these
+            HMMs (`Batch.transcripts`); None: batches hold no HMMs.
         counts_classes: whether its model file must hold how often each class occurs in the targets.
         batch_size: default number of segments in a rank's batch, if neither options nor a preset give one.
         presets: names of models to start from, the first is the default (only in our own tasks).
@@ -278,7 +279,9 @@ class Task(ABC):
         return {}
 
     def describe_data(self, data: TaskData) -> dict[str, Any]:
-        """Return what the model file records about the data.  Called before training, to find gaps early.
+        """Return what the model file records about the data.
+
+        Called before training, so that missing files are found then and not after it.
 
         Returns:
             JSON values: strings, Python's numbers (not numpy's), true, false, None, lists and dicts.

@@ -41,7 +41,7 @@ class Metric:
         tolerance: a model counts as equally accurate if it is worse than the best by no more than this, in
             the unit that is recorded; as a share of the best if `tolerance_is_relative`.
         limit: a value that no model reaches, None: there is none; targets must be on this side of it.
-        symbol: stands before a number in a sentence, e.g. "L1"; empty: the name is used with a vague unit.
+        symbol: stands before a number in a sentence, e.g. "L1"; empty: the name, if the unit is vague.
         decimals: digits shown after the decimal point.
     """
 
@@ -81,7 +81,7 @@ class Metric:
         return self.tolerance * abs(best) if self.tolerance_is_relative else self.tolerance
 
     def is_past(self, best: float, last: float) -> bool:
-        """Return whether a training has lost what it had learnt, by its best and last score."""
+        """Return whether training has lost again what it had learnt: the last score is far below the best."""
         return best - last > max(self.near_enough(best), LITTLE * abs(best))
 
     def number(self, value: float) -> str:
@@ -172,7 +172,7 @@ class TaskRecord:
     decodes: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the part of run.json."""
+        """Return the task's entries in run.json."""
         return {"metrics": [asdict(metric) for metric in self.metrics], "decodes": self.decodes}
 
 
@@ -184,10 +184,14 @@ RECORDS = {
 
 
 def task_record(settings: dict[str, Any], problems: list[str] | None = None) -> TaskRecord:
-    """Return what run.json records about its task; without a record, that of a recognition run.
+    """Return what run.json records about its task.
+
+    If there are no metrics in it, or none that can be used, return those of our task that it names; of the
+    acoustic task if it names none of ours.
 
     Args:
-        problems: gets a line if the record cannot be used.
+        settings: the content of run.json.
+        problems: gets a line if the recorded metrics cannot be used.
     """
     name = str(settings.get("task"))
     name = name if name in RECORDS else "acoustic"

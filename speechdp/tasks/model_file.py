@@ -43,12 +43,12 @@ from speechdp.parallel.run_files import MODEL_NAME
 
 _FORMAT = "speechdp-model"
 _VERSION = 1
-#: Sizes up to this are taken as they are: strides, widths of filters.
+#: Sizes up to this are accepted even if no weight has them: strides, widths of filters.
 _LARGEST_SMALL_SIZE = 1000
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
-#: By a task's name and options in a model file what makes its network, of the sizes of a frame and of the
-#: classes; None: it is not the task that was given.
+#: From a task's name and options in a model file to a function that makes its network, given the size of a
+#: frame and the number of classes; None: the file is of another task than the one given.
 Networks: TypeAlias = Callable[[str, str], Callable[[int, int], nn.Module] | None]
 
 
@@ -71,10 +71,10 @@ class LoadedModel:
 
     Attributes:
         model: in evaluation mode; maps features (B, T, F) and lengths (B,) to logits (B, T, C).
-        class_log_prior: (C,) log-probability of each class in training; 0 for CTC's, which has none.
-        self_loop: (C,) probability of staying in an HMM state for another frame; 0 for CTC's.
+        class_log_prior: (C,) log-probability of each class in training; 0 for a CTC model, which has none.
+        self_loop: (C,) probability of staying in an HMM state for another frame; 0 for a CTC model.
         config: sizes and the data it was trained on.
-        tying: what its classes are where states depend on context; None: they do not.
+        tying: tying of its states if they depend on context; None: they do not.
     """
 
     model: nn.Module
@@ -86,12 +86,12 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What a trained acoustic model has learnt, for another training to begin with.
+    """The weights of a trained acoustic model, from which another training can start.
 
     Attributes:
-        weights: by their names in the network's state_dict.
+        weights: weights by their names in the network's state_dict.
         config: sizes and the data it was trained on.
-        tying: what its classes are where states depend on context; None: they do not.
+        tying: tying of its states if they depend on context; None: they do not.
     """
 
     weights: dict[str, Tensor]
@@ -105,10 +105,10 @@ class LoadedSynthesis:
 
     Attributes:
         model: in evaluation mode.
-        symbols: what texts are written in.
-        features: how the spectrograms it makes were defined.
-        sampling_rate: of the speech it was trained on, in Hz.
-        config: all that the file's head says.
+        symbols: symbols of its texts.
+        features: definition of the spectrograms that it makes.
+        sampling_rate: sampling rate of the speech it was trained on, Hz.
+        config: the whole head of the file.
     """
 
     model: Tacotron
@@ -123,9 +123,10 @@ def save_model(run_dir: Path, model: nn.Module, counts: ClassCounts | None, fact
 
     Args:
         run_dir: the run.
-        model: an LstmAcousticModel, or another network, of which `facts` say the task and its options.
-        counts: what decoding needs of the targets; None: it is CTC's, which has neither states nor priors.
-        facts: JSON-like; recorded with the sizes (feature_dim, num_classes, data checksum, ...).
+        model: an LstmAcousticModel, or another network; `facts` then include its task and the task's options.
+        counts: class counts of the training targets, for decoding; None: a CTC model, which has neither
+            states nor priors.
+        facts: JSON-like values, recorded beside the sizes (feature_dim, num_classes, data checksum, ...).
 
     Raises:
         RunError: the disk is full.
@@ -153,13 +154,13 @@ def save_synthesis_model(run_dir: Path, model: Tacotron, facts: dict[str, Any]) 
 
 
 def save_any_model(run_dir: Path, model: nn.Module, facts: dict[str, Any]) -> Path:
-    """Write RUN/model.safetensors of a task from outside: weights `model.NAME`, and `facts` in the header."""
+    """Write RUN/model.safetensors of a user's task: weights `model.NAME`, and `facts` in the header."""
     return _save(run_dir, model, facts, {})
 
 
 def _save(run_dir: Path, model: nn.Module, facts: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
     path = run_dir / MODEL_NAME
-    # Copies of their own, and contiguous: safetensors takes neither views of one storage nor strides.
+    # Contiguous copies: safetensors accepts neither views of one storage nor other strides.
     weights = {
         f"model.{name}": value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, value in model.state_dict().items()
@@ -182,14 +183,15 @@ def load_model(
 
     Args:
         run_dir: the run.
-        device: where the model is to be.
-        ctc: a model of --criterion ctc will do, too, which has neither states nor priors: for words alone.
-        own: `networks_of` of the task whose network it may be; None: only ours. The file alone, which others
-            may have written, does not decide what code is imported.
+        device: device for the model.
+        ctc: accept a model of --criterion ctc, too, which has neither states nor priors: for callers that
+            need only words.
+        own: result of `networks_of` for the task whose network it may be; None: only ours.  The file alone,
+            which others may have written, does not decide what code is imported.
 
     Raises:
-        RunError: missing, damaged or of another version, one of CTC's, or another task's.
-        ConfigError: of `own`.
+        RunError: the file is missing, damaged, or of another version or task; or of CTC without `ctc`.
+        ConfigError: the user's task fails to make the network.
     """
     with _reading(run_dir) as file:
         head, is_ours = file.head, not _is_of_another_class(file)
@@ -209,16 +211,16 @@ def load_model(
             prior = torch.from_numpy(log_priors(frames))
             self_loop = torch.from_numpy(self_loop_probabilities(frames, runs))
         tying = _tying(head)
-    if not is_ours:  # out of the block: an error in its code is not one of the file
+    if not is_ours:  # outside the block: an error in the user's code is not damage to the file
         model = _network_of(file, own)
     return LoadedModel(model.to(device).eval(), prior, self_loop, head, tying)
 
 
 def load_weights(run_dir: Path) -> LoadedWeights:
-    """Load what RUN/model.safetensors of an acoustic model holds, whatever network that is of.
+    """Load the contents of RUN/model.safetensors of an acoustic model with any network.
 
     Raises:
-        RunError: missing, damaged or of another version, of CTC, or another task's.
+        RunError: the file is missing, damaged, or of another version or task, or of CTC.
     """
     with _reading(run_dir) as file:
         _is_of_another_class(file)
@@ -230,7 +232,7 @@ def load_synthesis_model(run_dir: Path, device: torch.device) -> LoadedSynthesis
     """Load RUN/model.safetensors of a synthesis model.
 
     Raises:
-        RunError: missing, damaged, of another version, or an acoustic model.
+        RunError: the file is missing, damaged, or of another version or task.
     """
     with _reading(run_dir) as file:
         head = file.head
@@ -258,25 +260,28 @@ class _ModelFile:
         return {k.removeprefix("model."): v for k, v in self.tensors.items() if k.startswith("model.")}
 
     def built(self, make: Callable[[], ModelT]) -> ModelT:
-        """Make a model of the sizes in the head with the weights, once it is sure that they have those.
+        """Make a model of the sizes in the head, after checking that the weights have these sizes.
 
-        They are its parameters, so that it draws no random numbers and has their number format, whatever the
-        program's default is.
+        Copies of the weights become its parameters.  So no random numbers are drawn, and the parameters have
+        the weights' number format, whatever the program's default is.
+
+        Args:
+            make: makes the model; called without memory for weights.
 
         Raises:
-            ValueError: they are not; nothing of those sizes has been allocated.
+            ValueError: the weights have other sizes; nothing of the sizes in the head has been allocated.
         """
         self._check_sizes()
         with without_weights():
             model = make()
         if shapes_of(model.state_dict()) != shapes_of(self.weights):
             raise ValueError("its weights do not have the sizes of its head")
-        # In memory of their own, which is aligned as that of any model.
+        # Copies get their own memory, aligned as in any other model.
         model.load_state_dict({name: value.clone() for name, value in self.weights.items()}, assign=True)
         return model
 
     def check_own(self) -> None:
-        """Check what makes a network of a task from outside.  Raises KeyError, ValueError: it is damaged."""
+        """Check the entries that a user's network is made from.  Raises KeyError, ValueError: damaged."""
         self._check_sizes()
         for key, kind in {"task": str, "options": str, "feature_dim": int, "num_classes": int}.items():
             if not isinstance(self.head[key], kind):
@@ -294,7 +299,7 @@ def shapes_of(weights: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
-#: What uses the models of a task.
+#: What a model of each of our tasks is, and the command that uses it, for messages.
 _USES = {
     "acoustic": "an acoustic model; use it with speechdp decode",
     "synthesis": "a synthesis model; use it with speechdp synthesize",
@@ -318,7 +323,7 @@ def _refuse_ctc(file: _ModelFile) -> None:
 
 
 def _tying(head: Mapping[str, Any]) -> StateTying | None:
-    """Return how the states of a model are tied.  Raises ValueError: otherwise than its classes are."""
+    """Return the tying of a model's states, or None.  Raises ValueError if it has other classes."""
     tying = StateTying.from_json(head["tying"]) if "tying" in head else None
     if tying is not None and tying.num_classes != head["num_classes"]:
         raise ValueError(f"{tying.num_classes} tied states for {head['num_classes']} classes")
@@ -326,7 +331,7 @@ def _tying(head: Mapping[str, Any]) -> StateTying | None:
 
 
 def _is_of_another_class(file: _ModelFile) -> bool:
-    """Tell whether an acoustic model is no LstmAcousticModel.  Raises RunError: it is no acoustic model."""
+    """Return whether an acoustic model is of a user's class.  Raises RunError if it is not acoustic."""
     is_acoustic = is_ctc(file.head) or "class_frames" in file.tensors
     if is_acoustic and file.head.get("task", "acoustic") not in _USES:
         return True
@@ -335,10 +340,10 @@ def _is_of_another_class(file: _ModelFile) -> bool:
 
 
 def _network_of(file: _ModelFile, own: Networks | None) -> nn.Module:
-    """Make a network of another class with the weights of a file, which has been checked.
+    """Make a user's network with the weights of a file that has been checked.
 
     Raises:
-        RunError: its task was not given, has other options now, or makes another network.
+        RunError: its task was not given, was given with other options, or makes another network.
         ConfigError: the task fails to make one.
     """
     head, weights = file.head, file.weights
@@ -355,7 +360,7 @@ def _network_of(file: _ModelFile, own: Networks | None) -> nn.Module:
     try:
         with without_weights():
             outline = make(*sizes)
-    except ConfigError:  # some compute with what only a real device has: they are made at once
+    except ConfigError:  # some need values while they are made: those are made on a real device at once
         outline = None
     if outline is not None:
         _refuse_unlike(file, outline)
@@ -366,12 +371,12 @@ def _network_of(file: _ModelFile, own: Networks | None) -> nn.Module:
 
 
 def _as_trained(model: ModelT) -> ModelT:
-    """Return a new network in the number format of training, where a program has set another default."""
+    """Return a new network in float32, the format of training, if the program has set another default."""
     return model if torch.get_default_dtype() == torch.float32 else model.float()
 
 
 def _refuse_unlike(file: _ModelFile, model: nn.Module) -> None:
-    """Refuse a network that the weights of a file do not fit.  Raises RunError."""
+    """Refuse a network with other weights, by name and shape, than a file.  Raises RunError."""
     expected, found = shapes_of(model.state_dict()), shapes_of(file.weights)
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
@@ -383,7 +388,7 @@ def _refuse_unlike(file: _ModelFile, model: nn.Module) -> None:
 
 
 def _numbers(head: dict[str, Any]) -> Iterator[int]:
-    """Yield every size in a head; those of speech and training, such as the sampling rate, are none."""
+    """Yield every size in a head that weights depend on; not others, such as the sampling rate."""
     for key in ("feature_dim", "num_classes", "num_symbols", "mel_dim", "linear_dim"):
         if key in head:
             yield head[key]
@@ -392,7 +397,7 @@ def _numbers(head: dict[str, Any]) -> Iterator[int]:
 
 
 def _run_in(folder: Path) -> str:
-    """Name a run of a sweep, comparison or search, as what is to be given."""
+    """Return, for a remedy, what to give instead of the folder of a sweep, comparison or search."""
     models = (path for runs in (folder, folder / "runs") for path in sorted(runs.glob(f"*/{MODEL_NAME}")))
     model = next(models, None)
     return "the folder of a run" if model is None else f"the folder of a run, such as {model.parent}"
@@ -400,7 +405,7 @@ def _run_in(folder: Path) -> str:
 
 @contextmanager
 def _reading(run_dir: Path) -> Iterator[_ModelFile]:
-    """Read a model file; what the block finds wrong with it is told in one line."""
+    """Read a model file; report what the block finds wrong with it in one line, as RunError."""
     path = run_dir / MODEL_NAME
     if not run_dir.is_dir():
         raise RunError(f"{run_dir}: {why_no_folder(run_dir)}; give that of a finished run")
@@ -420,7 +425,7 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
         raise RunError(f"{path}: no such model; {run_dir} is not a finished run, {remedy}")
     try:
         with path.open("rb"):
-            pass  # for the reason: to safetensors every file is missing that it cannot open
+            pass  # raises the reason: safetensors calls every file missing that it cannot open
         tensors = safetensors.torch.load_file(path)
         with safetensors.safe_open(str(path), framework="pt") as file:
             head = parse_json(file.metadata()["speechdp"])

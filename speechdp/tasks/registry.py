@@ -109,7 +109,9 @@ def task_options(text: str) -> dict[str, Any]:
 
 
 def networks_of(given: str | None) -> Callable[[str, str], Callable[[int, int], nn.Module] | None]:
-    """Return a function that finds, from a model file's entries, what makes its network; see `load_model`.
+    """Return a function from the task name and options in a model file to what makes the file's network.
+
+    For `own` of `load_model`.  The function returns None if the file is of another task.
 
     Args:
         given: the task as in `--task`, either with the options that the network was made with or without

@@ -268,7 +268,7 @@ def _by_text_beside(source: Path, files: list[Path], every_text: list[Path], rul
 
 
 def _texts_alone(texts: list[Path], files: list[Path]) -> tuple[str, ...]:
-    """Report .txt files without readable audio beside them: one is no transcript, many suggest a mistake."""
+    """Report .txt files without readable audio beside them: one may be a README, many are a mistake."""
     beside = {file.with_suffix(".txt") for file in files}
     alone = [path for path in texts if path not in beside and not _NO_AUDIO.match(path.name)]
     if not alone:

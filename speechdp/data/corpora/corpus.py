@@ -47,8 +47,8 @@ class Corpus:
     Attributes:
         source: origin of the utterances, as named in messages; of several sources, those that a rule divides.
         notices: messages for the user, e.g. what was left out.
-        held_out: names of the sources that are dev or test as a whole; a rule divides only the other
-            utterances.
+        held_out: for dev and test, if they are sources of their own: the names of these sources.  A rule
+            divides only the other utterances.
         files: which files of several sources are the same; None: not looked up.
     """
 
@@ -77,8 +77,8 @@ class Corpus:
             may_lack_text: whether empty transcripts are allowed.
 
         Raises:
-            ConfigError: no utterance, two with the same id, an empty transcript, an unknown split, or a name
-                that our files cannot hold; names it.
+            ConfigError: no utterance, two with the same id, an empty transcript, an unknown split, a split
+                for only some utterances, or a name that our files cannot hold; names it.
         """
         ordered = sorted(utterances, key=lambda utterance: utterance.utterance_id)
         if not ordered:

@@ -16,8 +16,8 @@ from speechdp.errors import ConfigError
 #: Pauses between words, and at the edges, in seconds.
 PAUSE_S = (0.06, 0.12)
 EDGE_S = 0.05
-#: Root mean square to which every recording is scaled, and its largest peak.  Takes of one speaker may differ
-#: by 20 dB, which nobody could predict from the text of an utterance.
+#: Root mean square to which every recording is scaled, unless its peak would then exceed the second value.
+#: Takes of one speaker may differ by 20 dB, which nobody could predict from the text of an utterance.
 _LEVEL = 10.0 ** (-25.0 / 20.0)
 _MOST_PEAK = 0.95
 _FADE_S = 0.005

@@ -48,7 +48,7 @@ class ReadingRules:
     channel: Channel | None = None
 
     def find_file(self, folder: Path, value: str) -> Path:
-        """Resolve a path of a table as Kaldi does, from the working directory, or else from the table's."""
+        """Resolve a path of a table as Kaldi does, from the working directory, or else from `folder`."""
         path = Path(self.path_map.mapped(value))
         if not path.is_absolute() and not path.exists() and (folder / path).exists():
             return folder / path

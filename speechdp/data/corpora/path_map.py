@@ -9,7 +9,7 @@ from speechdp.errors import ConfigError
 
 
 class PathMap:
-    """Replaces the beginnings of paths in tables; remembers which replacements were used.
+    """Replaces the beginnings of paths in tables; remembers which old beginnings fitted a path.
 
     Args:
         pairs: old and new beginnings; they consist of whole folder names.

@@ -110,7 +110,8 @@ def read_corpus(
         reader: `folder`, `kaldi`, `manifest`, or another package's `NAME` or `MODULE:CLASS`, followed by
             `:option=value,...`; None: one of the first three by detection.
         pattern: pattern of labels in file names, for a folder of audio.
-        rules: how files are read; for another package's reader only those on empty transcripts apply.
+        rules: how files are read; for another package's reader only the channel and those on empty
+            transcripts apply.
 
     Raises:
         ConfigError: there is no such reader, it fails, or its result is no corpus.

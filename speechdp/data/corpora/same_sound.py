@@ -184,7 +184,8 @@ class SoundIndex(Generic[_Item]):
         if there is None:
             return None
         start, end = times_of(audio)
-        # Overlaps need not be added up: if several cover half of this, or a second, one of them does alone.
+        # Overlaps need not be added up: if stretches that follow each other without a gap share enough with
+        # this together, one of them does so alone.
         for number in range(bisect_right(there.reach_s, start), len(there.parts)):
             other_start, other_end, item = there.parts[number]
             if other_start >= end:

@@ -88,8 +88,8 @@ def _with_one_division(
     """Make sure that all sources have a division of their own, or none has.
 
     Raises:
-        ConfigError: only some of the sources to be divided have their own division and --split is not given;
-            or one fills a split that is a separate source.
+        ConfigError: only some of the sources to be divided have their own division, and neither --split nor a
+            source of dev is given; or one fills a split that is a separate source.
     """
     if is_ruled:
         return [(source, _in_split(corpus, None)) for source, corpus in parts]
@@ -148,7 +148,7 @@ def _without_held_out(
         there = {utterance_id: source for utterance_id, source in where if source is not None}
         if not there:
             return corpus
-        # A copy at another speed, for example, would train on what is tested.
+        # Changed copies go, too: one at another speed, for example, holds the speech that is tested.
         taken = set(map(original_name, there))
         stay = tuple(u for u in corpus.utterances if original_name(u.utterance_id) not in taken)
         counts = Counter(there.values())

@@ -114,7 +114,7 @@ def _plan_split(name: str, variants: Sequence[str], seconds: float, seed: int) -
 
 
 def _fewest_utterances() -> int:
-    """Return how many utterances deal all words twice, so that every split has every word."""
+    """Return how many utterances give every split every word: half are commands, of at least one word."""
     return 2 * len(command_words())
 
 

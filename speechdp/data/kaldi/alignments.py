@@ -28,7 +28,7 @@ class AlignmentSource:
     Attributes:
         files: archives, read one after the other.
         pdf_map: maps the transition-ids in them to pdfs; None: they hold pdfs.
-        num_pdfs: number of pdfs, if a model specifies it; else one more than the largest.
+        num_pdfs: number of pdfs that the model specifies; None: there is no model.
         notices: messages for the user.
     """
 

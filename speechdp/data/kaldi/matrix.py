@@ -31,7 +31,7 @@ _PLACE = re.compile(
     r"(?P<range>\[(?P<rows>:|\d+:\d+)(,(?P<columns>:|\d+:\d+))?\])?"
 )
 _MOST_TEXT_LINES = 1 << 24
-#: Kaldi truncates a range that exceeds its matrix by fewer rows than this: times of segments are rounded.
+#: Kaldi truncates a range that exceeds its matrix by at most this many rows: times of segments are rounded.
 _MOST_ROWS_TOO_FAR = 3
 
 
@@ -107,7 +107,8 @@ def rows_of_segments(
         snipped: frames to take off the ends, as by Kaldi's --snip-edges=true, its default.
 
     Raises:
-        ConfigError: a stretch ends 0.5 s or more beyond its recording; names it.
+        ConfigError: a stretch is empty, begins after the end of its recording, or ends 0.5 s or more beyond
+            it; names the utterance.
     """
     if not table.keys().isdisjoint(segments):
         return dict(table)

@@ -1,4 +1,4 @@
-"""Describe the contents of a new data directory: sources make them from a corpus, the pipeline writes."""
+"""Describe the contents of a new data directory: a source makes them, the pipeline writes them."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def warn_of_splits(
 def _warn_of_single(
     splits: Mapping[str, Sequence[CorpusUtterance]], held_out: Collection[str]
 ) -> tuple[str, ...]:
-    """Warn of a dev or test split of one utterance, unless there is no train split: that was requested."""
+    """Warn of a dev or test split of one utterance; not without train, where the user chose what to test."""
     single = [name for name, utterances in splits.items() if name != "train" and len(utterances) == 1]
     if not single or "train" not in splits:
         return ()

@@ -90,8 +90,8 @@ def check_frame_shift(folder: Path, options: PrepareOptions, config: FeatureConf
     """Refuse Kaldi's features if their frame shift differs from the options, or from the model of --like.
 
     Args:
-        folder: the data directory; without a file `frame_shift`, its shift is unknown.
-        config: the features of the model of --like, if it is given.
+        folder: the data directory; without a file `frame_shift`, its shift is taken to be right.
+        config: feature settings: those of the model of --like if it is given, else those of the options.
 
     Raises:
         ConfigError: the file has a different shift, or is damaged.

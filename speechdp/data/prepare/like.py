@@ -73,8 +73,8 @@ def read_corpus_like(options: PrepareOptions, scratch: Path, progress: Progress)
     used for training.  Otherwise there are no targets, and the data can only be decoded.
 
     Raises:
-        ConfigError: the corpus or its audio cannot be used, `options.like` is not a model's data, or the
-            lexicon has phones that the model does not know.
+        ConfigError: the corpus or its audio cannot be used, `options.like` is neither a run nor the data of a
+            recogniser, or the lexicon has phones that the model does not know.
     """
     assert options.like is not None
     like = open_like(options.like)

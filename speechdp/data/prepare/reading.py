@@ -52,7 +52,7 @@ def read_whole_corpus(
 
     Raises:
         ConfigError: a source cannot be used, or names audio files that do not exist or are empty; there are
-            options for Kaldi's tables but no source has any; or the sources do not go together.
+            options for tables, but no source has such tables; or the sources do not go together.
     """
     rules = reading_rules(options, scratch, progress, needs_text=needs_text)
     readers = {

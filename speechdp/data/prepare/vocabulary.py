@@ -48,7 +48,7 @@ def given_lexicon(path: Path | None) -> Lexicon | None:
 
 
 def plainly_spelt(corpus: Corpus, given: Lexicon | None, *, needs_text: bool = True) -> Corpus:
-    """Normalise the transcripts of any corpus: words are spelled as in the lexicon, which ignores case.
+    """Normalise the transcripts of any corpus: words get the lexicon's spelling, whatever their case.
 
     Other words are in lower case and without punctuation.  Marks such as `!SIL` stay as they are.
 

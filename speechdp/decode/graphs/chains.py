@@ -120,7 +120,6 @@ def shared(
 
     Returns:
         The arcs, and the number of states including the new ones.
-        The arcs, and the number of states with the new ones.
 
     Example:
         >>> one = Chains(*(np.array([value]) for value in (0, 0, 9, 0.5, 1)))

@@ -307,7 +307,7 @@ class LexiconTransducer:
 
 
 class CtcTransducer(LexiconTransducer):
-    """The same over the classes of CTC: each phone is a class, and a blank may be on both sides of it.
+    """HL over the classes of CTC: each phone is a class, and a blank may be on both sides of it.
 
     Between two equal phones of a word a blank is required (`transcript_hmm.CtcCompiler`).  It is not required
     if a word ends with the phone that the next begins with: the previous word is not known here, so the two

@@ -15,8 +15,8 @@ import numpy as np
 from speechdp.decode.graphs.chains import Chains, Int64Array, Sequences, shared
 from speechdp.decode.graphs.fst_arrays import EPSILON, Arcs, FstArrays
 
-#: Symbol of back-off arcs until it is removed; further back-off arcs of a state have lower numbers.  Words
-#: that sound alike have lower numbers than the first.
+#: Symbol that back-off arcs read until it is removed; further back-off arcs of a state read lower numbers.
+#: Arcs that distinguish words that sound alike read lower numbers, too.
 BACKOFF = -1
 
 

@@ -69,7 +69,7 @@ class AveragingStrategy(PeriodicStrategy):
         return self.compression != "none" and self.comm.size > 1
 
     def make_means(self) -> list[QuantisedMean]:
-        """Return the object that averages each piece, over the channel `peers`."""
+        """Return the objects that average the pieces, one each, over the channel `peers`."""
         values = self.replica.parameters.values
         self._outbox = Outbox(self.peers)
         return [QuantisedMean(self._outbox, values[p], self.compression) for p in self.pieces()]

@@ -26,8 +26,9 @@ _LOW_RANK = "low_rank."
 
 @dataclass(eq=False)
 class BucketedGradients(Strategy):
-    """Average gradients over all ranks at every update, as `gradient_averaging` does, and others for a time.
+    """Average gradients over ranks at every update: the base class of `gradient_averaging`.
 
+    Periodic strategies use it before `begin`, ad_psgd inside its groups.
     Exchange: the flat gradient, bucket by bucket, each as soon as backward has filled it (hooks on the
     parameters); the frame count is appended to the gradients in the same vector.  With compression=powersgd
     the exchange follows backward, without buckets: `LowRankSum`.
@@ -107,7 +108,7 @@ class BucketedGradients(Strategy):
         self._log2_scale: int | None = None
         self._works: list[Work] = []
         self._packed: list[tuple[Tensor, Tensor]] = []
-        #: Sums instead of buckets.
+        #: Sums the gradients if compression=powersgd; None: they are summed in buckets.
         self._low_rank = self._make_low_rank_sum()
         self._start_round()
         if self.overlap and self._low_rank is None:
@@ -179,7 +180,7 @@ class BucketedGradients(Strategy):
             self._works.append(self.group.allreduce_async(bucket.piece, name=name))
             return
         count = self.replica.gradients.extra
-        if self._next_bucket == 1:  # it ends with the frame count, which is sent apart, exactly
+        if self._next_bucket == 1:  # this bucket ends with the frame count, which must stay exact
             self._works.append(self.group.allreduce_async(count, name="gradients.frames"))
         piece = bucket.piece[: -count.numel()] if self._next_bucket == 1 else bucket.piece
         packed = torch.mul(piece, 2.0 ** -self._compression_exponent()).to(dtype)
@@ -210,8 +211,8 @@ class BucketedGradients(Strategy):
             if self._low_rank is None:
                 self._end_buckets()
             else:
-                # Otherwise their errors would be kept until a script makes the optimizer update these
-                # parameters.
+                # The sum's errors must not keep gradients of parameters that no update changes: a script may
+                # let the optimizer update these later.
                 self.replica.clear_left_out(self.replica.gradients.values)
                 self._low_rank.sum(self.replica.loss_scale)
         with self.timeline.span(Span.UPDATE):

@@ -18,9 +18,9 @@ _LAST_EPOCHS, _LAST_SHARE = 0.5, 0.25
 class LastModels:
     """Keep up to `most` averaged models of the last stretch of training, and return their running means.
 
-    The stretch is cut into `most` equal parts.  The first average within or after a part is kept, and the
-    final model always.  Vectors are kept only in the host memory of rank 0, not on a GPU; every rank knows
-    their number.
+    The stretch is cut into `most` equal parts.  The first average at or after the end of each part is kept,
+    and the final model always.  Vectors are kept only in the host memory of rank 0, not on a GPU; every rank
+    knows their number.
 
     Args:
         most: largest number of models kept, including the final one.
@@ -36,7 +36,7 @@ class LastModels:
         self._is_newest_kept = False
 
     def offer(self, values: Tensor, progress: Progress) -> None:
-        """Keep a new average if its part of the stretch has none yet."""
+        """Keep a new average if a part of the stretch has ended since the last one that was kept."""
         stretch = min(_LAST_EPOCHS, _LAST_SHARE * progress.num_epochs)
         done = progress.epoch - (progress.num_epochs - stretch)
         parts = int(done / stretch * self._most + 1e-9)

@@ -1,4 +1,4 @@
-"""Exchange parameters with those they are averaged with: by one allreduce, or by neighbours' messages."""
+"""Exchange parameters for averaging: by one allreduce, or by messages between neighbours."""
 
 from __future__ import annotations
 
@@ -157,14 +157,13 @@ class Neighbours(_Messages):
 class QuantisedNeighbours(_Messages):
     """Send quantised differences to what fixed neighbours know of the parameters.
 
-    Update rule: with x^_i what rank i's neighbours know of x_i, bitwise the same there and here, Q
-    quantisation,
+    Update rule: with Q quantisation and x^_i what rank i's neighbours know of x_i, bitwise equal on all,
         rank i:   q_i = Q(x_i - x^_i);   x^_i <- x^_i + q_i
         for each neighbour j, when q_j is received:   x^_j <- x^_j + q_j
         then      x_i <- x_i + sum_j W_ij (x^_j - x^_i)
     Over all ranks the last sum vanishes, so W's mean is kept whatever Q does.  The rounding error of x_i is
-    part of the next difference, since x^_i lacks it.  The neighbours' x^_j are kept separately, where their
-    weighted sum would do: its own rounding errors would stay in it, and move the mean at every exchange.
+    part of the next difference, since x^_i lacks it.  The neighbours' x^_j are kept separately, although
+    their weighted sum would suffice: its rounding errors would stay, and move the mean at every exchange.
 
     Source: CHOCO-SGD, Koloskova, Stich & Jaggi 2019 (arXiv 1902.00340), recalled.  Deviation: its consensus
     step size gamma, small enough for any compression, is 1: an error of Q is at most a 14th of the largest

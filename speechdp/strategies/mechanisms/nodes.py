@@ -187,7 +187,8 @@ class NodewiseStrategy(AveragingStrategy):
         self._windows_between = max(1, rounds_between(self.between_nodes, self.period))
         self._round = 0  # averages inside nodes since the last one over all ranks
         self._only_inside = False  # whether the current average is inside the node alone
-        #: Frames of all ranks of this node since that average, without those of the current window.
+        #: Frames of all ranks of this node since the last average over all ranks, without those of the
+        #: current window.
         self._node_frames = self.replica.parameters.whole.new_zeros(())
         super().set_up()
 

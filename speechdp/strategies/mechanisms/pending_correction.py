@@ -65,8 +65,7 @@ class EffectiveParameters:
     def correct(self) -> None:
         """Mix: let half of `incoming` minus the last snapshot wait for the next step."""
         torch.sub(self.incoming, self._own, out=self.incoming)
-        # The correction must be complete when training finds it, so that training's stream need not wait for
-        # it.
+        # Training must find a correction that is complete on the device, and not have its stream wait for it.
         self._streams.finish_side()
         with self._lock, self._streams.exchanging():
             if self.num_pending:

@@ -121,7 +121,7 @@ class PeriodicStrategy(Strategy):
             return frames_reach(progress.frames_per_rank, self.begin.value)
         if progress.step < self._next_look:
             return False
-        # By rank 0's clock, checked at least at steps 1, 2, 4, ... and at the step where it should be over.
+        # By rank 0's clock, checked at steps 1, 2, 4, ..., and then at the step at which it should be over.
         left = round((self.begin.value - progress.time_s) * progress.step / max(progress.time_s, 1e-9))
         over = progress.time_s >= self.begin.value
         left = self._agree(0 if over else min(max(1, left), progress.step), "begin")
@@ -129,7 +129,7 @@ class PeriodicStrategy(Strategy):
         return left == 0
 
     def start_apart(self) -> None:
-        """Start local training; called unless it starts at step 1."""
+        """Prepare for local training when it starts; not called if that is at step 1."""
         return None
 
     def is_due(self, progress: Progress) -> bool:

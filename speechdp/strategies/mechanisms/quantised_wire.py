@@ -14,7 +14,7 @@ from speechdp.strategies.mechanisms.server import ANSWER_TAG, GIVEN_TAG, SERVER,
 
 
 class QuantisedWire(Wire):
-    """Send vectors and answers quantised in blocks; only answers to GIVE, since a FETCH needs full precision.
+    """Send vectors and answers quantised in blocks.  Only for GIVE: the answer to a FETCH is not rounded.
 
     Update rule: with x a worker's vector, r what the server knows of it and Q quantisation,
         worker:  c = Q(x - r);   r <- r + c          server:  r <- r + c, the vector that it is given

@@ -115,7 +115,7 @@ class Server(ABC):
     def serve(
         self, request: ServerRequest, given: Tensor, answer: Tensor, rounding: Rounding | None
     ) -> Tensor:
-        """Serve a request, alone; return the answer: `answer` filled, or a vector that nothing will change.
+        """Serve a request, under the lock; return the answer: `answer` filled, or a vector that stays as is.
 
         Args:
             request: FETCH or GIVE.
@@ -198,7 +198,7 @@ class Link:
 
     Attributes:
         version: version of the common vector in this worker's last answer.
-        ages: number of answers by age: the number of changes by others since the previous answer.
+        ages: number of answers to GIVE by age, the number of changes by others since the previous answer.
     """
 
     def __init__(self, peers: PeerCommunicator, server: Server | None, wire: Wire) -> None:

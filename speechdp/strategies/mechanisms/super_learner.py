@@ -17,7 +17,7 @@ _ONE_BUCKET_MIB = 2.0**40
 
 @dataclass(eq=False)
 class SuperLearner(BucketedGradients):
-    """Average gradients inside a group, whose ranks learn at each step of the leader's pending correction.
+    """Average gradients inside a group; with each update the leader announces its pending correction.
 
     Update rule: as gradient_averaging inside the group.
 
