@@ -231,6 +231,8 @@ def find_reachable(
                     break
                 time.sleep(_POLL_S)
             answering |= {name for name, child in running.items() if child.poll() == 0}
+        if stopped():
+            break
     return [host for host in hosts if host.name in answering]
 
 

@@ -246,6 +246,18 @@ def test_a_stop_ends_the_waiting_for_hosts() -> None:
     assert find_reachable(HOSTS, probe, {}, stopped=lambda: True) == []
 
 
+def test_after_a_stop_no_more_hosts_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speechdp.launching.restarts._PROBES_AT_ONCE", 1)
+    tried = []
+
+    def probe(host: Host) -> list[str]:
+        tried.append(host.name)
+        return [sys.executable, "-c", "import time; time.sleep(60)"]
+
+    assert find_reachable(HOSTS, probe, {}, stopped=lambda: bool(tried)) == []
+    assert tried == ["n1"]
+
+
 #: As mpirun: has a folder until it is asked to end, and starts ssh, here a `sleep`, in a group of its own.
 _PROBE = """
 import os, pathlib, signal, subprocess, sys
