@@ -519,8 +519,19 @@ class _CheckedBefore(Protocol):
         """Refuse them.  Raises ConfigError."""
 
 
-def check_forwarded(arguments: Sequence[str]) -> Any:
+@runtime_checkable
+class _CheckedByStrategies(Protocol):
+    """A command with options that only its strategies understand, which import torch."""
+
+    def check_strategies(self) -> None:
+        """Refuse them.  Raises ConfigError."""
+
+
+def check_forwarded(arguments: Sequence[str], *, with_torch: bool = False) -> Any:
     """Refuse an invalid forwarded command line here, once, instead of on every rank or after a queue.
+
+    Args:
+        with_torch: import it, to check the options of strategies, too.
 
     Returns:
         The command that it is.
@@ -539,6 +550,8 @@ def check_forwarded(arguments: Sequence[str]) -> Any:
     command = _parsed(name, rest, lambda text: None)  # rank 0 tells it
     if isinstance(command, _CheckedBefore):
         command.check()
+    if with_torch and isinstance(command, _CheckedByStrategies):
+        command.check_strategies()
     return command
 
 

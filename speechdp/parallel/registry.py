@@ -141,6 +141,11 @@ class StrategyChoice:
         """The strategy, not attached; raises as `parse_strategy`."""
         return parse_strategy(self.text)
 
+    def check_name(self) -> None:
+        """Refuse an unknown strategy without importing torch, as `parsed` does.  Raises ConfigError."""
+        if self.name not in strategy_names():
+            strategy_class(self.name)
+
     @property
     def file_name(self) -> str:
         """The text as part of a folder's name."""
