@@ -38,7 +38,7 @@ from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
 from speechdp.models.tacotron.config import TacotronConfig
 from speechdp.models.tacotron.model import Tacotron
 from speechdp.models.without_weights import without_weights
-from speechdp.ownership.overwrite import COMPARISON, SWEEP, TUNE
+from speechdp.ownership.overwrite import COMPARISON, SWEEP, TUNE, continuing
 from speechdp.parallel.run_files import MODEL_NAME
 
 _FORMAT = "speechdp-model"
@@ -416,7 +416,7 @@ def _reading(run_dir: Path) -> Iterator[_ModelFile]:
             if (run_dir / kind.record).is_file():
                 raise RunError(f"{run_dir}: is {kind.what}, not a run; give {_run_in(run_dir)}")
         begun = (run_dir / "run.json").is_file()
-        remedy = "finish it with train --resume" if begun else "train it first"
+        remedy = f"finish it {continuing(run_dir, 'train --resume')}" if begun else "train it first"
         raise RunError(f"{path}: no such model; {run_dir} is not a finished run, {remedy}")
     try:
         with path.open("rb"):
