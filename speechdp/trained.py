@@ -174,7 +174,7 @@ class AcousticModel:
             (T, C) float32.
 
         Raises:
-            ConfigError: another number of values a frame than the network takes.
+            ConfigError: another number of values a frame than the network takes, or NaN or infinity.
         """
         return self.log_posteriors_of_all([features])[0]
 
@@ -249,6 +249,9 @@ class AcousticModel:
         width = int(self._loaded.config["feature_dim"])
         if rows.ndim != 2 or rows.shape[1] != width:
             raise ConfigError(f"features of shape {rows.shape}: the network takes (frames, {width})")
+        finite = np.isfinite(rows).all(axis=1)
+        if not finite.all():  # an LSTM would carry it into all that follows, without a word
+            raise ConfigError(f"features have NaN or infinity, first in frame {finite.argmin()}; mend them")
         return rows
 
     @cached_property
