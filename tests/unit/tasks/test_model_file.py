@@ -67,6 +67,9 @@ def test_a_run_without_a_model_is_not_finished(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(RunError, match=r"is not a finished run, finish it with train --resume"):
         load_model(tmp_path, CPU)
+    (tmp_path / "owner.json").touch()
+    with pytest.raises(RunError, match=r"run, wait for the job that trains it; if that has ended, finish it"):
+        load_model(tmp_path, CPU)
     (tmp_path / "completed.json").write_text("{}")
     with pytest.raises(RunError, match=r"though the run is complete; the command .* again .*--resume"):
         load_model(tmp_path, CPU)
