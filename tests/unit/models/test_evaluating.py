@@ -28,13 +28,14 @@ class Merging(nn.Linear):
 @pytest.mark.parametrize("of_whole", [True, False])
 @pytest.mark.parametrize("of_part", [True, False])
 def test_every_part_has_its_mode_again_and_what_it_does_on_changing_it(of_whole: bool, of_part: bool) -> None:
-    network = nn.Sequential(nn.Sequential(Merging(), nn.Dropout()), Merging()).train(of_whole)
-    network[0][0].train(of_part)
-    modes = [part.training for part in network.modules()]
+    part = Merging()
+    network = nn.Sequential(nn.Sequential(part, nn.Dropout()), Merging()).train(of_whole)
+    part.train(of_part)
+    modes = [each.training for each in network.modules()]
     weights = {name: value.clone() for name, value in network.state_dict().items()}
     with pytest.raises(KeyError), evaluating(network):
-        assert not any(part.training for part in network.modules())
+        assert not any(each.training for each in network.modules())
         raise KeyError
-    assert [part.training for part in network.modules()] == modes
+    assert [each.training for each in network.modules()] == modes
     for name, value in network.state_dict().items():
         torch.testing.assert_close(value, weights[name])
