@@ -70,23 +70,43 @@ url_of() { # PATH: what would end a URL's path, or part it, is encoded
     say "file://${path//\?/%3F}"
 }
 
+# LOG has the output of several calls of pip, each behind such a line; why one has failed only its own output says.
+note_call_of_pip() { # LOG WORDS...
+    say "---- pip ${*:2}" >>"$1"
+}
+last_call_of_pip() { # LOG
+    sed -n '/^---- pip /h; /^---- pip /!H; ${x;p;}' "$1"
+}
 # pip's own last line on why it has failed, for a message.
 error_of_pip() { # LOG
-    grep -i '^ *error:' "$1" | tail -n 1
+    last_call_of_pip "$1" | grep -i '^ *error:' | tail -n 1
+}
+failure_of_pip() { # LOG: that line, if there is one, and where more is
+    local error
+    error=$(error_of_pip "$1") || true
+    say "(${error:+$error; }log: $1)"
 }
 # What helps then. No network brings a package that is not made for a Python or a glibc.
 remedy_of_pip() { # LOG PYTHON HOW AGAIN [GLIBC]: how another Python is taken, and how pip is called again
+    local here torch='set TORCH_SPEC if it is torch'
+    here="$(version_of "$2")${5:+ and glibc $5}"
     case $(error_of_pip "$1") in
-        *'No matching distribution found'* | *[Ff]ailed*build* | *'ould not build wheels'* | *metadata-generation-failed* | \
-            *ResolutionImpossible* | *subprocess-exited-with-error*)
+        *'No matching distribution found'*)
             # Without the network pip has found nothing, too.
-            if ! grep -q 'Retrying (Retry(' "$1"; then
-                say "none fits $(version_of "$2")${5:+ and glibc $5}: $3 another Python from 3.10 on, or set TORCH_SPEC if it is torch; then $4"
-                return
+            if last_call_of_pip "$1" | grep 'Retrying (Retry(' >/dev/null; then
+                say "check the network, then $4"
+            else
+                say "none fits $here: $3 another Python from 3.10 on, or $torch; then $4"
             fi
             ;;
+        *ResolutionImpossible*)
+            say "no versions for $here go together, the log says which: $3 another Python from 3.10 on, or $torch; then $4"
+            ;;
+        *[Ff]ailed*build* | *'ould not build wheels'* | *metadata-generation-failed* | *subprocess-exited-with-error*)
+            say "no wheel fits $here: $3 another Python from 3.10 on, or install what its build lacks by the log; then $4"
+            ;;
+        *) say "check the network, then $4" ;;
     esac
-    say "check the network, then $4"
 }
 version_of() { # PYTHON: e.g. Python 3.12
     "$1" -c 'import sys; print(f"Python {sys.version_info[0]}.{sys.version_info[1]}")' 2>/dev/null || true

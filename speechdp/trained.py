@@ -177,7 +177,7 @@ class AcousticModel:
             (T, C) float32.
 
         Raises:
-            ConfigError: the number of values per frame differs from the network's.
+            ConfigError: the number of values per frame differs from the network's, or one is NaN or infinite.
         """
         return self.log_posteriors_of_all([features])[0]
 
@@ -253,6 +253,9 @@ class AcousticModel:
         width = int(self._loaded.config["feature_dim"])
         if rows.ndim != 2 or rows.shape[1] != width:
             raise ConfigError(f"features of shape {rows.shape}: the network takes (frames, {width})")
+        finite = np.isfinite(rows).all(axis=1)
+        if not finite.all():  # an LSTM would carry it into all that follows, without a word
+            raise ConfigError(f"features have NaN or infinity, first in frame {finite.argmin()}; mend them")
         return rows
 
     @cached_property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import importlib
 import os
 import signal
@@ -49,6 +48,7 @@ from speechdp.process.ending import (
     leave_if_ended_by_mpirun,
     outlast_signals,
 )
+from speechdp.process.garbage import look_for_garbage_seldom
 from speechdp.process.notices import tell
 from speechdp.process.output import STDERR, is_read, keep_standard_streams, lost_output
 from speechdp.process.shortage import shortage
@@ -207,14 +207,11 @@ _QUOTED = ("--launch-args", "--mpi-args", "--scheduler-args")
 _AFTER_RANK_0_S = 5.0
 #: What a shell reports for a program ended by SIGPIPE: the reader of its output has gone.
 _BROKEN_PIPE = 141
-#: Python looks for garbage each time so many more objects are there (usual: 700, 10).  Importing torch makes
-#: 200,000 that stay, and a tenth of its time went into looking through them.
-_GARBAGE_AFTER = 10_000, 20
 
 
 def main() -> None:
     """Run the subcommand in sys.argv and exit with its code."""
-    gc.set_threshold(*_GARBAGE_AFTER)
+    look_for_garbage_seldom()
     use_utf8()
     keep_standard_streams()
     launch = announced()
@@ -519,8 +516,19 @@ class _CheckedBefore(Protocol):
         """Refuse them.  Raises ConfigError."""
 
 
-def check_forwarded(arguments: Sequence[str]) -> Any:
+@runtime_checkable
+class _CheckedByStrategies(Protocol):
+    """A command with options that only its strategies understand, which import torch."""
+
+    def check_strategies(self) -> None:
+        """Refuse them.  Raises ConfigError."""
+
+
+def check_forwarded(arguments: Sequence[str], *, with_torch: bool = False) -> Any:
     """Refuse an invalid forwarded command line here, once, instead of on every rank or after a queue.
+
+    Args:
+        with_torch: import it, to check the options of strategies, too.
 
     Returns:
         The command that it is.
@@ -539,6 +547,8 @@ def check_forwarded(arguments: Sequence[str]) -> Any:
     command = _parsed(name, rest, lambda text: None)  # rank 0 tells it
     if isinstance(command, _CheckedBefore):
         command.check()
+    if with_torch and isinstance(command, _CheckedByStrategies):
+        command.check_strategies()
     return command
 
 

@@ -136,7 +136,7 @@ def _batch_job(options: SubmitCommand) -> BatchJob:
     command = check_command(options.command, requeue=options.requeue)
     environment = options.parallel_environment
     if not is_script(command):
-        check_forwarded(command)  # fails now, not after hours in a queue
+        check_forwarded(command, with_torch=True)  # fails now, not after hours in a queue
     launch_options = split_words("--launch-args", options.launch_args)
     if options.max_restarts is not None:
         launch_options = ("--max-restarts", str(options.max_restarts), *launch_options)

@@ -70,11 +70,18 @@ class SweepCommand:
     """Delete the sweep in OUT and start over."""
 
     def check(self) -> None:
-        """Refuse periods and races that are invalid with any strategy.  Raises ConfigError."""
+        """Refuse periods, races and names that are invalid with any strategy.  Raises ConfigError."""
         from speechdp.experiments.sweep.plan import check_periods  # noqa: PLC0415 - fast --help
+        from speechdp.parallel.registry import StrategyChoice  # noqa: PLC0415
 
         check_periods(_split(self.periods))
         self._race()
+        for strategy in filter(None, (self.swept, self.reference)):
+            StrategyChoice(strategy).check_name()
+
+    def check_strategies(self) -> None:
+        """Refuse options that the strategies do not take.  Raises ConfigError."""
+        self._plan()
 
     def run(self) -> int:
         """Run the sweep; return the exit code."""
@@ -82,7 +89,7 @@ class SweepCommand:
         from speechdp.ownership.overwrite import SWEEP  # noqa: PLC0415
 
         self.check()
-        self._plan()
+        self.check_strategies()
         check_target(self.target, self.options.make_task().record())
         check_new(self.options, self.out_dir, SWEEP)
         sweep = [self.swept, self.periods, self.reference, self.one_rank_steps, self.decode_split]

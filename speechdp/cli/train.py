@@ -46,6 +46,11 @@ class TrainCommand:
             raise ConfigError("--resume and --overwrite exclude each other")
         if self.pause_at < 0:
             raise ConfigError(f"--pause-at {self.pause_at}: must be at least 0")
+        self.options.strategy.check_name()
+
+    def check_strategies(self) -> None:
+        """Refuse options that the strategy does not take.  Raises ConfigError."""
+        _ = self.options.strategy.parsed
 
     def run(self) -> int:
         """Train; return the exit code."""

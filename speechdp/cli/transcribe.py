@@ -89,9 +89,11 @@ class TranscribeCommand:
         from speechdp.decode.kept_graph import KeptGraph  # noqa: PLC0415
         from speechdp.decode.origin import is_ctc  # noqa: PLC0415
         from speechdp.decode.transcribe import Transcriber, kept_data  # noqa: PLC0415
+        from speechdp.process.garbage import look_for_garbage_as_usual  # noqa: PLC0415
         from speechdp.tasks.model_file import load_model  # noqa: PLC0415
         from speechdp.tasks.registry import networks_of  # noqa: PLC0415
 
+        look_for_garbage_as_usual()
         launch = announced()
         if launch is not None and launch.size > 1:
             raise ConfigError(

@@ -141,8 +141,11 @@ class AcousticScorer:
         padded = torch.nn.utils.rnn.pad_sequence(
             [torch.from_numpy(np.asarray(x, dtype=np.float32)) for x in features], batch_first=True
         )  # (B, T, F)
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        # Another than that of training after network.double() or the like.
+        dtype = dtypes.pop() if len(dtypes) == 1 else padded.dtype
         with evaluating(self.model), torch.inference_mode():
-            logits = self.model(padded.to(self.device), lengths)  # (B, T, C)
+            logits = self.model(padded.to(self.device, dtype), lengths)  # (B, T, C)
             posteriors = torch.log_softmax(logits.float(), dim=-1).cpu().numpy()
         log_prior = np.asarray(self.log_prior, dtype=np.float32)
         for log_posteriors, length in zip(posteriors, lengths.tolist(), strict=True):

@@ -14,10 +14,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
     Parts may be in other modes than the whole, such as a batch normalisation that is to stay as it is.
     """
-    training = [part for part in model.modules() if part.training]
+    modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for part in training:
-            part.training = True
+        # By `train`, in which networks may do more than note their mode, such as take merged weights apart; a
+        # part comes after the whole, whose mode it would take.
+        for part, mode in modes:
+            if part.training != mode:
+                part.train(mode)

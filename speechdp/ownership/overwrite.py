@@ -146,6 +146,20 @@ def refuse_inside(folder: Path) -> None:
                 )
 
 
+def continuing(folder: Path, alone: str = "--resume") -> str:
+    """Return how an unfinished run is gone on with, to complete "continue it ...".
+
+    Args:
+        folder: of the run.
+        alone: the option that continues it where it is no part of a sweep, comparison or search.
+    """
+    for parent in Path(os.path.realpath(folder)).parents[:2]:  # a search has its runs in a folder of theirs
+        for kind in (SWEEP, COMPARISON, TUNE):
+            if is_record(parent / kind.record):
+                return f"by giving the command of the {kind.what.split()[-1]} again"
+    return f"with {alone}"
+
+
 def is_record(path: Path) -> bool:
     """Return whether a file is a command's record of what its folder holds, not another program's."""
     try:

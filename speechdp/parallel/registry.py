@@ -144,6 +144,11 @@ class StrategyChoice:
         """The strategy, not attached; raises the errors of `parse_strategy`."""
         return parse_strategy(self.text)
 
+    def check_name(self) -> None:
+        """Refuse an unknown strategy without importing torch, as `parsed` does.  Raises ConfigError."""
+        if self.name not in strategy_names():
+            strategy_class(self.name)
+
     @property
     def file_name(self) -> str:
         """The text in a form that fits a folder's name."""

@@ -88,6 +88,19 @@ def test_what_overflows_is_refused_without_a_warning(
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_network_may_be_given_another_number_format(
+    model: speechdp.AcousticModel, dtype: torch.dtype
+) -> None:
+    features = model.features(tone(0.5), RATE)
+    wanted = model.log_posteriors(features)
+    model.network.to(dtype)
+    found = model.log_posteriors(features)
+    assert found.dtype == np.float32
+    tolerance = 1e-5 if dtype == torch.float64 else 0.05  # bfloat16 has 8 bits
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=tolerance)
+
+
 def test_sound_shorter_than_a_frame_has_none(model: speechdp.AcousticModel) -> None:
     features = model.features(np.zeros(20), RATE)
     assert features.shape == (0, 2 * BINS)
@@ -116,6 +129,11 @@ def test_sound_shorter_than_a_frame_has_none(model: speechdp.AcousticModel) -> N
         (lambda m: m.features(torch.zeros(99).to_sparse(), RATE), "^no array of numbers .*Sparse"),
         (lambda m: m.log_posteriors([["a"] * 46]), "^features of <U1; give floating point"),
         (lambda m: m.log_posteriors(np.zeros((3, 46), np.complex64)), "^features of complex64; give"),
+        (
+            lambda m: m.log_posteriors(np.where(np.arange(9)[:, None] == 7, np.inf, np.zeros((9, 46)))),
+            "^features have NaN or infinity, first in frame 7; mend them$",
+        ),
+        (lambda m: m.log_posteriors(torch.full((3, 46), torch.nan)), "infinity, first in frame 0; mend"),
         (lambda m: m.log_posteriors(np.zeros((3, 5))), r"shape \(3, 5\): the network takes \(frames, 46\)"),
     ],
 )

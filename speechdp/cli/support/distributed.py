@@ -31,6 +31,7 @@ from speechdp.options.run import TrainOptions
 from speechdp.parallel.stop import StopRequest
 from speechdp.process.ending import heed_put_off, outlast_signals
 from speechdp.process.file_limit import raise_file_limit
+from speechdp.process.garbage import look_for_garbage_as_usual
 from speechdp.process.heap import keep_few_kernels, keep_freed_memory
 from speechdp.timing.gpu import gpu_facts
 from speechdp.train.origin import git_state
@@ -78,6 +79,7 @@ def train_over_ranks(request: SessionRequest, function: Callable[[Session], int]
 
     Refuses ranks that differ in world, versions, seed, data or options.  If a rank fails, all ranks end.
     """
+    look_for_garbage_as_usual()
     heed_put_off()
     options = request.options
     num_feeders = options.loading.feeders

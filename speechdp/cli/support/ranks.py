@@ -13,6 +13,7 @@ from speechdp.comm.startup.start_guard import StartGuard
 from speechdp.launching.cores import share_cores
 from speechdp.options.faults import FaultOptions
 from speechdp.process.file_limit import raise_file_limit
+from speechdp.process.garbage import look_for_garbage_as_usual
 
 
 def over_ranks(backend: str, device: str, function: Callable[[Communicator], int | None]) -> int:
@@ -20,6 +21,7 @@ def over_ranks(backend: str, device: str, function: Callable[[Communicator], int
 
     A time limit guards the start of the ranks, but not their work, whose longest wait is unknown.
     """
+    look_for_garbage_as_usual()
     expect_rare_exchanges(FEW_CYCLE_MS)
     start = StartGuard(FaultOptions().hang_timeout)
 

@@ -103,6 +103,15 @@ def test_a_command_line_that_is_none_ends_with_2(
     assert capsys.readouterr().err.startswith(f"speechdp: {says}")
 
 
+@pytest.mark.parametrize("command", ["train D R --strategy", "sweep D O --swept", "sweep D O --reference"])
+def test_an_unknown_strategy_is_refused_before_ranks_are_started(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.run(["launch", "-np", "2", "--dry-run", "--", *command.split(), "bmf"]) == 1
+    told = capsys.readouterr()
+    assert told.err.startswith("speechdp: unknown strategy 'bmf'; there are: ") and told.out == ""
+
+
 def _options_with_a_path() -> list[tuple[str, str]]:
     """Return each option of a command of WHOLE that takes a path, also where it may be given again."""
     found = []

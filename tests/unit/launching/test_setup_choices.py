@@ -310,6 +310,12 @@ def test_an_end_amid_pip_is_told_by_what_it_was(
     [
         ("ERROR: No matching distribution found for torch==9", "none fits {python}: remove {venv}"),
         ("ERROR: Failed to build kaldi-decoder", "fits {python}: remove {venv} and set PYTHON to another"),
+        ("ERROR: Failed to build kaldi-decoder", "no wheel fits {python}: "),
+        ("ERROR: Failed to build kaldi-decoder", " or install what its build lacks by the log; then run "),
+        (
+            "ERROR: ResolutionImpossible: for help visit https://pip.pypa.io",
+            "no versions for {python} go together, the log says which: remove {venv}",
+        ),
         (
             "WARNING: Retrying (Retry(total=0)); ERROR: No matching distribution found for torch==9\n"
             "ERROR: No matching distribution found for torch==9",
@@ -328,6 +334,29 @@ def test_a_package_that_is_not_made_for_this_python_is_no_matter_of_the_network(
     assert done.returncode == 1
     assert remedy.format(python=version, venv=checkout / ".venv") in done.stderr, done.stderr
     assert ("check the network" in done.stderr) == ("Retrying" in pip_says)
+
+
+def test_what_an_earlier_call_of_pip_has_met_is_not_what_this_one_fails_of(checkout: Path) -> None:
+    python = checkout / "base" / "bin" / "python"
+    python.write_text(python.read_text().replace("-m pip download ", "-m pip install "))
+    said = checkout / "pip-download"
+    said.write_text("echo 'WARNING: Retrying (Retry(total=0))'; echo 'ERROR: No network'; exit 1")
+    assert "(ERROR: No network; log: " in setup(checkout).stderr
+    said.write_text("echo 'ERROR: No matching distribution found for torch'; exit 1")
+    assert "; none fits Python " in setup(checkout).stderr
+    said.write_text("exit 1")  # ended by the machine, say
+    assert " (log: " in (told := setup(checkout).stderr) and "check the network" in told
+    assert "No network" in (checkout / ".venv" / "pip.log").read_text()
+
+
+def test_what_could_not_be_downloaded_is_named_in_a_short_line(checkout: Path, tmp_path: Path) -> None:
+    (checkout / "pip-download").write_text(
+        'case "$*" in *--platform*) echo "ERROR: No disk"; exit 1 ;; *) : ;; esac'
+    )
+    failed = setup(checkout, "--download", str(tmp_path / "packages"), "--for", "2.34")
+    told = failed.stderr.replace(str(tmp_path), "")
+    assert "pip could not download what speechdp[synthetic,gpu] and torch==" in told and len(told) < 250, told
+    assert "--platform manylinux_2_34" in (tmp_path / "packages" / "download.log").read_text()
 
 
 def test_a_glibc_that_is_too_old_for_torch_is_no_matter_of_the_network(

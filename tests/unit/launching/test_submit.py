@@ -390,6 +390,22 @@ def test_a_mistake_is_one_line(
     assert list(work.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["train", "D", "R", "--strategy", "adaptive_averaging:growth=0.5"], "growth=0.5: must be "),
+        (["train", "D", "R", "--strategy", "model_averaging:perod=4"], "perod"),
+        (["sweep", "D", "O", "--reference", "bmuf:period=0"], "bmuf:period: '0' is not a period"),
+        (["sweep", "D", "O", "--swept", "model_averaging:period=4"], "--periods sets the period"),
+    ],
+)
+def test_options_of_a_strategy_are_checked_before_the_queue(
+    command: list[str], said: str, work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in failure([*RESOURCES, "--scheduler", "slurm", "--", *command], capsys)
+    assert list(work.iterdir()) == []
+
+
 def test_a_batch_system_is_in_every_place() -> None:
     names = set(typing.get_args(Scheduler))
     repository = Path(__file__).resolve().parents[3]

@@ -13,9 +13,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from speechdp.errors import RunError
+from speechdp.errors import ConfigError, RunError
 from speechdp.labels.hmm import log_priors, self_loop_probabilities
 from speechdp.models.lstm_am import LstmAcousticModel, LstmConfig
+from speechdp.report.runs.folders import read_run
+from speechdp.simulation.measured import measured_run
 from speechdp.tasks.model_file import ClassCounts, load_model, save_model
 from tests.helpers.faulty_disk import faulty_disk, full
 
@@ -65,9 +67,31 @@ def test_a_run_without_a_model_is_not_finished(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(RunError, match=r"is not a finished run, finish it with train --resume"):
         load_model(tmp_path, CPU)
+    (tmp_path / "owner.json").touch()
+    with pytest.raises(RunError, match=r"run, wait for the job that trains it; if that has ended, finish it"):
+        load_model(tmp_path, CPU)
     (tmp_path / "completed.json").write_text("{}")
     with pytest.raises(RunError, match=r"though the run is complete; the command .* again .*--resume"):
         load_model(tmp_path, CPU)
+
+
+@pytest.mark.parametrize(
+    ("record", "inside", "whole"),
+    [("sweep.json", "", "sweep"), ("compare.json", "", "comparison"), ("tune.json", "runs", "search")],
+)
+def test_a_run_of_several_is_finished_by_their_command(
+    record: str, inside: str, whole: str, tmp_path: Path
+) -> None:
+    (tmp_path / record).write_text('{"format": "speechdp-any"}')
+    run = tmp_path / inside / "bmuf-4"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    how = f"by giving the command of the {whole} again"
+    with pytest.raises(RunError, match=f"is not a finished run, finish it {how}$"):
+        load_model(run, CPU)
+    assert f"completed.json: missing, so the run did not finish; continue it {how}" in read_run(run).problems
+    with pytest.raises(ConfigError, match=f"continue it {how}, then simulate$"):
+        measured_run(read_run(run))
 
 
 def test_a_model_that_may_not_be_read_is_not_called_missing(
