@@ -22,7 +22,7 @@ from speechdp.launching.supervise import JobEnd
 #: Subcommands that leave a completion marker, and how they name their two folders.
 _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
 _CONTINUES = (
-    "the same command continues if the script saves and loads checkpoints (docs/api.md), and else begins anew"
+    "the same command continues if the script saves and loads checkpoints (docs/api.md), or else starts over"
 )
 #: How a script goes on that has not been asked to save: nobody but it knows whether it has.
 SCRIPT_CONTINUES = f"{_CONTINUES} once its folder is removed"
@@ -71,7 +71,7 @@ def find_target(arguments: Sequence[str]) -> Target | None:
     folders = list(itertools.takewhile(lambda word: not word.startswith("-"), rest[:2]))
     if len(folders) == 1:  # `train RUN --resume`, say: where it stands is not what is wrong
         raise UsageError(
-            f"{subcommand} needs two folders, and has {folders[0]} alone: "
+            f"{subcommand} needs two folders, but got only {folders[0]}: "
             f"speechdp launch ... -- {subcommand} {_WITH_MARKER[subcommand]} [options]"
         )
     if not folders:
@@ -300,7 +300,7 @@ def _meaning(exit_code: int) -> str:
         return "a host or its daemon was lost"
     if exit_code > 128 and exit_code - 128 in {int(known) for known in signal.Signals}:
         return f"a rank was killed by signal {exit_code - 128}"
-    return "no rank failed first: the launcher was ended from outside, or failed itself and says above why"
+    return "no rank failed first: the launcher was ended from outside, or failed itself with a message above"
 
 
 def _marker_state(subcommand: str, directory: Path) -> tuple[int, int] | None:

@@ -104,7 +104,7 @@ NOT_REQUEUED = "job 7 is not requeued: the script did not save in time when it w
         (TRAIN, STOPPED, signal.SIGUSR1, "job 7 is given back to slurm, to go on from its checkpoint"),
         (TRAIN, 138, signal.SIGUSR1, "job 7 is given back to slurm, to be started again"),
         # It saves nothing on the way: it would begin anew at each time limit, for ever.
-        (DECODE, 138, signal.SIGUSR1, "job 7 is not requeued: decode saves nothing on the way"),
+        (DECODE, 138, signal.SIGUSR1, "job 7 is not requeued: decode saves no checkpoints"),
     ],
 )
 def test_what_becomes_of_a_job_at_its_time_limit_is_told(
@@ -191,14 +191,17 @@ def test_a_script_that_a_warning_has_killed_is_not_said_to_have_been_slow(
     monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: end)
     assert run(["launch", "--requeue", "--", *SCRIPT]) == 138
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("speechdp launch: job 7 is not requeued: the script was ended by the warning, as ")
+    assert last.startswith(
+        "speechdp launch: job 7 is not requeued: the script was ended by the batch system's warning "
+        "signal, as it had not yet checked run.should_stop; "
+    )
 
 
 @pytest.mark.parametrize(
     ("command", "remedy"),
     [
         (SCRIPT, "submit the job again; the same command continues from the script's last checkpoint"),
-        (TRAIN, "submit the job again; with --resume it goes on from its checkpoint"),
+        (TRAIN, "submit the job again; with --resume it continues from its checkpoint"),
     ],
 )
 def test_a_refused_requeue_names_how_to_go_on(

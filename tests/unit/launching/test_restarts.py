@@ -69,7 +69,7 @@ def test_a_host_on_which_ranks_died_twice_is_left_out_where_others_have_room(tmp
 
 
 def test_too_few_hosts_end_it_unless_fewer_ranks_will_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"6 ranks need .* hosts that answer have 4 \(no answer: n3\)"):
+    with pytest.raises(ConfigError, match=r"6 ranks need .* hosts that respond have 4 \(no response: n3\)"):
         restarts(tmp_path, num_ranks=6, gone=["n3"]).next_hosts([])
     fewer = restarts(tmp_path, num_ranks=6, policy=RestartPolicy(1, min_ranks=3), gone=["n3"])
     assert fewer.next_hosts([]) == HOSTS[:2]
@@ -103,7 +103,7 @@ def test_what_would_fail_again_is_not_started_again(tmp_path: Path) -> None:
 def test_restarts_are_counted(tmp_path: Path) -> None:
     job = restarts(tmp_path, policy=RestartPolicy(1))
     job.next_hosts([])
-    assert "--max-restarts 1 are used up" in str(job.why_not(KILLED, 137))
+    assert "--max-restarts 1 is reached" in str(job.why_not(KILLED, 137))
     assert restarts(tmp_path, policy=RestartPolicy()).why_not(KILLED, 137) == ""
 
 
@@ -118,7 +118,7 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
         (
             RestartPolicy(1, min_ranks=2),
             Target("sweep", tmp_path, None),
-            "a sweep compares runs on one number",
+            "a sweep compares runs on the same number",
         ),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -301,7 +301,7 @@ def test_a_script_is_started_again_as_it_is_whatever_it_failed_with() -> None:
     assert script.why_not(JobEnd(143, 15), 143) == ""
     script.next_hosts(failed.faults)
     assert script.going_on(["train.py", "--overwrite"]) == ("train.py", "--overwrite")
-    assert "--max-restarts 1 are used up" in (script.why_not(failed, 1) or "")
+    assert "--max-restarts 1 is reached" in (script.why_not(failed, 1) or "")
 
 
 @pytest.fixture
