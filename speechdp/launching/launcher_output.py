@@ -31,7 +31,7 @@ _SAID = re.compile(
 #: what srun calls the signals that end a task, as strsignal has it.
 _SIGNAL_NAMES = {signal.strsignal(number): int(number) for number in signal.Signals}
 #: How a hung rank's line begins (watchdog/watchdog.py, watchdog/script_watchdog.py).
-_HUNG = ("no step ended for ", "waited in vain ")
+_HUNG = ("no step ended for ", "hung for ")
 #: What a command of one rank says that a signal has ended (process/ending.py): it cleans up first.
 _ENDED = re.compile(r"ended by (?P<name>SIG[A-Z0-9]+)")
 _LATE = re.compile(r"rank (?P<rank>\d+) on (?P<host>[^\s:,;]+) \(no sign of life")

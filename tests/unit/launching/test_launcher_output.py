@@ -294,7 +294,7 @@ def test_a_hung_ranks_line_names_the_hosts_that_gave_no_sign_of_life() -> None:
 
 def test_a_script_whose_ranks_wait_in_vain_hangs() -> None:
     line = (
-        "speechdp: rank 1 on n1: waited in vain for 60 s at step 6 for other ranks; rank 0 on n1 (at "
+        "speechdp: rank 1 on n1: hung for 60 s at step 6, waiting for other ranks; rank 0 on n1 (at "
         "run.save_checkpoint() for 61 s), rank 2 on n1 (no sign of life for 70 s); make the same calls\n"
     )
     (fault,) = read(line)[1]
