@@ -91,7 +91,7 @@ WHOLE = {
         ("launch -- train DATA RUN", "give the number of ranks: -np N, or --hostfile FILE (see hostfiles/)"),
         ("submit --nodes 1 --ranks-per-node 1 --time 1:00:00 --scheduler slurm --", "nothing to submit; "),
         ("sweep DATA OUT --strategy bmuf", "--strategy does not apply to sweep: use --swept, "),
-        ("compare DATA OUT -- a", "after -- stand a script's own arguments, and there is no --script: "),
+        ("compare DATA OUT -- a", "what follows -- are arguments of a script, but there is no --script: "),
         ("train --config", "--config needs a file: --config FILE.json"),
         ("nope", "unknown command 'nope'"),
     ],

@@ -130,7 +130,7 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
 def test_fewer_ranks_are_refused_for_a_strategy_that_needs_all_of_them(strategy: str) -> None:
     command = ("train", "D", "R", "--strategy", strategy)
     few = LaunchCommand(command, max_restarts=1, min_ranks=2)
-    with pytest.raises(ConfigError, match=f"--min-ranks 2: {strategy} cannot go on with fewer ranks"):
+    with pytest.raises(ConfigError, match=f"--min-ranks 2: {strategy} cannot continue with fewer ranks"):
         check_options(few, 4, None, is_script=False)
     check_options(replace(few, min_ranks=4), 4, None, is_script=False)
 
@@ -145,7 +145,7 @@ def test_fewer_ranks_are_allowed_where_a_run_goes_on_with_them(strategy: str) ->
 @pytest.mark.parametrize(
     ("hosts", "num_ranks", "min_ranks", "refused"),
     [
-        ((4, 4, 4), 12, 4, "loss of hosts may leave 8 ranks, and --global-batch 36: does not divide by 8"),
+        ((4, 4, 4), 12, 4, "loss of hosts may leave 8 ranks, and --global-batch 36: is not divisible by 8"),
         ((4, 2), 6, 1, None),  # 4 or 2, never 5
         ((4, 4, 4), 12, 12, None),
         ((4, 4, 4), 4, 2, None),  # with hosts to spare
@@ -324,7 +324,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
         (
             ("n1", "n3"),
             ("n2",),
-            "--interface lo: mpirun starts nothing on n2 over it, but does without it",
+            "--interface lo: mpirun cannot start ranks on n2 over it, but can without it",
         ),
         (("n1", "n3"), (), ""),  # down, say, of which the start itself tells
     ],

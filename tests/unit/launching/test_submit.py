@@ -385,7 +385,7 @@ def test_a_script_that_pauses_is_not_submitted_to_be_requeued(
         ),
         (["--launch-args=--hostfile F --min-ranks 20"], "give --max-restarts as well"),
         (["--scheduler", "sge", "--cpus-per-rank", "4"], "--cpus-per-rank 4: Grid Engine counts slots"),
-        (["--parallel-environment", "mpi"], "--parallel-environment mpi: is Grid Engine's alone"),
+        (["--parallel-environment", "mpi"], "--parallel-environment mpi: is for Grid Engine only"),
     ],
 )
 def test_a_mistake_is_one_line(
