@@ -52,7 +52,7 @@ def left_out(horovod: Path) -> bool:
     if mismatch is None or horovod.is_relative_to(sys.prefix):
         return False
     print(
-        f"setup: {horovod} of --on-top-of is left out, and back-ends mpi and torch are used: {mismatch}; "
+        f"setup: {horovod} of --on-top-of is not used, training uses back-ends mpi and torch: {mismatch}; "
         "to have Horovod, give --mpi that MPI, or let launch/setup build one for .venv"
     )
     return True

@@ -76,7 +76,7 @@ class OutsideRecordingError(ConfigError):
     """
 
     def __init__(self, fault: str) -> None:
-        super().__init__(f"{fault}; mend the times in segments, or leave the utterance out")
+        super().__init__(f"{fault}; correct the times in segments, or leave the utterance out")
         self.fault = fault
 
 

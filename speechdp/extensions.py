@@ -88,7 +88,7 @@ class ExtensionPoint(Generic[_T]):
         if cls.__module__.startswith("speechdp."):
             raise ConfigError(f"{where}: {cls.__name__} has a name already; derive a class from it")
         if not name.isidentifier():
-            raise ConfigError(f"{where}: a name has letters, digits and underscores")
+            raise ConfigError(f"{where}: a name may contain letters, digits and underscores only")
         other = self.registered.get(name)
         if name in self._own_names() or (other is not None and not _is_again(other, cls)):
             raise ConfigError(f"{where}: this name is already taken; choose another")
@@ -195,7 +195,7 @@ def imported(where: str, load: Callable[[], Any], remedy: str) -> Any:
     except Exception as error:  # a user's module may raise anything
         place = _place_in_module(error)
         if place:
-            reason, remedy = f"{place}: {_description(error)}", "mend the module"
+            reason, remedy = f"{place}: {_description(error)}", "fix the module"
         else:
             reason = one_line(error)
         raise ConfigError(f"{where} cannot be imported ({reason}); {remedy}") from error

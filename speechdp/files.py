@@ -18,8 +18,8 @@ from typing import Any
 from speechdp.errors import lacks_memory, one_line
 
 _PIECE_BYTES = 4 * 2**20
-_NETWORK_DISK = "see that the network disk is mounted and answers"
-_PERMIT = "permit writing there"
+_NETWORK_DISK = "check that the network disk is mounted and responds"
+_PERMIT = "make it writable"
 _SPACE = "free some space"
 #: Remedies by errno of disk errors; errors of HDF5 and others without a number get `_UNKNOWN`.
 _REMEDIES = {
@@ -28,8 +28,8 @@ _REMEDIES = {
     errno.EFBIG: "raise the limit on the size of a file (ulimit -f)",
     errno.EACCES: _PERMIT,
     errno.EPERM: _PERMIT,
-    errno.EROFS: "have the disk mounted for writing",
-    errno.EIO: "look at the disk (the kernel's log on that host says what failed)",
+    errno.EROFS: "have the disk mounted read-write",
+    errno.EIO: "check the disk (the kernel log of that host says what failed)",
     errno.EREMOTEIO: _NETWORK_DISK,
     errno.ESTALE: _NETWORK_DISK,
     errno.ENOTCONN: _NETWORK_DISK,
@@ -37,11 +37,11 @@ _REMEDIES = {
     errno.EHOSTDOWN: _NETWORK_DISK,
     errno.ETIMEDOUT: _NETWORK_DISK,
     # Making a folder in /proc says so, too.
-    errno.ENOENT: "see that nothing removes or moves its folder, and that it can hold files",
-    errno.ENOTDIR: "give a folder whose path holds no plain file",
+    errno.ENOENT: "check that nothing removes or moves its folder, and that it can hold files",
+    errno.ENOTDIR: "give a path that leads through folders only, not through a file",
     errno.EEXIST: "remove the file of that name",
     errno.EISDIR: "remove the folder of that name",
-    errno.ELOOP: "mend the symbolic links of its path",
+    errno.ELOOP: "fix the symbolic links in its path",
     errno.ENAMETOOLONG: "use shorter names (of folders, or utterance ids)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the limit on open files (ulimit -n)",
@@ -50,8 +50,8 @@ _REMEDIES = {
     errno.EAGAIN: "wait a moment",
     errno.EBUSY: "wait a moment",
 }
-_UNKNOWN = "look at the disk and the folder's rights"
-_PERMIT_READING = "permit reading it"
+_UNKNOWN = "check the disk and the folder's permissions"
+_PERMIT_READING = "make it readable"
 #: Errors of fsync on file systems that do not support it.
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 #: How HDF5, Rust (safetensors) and torch put the number of an error into words.

@@ -61,8 +61,8 @@ def goes_on_by_option() -> bool:
 def going_on_as_begun() -> str:
     """Return how to resume a run that was begun with other options than those given, as an imperative."""
     if goes_on_by_option():
-        return "give --resume alone, which takes the run's options"
-    return "repeat its command (it stands in run.json)"
+        return "give only --resume, which uses the run's own options"
+    return "repeat its command (recorded in run.json)"
 
 
 def backend(name: str) -> str:
@@ -90,7 +90,7 @@ def is_script() -> bool:
 
 def longer_wait() -> str:
     """Return how to give ranks longer to start, as the end of a list of remedies; "": it is not possible."""
-    return ", or raise --hang-timeout where a disk is just slow" if _has("hang_timeout") else ""
+    return ", or raise --hang-timeout if a disk is merely slow" if _has("hang_timeout") else ""
 
 
 def _has(option: str) -> bool:

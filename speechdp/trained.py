@@ -239,7 +239,7 @@ class AcousticModel:
     def _source(self, file: str | os.PathLike[str], sampling_rate: int | None) -> AudioSource:
         """Return a file as a source; of several channels, the one that training read.  Raises ConfigError."""
         if sampling_rate is not None:
-            raise ConfigError(f"{file}: a file says its sampling rate itself; leave sampling_rate out")
+            raise ConfigError(f"{file}: the file states its own sampling rate; leave sampling_rate out")
         if Path(file).is_dir():
             raise ConfigError(f"{file}: is a folder; give a file in it")
         return with_channel(Path(file), self._channel)
@@ -427,7 +427,7 @@ def _one_channel() -> Iterator[None]:
     try:
         yield
     except SeveralChannelsError as error:
-        raise ConfigError(f"{error.fault}; give the samples of one, with sampling_rate=") from error
+        raise ConfigError(f"{error.fault}; give the samples of one channel, with sampling_rate=") from error
 
 
 def _resampled(
@@ -446,7 +446,7 @@ def _resampled(
     if from_hz is None:
         raise ConfigError("samples without their rate; add sampling_rate=, in Hz")
     if not isinstance(from_hz, numbers.Real) or not 0 < from_hz < math.inf:
-        raise ConfigError(f"sampling_rate={from_hz!r}: must be a number of more than 0, in Hz")
+        raise ConfigError(f"sampling_rate={from_hz!r}: must be a number above 0, in Hz")
     lowest, highest = _RATES_HZ
     if not lowest <= from_hz <= highest:
         raise ConfigError(
@@ -474,4 +474,6 @@ def _as_array(values: npt.ArrayLike | torch.Tensor) -> npt.NDArray[Any]:
         found = values.detach().cpu()
         return np.asarray((found.float() if found.is_floating_point() else found).numpy())
     except (ValueError, TypeError, RuntimeError) as error:
-        raise ConfigError(f"no array of numbers ({one_line(error)}); give one of numpy or torch") from error
+        raise ConfigError(
+            f"not an array of numbers ({one_line(error)}); give a numpy array or torch tensor"
+        ) from error

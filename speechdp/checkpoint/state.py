@@ -96,7 +96,7 @@ def last_checkpoint_note(run_dir: Path) -> str:
     try:
         found = _newest_first(run_dir / "checkpoints")
     except OSError as error:
-        return f"whether there is an earlier checkpoint cannot be seen ({disk_reason(error)})"
+        return f"cannot tell whether there is an earlier checkpoint ({disk_reason(error)})"
     return f"last checkpoint: {found[0]}" if found else "there is no earlier checkpoint"
 
 
@@ -127,7 +127,7 @@ def load_checkpoint(
             assert state is not None
             return state
         problems.append(_Problem(**found[0]))
-        notices.append(f"passing over {problems[-1].text}")
+        notices.append(f"skipping checkpoint {problems[-1].text}")
     if problems:
         # A disk that does not answer may answer later: a run need not be given up for that.
         anew = remedies.starting_over(run_dir)
@@ -230,7 +230,7 @@ def _of_another_format(folder: Path, head: dict[str, Any]) -> _Problem | None:
     if (version := head.get("version")) == CHECKPOINT_VERSION:
         return None
     what = f"is of version {version!r}, and this speechdp reads version {CHECKPOINT_VERSION}"
-    return _Problem(f"{folder}: {what}", "go on with the speechdp that wrote it")
+    return _Problem(f"{folder}: {what}", "continue with the speechdp that wrote it")
 
 
 def _refuse_short_of_memory(folder: Path, error: Exception) -> None:

@@ -279,6 +279,6 @@ class CheckpointWriter:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         return (
             f"{self._folder}: checkpoint is not complete: nothing from {names}{more} for "
-            f"{self._patience_s:g} s; look at the disk there, then {remedies.going_on()}; "
+            f"{self._patience_s:g} s; check the disk there, then {remedies.going_on()}; "
             f"{last_checkpoint_note(self._run_dir)}"
         )

@@ -130,7 +130,7 @@ class CompareCommand(StartsJobs):
         try:
             hold_race(session, options, race, self.out_dir)
         except Stopped:
-            session.reporter.notice("stopped as requested; the race is held from its beginning again")
+            session.reporter.notice("stopped as requested; the race will start again from its beginning")
             return exit_codes.STOPPED
         return 0
 
@@ -316,7 +316,7 @@ def _announcement(request: CompareRequest) -> list[str]:
     lines = [f"{_runs_of(plan)}; segments per step: {', '.join(words)}"]
     if len({count * batch for count, batch in batches.items()}) > 1:
         lines.append(
-            "the batch is each rank's own: at equal frames more ranks make fewer updates "
+            "the batch size is per rank: at equal frames, more ranks make fewer updates "
             "(--global-batch keeps their number)"
         )
     return lines

@@ -148,8 +148,8 @@ class DecodeCommand:
             print(result.speakers_remark)
         if result.name != result.split:
             tell(
-                f"{dataset.path} differs from what {self.run_dir} was trained on; these results stand beside "
-                f"the run's own, as {result.name}"
+                f"{dataset.path} differs from what {self.run_dir} was trained on; these results are kept "
+                f"beside the run's own, as {result.name}"
             )
         if self.tune_on == self.split:
             print("the scales were chosen on this split: on new speech the error rate may be higher")
@@ -157,7 +157,7 @@ class DecodeCommand:
             print(result.unknown_remark)
         if result.untranscribed:
             untold = counted(result.untranscribed, "utterance")
-            print(f"{untold} without a transcript: recognised, and counted in no error rate")
+            print(f"{untold} without a transcript: recognised, but not counted in the error rate")
         if result.retried:
             retried = counted(result.retried, "utterance")
             print(f"{retried} needed a wider beam; without hypothesis: {result.failed}")

@@ -86,7 +86,7 @@ class DoctorCommand:
         if self.num_ranks < 1 or self.bandwidth_mib < 1 or self.part_limit_s <= 0:
             raise ConfigError("-np, --bandwidth-mib and --part-limit-s must be positive")
         if self.verify and self.data is None:
-            raise ConfigError("--verify: there is nothing to read; give --data DATA, or leave it out")
+            raise ConfigError("--verify: there is no data to verify; give --data DATA, or leave it out")
         check_controller(self.launcher, self.controller)
         mpi_options = split_words("--mpi-args", self.mpi_args)
         try:

@@ -279,8 +279,8 @@ def _check_fewer_ranks(options: LaunchCommand, numbers: Sequence[int]) -> None:
     strategy = training.strategy
     if not strategy.parsed.traits.resumes_with_other_size:  # imports torch, needed only here
         raise ConfigError(
-            f"--min-ranks {options.min_ranks}: {strategy.text} cannot go on with fewer ranks, as each has a "
-            "part of its own; leave it out and have a host to spare, or choose another --strategy "
+            f"--min-ranks {options.min_ranks}: {strategy.text} cannot continue with fewer ranks, as each "
+            "holds its own part; leave it out and keep a spare host, or choose another --strategy "
             "(docs/training.md)"
         )
     for number in () if training.loading.feeders else numbers:  # feeders do not train
@@ -336,20 +336,20 @@ def _check_way(options: LaunchCommand, hosts: Sequence[Host], starter: _Starter)
     led = starter.reachable(silent, by_interface=False)
     if led:
         raise ConfigError(
-            f"--interface {options.interface}: mpirun starts nothing on {led[0].name} over it, but does "
-            "without it; give the interface of the network that joins the hosts, or leave it out"
+            f"--interface {options.interface}: mpirun cannot start ranks on {led[0].name} over it, but can "
+            "without it; give the interface of the network that connects the hosts, or leave it out"
         )
 
 
 def _give_back(allocation: Allocation, target: Target | None, *, is_script: bool, is_begun: bool) -> int:
     exit_code = requeue(allocation, is_script=is_script)
     if is_script and is_begun:
-        then = "to go on from what the script has saved"
+        then = "to continue from what the script has saved"
     elif target is not None and last_checkpoint(target) is not None:
-        then = "to go on from its checkpoint"
+        then = "to continue from its checkpoint"
     else:
         then = "to be started again"
-    _say(f"job {allocation.job_id} is given back to {allocation.scheduler}, {then}")
+    _say(f"job {allocation.job_id} is requeued by {allocation.scheduler}, {then}")
     return exit_code
 
 

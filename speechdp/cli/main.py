@@ -352,8 +352,8 @@ def parse(name: str, arguments: Sequence[str]) -> Any:
         given, hidden["script_arguments"] = _split_script_arguments(given)
     elif command.script_class_name and "--" in given:
         raise UsageError(
-            "after -- stand a script's own arguments, and there is no --script: give --script SCRIPT before "
-            "--, or leave -- out"
+            "what follows -- are arguments of a script, but there is no --script: give --script SCRIPT "
+            "before --, or leave -- out"
         )
     # Only the module that is needed: `speechdp --help` must not wait for torch.
     module = importlib.import_module(f"speechdp.cli.{command.module}")
@@ -458,7 +458,7 @@ def _parsed(name: str, arguments: Sequence[str], say: Callable[[str], None]) -> 
     pairs = differing(type(going_on.options)().to_json(), going_on.options.to_json())
     taken = [option if now is True else f"{option} {now}" for option, _, now in pairs if option not in given]
     if taken:
-        say(f"{record}: options not given are the run's, {', '.join(taken)}")
+        say(f"{record}: options not given are taken from this run: {', '.join(taken)}")
     return going_on
 
 

@@ -94,7 +94,7 @@ class SubmitCommand:
         scheduler = self._scheduler()
         if self.parallel_environment is not None and scheduler != "sge":
             raise ConfigError(
-                f"--parallel-environment {self.parallel_environment}: is Grid Engine's alone; leave it out"
+                f"--parallel-environment {self.parallel_environment}: is for Grid Engine only; leave it out"
             )
         job = _batch_job(self)
         options = split_words("--scheduler-args", self.scheduler_args)
@@ -110,7 +110,7 @@ class SubmitCommand:
         check_output_folder(job)
         kept = write_script(submission.path, script)
         if kept is not None:
-            _say(f"{submission.path.name} was another script; that is {kept} now")
+            _say(f"{submission.path.name} was a different script; it is kept as {kept}")
         job_id = submit(submission, _search_path())
         print(f"job {job_id} submitted: {submission.path}")
         print(f"output: {where_output_goes(scheduler, job, job_id)}")
@@ -123,7 +123,7 @@ class SubmitCommand:
             return self.scheduler
         scheduler, because = detect_scheduler(_search_path(), os.environ, only_shown=self.dry_run)
         # Not to stdout: with --dry-run the script goes there.
-        _say(f"--scheduler {scheduler}, as {because}")
+        _say(f"using --scheduler {scheduler}, as {because}")
         return scheduler
 
 
@@ -173,8 +173,8 @@ def _check_launch(scheduler: Scheduler, job: BatchJob, *, may_get_others: bool) 
     """
     if scheduler == "sge" and job.resources.cpus_per_rank is not None:
         raise ConfigError(
-            f"--cpus-per-rank {job.resources.cpus_per_rank}: Grid Engine counts slots, one a rank, and "
-            "no cores; leave it out, and name a --parallel-environment whose slots have the cores"
+            f"--cpus-per-rank {job.resources.cpus_per_rank}: Grid Engine counts slots (one per rank), "
+            "not cores; leave it out, and name a --parallel-environment that gives each slot its cores"
         )
     launch: LaunchCommand = check_forwarded(["launch", *job.launch_words, "--", *job.command])
     nodes, ranks_per_node = job.resources.nodes, job.resources.ranks_per_node
@@ -222,7 +222,7 @@ def _show(script: str, submission: Submission) -> None:
     output.flush()
     output.buffer.write(os.fsencode(script))
     output.buffer.flush()
-    print(f"# {submission.path.name} would be written to the present folder and submitted by:")
+    print(f"# {submission.path.name} would be written to the current folder and submitted by:")
     print(f"# {submission.command_line}")
 
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from speechdp.train.session import Session
 
 _ALONE = (
-    "one rank has nobody to average with, so that periods differ by chance alone: speechdp launch -np 2 -- "
-    "sweep ... starts several"
+    "one rank has no other to average with, so periods differ only by chance; start several: "
+    "speechdp launch -np 2 -- sweep ..."
 )
 
 

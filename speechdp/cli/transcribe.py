@@ -177,7 +177,7 @@ class TranscribeCommand:
             own = {os.path.realpath(path) for path in (place, partial_of(place))}
             if own & taken:
                 raise ConfigError(
-                    "two of --out, --ctm and --nbest-out are the same file, if only until one is whole "
+                    "two of --out, --ctm and --nbest-out are the same file, or would be while one is written "
                     "(NAME.partial); give one for each"
                 )
             taken |= own
@@ -211,7 +211,7 @@ class TranscribeCommand:
         for given in without_converted(self.files):
             if is_manifest(given):
                 raise ConfigError(
-                    f"{given}: is no audio but a table of it by its name; give the audio files, or recognise "
+                    f"{given}: is a table by its name, not an audio file; give the audio files, or recognise "
                     "what it lists by prepare --like and decode"
                 )
             try:
@@ -329,6 +329,6 @@ class _Done:
         if self.failed_s:
             text += (
                 f"; nothing found in {self.failed_s:,.2f} s of {counted(self.failed, 'recording')}, nor in a "
-                "much wider search: see that they hold speech in the language of the model"
+                "much wider search: check that they hold speech in the language of the model"
             )
         return text

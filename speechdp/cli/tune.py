@@ -254,7 +254,7 @@ class TuneCommand(TuneOptions, StartsJobs):
                 reporter_maker(session.comm),
             )
         except Stopped:
-            session.reporter.notice("stopped as requested; the same search goes on from here")
+            session.reporter.notice("stopped as requested; the same command continues the search")
             return exit_codes.STOPPED
         return 0
 
@@ -269,7 +269,7 @@ class TuneCommand(TuneOptions, StartsJobs):
             remedy = "a setting that fails by itself is left out"
             hold_race(session, self._shared, plan, self.out_dir, remedy)
         except Stopped:
-            session.reporter.notice("stopped as requested; the race is held from its beginning again")
+            session.reporter.notice("stopped as requested; the race will start again from its beginning")
             return exit_codes.STOPPED
         return 0
 
@@ -386,7 +386,7 @@ class TuneScriptCommand(TuneOptions):
 
         metric, target = self.script.metric, self.script.target
         if target is not None and not metric:
-            raise ConfigError(f"--target {target:g}: of which value? name it by --metric")
+            raise ConfigError(f"--target {target:g}: give --metric, the name of the value")
         return TuneRequest(
             out=self.out_dir,
             ranks=ranks,
@@ -425,7 +425,7 @@ def _search(request: TuneRequest, jobs: Callable[[Callable[[str], None]], TunedJ
     tuner = Tuner(request, jobs(say), say)
     with owned_folder(out, "tune", say, TUNE) as owner:
         if holds_other_unmeasured(request.out, request.settings, earlier_settings()):
-            say(f"{request.out}: a search was begun otherwise and measured nothing yet; it is begun anew")
+            say(f"{request.out}: an earlier search with other options measured nothing; it is replaced")
             empty(owner, TUNE)
 
         def work() -> int:

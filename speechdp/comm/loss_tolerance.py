@@ -35,7 +35,7 @@ class PeerLost(CommunicationError):  # noqa: N818 (what happened; not always an 
 def leader_lost() -> CommunicationError:
     """Return the error of ranks that have lost rank 0."""
     return CommunicationError(
-        f"rank 0 is gone, which deals the batches, evaluates and saves; {remedies.going_on()}"
+        f"rank 0 is gone, and only it deals the batches, evaluates and saves; {remedies.going_on()}"
     )
 
 
@@ -84,7 +84,7 @@ class Star:
         self._gather([x if self._peers.rank == root else none], take)
         if root not in self.alive:
             raise CommunicationError(
-                f"rank {root} is gone, whose values the others need; {remedies.going_on()}"
+                f"rank {root} is gone, and the others need its values; {remedies.going_on()}"
             )
         self._share(x)
 

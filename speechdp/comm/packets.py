@@ -100,7 +100,7 @@ class PacketChannel(ABC):
         """Refuse a `dest` that is not another rank of the channel, and tensors that cannot be sent."""
         if dest == self.rank or not 0 <= dest < self.size:
             raise CommunicationError(
-                f"rank {self.rank} cannot send to rank {dest}: not another rank of the {self.size} there are"
+                f"rank {self.rank} cannot send to rank {dest}: not one of the other ranks (of {self.size})"
             )
         for tensor in tensors:
             if tensor.is_cuda or not tensor.is_contiguous():

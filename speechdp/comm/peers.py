@@ -58,10 +58,10 @@ class CheckedPeers(PeerCommunicator):
         if self._closed:
             raise CommunicationError(f"rank {self.rank} cannot {what}: the channel is closed")
         if self.size == 1:
-            raise CommunicationError(f"rank {self.rank} cannot {what}: it is alone")
+            raise CommunicationError(f"rank {self.rank} cannot {what}: it is the only rank")
         if other is not None and (other == self.rank or not 0 <= other < self.size):
             raise CommunicationError(
-                f"rank {self.rank} cannot {what}: not another rank of the {self.size} there are"
+                f"rank {self.rank} cannot {what}: not one of the other ranks (of {self.size})"
             )
         if not 0 <= tag < NUM_TAGS:
             raise CommunicationError(

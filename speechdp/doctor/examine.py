@@ -110,7 +110,7 @@ def examine(request: DoctorRequest, tell: Callable[[str], None]) -> Examination:
         result.findings.append(Finding("programs", "fail", str(error), (), remedy))
         return result
     result.findings.append(ok("programs", programs.describe()))
-    tell(f"looking at hosts: {len(request.hosts)} ...")
+    tell(f"checking hosts: {len(request.hosts)} ...")
     names = [host.name for host in request.hosts]
     result.reaches = look_at_hosts(names, _login(request, programs))
     _judge_reaches(result)

@@ -57,7 +57,7 @@ def judge_interfaces(ranks: Sequence[Rank], interface: str | None, *, job_hangs:
         without = tuple(host for host, theirs in hosts.items() if interface not in theirs)
         if without:
             remedy = f"choose one that all have: {some_of(_common(hosts)) or 'there is none'}"
-            found = f"--interface {interface}: there is none of this name with an IPv4 address that is up"
+            found = f"--interface {interface}: no interface of this name is up with an IPv4 address"
             return [Finding("interfaces", "fail", found, without, remedy)]
         return [
             ok("interfaces", f"{interface}: {some_of(theirs[interface][0] for theirs in hosts.values())}")
@@ -66,9 +66,15 @@ def judge_interfaces(ranks: Sequence[Rank], interface: str | None, *, job_hangs:
     if shared:
         (name, address), owners = next(iter(shared.items()))
         good = [common for common in _common(hosts) if all(common != used for used, _ in shared)]
-        choice = f"--interface {good[0]}" if good else "--interface with the one that joins the hosts"
+        choice = (
+            f"--interface {good[0]}"
+            if good
+            else "--interface and the name of the one that connects the hosts"
+        )
         found = f"{name} has address {address} on several hosts"
-        remedy = f"add {choice} to launch: ranks may take that address for another host's and wait for ever"
+        remedy = (
+            f"add {choice} to launch: ranks may mistake that address for another host's and wait for ever"
+        )
         return [Finding("interfaces", "fail" if job_hangs else "warn", found, owners, remedy)]
     named = some_of(f"{host} {_shown(theirs)}" for host, theirs in hosts.items())
     return [ok("interfaces", named)]
@@ -102,10 +108,10 @@ def judge_speed(ranks: Sequence[Rank]) -> list[Finding]:
     crawling = {pair: rate for pair, rate in rates.items() if rate < _SLOW_BYTES_S}
     if slow:
         found = f"{_told(slow)}, others {_rate(reference)}"
-        remedy = "look at that host's cable, port and negotiated rate (ethtool), and at what else loads it"
+        remedy = "check that host's cable, port and negotiated rate (ethtool), and what else uses its network"
         findings.append(Finding("speed of links", "fail", found, suspects(slow), remedy))
     elif crawling:
-        remedy = "see that --interface is the fast network, and the negotiated rate (ethtool eth0)"
+        remedy = "check that --interface names the fast network, and check the negotiated rate (ethtool eth0)"
         findings.append(Finding("speed of links", "warn", _told(crawling), suspects(crawling), remedy))
     elif rates:
         findings.append(ok("speed of links", _told(rates)))

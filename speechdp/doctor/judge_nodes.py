@@ -111,9 +111,9 @@ def _judge_horovod(ranks: Sequence[Rank]) -> list[Finding]:
         return []
     skipped = {host: str(facts["skipped"]) for host, facts in horovod.items() if "skipped" in facts}
     if skipped:
-        remedy = "mend what is named, or train with --backend mpi"
+        remedy = "fix what is named, or train with --backend mpi"
         return [Finding("Horovod", "warn", some_of(dict.fromkeys(skipped.values())), tuple(skipped), remedy)]
-    return [ok("Horovod", f"starts and sums rightly over {next(iter(horovod.values()))['controller']}")]
+    return [ok("Horovod", f"starts and sums correctly over {next(iter(horovod.values()))['controller']}")]
 
 
 def judge_host_names(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
@@ -157,7 +157,7 @@ def judge_cores(nodes: Mapping[str, Mapping[str, Any]], num_ranks: Mapping[str, 
         return Finding("cores", "warn", who_has_what(crowded), tuple(crowded), remedy)
     threads_of = {host: node["threads"] or "unset" for host, node in nodes.items()}
     if len(set(threads_of.values())) > 1:
-        remedy = "set OMP_NUM_THREADS to one value for all: speechdp launch hands it on"
+        remedy = "set OMP_NUM_THREADS to one value for all: speechdp launch passes it on"
         found = f"OMP_NUM_THREADS is {who_has_what(threads_of)}"
         return Finding("cores", "warn", found, minority(threads_of), remedy)
     cores = who_has_what({host: f"{node['cores']} cores" for host, node in nodes.items()})
@@ -180,19 +180,23 @@ def judge_gpus(nodes: Mapping[str, Mapping[str, Any]], num_ranks: Mapping[str, i
     unused = tuple(h for h, n in nodes.items() if n["gpus"]["nvml_gpus"] > 0 and not counts[h])
     cuda_alone = tuple(h for h, n in nodes.items() if n["gpus"]["torch_cuda"] and not counts[h])
     if unused:
-        remedy = "install a torch with CUDA that fits the driver; see that CUDA_VISIBLE_DEVICES is not empty"
-        found = "the driver knows GPUs that torch cannot use"
+        remedy = (
+            "install a torch with CUDA that fits the driver; check that CUDA_VISIBLE_DEVICES is not empty"
+        )
+        found = "the driver sees GPUs that torch cannot use"
         findings.append(Finding("GPUs", "warn", found, unused, remedy))
     elif cuda_alone and len(set(counts.values())) == 1:
-        remedy = "none if this is meant; else look at the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
-        findings.append(Finding("GPUs", "warn", "torch has CUDA, but no GPU is there", cuda_alone, remedy))
+        remedy = "none if this is intended; otherwise check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+        findings.append(Finding("GPUs", "warn", "torch has CUDA, but there is no GPU", cuda_alone, remedy))
     crowded = tuple(host for host, count in counts.items() if 0 < count < num_ranks.get(host, 0))
     if crowded:
         remedy = "set slots= to the number of GPUs: ranks that share one wait for one another"
         findings.append(Finding("GPUs", "warn", "more ranks than GPUs", crowded, remedy))
     for what, values in _gpu_kinds(nodes, counts).items():
         if len(set(values.values())) > 1:
-            remedy = "install one driver everywhere" if what == "GPU driver" else "take hosts of one kind"
+            remedy = (
+                "install one driver everywhere" if what == "GPU driver" else "use hosts with the same GPUs"
+            )
             findings.append(Finding(what, "warn", who_has_what(values), minority(values), remedy))
     if not findings:
         first = next(iter(nodes.values()))["gpus"]["devices"]
@@ -216,7 +220,8 @@ def judge_limits(nodes: Mapping[str, Mapping[str, Any]]) -> Finding:
     few = {h: n["open_files"] for h, n in nodes.items() if 0 <= n["open_files"] < _FEWEST_FILES}
     if few:
         remedy = (
-            f"raise nofile to {_FEWEST_FILES} or more in /etc/security/limits.conf: a shard in use is one"
+            f"raise nofile to {_FEWEST_FILES} or more in /etc/security/limits.conf: each shard in use "
+            "is an open file"
         )
         return Finding("limits", "warn", f"open files: {who_has_what(few)}", tuple(few), remedy)
     locked = {h: n["memlock_bytes"] for h, n in nodes.items() if n["infiniband"] and n["memlock_bytes"] >= 0}

@@ -26,8 +26,8 @@ def judge_data(ranks: Sequence[Rank], data: str) -> list[Finding]:
     good = {host: facts for host, facts in hosts.items() if "error" not in facts}
     for host, facts in good.items():
         if facts["missing"]:
-            found = f"shards that data.json lists are not there: {some_of(facts['missing'])}"
-            remedy = f"copy {data} to that host once more, or share it"
+            found = f"shards that data.json lists are missing: {some_of(facts['missing'])}"
+            remedy = f"copy {data} to that host again, or share it"
             findings.append(Finding("data", "fail", found, (host,), remedy))
     checksums = {host: str(facts["checksum"])[:12] for host, facts in good.items()}
     if len(set(checksums.values())) > 1:
@@ -51,7 +51,7 @@ def judge_folder(ranks: Sequence[Rank], folder: str) -> list[Finding]:
     remedies = {str(facts["error"]): str(facts["remedy"]) for facts in facts_of.values()}
     for error, owners in grouped({host: facts["error"] for host, facts in facts_of.items()}).items():
         if error:
-            remedy = f"make {folder} on storage that every host mounts, with rights to write for you"
+            remedy = f"make {folder} on storage that every host mounts and you may write to"
             if remedies[error]:
                 remedy = f"{remedies[error]}, or choose another folder"
             findings.append(
@@ -71,7 +71,9 @@ def judge_folder(ranks: Sequence[Rank], folder: str) -> list[Finding]:
         least = min(free.values())
         scarce = tuple(host for host, count in free.items() if count < _NEARLY_FULL_BYTES)
         found = f"{least / (1 << 20):.0f} MiB are free in {folder}"
-        remedy = "make room, or choose another disk: a checkpoint is written whole before the last one goes"
+        remedy = (
+            "free some space, or choose another disk: the old checkpoint stays until the new one is complete"
+        )
         findings.append(Finding("disk", "fail" if least < _FULL_BYTES else "warn", found, scarce, remedy))
     if not findings:
         room = f", {min(free.values()) / (1 << 30):.1f} GiB free" if free else ""

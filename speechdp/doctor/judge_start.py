@@ -52,7 +52,7 @@ _SSH = (
     _Trouble(
         re.compile(r"[Cc]onnection timed out|No route to host|Network is unreachable"),
         "it does not answer",
-        "see that {host} is up and its link plugged in (ping {host}); a firewall must let port 22 through",
+        "check that {host} is up and its network works (ping {host}); a firewall must let port 22 through",
     ),
 )
 _JOB = (
@@ -68,7 +68,7 @@ _JOB = (
     ),
     _Trouble(
         re.compile(r"networks? specified to be included|[Nn]o network interfaces were found"),
-        "no host, or not every one, has the network that was named",
+        "some or all hosts lack the network that was named",
         "give --interface a name that is up on every host (ip -brief address)",
     ),
     _Trouble(
@@ -94,7 +94,7 @@ def judge_reach(reach: Reach) -> list[Finding]:
             findings.append(Finding("reachable", "warn", "its name is not resolved here", hosts, remedy))
         return findings
     if reach.exit_code is None:
-        remedy = f"ssh {reach.host} true must end at once: look at that host's load and its login scripts"
+        remedy = f"ssh {reach.host} true must return at once: check that host's load and its login scripts"
         return [Finding("reachable", "fail", "the login did not end in time", hosts, remedy)]
     if reach.exit_code != 0:
         return [_refused(reach)]
@@ -107,8 +107,8 @@ def judge_reach(reach: Reach) -> list[Finding]:
         remedy = "begin ~/.bashrc there with: [ -t 1 ] || return (the text breaks scp, and maybe launchers)"
         findings.append(Finding("login", "warn", found, hosts, remedy))
     if not reach.is_local and reach.address.startswith("127."):
-        found = f"its name stands for {reach.address} on this machine"
-        remedy = f"give {reach.host} its own address in /etc/hosts: ranks elsewhere would talk to themselves"
+        found = f"its name resolves to {reach.address} on this machine"
+        remedy = f"give {reach.host} its own address in /etc/hosts: other hosts would connect to themselves"
         findings.append(Finding("reachable", "warn", found, hosts, remedy))
     return findings
 
@@ -139,7 +139,7 @@ def judge_job(job: JobRecord, placed: Sequence[str]) -> Finding:
         return known
     if "killed by" in job.cause or "was lost" in job.cause:
         found = f"{job.cause}{_where(job, open_ranks, placed)}"
-        return Finding("job", "fail", found, (), "look at that host's own log (dmesg, journalctl)")
+        return Finding("job", "fail", found, (), "check that host's own log (dmesg, journalctl)")
     return _own_words(job) or _missing(job, silent, open_ranks, placed)
 
 
@@ -147,7 +147,7 @@ def _own_words(job: JobRecord) -> Finding | None:
     for line in job.said:
         _, is_own, words = line.partition("speechdp: rank ")
         if is_own:
-            return Finding("job", "fail", f"rank {words}", (), "mend what the rank names")
+            return Finding("job", "fail", f"rank {words}", (), "fix what the rank names")
     return None
 
 
@@ -157,14 +157,14 @@ def _missing(
     """Name the ranks that were missing when a job ended, or was ended, without a message."""
     if silent:
         remedy = (
-            "start one by hand with the command of speechdp launch --dry-run; a firewall must let hosts "
-            "connect to the head; --interface where hosts have several networks"
+            "start one by hand with the command that speechdp launch --dry-run shows; a firewall must let "
+            "hosts connect to the first one; give --interface if hosts have several networks"
         )
         found = f"no rank came up there{_last_words(job)}"
         return Finding("job", "fail", found, _names(silent, placed), remedy)
     if open_ranks:
         return _hang(job, open_ranks, placed)
-    remedy = "run it again; if it stays, start the ranks by hand as speechdp launch --dry-run shows"
+    remedy = "run it again; if it persists, start the ranks by hand as speechdp launch --dry-run shows"
     found = f"the launcher ended with exit code {job.exit_code}{_last_words(job)}"
     return Finding("job", "fail", found, (), remedy)
 
@@ -177,11 +177,11 @@ def _hang(job: JobRecord, open_ranks: Sequence[int], placed: Sequence[str]) -> F
     if late:
         inside = job.ranks[late[0]].open_part or "between two parts"
         found = f"the others wait in part `{part}`, but this host is still in `{inside}`"
-        remedy = "look at that host's load, disks (df, mount) and network"
+        remedy = "check that host's load, disks (df, mount) and network"
         return Finding("job", "fail", found, _names(late, placed), remedy)
     found = f"no exchange between ranks in part `{part}`"
     remedy = (
-        "name the network that joins the hosts: --interface (the same address on several hosts, as "
+        "name the network that connects the hosts: --interface (the same address on several hosts, as "
         "docker0 has, or a firewall between them, stops every exchange)"
     )
     return Finding("job", "fail", found, _names(open_ranks, placed), remedy)

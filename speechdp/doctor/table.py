@@ -56,7 +56,7 @@ def _sum(findings: Sequence[Finding]) -> str:
     num_failed = sum(finding.status == "fail" for finding in findings)
     num_warned = sum(finding.status == "warn" for finding in findings)
     if num_failed:
-        return f"{num_failed} of {len(findings)} checks failed: a job would fail or crawl"
+        return f"{num_failed} of {len(findings)} checks failed: a job would fail or run very slowly"
     if num_warned:
-        return f"nothing failed, {num_warned} of {len(findings)} checks warn"
-    return f"all {len(findings)} checks are well"
+        return f"no check failed, {num_warned} of {len(findings)} gave a warning"
+    return f"all {len(findings)} checks passed"

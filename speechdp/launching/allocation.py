@@ -157,7 +157,7 @@ def check_hosts(
         if host.slots > slots:
             raise ConfigError(
                 f"{source}: {counted(host.slots, 'rank')} on {host.name}, where the batch job has only "
-                f"{counted(slots, 'slot')}, and mpirun starts no more; ask Slurm for more tasks "
+                f"{counted(slots, 'slot')}, the most that mpirun starts; ask Slurm for more tasks "
                 "(--ntasks-per-node), or start fewer ranks there"
             )
 
@@ -196,7 +196,7 @@ def _check_cores(
             ranks, given = counted(host.slots, "rank"), counted(cores, "core")
             raise ConfigError(
                 f"{source}: {ranks} of {counted(of_rank, 'core')} on {host.name}, where the batch job has "
-                f"only {given}, and srun starts no more; ask Slurm for more tasks (--ntasks-per-node), or "
+                f"only {given}, the most that srun uses; ask Slurm for more tasks (--ntasks-per-node), or "
                 "start fewer ranks there"
             )
 
@@ -219,8 +219,8 @@ def _is_rank(environ: Mapping[str, str]) -> bool:
     is_on_one_node = environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "")) == "1"
     if is_one_of_several and environ.get("SLURM_PTY_PORT") and not is_on_one_node:
         raise ConfigError(
-            "SLURM_PTY_PORT: this is a shell of srun --pty, whose step holds the places of the ranks on all "
-            "nodes; leave it, and start speechdp launch in the shell that salloc gives, or in a batch script"
+            "SLURM_PTY_PORT: this is a shell of srun --pty, whose step occupies the job's tasks on all "
+            "nodes; exit it, and run speechdp launch in the shell that salloc opens, or in a batch script"
         )
     return is_one_of_several
 

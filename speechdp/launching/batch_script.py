@@ -209,7 +209,7 @@ class BatchJob:
         if self.signal_s >= self.resources.time_s:
             raise ConfigError(
                 f"--signal-s {self.signal_s} is not less than --time {self.resources.time}; "
-                "the job would be told to stop before it starts"
+                "the stop signal would come before the job starts: lower --signal-s or raise --time"
             )
 
     @property
@@ -231,7 +231,7 @@ def render(scheduler: Scheduler, job: BatchJob) -> str:
     if scheduler == "lsf" and warned_min >= _whole_minutes(job.resources.time_s):
         raise ConfigError(
             f"--signal-s {job.signal_s}: LSF warns in whole minutes, {warned_min} before the limit, and "
-            f"--time {job.resources.time} is no more; the job would be told to stop as it starts: lower "
+            f"--time {job.resources.time} is no longer; the stop signal would come as the job starts: lower "
             "--signal-s or raise --time"
         )
     words = {

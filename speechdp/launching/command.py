@@ -64,7 +64,7 @@ def horovodrun_command(
     assert mpi is not None
     if not isinstance(mpi, OpenMpi):
         raise ConfigError(
-            f"horovodrun starts ranks over Open MPI, but {mpi.mpirun} is of {mpi.product}; "
+            f"horovodrun starts ranks over Open MPI, but {mpi.mpirun} belongs to {mpi.product}; "
             "use --launcher mpirun or --controller gloo"
         )
     if mpi.major >= 5:
@@ -231,7 +231,7 @@ def check_script(command: Sequence[str]) -> None:
             del words[:1]
     if words and Path(words[0]).name == "speechdp":  # the module, or the program in bin/
         raise UsageError(
-            "a speechdp command is not started by python, which would take it for a script of yours; "
+            "do not start a speechdp command with python, which would run it as a script of your own; "
             "write the command itself after --: ... -- train DATA RUN"
         )
 

@@ -69,25 +69,25 @@ class Fault:
         if self.host is not None and self.rank is not None:
             who += f" on {self.host}"
         if self.kind == "said" and self.exit_code == exit_codes.HUNG:
-            return f"the job hung, the message of {who} above names the ranks that are late"
+            return f"the job hung; the message of {who} above names the late ranks"
         return {
-            "said": f"{who} failed, its message stands above",
-            "aborted": f"{who} failed, its message stands above",
-            "start hung": "not all ranks have started; `speechdp doctor` looks at every host",
+            "said": f"{who} failed, its message is above",
+            "aborted": f"{who} failed, its message is above",
+            "start hung": "not all ranks have started; run `speechdp doctor` to check every host",
             "killed": f"{who} was killed by {_signal_name(self.signal)}",
             "exited": f"{who} ended with exit code {self.exit_code} without a message",
             "host lost": "a host was lost: it is down, or its link is cut"
             if self.host is None
             else f"host {self.host} was lost: it is down, or its link is cut",
-            "not reached": "a host was not reached, what ssh says stands above; "
-            "`speechdp doctor` looks at every host",
-            "no folder": f"mpirun cannot make its folder {self.detail}; let TMPDIR name one that can be "
-            "written on every host",
-            "no room": f"mpirun has no room for its files on {self.host}; free some space in TMPDIR (/tmp "
-            "where it is not set), or let it name a folder that has some on every host",
-            "no shared memory": f"ranks on {self.host} have no room in /dev/shm, through which they exchange"
-            '; make it larger (a container: --shm-size=1g), or give --mpi-args="--mca btl tcp,self"',
-            "no program": f"this Python is not on {self.host}; install speechdp there under the same path",
+            "not reached": "a host could not be reached, the message of ssh is above; "
+            "run `speechdp doctor` to check every host",
+            "no folder": f"mpirun cannot create its folder {self.detail}; set TMPDIR to a folder that is "
+            "writable on every host",
+            "no room": f"mpirun has no space for its files on {self.host}; free some space in TMPDIR (/tmp "
+            "if unset), or set it to a folder with free space on every host",
+            "no shared memory": f"ranks on {self.host} exchange data through /dev/shm, which is full"
+            '; enlarge it (in a container: --shm-size=1g), or give --mpi-args="--mca btl tcp,self"',
+            "no program": f"this Python is not on {self.host}; install speechdp there at the same path",
             "step aborted": "srun has ended all ranks",
             "step timed out": "srun has waited in vain for ranks to end",
         }[self.kind]

@@ -31,7 +31,7 @@ _SAID = re.compile(
 #: srun's names of signals that end a task, as given by strsignal.
 _SIGNAL_NAMES = {signal.strsignal(number): int(number) for number in signal.Signals}
 #: Beginnings of a hung rank's line (watchdog/watchdog.py, watchdog/script_watchdog.py).
-_HUNG = ("no step ended for ", "waited in vain ")
+_HUNG = ("no step ended for ", "hung for ")
 #: Message of a rank ended by a signal, after cleaning up (process/ending.py).
 _ENDED = re.compile(r"ended by (?P<name>SIG[A-Z0-9]+)")
 _LATE = re.compile(r"rank (?P<rank>\d+) on (?P<host>[^\s:,;]+) \(no sign of life")

@@ -22,7 +22,7 @@ from speechdp.launching.supervise import JobEnd
 #: Subcommands that leave a completion marker, and how they name their two folders.
 _WITH_MARKER = {"train": "DATA RUN", "sweep": "DATA OUT"}
 _CONTINUES = (
-    "the same command continues if the script saves and loads checkpoints (docs/api.md), and else begins anew"
+    "the same command continues if the script saves and loads checkpoints (docs/api.md), or else starts over"
 )
 #: How to continue a script that was not asked to save: only the script knows whether it has saved.
 SCRIPT_CONTINUES = f"{_CONTINUES} once its folder is removed"
@@ -71,7 +71,7 @@ def find_target(arguments: Sequence[str]) -> Target | None:
     folders = list(itertools.takewhile(lambda word: not word.startswith("-"), rest[:2]))
     if len(folders) == 1:  # e.g. `train RUN --resume`: a folder is missing, not misplaced
         raise UsageError(
-            f"{subcommand} needs two folders, and has {folders[0]} alone: "
+            f"{subcommand} needs two folders, but got only {folders[0]}: "
             f"speechdp launch ... -- {subcommand} {_WITH_MARKER[subcommand]} [options]"
         )
     if not folders:
@@ -304,7 +304,7 @@ def _meaning(exit_code: int) -> str:
         return "a host or its daemon was lost"
     if exit_code > 128 and exit_code - 128 in {int(known) for known in signal.Signals}:
         return f"a rank was killed by signal {exit_code - 128}"
-    return "no rank failed first: the launcher was ended from outside, or failed itself and says above why"
+    return "no rank failed first: the launcher was ended from outside, or failed itself with a message above"
 
 
 def _marker_state(subcommand: str, directory: Path) -> tuple[int, int] | None:

@@ -87,7 +87,7 @@ def _identified(mpirun: Path, prefix: Path | None) -> Mpirun:
         raise ConfigError(f"{mpirun} --version was killed by {by}; try again, or {_REMEDY}")
     said = (answer.stdout + answer.stderr).strip().splitlines()[:1]
     raise ConfigError(
-        f"{mpirun} is of no MPI that is known here, Open MPI, MPICH or Intel MPI (it says {said}); {_REMEDY}"
+        f"{mpirun} belongs to neither Open MPI, MPICH nor Intel MPI (it says {said}); {_REMEDY}"
     )
 
 

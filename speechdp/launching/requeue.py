@@ -60,18 +60,18 @@ def why_not_requeued(command: Sequence[str], end: JobEnd, *, is_script: bool) ->
     """Return why a job that ended unsaved would start over, and the remedy."""
     if not is_script:
         return (
-            f"{command[0]} saves nothing on the way, and would begin anew and be stopped again; submit it "
+            f"{command[0]} saves no checkpoints, so it would start over and be stopped again; submit it "
             "with a longer --time"
         )
     if any(fault.kind == "killed" and fault.signal in WARNINGS for fault in end.faults):
         return (
-            "the script was ended by the warning, as one that has not yet asked run.should_stop is; let it "
-            "ask that after each step and save where it is true (docs/api.md), or, if it does and was only "
-            "starting, submit the job again"
+            "the script was ended by the batch system's warning signal, as it had not yet checked "
+            "run.should_stop; let it check that after each step and save when it is true (docs/api.md), or, "
+            "if it does and was still starting, submit the job again"
         )
     return (
-        "the script did not save in time when it was asked to stop; let it save where run.should_stop is "
-        "true, which it asks after each step (docs/api.md), or raise --signal-s"
+        "the script did not save in time when it was asked to stop; let it check run.should_stop after each "
+        "step and save when it is true (docs/api.md), or raise --signal-s"
     )
 
 
@@ -85,7 +85,7 @@ def requeue(allocation: Allocation, *, is_script: bool = False) -> int:
         ConfigError: the scheduler refused.
     """
     how = "the same command continues from the script's last checkpoint"
-    remedy = f"submit the job again; {how if is_script else 'with --resume it goes on from its checkpoint'}"
+    remedy = f"submit the job again; {how if is_script else 'with --resume it continues from its checkpoint'}"
     system = SYSTEMS[allocation.scheduler]
     if system.requeue:
         _order([*system.requeue, allocation.job_id], remedy)

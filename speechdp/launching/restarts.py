@@ -68,8 +68,8 @@ class RestartPolicy:
             )
         if target is not None and target.subcommand == "sweep" and self.min_ranks < num_ranks:
             raise ConfigError(
-                f"--min-ranks {self.min_ranks}: a sweep compares runs on one number of ranks, and would "
-                "refuse to go on with fewer; leave it out"
+                f"--min-ranks {self.min_ranks}: a sweep compares runs on the same number of ranks, and "
+                "cannot continue with fewer; leave it out"
             )
 
     def fewer_ranks(self, hosts: Sequence[Host], num_ranks: int) -> list[int]:
@@ -130,9 +130,9 @@ class Restarts:
             return ""  # a sweep whose failed runs would fail again
         # What a script has saved, and what its exit code means, is unknown.
         if not self.is_script and self._is_refusal(end, exit_code) and not self._has_gone_on():
-            return "not started again: it would fail in the same way, as there is no checkpoint of this start"
+            return "not restarted: it would fail in the same way, as this start has written no checkpoint"
         if self.number >= self.policy.max_restarts:
-            return f"not started again: --max-restarts {self.policy.max_restarts} are used up"
+            return f"not restarted: --max-restarts {self.policy.max_restarts} is reached"
         return None
 
     def next_hosts(self, faults: Sequence[Fault]) -> tuple[Host, ...]:
@@ -152,9 +152,9 @@ class Restarts:
         slots = sum(host.slots for host in usable)
         if slots < least:
             raise ConfigError(
-                f"not started again: {least} ranks need as many slots, the hosts that answer have {slots} "
-                f"(no answer: {', '.join(self.left_out)}); "
-                "mend them, add hosts to the hostfile, or lower --min-ranks"
+                f"not restarted: {least} ranks need as many slots, but the hosts that respond have {slots} "
+                f"(no response: {', '.join(self.left_out)}); "
+                "repair these hosts, add others to the hostfile, or lower --min-ranks"
             )
         self._checkpoints = self._present_checkpoints()
         left = replace(self.hostfile, hosts=tuple(usable))

@@ -31,6 +31,6 @@ def check_ranks(command: Sequence[str], num_ranks: int) -> None:
             raise UsageError(f"{name} starts its own jobs: give the command without launch")
     elif name not in OVER_RANKS and num_ranks > 1:
         raise ConfigError(
-            f"{name} uses no ranks: {num_ranks} copies of it would disturb one another; give it without "
-            "launch, or with -np 1 (in a batch job: --nodes 1 --ranks-per-node 1)"
+            f"{name} is a single process: {num_ranks} copies would interfere with one another; run it "
+            "without launch, or with -np 1 (in a batch job: --nodes 1 --ranks-per-node 1)"
         )

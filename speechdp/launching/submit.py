@@ -93,7 +93,7 @@ def detect_scheduler(
         raise ConfigError(
             "no batch system found: neither sbatch, bsub nor qsub is on PATH; "
             + (
-                "say for which the script is: --scheduler slurm, lsf, pbs or sge"
+                "name the one that the script is for: --scheduler slurm, lsf, pbs or sge"
                 if only_shown
                 else "submit where one is, or name it with --scheduler and look at the script with --dry-run"
             )
@@ -104,7 +104,7 @@ def detect_scheduler(
         return "pbs", "qsub and pbsnodes are on PATH"
     if environ.get("SGE_ROOT"):
         return "sge", "qsub is on PATH and SGE_ROOT is set"
-    raise ConfigError("qsub is on PATH, but is it PBS's or Grid Engine's? say --scheduler pbs or sge")
+    raise ConfigError("qsub is on PATH, but is it PBS's or Grid Engine's? give --scheduler pbs or sge")
 
 
 def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
@@ -130,7 +130,7 @@ def check_command(command: Sequence[str], *, requeue: bool) -> tuple[str, ...]:
         )
     if command[0] in STARTS_JOBS:
         raise UsageError(
-            f"{command[0]} starts its own jobs, and the script would start it over ranks; give it with "
+            f"{command[0]} starts its own jobs, but the script would start it on every rank; run it with "
             "--hostfile in a job script of your own, or in the shell of an interactive job (docs/clusters.md)"
         )
     if is_script(command):
@@ -170,8 +170,8 @@ def check_pause(command: Sequence[str], *, is_script: bool) -> None:
         given = "--pause-at"
     if given:
         raise ConfigError(
-            f"{given} ends the job with exit code {exit_codes.STOPPED}, for which it would be requeued again "
-            f"and again; {remedy}, or give --no-requeue"
+            f"{given} ends the job with exit code {exit_codes.STOPPED}, so it would be requeued without end; "
+            f"{remedy}, or give --no-requeue"
         )
 
 

@@ -112,9 +112,9 @@ class BatchOptions:
         if total % size:
             few = max(ranks for ranks in range(1, size) if total % ranks == 0)
             raise ConfigError(
-                f"--global-batch {total}{'' if self.global_batch else ' (of the recipe)'}: does not divide "
-                f"by {size} ranks; give a multiple of {size}, or --batch-size (a run that was begun, which "
-                f"keeps its batch, goes on with {counted(few, 'rank')})"
+                f"--global-batch {total}{'' if self.global_batch else ' (of the recipe)'}: is not divisible "
+                f"by {size} ranks; give a multiple of {size}, or --batch-size (a run that has started keeps "
+                f"its batch: continue it with {counted(few, 'rank')})"
             )
         return total // size
 

@@ -272,7 +272,7 @@ class PrepareOptions:
             )
         twice = [source.path for source, times in Counter(self.sources).items() if times > 1]
         if twice:
-            raise ConfigError(f"{twice[0]}: is given twice; leave it out once")
+            raise ConfigError(f"{twice[0]}: is given twice; give it once")
         if self.test and self.held_out_speaker is not None:
             raise ConfigError("--held-out-speaker and --test both make the test split; leave one of them out")
         if self.like is not None:
@@ -302,7 +302,7 @@ class PrepareOptions:
             if is_given:
                 raise ConfigError(f"{option} does not go with --task synthesis; leave it out")
         if self.synthetic is not None:
-            self.for_synthesis.refuse_joining("eSpeak NG says whole texts")
+            self.for_synthesis.refuse_joining("eSpeak NG already speaks whole texts")
         elif self.for_synthesis.input == "characters":
             for option, value in (
                 ("--lexicon", self.lexicon),
@@ -320,7 +320,9 @@ class PrepareOptions:
             "--synthetic, which makes its own",
         )
         if self.unknown_words != "refuse":
-            raise ConfigError("--unknown-words does not go with --synthetic, which knows all; leave it out")
+            raise ConfigError(
+                "--unknown-words does not go with --synthetic, where all are known; leave it out"
+            )
         if self.files != FilesOptions():
             raise ConfigError(
                 "--path-map, --allow-pipes, --channel and --skip-incomplete need a corpus; leave them out"

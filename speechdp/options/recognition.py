@@ -87,7 +87,9 @@ class RecognitionOptions:
             return tuning.EarlierWeights({}, line)
         found = tuning.earlier_weights(run_dir, grammar, tuned_with)
         if found.line and not found.weights:
-            found = found._replace(line=f"{found.line}, for which --acoustic-scale and its like set others")
+            found = found._replace(
+                line=f"{found.line}; set weights for it with --acoustic-scale and the like"
+            )
         return found
 
     def refuse_weights(self, names: Sequence[str], beside: str) -> None:

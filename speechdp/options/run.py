@@ -211,7 +211,7 @@ class TrainOptions:
     def _refuse_two_beginnings(self) -> None:
         """Refuse a flat start whose alignment nothing would use.  Raises ConfigError."""
         if self.flat_start and self.alignments is not None:
-            raise ConfigError("--flat-start and --alignments: both say what to begin with; leave one out")
+            raise ConfigError("--flat-start and --alignments: each sets the first alignment; leave one out")
         if self.flat_start and self.realign_criterion == "full-sum":
             raise ConfigError("--flat-start: --realign-criterion full-sum uses no alignment; leave one out")
 
@@ -284,8 +284,7 @@ class TrainOptions:
             if self.realign:
                 remedy = ", or give --realign-criterion full-sum instead of --criterion"
             raise ConfigError(
-                f"{name}: not with --criterion {criterion}, which learns from no alignment; "
-                f"leave it out{remedy}"
+                f"{name}: not with --criterion {criterion}, which uses no alignment; leave it out{remedy}"
             )
         self._refuse_cuts("give --criterion frame")
 
@@ -294,7 +293,7 @@ class TrainOptions:
         batches = self._resolve(1)[0]  # any number of ranks, as in __post_init__: cuts do not depend on it
         if batches.chunk_frames or batches.left_context or batches.right_context:
             raise ConfigError(
-                "transcripts are learnt over whole utterances: give --chunk-frames 0 --left-context 0 "
+                "training on transcripts needs whole utterances: give --chunk-frames 0 --left-context 0 "
                 f"--right-context 0, or {instead}"
             )
 
@@ -448,7 +447,7 @@ class TrainOptions:
             if rank >= size:
                 why = f"there is no rank {rank}, only {counted(size, 'rank')}, numbered from 0"
             elif parts[rank] is None:
-                why = f"rank {rank} trains on nothing with --strategy {self.strategy}"
+                why = f"rank {rank} does not train with --strategy {self.strategy}"
             else:
                 continue
             raise ConfigError(f"--slow-ranks {self.slow_ranks}: {why}; name another, or leave it out")

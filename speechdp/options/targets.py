@@ -8,8 +8,8 @@ from speechdp.data.shards.dataset import FLAT, Dataset
 from speechdp.options.run import TrainOptions
 
 _SPREAD = (
-    "the targets in {data} only spread each transcript evenly over its frames, and are trained on as "
-    "they are; --flat-start or --realign 1 aligns them first, which lowers word errors"
+    "the targets in {data} only spread each transcript evenly over its frames, and training uses them "
+    "as they are; --flat-start or --realign 1 aligns them first, which lowers word errors"
 )
 
 

@@ -273,7 +273,7 @@ def empty(owner: FolderOwner, kind: FolderKind) -> str:
         ]:
             _delete(path)
     others = sorted(path.name for path in {*entries} - {*paths})
-    return f"{owner.folder}: {first_of(others)} is not of {kind.what} and stays" if others else ""
+    return f"{owner.folder}: {first_of(others)} is not part of {kind.what} and is kept" if others else ""
 
 
 def first_of(names: Sequence[str]) -> str:
@@ -317,8 +317,8 @@ def _refuse(error: OSError) -> NoReturn:
 
 def _not_deletable(directory: str) -> ConfigError:
     return ConfigError(
-        f"{directory}: this user may not delete what is in it ({_rights(Path(directory))}), as "
-        "--overwrite has to; choose another folder"
+        f"{directory}: this user may not delete its contents ({_rights(Path(directory))}), which "
+        "--overwrite has to do; choose another folder"
     )
 
 

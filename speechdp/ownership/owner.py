@@ -221,7 +221,7 @@ class FolderOwner:
         """Return the message on why this process may no longer be the only owner."""
         if self._refused is not None:
             refused = cannot_be_written(self.file, self._refused, remedies.going_on())
-            return f"{refused}; as it is missing, another may write in its folder, and this process ends"
+            return f"{refused}; without that file another job may write in the folder, so this process ends"
         return (
             f"{self.folder}: this process was silent for too long, and another may have written "
             "there meanwhile; it ends without writing more"
@@ -276,8 +276,8 @@ class FolderOwner:
             raise self._refusal(sight)
         timing = self._surroundings.timing
         self._surroundings.say(
-            f"{self.folder}: is in use by {_describe(sight)}; taken over if "
-            f"{'it does not end' if in_its_place else 'there is no sign of life'} for {timing.silence_s:g} s"
+            f"{self.folder}: is in use by {_describe(sight)}; will be taken over if that job "
+            f"{'does not end' if in_its_place else 'shows no sign of life'} within {timing.silence_s:g} s"
         )
         for _ in range(math.ceil(timing.silence_s / timing.poll_s)):
             self._surroundings.pause(timing.poll_s)
@@ -377,7 +377,7 @@ class FolderOwner:
             )
         return FolderInUseError(
             f"{self.folder}: is in use by {_describe(sight)}; "
-            "wait for its end, stop it, or choose another folder"
+            "wait for it to end, stop it, or choose another folder"
         )
 
     @property

@@ -34,7 +34,7 @@ class _Loss:
 
     def describe(self, descriptor: int) -> str:
         if self.error.errno == errno.EPIPE:
-            return f"{_NAMES[descriptor]}: its reader has gone, the lines since are lost"
+            return f"{_NAMES[descriptor]}: its reader has exited, the lines since then are lost"
         reason = self.error.strerror or str(self.error)
         return f"{_NAMES[descriptor]}: cannot be written ({reason}), lines are lost"
 

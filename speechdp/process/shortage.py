@@ -33,7 +33,7 @@ def shortage(error: BaseException) -> str | None:
     if isinstance(error, RuntimeError) and said == _NO_THREAD:
         fewer = "" if os.environ.get("OMP_NUM_THREADS") == "1" else ", or set OMP_NUM_THREADS=1"
         return (
-            "out of threads: the system lets this user, job or container have no more; raise the limit "
+            "out of threads: the system allows this user, job or container no more; raise the limit "
             f"(ulimit -u{' or -v' if _has_limit() else ''}){fewer}"
         )
     if isinstance(error, RuntimeError) and said in _NO_KERNEL:
@@ -46,7 +46,7 @@ def shortage(error: BaseException) -> str | None:
     said = said[max(begun, 0) :][:_LONGEST]
     where = "GPU memory" if on_gpu else "memory"
     or_else = "" if on_gpu else _or_raise_limit()
-    return f"out of {where} ({said or 'no more was to be had'}); {remedies.less_memory()}{or_else}"
+    return f"out of {where} ({said or 'no more was available'}); {remedies.less_memory()}{or_else}"
 
 
 def _or_raise_limit() -> str:

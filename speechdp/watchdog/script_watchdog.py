@@ -146,8 +146,8 @@ class ScriptWatchdog:
         if len(self._sightings) + 1 < len(self._names):
             said.append("what ranks on other hosts do cannot be seen from here")
         return (
-            f"speechdp: {own.name}: waited in vain for {own.still_s:.0f} s at {own.doing} for other ranks; "
-            f"{', '.join(said)}; {CALL_ALIKE}; where a rank may be so late, raise {HANG_TIMEOUT} or "
+            f"speechdp: {own.name}: hung for {own.still_s:.0f} s at {own.doing}, waiting for other "
+            f"ranks; {', '.join(said)}; {CALL_ALIKE}; if a rank may be so late, raise {HANG_TIMEOUT} or "
             "run_ranks(hang_timeout=...)\n"
         )
 

@@ -59,9 +59,9 @@ def why_unseen(path: Path) -> str | None:
             error = failure
         patience.bear(error)
         if error is None and (system := file_system(path)) in _OF_ONE_HOST:
-            return f"{system} is a disk of that host's own"
+            return f"{system} is local to that host"
         if looking.look(time.monotonic(), 0) > _VISIBLE_S:
-            return f"it was looked for during {_VISIBLE_S:g} s"
+            return f"it did not appear within {_VISIBLE_S:g} s"
         time.sleep(0.05)
 
 

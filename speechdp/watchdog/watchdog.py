@@ -199,7 +199,7 @@ class Watchdog:
             return ""
         looked_s = self._looked_s
         if looked_s is None or now_s - looked_s >= watch.silence_s:
-            return f"; who is late is unknown: {watch.folder.path} cannot be read"
+            return f"; which ranks are late is unknown: {watch.folder.path} cannot be read"
         at = Standpoint(now_s, watch.silence_s, _LATE_SHARE * watch.timeout_s, watch.synchronous)
         sightings = [s for rank, s in sorted(self._sightings.items()) if rank in names]
         late = f"; late: {describe_late(own, sightings, at)}"

@@ -77,7 +77,7 @@ def test_without_rank_0_the_job_ends_and_says_so(python: Path, dataset: Dataset,
         gates.open()
         ended = job.finish()
     assert ended.exit_code != 0 and not (run / "completed.json").exists(), ended.output
-    assert "rank 0 is gone, which deals the batches, evaluates and saves" in ended.stderr, ended.output
+    assert "rank 0 is gone, and only it deals the batches, evaluates and saves" in ended.stderr, ended.output
 
 
 def test_a_rank_of_another_node_is_done_without(python: Path, lab: Lab, dataset: Dataset) -> None:

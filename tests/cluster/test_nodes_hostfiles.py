@@ -26,7 +26,7 @@ def assert_not_reached(lab: Lab, training: Training, run: Path, reason: str) -> 
     assert ended.exit_code != 0, ended.output
     assert not run.exists()
     (line,) = our_lines(ended)
-    assert "host was not reached" in line, ended.output
+    assert "host could not be reached" in line, ended.output
     assert reason in ended.stdout + ended.stderr, ended.output
     others = [text for text in ended.stderr.splitlines() if text != line and not FROM_SSH.fullmatch(text)]
     assert others == [], ended.output

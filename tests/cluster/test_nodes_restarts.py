@@ -79,4 +79,6 @@ def test_too_few_slots_are_left(lab: Lab, dataset: Dataset) -> None:
     assert ended.exit_code != 0, ended.output
     fault, refusal = our_lines(ended)
     assert fault.startswith("speechdp launch: host n2 was lost"), fault
-    assert "2 ranks need as many slots, the hosts that answer have 1 (no answer: n2)" in refusal, refusal
+    assert "2 ranks need as many slots, but the hosts that respond have 1 (no response: n2)" in refusal, (
+        refusal
+    )

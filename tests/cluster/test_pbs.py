@@ -78,7 +78,7 @@ def test_a_job_saves_before_its_time_limit_and_starts_again(site: Site, undistur
     job = site.pbs.wait(job_id, output)
     said = output.read_text()
     assert job.exit_code == 0, said
-    assert f"job {job_id}.n1 is given back to pbs, to go on from its checkpoint" in said
+    assert f"job {job_id}.n1 is requeued by pbs, to continue from its checkpoint" in said
     assert "ended by SIGTERM" not in said  # by which qrerun ends what has called it
     assert f"{run}: going on from step " in said
     assert_equal_runs(run, undisturbed)
@@ -94,7 +94,7 @@ def test_a_deleted_job_saves_and_is_not_said_to_start_again(site: Site) -> None:
     said = output.read_text()
     assert job.restarts == 0, said
     assert "speechdp launch: the job was stopped by SIGTERM; last checkpoint: " in said
-    assert "start again with --resume" in said and "is given back" not in said
+    assert "start again with --resume" in said and "is requeued" not in said
 
 
 def test_the_script_in_launch_runs_the_command_edited_into_it(site: Site) -> None:

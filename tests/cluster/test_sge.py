@@ -94,7 +94,7 @@ def test_a_deleted_job_saves_and_is_not_said_to_start_again(site: Site) -> None:
     said = output.read_text()
     assert (job.exit_code, job.restarts) == (exit_codes.STOPPED, 0), said
     assert "speechdp launch: the job was stopped by SIGUSR2; last checkpoint: " in said
-    assert "start again with --resume" in said and "is given back" not in said
+    assert "start again with --resume" in said and "is requeued" not in said
 
 
 def test_the_script_in_launch_runs_a_command(site: Site) -> None:

@@ -123,7 +123,9 @@ def test_srun_starts_as_many_ranks_on_a_host_as_the_job_has_cores_there(site: Si
     assert launch(2, "n2", *srun).startswith("0: ")
     assert hosts_of(site.folder / "cores-2") == ["n2", "n2"]
     assert "3 ranks of 1 core on n2, where the batch job has only 2 cores, and srun" in launch(3, "n2", *srun)
-    assert "2 ranks on n2, where the batch job has only 1 slot, and mpirun starts no more" in launch(2, "n2")
+    assert "2 ranks on n2, where the batch job has only 1 slot, the most that mpirun starts" in launch(
+        2, "n2"
+    )
     assert "n1 is not one of the hosts of Slurm job" in launch(1, "n1")
 
 

@@ -223,7 +223,7 @@ def test_a_folder_that_holds_a_run_is_not_written_to(
     assert train(dataset, run, "--resume", "--seed", "5") == 1
     refused = one_line(capsys)
     was = "the run was begun with other options (--seed was 1, is 5)"
-    assert f"{was}; give --resume alone, which takes the run's options, or choose another folder" in refused
+    assert f"{was}; give only --resume, which uses the run's own options, or choose another folder" in refused
     further = f"let the run end by its own command, then begin another run with --initial-model {run}"
     assert refused.endswith(f"to train its model further, {further}")
     (tmp_path / "completed.json").rename(run / "completed.json")
@@ -248,7 +248,7 @@ def test_resume_alone_goes_on_as_the_run_was_begun(
     assert "leave it out" not in capsys.readouterr().err
     assert speechdp([*bare, "--hang-timeout", "500"]) == 0
     (taken,) = [line for line in capsys.readouterr().err.splitlines() if "options not given" in line]
-    assert taken.startswith(f"speechdp: {run}/run.json: options not given are the run's, ")
+    assert taken.startswith(f"speechdp: {run}/run.json: options not given are taken from this run: ")
     assert "--seed 7" in taken and "--spec-augment" in taken and "--hang-timeout" not in taken
     assert (run / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 

@@ -142,7 +142,7 @@ def test_it_goes_on_keeps_what_is_finished_and_records_what_fails(
         (["--seed", "3"], "--seed does not apply to compare: use --seeds"),
         (["--max-steps", "3"], "--max-steps does not apply to compare"),
         (["--ranks", "0"], "--ranks '0': write whole numbers from 1 on"),
-        (["--ranks", "1,3", "--global-batch", "4"], "does not divide by 3 ranks"),
+        (["--ranks", "1,3", "--global-batch", "4"], "is not divisible by 3 ranks"),
         (["--modes", "time"], "--modes: write frames, or frames,time"),
         (["--decode-split", "nothing"], "nothing"),
         (["--launch-args", "'"], "cannot be split into words"),

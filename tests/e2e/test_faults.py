@@ -160,7 +160,7 @@ def test_a_full_disk_at_a_checkpoint(whole_data: Dataset, small_disk: Path) -> N
     )
     assert failed, ended.output
     assert "Traceback" not in ended.stderr, ended.output
-    named = f"speechdp launch: rank ([01]) on {re.escape(host_name())} failed, its message stands above"
+    named = f"speechdp launch: rank ([01]) on {re.escape(host_name())} failed, its message is above"
     ended_by = re.match(named, last)
     told_by = first.removeprefix("speechdp: rank ")[0]
     assert ended_by and ended_by[1] in {failed[1], told_by}, ended.output

@@ -84,4 +84,4 @@ def test_what_is_refused_is_not_started_again(dataset: Dataset, tmp_path: Path) 
     ended = ended_within(DEADLINE_S, arguments)
     assert ended.exit_code == 1, ended.output
     assert ended.stderr.count("has no split 'nothing'") == 1
-    assert "not started again: it would fail in the same way" in our_lines(ended)[-1], ended.output
+    assert "not restarted: it would fail in the same way" in our_lines(ended)[-1], ended.output

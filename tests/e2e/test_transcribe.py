@@ -384,8 +384,8 @@ def test_what_was_finished_before_an_end_is_left(
     keep = "move it away, or --overwrite replaces it"
     assert speechdp(command) == exit_code
     assert capsys.readouterr().err == (
-        f"speechdp: {out}.partial: holds what was finished, 2 recordings; {keep}\n"
-        f"speechdp: {ctm}.partial: holds what was finished, 2 recordings; {keep}\n"
+        f"speechdp: {out}.partial: holds the finished part, 2 recordings; {keep}\n"
+        f"speechdp: {ctm}.partial: holds the finished part, 2 recordings; {keep}\n"
         f"speechdp: {said}\n"
     )
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [
@@ -440,7 +440,7 @@ def test_no_file_grows_under_the_name_of_another(
     out, ctm = (str(tmp_path / name) for name in names)
     assert speechdp(["transcribe", "RUN", folder, "-o", out, "--ctm", ctm]) == 1
     said = capsys.readouterr().err
-    assert "two of --out, --ctm and --nbest-out are the same file, if only until one is whole" in said
+    assert "two of --out, --ctm and --nbest-out are the same file, or would be while one is written" in said
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
 
 
@@ -566,4 +566,4 @@ def test_standard_input_is_not_read(echo: Echo, capsys: pytest.CaptureFixture[st
 def test_a_manifest_is_no_audio(echo: Echo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "m.csv").write_text("audio,text\na.wav,one\n")
     assert speechdp(["transcribe", "RUN", str(tmp_path / "m.csv")]) == 1
-    assert "m.csv: is no audio but a table of it by its name; give the audio files" in capsys.readouterr().err
+    assert "m.csv: is a table by its name, not an audio file; give the audio files" in capsys.readouterr().err

@@ -13,13 +13,13 @@ from tests.faults.points import Point, reason_of
 _REMEDIES = {
     "ENOSPC": ("free some space",),
     "EDQUOT": ("free some space",),
-    "EROFS": ("have the disk mounted for writing",),
+    "EROFS": ("have the disk mounted read-write",),
     "EMFILE": ("raise the limit on open files",),
-    "EIO": ("look at the disk",),
+    "EIO": ("check the disk",),
     "ESTALE": ("network disk",),
     "EINTR": ("wait a moment",),
     "ENOENT": ("nothing removes or moves", "put RUN on a disk all hosts share"),
-    "EACCES": ("permit ",),
+    "EACCES": ("make it writable", "make it readable", "permit reading it"),
 }
 #: What a rank says whose peer has ended: under a launcher it would mostly be ended itself by then.
 _CONSEQUENCE = re.compile(r"failed in torch\.distributed|: rank \d+ (is gone|has failed)")

@@ -234,13 +234,13 @@ def what_cannot_be_sent_is_refused(comm: Communicator) -> None:
     x = torch.zeros(4)
     if comm.size == 1:
         for call in (lambda: peers.send(x, 0), lambda: peers.recv(x), lambda: peers.recv(x, 0)):
-            with pytest.raises(CommunicationError, match="it is alone"):
+            with pytest.raises(CommunicationError, match="it is the only rank"):
                 call()
     else:
         for rank in (comm.rank, comm.size, -1):
-            with pytest.raises(CommunicationError, match=f"to rank {rank}: not another rank"):
+            with pytest.raises(CommunicationError, match=f"to rank {rank}: not one of the other ranks"):
                 peers.send(x, rank)
-            with pytest.raises(CommunicationError, match=f"from rank {rank}: not another rank"):
+            with pytest.raises(CommunicationError, match=f"from rank {rank}: not one of the other ranks"):
                 peers.recv(x, rank)
         for tag in (-1, 1000):
             with pytest.raises(CommunicationError, match="tags are 0 to 999"):

@@ -39,10 +39,8 @@ def ended_by(what: str, backend: str, folder: Path) -> tuple[Ended, str]:
 def test_while_others_take_a_step(what: str, backend: str, at: str, tmp_path: Path) -> None:
     ended, line = ended_by(what, backend, tmp_path)
     assert ended.exit_code == exit_codes.HUNG, ended.output
-    first = rf"rank 0 on {HOST}: waited in vain for \d+ s {at} for other ranks; rank 1 on {HOST} \(at step 5 "
-    second = (
-        rf"rank 1 on {HOST}: waited in vain for \d+ s at step 5 for other ranks; rank 0 on {HOST} \({at} "
-    )
+    first = rf"rank 0 on {HOST}: hung for \d+ s {at}, waiting for other ranks; rank 1 on {HOST} \(at step 5 "
+    second = rf"rank 1 on {HOST}: hung for \d+ s at step 5, waiting for other ranks; rank 0 on {HOST} \({at} "
     assert re.match(f"speechdp: ({first}|{second})for ", line), ended.output
     assert (tmp_path / "model.pt").exists()
 

@@ -164,12 +164,12 @@ def test_every_error_has_its_own_remedy() -> None:
     expected = {
         errno.ENOSPC: "free some space",
         errno.EDQUOT: "free some space",
-        errno.EIO: "look at the disk (the kernel's log on that host says what failed)",
-        errno.ESTALE: "see that the network disk is mounted and answers",
-        errno.ENOENT: "see that nothing removes or moves its folder, and that it can hold files",
-        errno.EACCES: "permit writing there",
-        errno.EROFS: "have the disk mounted for writing",
-        errno.EXDEV: "look at the disk and the folder's rights",
+        errno.EIO: "check the disk (the kernel log of that host says what failed)",
+        errno.ESTALE: "check that the network disk is mounted and responds",
+        errno.ENOENT: "check that nothing removes or moves its folder, and that it can hold files",
+        errno.EACCES: "make it writable",
+        errno.EROFS: "have the disk mounted read-write",
+        errno.EXDEV: "check the disk and the folder's permissions",
     }
     for number, remedy in expected.items():
         reason = os.strerror(number)
@@ -182,7 +182,7 @@ def test_an_error_of_hdf5_is_told_as_the_disk_told_it(tmp_path: Path) -> None:
         h5py.File(tmp_path / "missing" / "a.h5", "w")
     for error in (raised.value, RuntimeError(str(raised.value))):
         line = cannot_be_written("a.h5", error)
-        assert line.startswith("a.h5: cannot be written (No such file or directory); see that nothing")
+        assert line.startswith("a.h5: cannot be written (No such file or directory); check that nothing")
     assert "(truncated (or worse))" in cannot_be_written("a.h5", RuntimeError("truncated\n(or worse)"))
 
 
@@ -192,7 +192,7 @@ def test_the_run_names_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     patch_replace(monkeypatch, replace)
     with pytest.raises(
-        RunError, match=r"run\.json: cannot be written \(Input/output error\); look at the disk"
+        RunError, match=r"run\.json: cannot be written \(Input/output error\); check the disk"
     ):
         RunDirectory(tmp_path).begin({})
 
@@ -200,8 +200,8 @@ def test_the_run_names_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_what_nobody_has_words_for_is_one_line_if_it_is_of_a_file() -> None:
     error = OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/run/run.json")
     assert cannot_be_used(error) == (
-        "/run/run.json: cannot be used (Stale file handle); see that the network disk is mounted and "
-        "answers, then run again"
+        "/run/run.json: cannot be used (Stale file handle); check that the network disk is mounted and "
+        "responds, then run again"
     )
     assert cannot_be_used(OSError(errno.EPIPE, "Broken pipe")) is None
     assert cannot_be_used(OSError("no number")) is None
@@ -223,7 +223,7 @@ def test_a_command_ends_in_one_line_where_a_disk_has_gone(
     assert main.run(["report", str(tmp_path)]) == 1
     printed = capsys.readouterr().err
     assert printed.startswith(f"speechdp: {tmp_path}") and printed.count("\n") == 1
-    assert "cannot be used (Stale file handle); see that the network disk" in printed
+    assert "cannot be used (Stale file handle); check that the network disk" in printed
 
 
 def test_a_scratch_folder_that_cannot_be_removed_is_named_whole(

@@ -67,9 +67,9 @@ def test_a_full_disk_is_gone_on_from_as_the_users_command_can(tmp_path: Path) ->
 def test_a_run_that_is_a_part_of_a_command_is_begun_anew_by_itself() -> None:
     run, other = Path("OUT/a"), Path("OUT")
     assert remedies.starting_over(run) == "delete OUT/a, then run again"
-    assert remedies.going_on_as_begun() == "repeat its command (it stands in run.json)"
+    assert remedies.going_on_as_begun() == "repeat its command (recorded in run.json)"
     with remedies.of_command({"resume", "overwrite"}):
-        assert remedies.going_on_as_begun() == "give --resume alone, which takes the run's options"
+        assert remedies.going_on_as_begun() == "give only --resume, which uses the run's own options"
         with remedies.of_part(run):
             assert remedies.starting_over(run) == "delete OUT/a, then continue with --resume"
             assert remedies.starting_over(other) == "start over with --overwrite"
@@ -96,8 +96,8 @@ def test_only_a_command_with_the_option_is_told_to_wait_longer(monkeypatch: pyte
     StartGuard(100.0)._end()
     with remedies.of_command({"hang_timeout"}):
         StartGuard(100.0)._end()
-    assert said[0].endswith("reads the same disks\n")
-    assert said[1].endswith("reads the same disks, or raise --hang-timeout where a disk is just slow\n")
+    assert said[0].endswith("sees the same disks\n")
+    assert said[1].endswith("sees the same disks, or raise --hang-timeout if a disk is merely slow\n")
 
 
 def test_a_commands_remedies_are_its_own_options(

@@ -270,7 +270,7 @@ def _words(
             continue
         if option not in known:
             meant = did_you_mean(option, known)
-            raise ConfigError(f"{path}: {name!r} is no option of this command{meant or '; leave it out'}")
+            raise ConfigError(f"{path}: {name!r} is not an option of this command{meant or '; leave it out'}")
         if known[option] == "repeated" and option in given:
             continue
         each = value if isinstance(value, list) else [value]
@@ -281,7 +281,7 @@ def _words(
         relative = elsewhere and option in _OF_PATHS and isinstance(value, str)
         yield from _of(path, option, str(Path(began_in or "") / value) if relative else value, known[option])
     if left_out:
-        tell(f"{path}: left out, as this command has no use for them: {', '.join(left_out)}")
+        tell(f"{path}: ignored, as they do not apply to this command: {', '.join(left_out)}")
 
 
 def is_record_of_run(path: Path) -> bool:
@@ -308,7 +308,7 @@ def _values_of(path: Path, known: Mapping[str, _Kind]) -> tuple[dict[str, Any], 
     except OSError as error:
         raise ConfigError(f"{_OPTION} {named_file_cannot_be_read(path, error)}") from error
     except ValueError as error:
-        raise ConfigError(f'{path}: is no JSON ({error}); write {{"batch-size": 8}}, say') from error
+        raise ConfigError(f'{path}: is not JSON ({error}); write {{"batch-size": 8}}, say') from error
     if isinstance(values, dict) and values.get("format") == RUN_FORMAT:
         if _OF_TRAINING not in known:
             raise ConfigError(

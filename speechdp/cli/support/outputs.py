@@ -110,7 +110,7 @@ def _leave(partial: Path, size: int, finished: str) -> None:
     elif partial.exists():
         os.truncate(partial, size)
         advice = "move it away, or --overwrite replaces it"
-        tell(f"{partial}: holds what was finished, {finished}; {advice}")
+        tell(f"{partial}: holds the finished part, {finished}; {advice}")
 
 
 @contextmanager

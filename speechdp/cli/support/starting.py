@@ -106,7 +106,7 @@ def threads_of_a_rank(
             raise ConfigError(f"--threads {threads}: at least 1")
         if before not in (None, threads):
             raise ConfigError(
-                f"--threads {threads}: the ranks of what is finished had {before}, and speeds are compared; "
+                f"--threads {threads}: finished runs had {before}, and speeds are compared; "
                 "leave it out, choose another folder, or --overwrite"
             )
         return threads

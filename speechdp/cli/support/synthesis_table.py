@@ -45,17 +45,17 @@ def print_result(console: Console, result: SynthesisResult) -> None:
     if result.diagonality.mean < _FOLLOWS_TEXT:
         console.print(
             f"Attention does not follow the texts yet (focus rate {result.focus_rate.mean:.2f}, diagonality "
-            f"{result.diagonality.mean:.2f}): what is said cannot be understood before it does; train longer"
+            f"{result.diagonality.mean:.2f}): the speech cannot be understood until it does; train longer"
         )
     unknown = (result.facts["recogniser"] or {}).get("unknown_words", 0)
     if result.word_errors and unknown:
         words = result.word_errors["synthetic"].words
         console.print(
-            f"{unknown:,} of {words:,} words are none that the recogniser knows: errors in each row"
+            f"{unknown:,} of {words:,} words are unknown to the recogniser: they count as errors in each row"
         )
     if result.word_errors and "recorded" not in result.word_errors:
         console.print(
-            "The recogniser did not hear the recordings: the data directory names no files for them"
+            "The recogniser was not run on the recordings: the data directory names no files for them"
         )
 
 

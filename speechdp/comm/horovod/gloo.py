@@ -66,8 +66,8 @@ def check_own_name(reached_at: str | None = None) -> None:
         return
     name, stands = socket.gethostname(), "no address of its own" if address is None else address
     raise CommunicationError(
-        f"on {environment.host_name()} its name {name} stands for {stands}, where this build of Horovod over "
-        "Gloo would let other hosts look for its ranks; build it again with launch/build_horovod --install, "
+        f"on {environment.host_name()} its name {name} resolves to {stands}, and this build of Horovod over "
+        "Gloo would send other hosts there for its ranks; rebuild it with launch/build_horovod --install, "
         f"or start with mpirun and choose {remedies.backend('mpi')}"
     )
 

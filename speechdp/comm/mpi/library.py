@@ -66,5 +66,9 @@ def checked(what: str, call: Callable[[], T]) -> T:
     try:
         return call()
     except MPI.Exception as error:
-        hint = "; do all ranks take as many steps?" if error.Get_error_class() == MPI.ERR_TRUNCATE else ""
+        hint = (
+            "; do all ranks take the same number of steps?"
+            if error.Get_error_class() == MPI.ERR_TRUNCATE
+            else ""
+        )
         raise CommunicationError(f"{what} failed in MPI: {error.Get_error_string()}{hint}") from error

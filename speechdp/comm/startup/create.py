@@ -84,7 +84,9 @@ def _automatic(shares_gpus: bool) -> BackendChoice:
     if launch is None or launch.size == 1:
         return BackendChoice("serial")
     if launch.launcher == "torchrun":
-        return BackendChoice("torch", "back-end torch: started by torchrun, which the others do not know")
+        return BackendChoice(
+            "torch", "back-end torch: started by torchrun, which the other back-ends do not support"
+        )
     why_not = _why_not_horovod()
     if why_not is None and shares_gpus and not environment.started_by_horovodrun() and _has_nccl():
         why_not = f"NCCL refuses ranks that share a GPU ({RANKS_PER_GPU})"
@@ -141,7 +143,7 @@ def create_fed_job(name: Backend | str, num_feeders: int, device: torch.device |
         # No other back-end is replaced in the advice: a resumed run must keep the one it began with.
         other = " with --backend auto" if name == "serial" else ""
         raise ConfigError(
-            f"{feeders}: takes at least {num_feeders + 1} ranks of a host, but this one is alone; start with "
+            f"{feeders}: needs at least {num_feeders + 1} ranks on a host, but there is only one; start with "
             f"speechdp launch -np {num_feeders + 1} -- train ...{other}, or give --feeders 0"
         )
     if environment.started_by_horovodrun() or launch.launcher == "torchrun":

@@ -126,7 +126,7 @@ def _describe(comm: Communicator | None, error: BaseException) -> _Report:
 
 def _describe_exit(name: str, error: SystemExit, delay_s: float) -> _Report:
     if _says_success(error):
-        text = f"{name}: left by sys.exit as if all were well, which the other ranks would wait for\n"
+        text = f"{name}: left by sys.exit with success, but the other ranks would wait for this one\n"
         return _Report(text, exit_codes.CRASHED, delay_s)
     if isinstance(error.code, int):
         # The system keeps only the last 8 bits: a job that one rank ends with 256 would seem successful.

@@ -73,7 +73,7 @@ class StartGuard:
         name = f"rank {self._rank} on {environment.host_name()}"
         environment.end_process_with(
             f"speechdp: {name}: waited {self._timeout_s:.0f} s for all ranks to {self._awaited}; "
-            "see with speechdp doctor that every host can be reached and reads the same disks"
+            "check with speechdp doctor that every host can be reached and sees the same disks"
             f"{remedies.longer_wait()}\n",
             exit_codes.HUNG,
         )

@@ -139,8 +139,8 @@ def check_sum(comm: Communicator) -> None:
     expected = [n * (n + 1) / 2, float(n), -0.5 * n]
     if x.tolist() != expected:
         raise CommunicationError(
-            f"the {comm.backend} back-end sums wrongly on rank {comm.rank} ({environment.host_name()}): "
-            f"{x.tolist()} instead of {expected}; choose another back-end"
+            f"the {comm.backend} back-end computes wrong sums on rank {comm.rank} "
+            f"({environment.host_name()}): {x.tolist()} instead of {expected}; choose another back-end"
         )
 
 

@@ -240,7 +240,7 @@ def test_a_folder_that_a_rank_may_not_list_is_not_taken_for_another_disk(
         return listed_anew(folder)
 
     monkeypatch.setattr(shared_disk, "listed_anew", refused)
-    words = r"checkpoints: cannot be read \(Stale file handle on rank 1\); see that the network disk"
+    words = r"checkpoints: cannot be read \(Stale file handle on rank 1\); check that the network disk"
     with pytest.raises(RunError, match=words):
         run_threads(2, lambda comm: save(tmp_path, 1, comm))
 
@@ -347,7 +347,7 @@ def test_a_broken_newest_is_passed_over_with_a_notice(tmp_path: Path, damage: Ca
     notices: list[str] = []
     assert_same(load(tmp_path, notices), state_of(1))
     (notice,) = notices
-    assert notice.startswith(f"passing over {tmp_path}/checkpoints/step-00000002")
+    assert notice.startswith(f"skipping checkpoint {tmp_path}/checkpoints/step-00000002")
     assert "\n" not in notice
     assert not (tmp_path / "checkpoints" / "exploded").exists()
     # And it does not stand in the way of its successor.
@@ -363,7 +363,7 @@ def test_a_file_that_was_blown_up_is_not_read(tmp_path: Path) -> None:
     os.truncate(path, 3 * 10**12)
     notices: list[str] = []
     assert_same(load(tmp_path, notices), state_of(1))
-    assert notices == [f"passing over {path}: damaged (3000000000000 bytes, {written} were written)"]
+    assert notices == [f"skipping checkpoint {path}: damaged (3000000000000 bytes, {written} were written)"]
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_one_damaged_file_makes_the_checkpoint_broken_for_all_ranks(tmp_path: Pa
         return notices
 
     notices = run_threads(3, resume)
-    assert notices[0] == [f"passing over {flip_of}: damaged (checksum)"]
+    assert notices[0] == [f"skipping checkpoint {flip_of}: damaged (checksum)"]
     assert notices[1] == notices[2] == notices[0]
 
 
@@ -447,7 +447,7 @@ def test_checkpoints_of_another_version_alone_are_not_to_be_deleted_first(tmp_pa
     with_head('{"format": "speechdp-checkpoint", "version": 2, "ranks": []}')(save(tmp_path, 1))
     with pytest.raises(RunError) as raised:
         load(tmp_path)
-    said = "is of version 2, and this speechdp reads version 1; go on with the speechdp that wrote it, or"
+    said = "is of version 2, and this speechdp reads version 1; continue with the speechdp that wrote it, or"
     assert said in str(raised.value)
 
 
@@ -469,8 +469,8 @@ def test_nothing_whole_is_an_error_that_names_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "remedy"),
     [
-        (errno.EIO, "look at the disk"),
-        (errno.ESTALE, "see that the network disk"),
+        (errno.EIO, "check the disk"),
+        (errno.ESTALE, "check that the network disk"),
         (errno.ENOENT, "nothing removes or moves"),
     ],
 )

@@ -202,7 +202,7 @@ def test_a_rank_that_writes_nothing_is_named_with_its_host(
         writer.flush()
 
     with pytest.raises(
-        RunError, match=r"checkpoint is not complete: nothing from rank 2 on \S+ for 0.2 s; look"
+        RunError, match=r"checkpoint is not complete: nothing from rank 2 on \S+ for 0.2 s; check"
     ):
         run_threads(3, train)
 
@@ -293,7 +293,7 @@ def test_a_checkpoint_that_has_its_name_is_written(
 
 
 @pytest.mark.parametrize(
-    ("number", "remedy"), [(errno.EIO, "look at the disk"), (errno.ESTALE, "see that the network disk")]
+    ("number", "remedy"), [(errno.EIO, "check the disk"), (errno.ESTALE, "check that the network disk")]
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_remedy_is_that_of_the_rank_s_error(

@@ -35,7 +35,9 @@ def test_decoding_into_a_run_of_somebody_elses_is_refused_before_the_work(
     dataset = write_dataset(tmp_path / "data", [[Spoken("a", "one", "one")]])
     refuse_new_files(monkeypatch)
     monkeypatch.setattr("speechdp.decode.recogniser.Recogniser", None)  # nothing is recognised
-    with pytest.raises(RunError, match=r"run/hypotheses: cannot be written \(Permission denied\); permit"):
+    with pytest.raises(
+        RunError, match=r"run/hypotheses: cannot be written \(Permission denied\); make it writable"
+    ):
         decode_split(
             oracle(dataset.num_classes),
             dataset,
@@ -52,5 +54,5 @@ def test_so_is_measuring_synthesis(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     synthesiser = Synthesiser(load_synthesis_model(run, torch.device("cpu")), GenerateOptions())
     refuse_new_files(monkeypatch)
     monkeypatch.setattr(Synthesiser, "say", None)
-    with pytest.raises(RunError, match=r"run: cannot be written \(Permission denied\); permit"):
+    with pytest.raises(RunError, match=r"run: cannot be written \(Permission denied\); make it writable"):
         evaluate_split(synthesiser, dataset, EvaluationRequest(run, "test"), lambda *_: None)

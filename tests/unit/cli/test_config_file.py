@@ -88,7 +88,7 @@ def test_an_experiment_takes_of_a_run_s_record_what_it_has_a_use_for(
     file = file_of(tmp_path, {"format": "speechdp-run", "options": options.to_json(2)})
     taken = main.parse(command, list(main._with_config(command, ["D", "OUT", "--config", file])))
     assert taken.options.model.cells == 8
-    line = f"speechdp: {file}: left out, as this command has no use for them: {left_out}\n"
+    line = f"speechdp: {file}: ignored, as they do not apply to this command: {left_out}\n"
     assert capsys.readouterr().err == line
     usual = file_of(tmp_path, {"format": "speechdp-run", "options": TrainOptions().to_json()})
     main.parse(command, list(main._with_config(command, ["D", "OUT", "--config", usual])))
@@ -122,10 +122,10 @@ def test_forwarded_commands_and_scripts_have_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"batchsize": 3}, "'batchsize' is no option of this command; did you mean --batch-size?"),
-        ({"model": {"cels": 3}}, "'cels' is no option of this command; did you mean --cells?"),
-        ({"qqqqqq": 3}, "'qqqqqq' is no option of this command; leave it out"),
-        ({"run_dir": "D"}, "'run_dir' is no option of this command"),
+        ({"batchsize": 3}, "'batchsize' is not an option of this command; did you mean --batch-size?"),
+        ({"model": {"cels": 3}}, "'cels' is not an option of this command; did you mean --cells?"),
+        ({"qqqqqq": 3}, "'qqqqqq' is not an option of this command; leave it out"),
+        ({"run_dir": "D"}, "'run_dir' is not an option of this command"),
         ({"strategy": ""}, "'strategy' is empty; give it a value, or leave it out"),
         ({"alignments": ""}, "'alignments' is empty; give it a value, or leave it out"),
         ({"epochs": []}, "'epochs' is empty; give it a value, or leave it out"),
@@ -133,7 +133,7 @@ def test_forwarded_commands_and_scripts_have_their_own(tmp_path: Path) -> None:
         ({"epochs": [[3]]}, "--epochs is [[3]]; write a text, a number, true or a list"),
         ([3], "holds no options; write a JSON object"),
         ({"format": "speechdp-run"}, "holds no options"),
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
     ],
 )
 def test_what_is_no_option_is_refused_by_name(content: Any, message: str, tmp_path: Path) -> None:

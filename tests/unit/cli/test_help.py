@@ -174,7 +174,7 @@ def test_what_help_hides_is_refused_with_what_to_do(words: list[str], message: s
 def test_arguments_of_a_script_that_is_not_there_are_refused_with_what_to_do(words: list[str]) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^after -- stand a script's own arguments, .* give --script SCRIPT .*, or leave -- out$",
+        match=r"^what follows -- are arguments of a script, .* give --script SCRIPT .*, or leave -- out$",
     ):
         parse(words[0], [*words[1:], "--", "--layers", "1"])
     assert parse(words[0], [*words[1:], "--layers", "1"]).options.model.layers == 1

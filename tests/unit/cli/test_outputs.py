@@ -39,7 +39,7 @@ def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
     refused(tmp_path / "link", "exists; give another name or add --overwrite", overwrite=False)
     assert output_file(tmp_path / "link", overwrite=True) == tmp_path / "real.txt"
     (tmp_path / "loop").symlink_to("loop")
-    refused(tmp_path / "loop", "mend the symbolic links of its path")
+    refused(tmp_path / "loop", "fix the symbolic links in its path")
 
 
 def test_its_folder_must_be_there(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_files_that_grow_are_left_with_what_is_whole_in_all(
         assert str(raised.value).startswith(f"{tmp_path}/b.txt.partial: cannot be written (No space left")
     keep = "move it away, or --overwrite replaces it"
     assert capsys.readouterr().err == "".join(
-        f"speechdp: {path}.partial: holds what was finished, 2 recordings; {keep}\n" for path in paths
+        f"speechdp: {path}.partial: holds the finished part, 2 recordings; {keep}\n" for path in paths
     )
     left = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert left == {"a.txt": "of before", "a.txt.partial": "x\ny\n", "b.txt.partial": "1\n2\n"}
@@ -94,4 +94,4 @@ def test_files_that_grow_have_their_names_when_they_are_whole(
     ):
         add(("x\n",))
     assert (tmp_path / "c.txt.partial").read_text() == "x\n" and not (tmp_path / "c.txt").exists()
-    assert "c.txt.partial: holds what was finished, 1 recording; " in capsys.readouterr().err
+    assert "c.txt.partial: holds the finished part, 1 recording; " in capsys.readouterr().err

@@ -34,9 +34,7 @@ def test_jobs_that_are_added_have_the_threads_of_those_before(monkeypatch: pytes
     assert threads_of_a_rank(None, 4, HERE) == 3
     assert threads_of_a_rank(None, 4, HERE, before=2) == 2
     assert threads_of_a_rank(2, 4, HERE, before=2) == 2
-    with pytest.raises(
-        ConfigError, match=r"--threads 4: the ranks of what is finished had 2, .* leave it out"
-    ):
+    with pytest.raises(ConfigError, match=r"--threads 4: finished runs had 2, .* leave it out"):
         threads_of_a_rank(4, 4, HERE, before=2)
     with pytest.raises(ConfigError, match="--threads 0: at least 1"):
         threads_of_a_rank(0, 4, HERE)

@@ -79,8 +79,8 @@ def test_gloo_is_left_for_an_infiniband_that_mpi_uses(
 #: Horovod as it is released, as others build it, and as launch/horovod_recipe built it and builds it.
 RELEASED, OTHERS, FORMER, OURS = "0.28.1", "0.28.1+ifaces.2", "0.28.1+iface", "0.28.1+iface.2"
 AWAY = re.escape(
-    "its name vm stands for 127.0.1.1, where this build of Horovod over Gloo would let other hosts look for "
-    "its ranks; build it again with launch/build_horovod --install, or"
+    "its name vm resolves to 127.0.1.1, and this build of Horovod over Gloo would send other hosts there for "
+    "its ranks; rebuild it with launch/build_horovod --install, or"
 )
 
 
@@ -89,8 +89,8 @@ AWAY = re.escape(
     [
         (RELEASED, "10.0.0.1", None),
         (RELEASED, "127.0.1.1", AWAY),  # as Debian has it
-        (RELEASED, "10.9.9.9", "stands for 10.9.9.9"),  # another interface's
-        (RELEASED, None, "stands for no address of its own"),
+        (RELEASED, "10.9.9.9", "resolves to 10.9.9.9"),  # another interface's
+        (RELEASED, None, "resolves to no address of its own"),
         (OTHERS, "127.0.1.1", AWAY),
         (FORMER, "127.0.1.1", None),
         (OURS, "127.0.1.1", None),

@@ -465,7 +465,7 @@ def test_options_of_decode_are_advised_to_its_users_alone(
 ) -> None:
     write_tuned(tmp_path, Grammar.NGRAM, {"acoustic_scale": 0.4}, None)
     _, line, _ = RecognitionOptions().earlier_weights(tmp_path, Grammar.WORD_LOOP)
-    assert line.endswith("this is word-loop, for which --acoustic-scale and its like set others")
+    assert line.endswith("this is word-loop; set weights for it with --acoustic-scale and the like")
     dataset = write_dataset(tmp_path / "data", SHARDS)
     model = unsure(dataset.num_classes)
     listener = SpeechListener(tmp_path, model, dataset, Lexicon.load(dataset.lexicon_path))
@@ -478,7 +478,7 @@ def test_options_of_decode_are_advised_to_its_users_alone(
 
 @pytest.mark.parametrize(
     ("number", "remedy"),
-    [(errno.EIO, "look at the disk"), (errno.ESTALE, "mount"), (errno.EACCES, "permit reading it")],
+    [(errno.EIO, "check the disk"), (errno.ESTALE, "mount"), (errno.EACCES, "make it readable")],
 )
 def test_a_disk_that_refuses_the_weights_is_not_advised_to_tune_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str

@@ -53,7 +53,7 @@ def test_an_allocation_that_cannot_be_read_is_passed_over_for_a_hostfile(
     ("options", "said"),
     [
         (["--controller", "gloo"], "--controller gloo belongs to --launcher horovodrun"),
-        (["--verify"], "--verify: there is nothing to read; give --data DATA"),
+        (["--verify"], "--verify: there is no data to verify; give --data DATA"),
         (["--mpi-args", "a 'b"], '--mpi-args "a \'b" cannot be split into words'),
     ],
 )

@@ -151,7 +151,7 @@ CASES = [
     (gpus({**NO_GPU, "nvml_gpus": 0}, {**NO_GPU, "nvml_gpus": -1}), "GPUs", "warn", "nvidia-smi"),
     (gpus({**GPUS, "torch_cuda": "", "devices": []}, NODE["gpus"]), "GPUs", "warn", "a torch with CUDA"),
     (gpus(GPUS, {**GPUS, "driver": "535.0"}), "GPU driver", "warn", "one driver"),
-    (gpus(GPUS, {**GPUS, "devices": [{"name": "V100"}] * 4}), "GPU kind", "warn", "one kind"),
+    (gpus(GPUS, {**GPUS, "devices": [{"name": "V100"}] * 4}), "GPU kind", "warn", "with the same GPUs"),
     (node(open_files=256), "limits", "warn", "nofile"),
     (node(infiniband=True), "limits", "warn", "memlock"),
     (node(file_locking="off"), "file locking", "warn", "unset HDF5_USE_FILE_LOCKING"),
@@ -159,7 +159,7 @@ CASES = [
     (lambda ranks: ranks[1].facts.update(data={"error": "no data.json"}), "data", "fail", "all hosts see"),
     (part("data", missing=["train-0001.h5"]), "data", "fail", "copy DATA"),
     (part("data", checksum="d" * 64), "data", "fail", "prepare the data once"),
-    (part("folder", error="Permission denied"), "run folder", "fail", "rights to write"),
+    (part("folder", error="Permission denied"), "run folder", "fail", "you may write to"),
     (
         part("folder", error="Disk quota exceeded", remedy="free some space"),
         "run folder",
@@ -168,8 +168,8 @@ CASES = [
     ),
     (part("folder", unseen=[0]), "run folder", "fail", "not a local disk"),
     (lambda ranks: ranks[0].facts["folder"].update(unseen=[1]), "run folder", "fail", "not a local disk"),
-    (part("folder", free_bytes=GIB // 2), "disk", "warn", "make room"),
-    (part("folder", free_bytes=1 << 20), "disk", "fail", "make room"),
+    (part("folder", free_bytes=GIB // 2), "disk", "warn", "free some space"),
+    (part("folder", free_bytes=1 << 20), "disk", "fail", "free some space"),
     (same_address, "interfaces", "warn", "--interface eth0"),
 ]
 

@@ -182,7 +182,7 @@ SAID = [
     ("bash: line 1: orted: command not found", "daemon", "Open MPI"),
     ("There are not enough slots available in the system", "fewer slots", "slots="),
     ("Host key verification failed.", "from host to host", "without a prompt"),
-    ("None of the TCP networks specified to be included for ...", "has the network", "--interface"),
+    ("None of the TCP networks specified to be included for ...", "lack the network", "--interface"),
 ]
 
 
@@ -195,7 +195,10 @@ def test_known_words_of_launchers(line: str, found: str, remedy: str) -> None:
 
 
 def test_own_words_of_a_rank_and_a_crash() -> None:
-    said = ["noise", "speechdp: rank 1 on n2: the horovod back-end sums wrongly; choose another back-end"]
+    said = [
+        "noise",
+        "speechdp: rank 1 on n2: the horovod back-end computes wrong sums; choose another back-end",
+    ]
     assert failed(job(("node.",), ("node.",), exit_code=1, said=said)).found.startswith(
         "rank 1 on n2: the horovod"
     )

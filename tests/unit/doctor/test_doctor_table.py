@@ -29,7 +29,7 @@ def test_without_a_terminal_there_is_a_line_a_finding() -> None:
     assert login == "warn  login                n1: prints [bold]?[2J[/bold]; remedy: mend ~/.bashrc"
     assert reachable.startswith("fail  reachable            n0, n1, n2, n3, n4, n5 and 3 more: xxx")
     assert reachable.endswith("x; remedy: ssh-copy-id")
-    assert end == "1 of 3 checks failed: a job would fail or crawl"
+    assert end == "1 of 3 checks failed: a job would fail or run very slowly"
 
 
 def test_on_a_terminal_there_is_a_table() -> None:
@@ -40,7 +40,7 @@ def test_on_a_terminal_there_is_a_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "end"), [(1, "all 1 checks are well"), (2, "nothing failed, 1 of 2 checks warn")]
+    ("count", "end"), [(1, "all 1 checks passed"), (2, "no check failed, 1 of 2 gave a warning")]
 )
 def test_the_last_line_says_how_it_stands(count: int, end: str) -> None:
     assert shown(FINDINGS[:count], terminal=False).splitlines()[-1] == end

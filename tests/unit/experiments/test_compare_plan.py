@@ -368,8 +368,8 @@ FULL = "a.h5: cannot be written (No space left on device on rank 0); free some s
             "rank 1 on vm: unexpected OSError: [Errno 28] No space left on device; free some space",
         ),
         (
-            "speechdp: x: cannot be used (Read-only file system); have the disk mounted for writing, then",
-            "x: cannot be used (Read-only file system); have the disk mounted for writing",
+            "speechdp: x: cannot be used (Read-only file system); have the disk mounted read-write, then",
+            "x: cannot be used (Read-only file system); have the disk mounted read-write",
         ),
     ],
 )

@@ -171,7 +171,7 @@ def test_runs_after_trials_of_learning_rates_have_as_many_threads(
     assert compare(script, *options, "--threads", "3", *ends) == 1
     assert [run.state for run in read_record(script.parent / "out").trials] == ["complete", "complete"]
     assert compare(script, *options, "--threads", "2", *ends) == 1
-    assert "--threads 2: the ranks of what is finished had 3" in capsys.readouterr().err
+    assert "--threads 2: finished runs had 3" in capsys.readouterr().err
 
 
 def test_with_threads_one_process_has_all_ranks(ranks: FakeRanks, script: Path) -> None:
@@ -341,7 +341,7 @@ def test_a_sweep_that_goes_on_keeps_the_number_of_threads(
     assert json.loads((out / "sweep.json").read_text())["threads"] == 3
     assert run(command) == 0 and json.loads((out / "sweep.json").read_text())["threads"] == 3
     assert run([*command, "--threads", "2"]) == 1
-    assert "--threads 2: the ranks of what is finished had 3" in capsys.readouterr().err
+    assert "--threads 2: finished runs had 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["compare", "sweep"])
@@ -619,7 +619,7 @@ def test_a_search_that_has_measured_nothing_may_be_begun_with_other_settings(
     # What failed would be taken for a run of these settings.
     code, said, err = search("8")
     assert code == 1 and "did not pause" in err and found[1:] == [("8", False)]
-    assert "a search was begun otherwise and measured nothing yet; it is begun anew" in said
+    assert "an earlier search with other options measured nothing; it is replaced" in said
     record = read_tune(out)
     assert record.settings["command line"] == "--epochs 8"
     assert run(["report", str(out)]) == 0

@@ -243,7 +243,7 @@ def test_only_the_shell_of_salloc_is_one_to_launch_from() -> None:
     # salloc's interactive step has one task.
     interactive = {**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PTY_PORT": "34889"}
     assert find_allocation(interactive) is not None
-    with pytest.raises(ConfigError, match=r"a shell of srun --pty, .* in the shell that salloc gives"):
+    with pytest.raises(ConfigError, match=r"a shell of srun --pty, .* in the shell that salloc opens"):
         find_allocation({**interactive, "SLURM_STEP_NUM_TASKS": "5"})
     assert find_allocation({**interactive, "SLURM_STEP_NUM_TASKS": "5", "OMPI_COMM_WORLD_SIZE": "5"}) is None
     # On one node ranks are started without Slurm: -np N.
@@ -300,10 +300,10 @@ def test_a_missing_node_file_is_named() -> None:
         find_allocation({"LSB_JOBID": "1", "LSB_MCPU_HOSTS": "a four"})
 
 
-_MANY = "where the batch job has only 1 slot, and mpirun starts no more; ask Slurm for more tasks"
+_MANY = "where the batch job has only 1 slot, the most that mpirun starts; ask Slurm for more tasks"
 _OUTSIDE = "elsewhere is not one of the hosts of Slurm job 7 (n1, n2), and mpirun starts ranks on these only"
 _FEW_CORES = (
-    "3 ranks of 1 core on n1, where the batch job has only 2 cores, and srun starts no more; ask Slurm"
+    "3 ranks of 1 core on n1, where the batch job has only 2 cores, the most that srun uses; ask Slurm"
 )
 _SRUN = ("--launcher", "srun")
 

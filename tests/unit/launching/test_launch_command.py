@@ -359,7 +359,7 @@ def test_each_hydra_counts_the_ranks_of_hosts_in_its_own_way() -> None:
 
 def test_horovodrun_over_mpi_takes_open_mpi_only() -> None:
     with pytest.raises(
-        ConfigError, match=r"over Open MPI, but .* is of MPICH 4\.3\.2; use --launcher mpirun"
+        ConfigError, match=r"over Open MPI, but .* belongs to MPICH 4\.3\.2; use --launcher mpirun"
     ):
         horovodrun_command(LaunchJob(LOCAL, PROGRAM, ()), ("h",), "mpi", MPICH)
 
@@ -377,7 +377,7 @@ def test_no_or_another_mpi_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no mpirun in .*run launch/setup"):
         find_mpirun(tmp_path, str(tmp_path))
     mpirun = fake_mpirun(tmp_path, "LAM 7.1")
-    with pytest.raises(ConfigError, match="is of no MPI that is known here"):
+    with pytest.raises(ConfigError, match="belongs to neither Open MPI, MPICH nor Intel MPI"):
         find_mpirun(tmp_path, "/usr/bin:/bin")
     mpirun.write_text("#!/bin/sh\nkill -KILL $$\n")
     with pytest.raises(ConfigError, match="mpirun --version was killed by SIGKILL; try again, or run launch"):
@@ -397,7 +397,10 @@ def test_no_or_another_mpi_is_refused_with_the_remedy(tmp_path: Path) -> None:
     ],
 )
 def test_a_speechdp_command_is_no_script(words: str) -> None:
-    with pytest.raises(ConfigError, match=r"not started by python, .* after --: \.\.\. -- train DATA RUN$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"do not start a speechdp command with python, .* after --: \.\.\. -- train DATA RUN$",
+    ):
         python_program(["python3.11", *words.split()], Path("/v/bin/python"))
 
 

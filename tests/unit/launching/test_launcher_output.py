@@ -271,7 +271,7 @@ def test_a_rank_that_does_not_know_its_number_is_noted() -> None:
     shown, faults = read("speechdp: DATA/data.json: is not there; prepare the data first\n" + EXITED)
     assert shown == "speechdp: DATA/data.json: is not there; prepare the data first\n"
     assert faults[0] == Fault("said") and first_cause(faults) == faults[0]
-    assert faults[0].describe() == "a rank failed, its message stands above"
+    assert faults[0].describe() == "a rank failed, its message is above"
 
 
 def test_a_rank_that_a_signal_has_ended_has_not_failed() -> None:
@@ -289,12 +289,12 @@ def test_a_hung_ranks_line_names_the_hosts_that_gave_no_sign_of_life() -> None:
     )
     (fault,) = read(line)[1]
     assert fault == Fault("said", 0, "n1", exit_code=exit_codes.HUNG, silent_hosts=("n3",))
-    assert fault.describe().startswith("the job hung, the message of rank 0 on n1 above names")
+    assert fault.describe().startswith("the job hung; the message of rank 0 on n1 above names")
 
 
 def test_a_script_whose_ranks_wait_in_vain_hangs() -> None:
     line = (
-        "speechdp: rank 1 on n1: waited in vain for 60 s at step 6 for other ranks; rank 0 on n1 (at "
+        "speechdp: rank 1 on n1: hung for 60 s at step 6, waiting for other ranks; rank 0 on n1 (at "
         "run.save_checkpoint() for 61 s), rank 2 on n1 (no sign of life for 70 s); make the same calls\n"
     )
     (fault,) = read(line)[1]

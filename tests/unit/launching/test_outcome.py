@@ -138,7 +138,7 @@ def test_a_refused_command_is_not_to_be_given_again(exit_code: int, tmp_path: Pa
     end = JobEnd(exit_code, None, (Fault("said", 0, "n1"),))
     result = verdict(end, Target("train", tmp_path, None))
     assert result.exit_code == exit_code and result.advice == ""
-    assert result.reason == f"rank 0 on n1 failed, its message stands above (exit code {exit_code})"
+    assert result.reason == f"rank 0 on n1 failed, its message is above (exit code {exit_code})"
 
 
 def test_where_no_rank_failed_none_is_said_to_have(tmp_path: Path) -> None:
@@ -151,7 +151,9 @@ def test_where_no_rank_failed_none_is_said_to_have(tmp_path: Path) -> None:
     assert str(killed.reason).startswith("the launcher itself was killed by SIGKILL; no checkpoint")
     no_folder = JobEnd(1, None, (Fault("no folder", detail="/proc/x (No such file or directory)"),))
     result = verdict(no_folder, Target("train", tmp_path, None))
-    assert str(result.reason).startswith("mpirun cannot make its folder /proc/x (No such file or directory);")
+    assert str(result.reason).startswith(
+        "mpirun cannot create its folder /proc/x (No such file or directory);"
+    )
     assert result.advice == ""
 
 
@@ -161,16 +163,16 @@ def test_a_full_disk_of_the_launcher_is_the_cause_only_where_ranks_fail_of_it(tm
     result = verdict(
         JobEnd(1, None, (no_room, Fault("exited", 1, exit_code=1))), Target("train", tmp_path, None)
     )
-    assert str(result.reason).startswith("mpirun has no room for its files on n2; free some space in TMPDIR")
+    assert str(result.reason).startswith("mpirun has no space for its files on n2; free some space in TMPDIR")
     assert result.advice == ""
     said = verdict(JobEnd(1, None, (no_room, Fault("said", 0, "n1"))), Target("train", tmp_path, None))
-    assert str(said.reason).startswith("rank 0 on n1 failed, its message stands above")
+    assert str(said.reason).startswith("rank 0 on n1 failed, its message is above")
 
 
 def test_a_small_shared_memory_is_named_with_its_remedy(tmp_path: Path) -> None:
     end = JobEnd(1, None, (Fault("no shared memory", host="n2"), Fault("exited", 1, exit_code=1)))
     result = verdict(end, Target("train", tmp_path, None))
-    assert str(result.reason).startswith("ranks on n2 have no room in /dev/shm")
+    assert str(result.reason).startswith("ranks on n2 exchange data through /dev/shm, which is full")
     assert result.advice == ""
 
 
@@ -205,7 +207,7 @@ def test_a_rank_that_fails_over_a_stop_is_told_as_a_failure(tmp_path: Path) -> N
     full_disk = Fault("said", 0, "n1")
     result = verdict(JobEnd(1, 10, (full_disk,)), run_folder(tmp_path, 7))
     assert result.exit_code == 1
-    assert "stopped by SIGUSR1, and rank 0 on n1 failed, its message stands above" in str(result.reason)
+    assert "stopped by SIGUSR1, and rank 0 on n1 failed, its message is above" in str(result.reason)
 
 
 @pytest.mark.parametrize("option", ["--tolerate-loss", "--tolerate_loss"])
@@ -255,7 +257,7 @@ def test_a_script_that_lost_a_rank_is_told_how_it_goes_on(tmp_path: Path) -> Non
     assert how_a_script_goes_on(JobEnd(124, None), 124, None) == itself
     # A run of an experiment begins anew in its folder as it is.
     anew = how_a_script_goes_on(killed, 137, None, may_begin_anew=True)
-    assert anew.endswith("begins anew") and itself.startswith(anew)
+    assert anew.endswith("starts over") and itself.startswith(anew)
     # What is wrong has to be mended first; nothing has failed.
     unreached = JobEnd(255, None, (Fault("not reached", None, "n2"),))
     for end in (unreached, JobEnd(73, None), JobEnd(75, None), JobEnd(0, None)):

@@ -96,15 +96,15 @@ NOT_REQUEUED = "job 7 is not requeued: the script did not save in time when it w
             SCRIPT,
             STOPPED,
             signal.SIGUSR1,
-            "job 7 is given back to slurm, to go on from what the script has saved",
+            "job 7 is requeued by slurm, to continue from what the script has saved",
         ),
         (SCRIPT, STOPPED_UNSAVED, signal.SIGUSR1, NOT_REQUEUED),
         (SCRIPT, STOPPED_UNSAVED, None, NOT_REQUEUED),  # the ranks were told directly
         (SCRIPT, 138, signal.SIGUSR1, NOT_REQUEUED),
-        (TRAIN, STOPPED, signal.SIGUSR1, "job 7 is given back to slurm, to go on from its checkpoint"),
-        (TRAIN, 138, signal.SIGUSR1, "job 7 is given back to slurm, to be started again"),
+        (TRAIN, STOPPED, signal.SIGUSR1, "job 7 is requeued by slurm, to continue from its checkpoint"),
+        (TRAIN, 138, signal.SIGUSR1, "job 7 is requeued by slurm, to be started again"),
         # It saves nothing on the way: it would begin anew at each time limit, for ever.
-        (DECODE, 138, signal.SIGUSR1, "job 7 is not requeued: decode saves nothing on the way"),
+        (DECODE, 138, signal.SIGUSR1, "job 7 is not requeued: decode saves no checkpoints"),
     ],
 )
 def test_what_becomes_of_a_job_at_its_time_limit_is_told(
@@ -120,7 +120,7 @@ def test_what_becomes_of_a_job_at_its_time_limit_is_told(
         (folder / "R" / "checkpoints" / "step-00000042").mkdir(parents=True)
     end = JobEnd(exit_code, stop_signal)
     monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: end)
-    is_given_back = "given back" in said
+    is_given_back = "requeued by" in said
     assert run(["launch", "--requeue", "--", *command]) == (STOPPED if is_given_back else exit_code)
     *before, last = capsys.readouterr().err.splitlines()
     assert last.startswith(f"speechdp launch: {said}")
@@ -137,16 +137,16 @@ def test_what_ends_the_job_before_it_has_answered_has_accepted(
     end = JobEnd(STOPPED, signal.SIGUSR1)
     monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: end)
     assert run(["launch", "--requeue", "--", *TRAIN]) == STOPPED
-    assert capsys.readouterr().err.endswith("job 7 is given back to slurm, to be started again\n")
+    assert capsys.readouterr().err.endswith("job 7 is requeued by slurm, to be started again\n")
     signal.raise_signal(signal.SIGTERM)  # which may come later still
 
 
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        (TRAIN, "job 7 is given back to slurm, to be started again"),
-        (SCRIPT, "job 7 is given back to slurm, to be started again"),
-        (DECODE, "job 7 is given back to slurm, to be started again"),
+        (TRAIN, "job 7 is requeued by slurm, to be started again"),
+        (SCRIPT, "job 7 is requeued by slurm, to be started again"),
+        (DECODE, "job 7 is requeued by slurm, to be started again"),
     ],
 )
 def test_a_warning_before_launch_was_ready_counts(
@@ -191,14 +191,17 @@ def test_a_script_that_a_warning_has_killed_is_not_said_to_have_been_slow(
     monkeypatch.setattr("speechdp.cli.launch.run_job", lambda *_arguments, **_options: end)
     assert run(["launch", "--requeue", "--", *SCRIPT]) == 138
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("speechdp launch: job 7 is not requeued: the script was ended by the warning, as ")
+    assert last.startswith(
+        "speechdp launch: job 7 is not requeued: the script was ended by the batch system's warning "
+        "signal, as it had not yet checked run.should_stop; "
+    )
 
 
 @pytest.mark.parametrize(
     ("command", "remedy"),
     [
         (SCRIPT, "submit the job again; the same command continues from the script's last checkpoint"),
-        (TRAIN, "submit the job again; with --resume it goes on from its checkpoint"),
+        (TRAIN, "submit the job again; with --resume it continues from its checkpoint"),
     ],
 )
 def test_a_refused_requeue_names_how_to_go_on(

@@ -69,7 +69,7 @@ def test_a_host_on_which_ranks_died_twice_is_left_out_where_others_have_room(tmp
 
 
 def test_too_few_hosts_end_it_unless_fewer_ranks_will_do(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"6 ranks need .* hosts that answer have 4 \(no answer: n3\)"):
+    with pytest.raises(ConfigError, match=r"6 ranks need .* hosts that respond have 4 \(no response: n3\)"):
         restarts(tmp_path, num_ranks=6, gone=["n3"]).next_hosts([])
     fewer = restarts(tmp_path, num_ranks=6, policy=RestartPolicy(1, min_ranks=3), gone=["n3"])
     assert fewer.next_hosts([]) == HOSTS[:2]
@@ -103,7 +103,7 @@ def test_what_would_fail_again_is_not_started_again(tmp_path: Path) -> None:
 def test_restarts_are_counted(tmp_path: Path) -> None:
     job = restarts(tmp_path, policy=RestartPolicy(1))
     job.next_hosts([])
-    assert "--max-restarts 1 are used up" in str(job.why_not(KILLED, 137))
+    assert "--max-restarts 1 is reached" in str(job.why_not(KILLED, 137))
     assert restarts(tmp_path, policy=RestartPolicy()).why_not(KILLED, 137) == ""
 
 
@@ -118,7 +118,7 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
         (
             RestartPolicy(1, min_ranks=2),
             Target("sweep", tmp_path, None),
-            "a sweep compares runs on one number",
+            "a sweep compares runs on the same number",
         ),
     ):
         with pytest.raises(ConfigError, match=said):
@@ -130,7 +130,7 @@ def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
 def test_fewer_ranks_are_refused_for_a_strategy_that_needs_all_of_them(strategy: str) -> None:
     command = ("train", "D", "R", "--strategy", strategy)
     few = LaunchCommand(command, max_restarts=1, min_ranks=2)
-    with pytest.raises(ConfigError, match=f"--min-ranks 2: {strategy} cannot go on with fewer ranks"):
+    with pytest.raises(ConfigError, match=f"--min-ranks 2: {strategy} cannot continue with fewer ranks"):
         check_options(few, 4, None, is_script=False)
     check_options(replace(few, min_ranks=4), 4, None, is_script=False)
 
@@ -145,7 +145,7 @@ def test_fewer_ranks_are_allowed_where_a_run_goes_on_with_them(strategy: str) ->
 @pytest.mark.parametrize(
     ("hosts", "num_ranks", "min_ranks", "refused"),
     [
-        ((4, 4, 4), 12, 4, "loss of hosts may leave 8 ranks, and --global-batch 36: does not divide by 8"),
+        ((4, 4, 4), 12, 4, "loss of hosts may leave 8 ranks, and --global-batch 36: is not divisible by 8"),
         ((4, 2), 6, 1, None),  # 4 or 2, never 5
         ((4, 4, 4), 12, 12, None),
         ((4, 4, 4), 4, 2, None),  # with hosts to spare
@@ -313,7 +313,7 @@ def test_a_script_is_started_again_as_it_is_whatever_it_failed_with() -> None:
     assert script.why_not(JobEnd(143, 15), 143) == ""
     script.next_hosts(failed.faults)
     assert script.going_on(["train.py", "--overwrite"]) == ("train.py", "--overwrite")
-    assert "--max-restarts 1 are used up" in (script.why_not(failed, 1) or "")
+    assert "--max-restarts 1 is reached" in (script.why_not(failed, 1) or "")
 
 
 @pytest.fixture
@@ -336,7 +336,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
         (
             ("n1", "n3"),
             ("n2",),
-            "--interface lo: mpirun starts nothing on n2 over it, but does without it",
+            "--interface lo: mpirun cannot start ranks on n2 over it, but can without it",
         ),
         (("n1", "n3"), (), ""),  # down, say, of which the start itself tells
     ],

@@ -402,7 +402,7 @@ def test_what_horovod_requires_is_read_from_its_source(checkout: Path, tmp_path:
     failed = setup(checkout, "--download", str(tmp_path / "packages"))
     assert failed.returncode == 1 and "(  error: no metadata; log: " in failed.stderr
     unfinished = setup(checkout, "--wheels", str(tmp_path / "packages"))
-    assert unfinished.returncode == 1 and "or not to its end; copy such a folder" in unfinished.stderr
+    assert unfinished.returncode == 1 and "or not completely; copy such a folder" in unfinished.stderr
 
 
 def test_a_folder_filled_again_for_an_older_glibc_fits_it(checkout: Path, tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ def test_only_what_divides_its_work_is_started_on_several_ranks() -> None:
         check_ranks([name], 4)
     for name in set(SUBCOMMANDS) - {*OVER_RANKS, *STARTS_JOBS}:
         check_ranks([name], 1)
-        with pytest.raises(ConfigError, match=f"^{name} uses no ranks: 4 copies .* give it without launch"):
+        with pytest.raises(
+            ConfigError, match=f"^{name} is a single process: 4 copies .* run it without launch"
+        ):
             check_ranks([name], 4)
 
 
@@ -33,6 +35,6 @@ def test_launch_refuses_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith(
-        "speechdp: inspect uses no ranks: 2 copies of it would disturb one another"
+        "speechdp: inspect is a single process: 2 copies would interfere with one another"
     )
     assert run(["launch", "-np", "1", "--dry-run", "--", "inspect", "D"]) == 0

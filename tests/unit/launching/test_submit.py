@@ -174,7 +174,7 @@ def test_no_scheduler_and_a_doubtful_one(work: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"neither sbatch, bsub nor qsub .*--dry-run"):
         detect_scheduler(str(tmp_path / "bin"), {})
     install(tmp_path, "qsub", "")
-    with pytest.raises(ConfigError, match="say --scheduler pbs or sge"):
+    with pytest.raises(ConfigError, match="give --scheduler pbs or sge"):
         detect_scheduler(str(tmp_path / "bin"), {})
 
 
@@ -183,7 +183,9 @@ def test_who_only_looks_is_asked_for_which_batch_system(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     said = failure([*RESOURCES, "--dry-run", "--", "train", "D", "R"], capsys)
-    assert said.endswith("is on PATH; say for which the script is: --scheduler slurm, lsf, pbs or sge\n")
+    assert said.endswith(
+        "is on PATH; name the one that the script is for: --scheduler slurm, lsf, pbs or sge\n"
+    )
 
 
 def test_a_script_counts_its_nodes_and_ranks(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,8 +204,12 @@ def test_a_script_counts_its_nodes_and_ranks(work: Path, capsys: pytest.CaptureF
         (["train", "D", "R", "--overwrite"], 1, "--overwrite in a batch job would delete"),
         (["train", "D", ""], 2, "the argument after 'D' is empty"),
         (["train", "D", "R", "--pause-at", "100"], 1, "--pause-at ends the job with exit code 75"),
-        (["prepare", "C", "D"], 1, "prepare uses no ranks: 8 copies of it would disturb one another; give "),
-        (["posteriors", "R", "D", "-o", "o"], 1, "posteriors uses no ranks: 8 copies"),
+        (
+            ["prepare", "C", "D"],
+            1,
+            "prepare is a single process: 8 copies would interfere with one another; run ",
+        ),
+        (["posteriors", "R", "D", "-o", "o"], 1, "posteriors is a single process: 8 copies"),
         (["python", "-m", "speechdp", "train", "D", "R"], 2, "after --: ... -- train DATA RUN"),
     ],
 )
@@ -337,7 +343,7 @@ def test_train_goes_on_when_it_is_started_again() -> None:
     assert check_command(["decode", "R", "--overwrite"], requeue=False) == ("decode", "R", "--overwrite")
     for command in ("compare", "tune", "profile"):
         with pytest.raises(
-            ConfigError, match=f"^{command} starts its own jobs, and the script would start it"
+            ConfigError, match=f"^{command} starts its own jobs, but the script would start it"
         ):
             check_command([command, "D", "O"], requeue=False)
     for option in ("--overwrite", "--overwrite=True"):
@@ -379,7 +385,7 @@ def test_a_script_that_pauses_is_not_submitted_to_be_requeued(
         ),
         (["--launch-args=--hostfile F --min-ranks 20"], "give --max-restarts as well"),
         (["--scheduler", "sge", "--cpus-per-rank", "4"], "--cpus-per-rank 4: Grid Engine counts slots"),
-        (["--parallel-environment", "mpi"], "--parallel-environment mpi: is Grid Engine's alone"),
+        (["--parallel-environment", "mpi"], "--parallel-environment mpi: is for Grid Engine only"),
     ],
 )
 def test_a_mistake_is_one_line(

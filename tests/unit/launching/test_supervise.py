@@ -280,7 +280,7 @@ def test_a_stop_between_two_starts_ends_it(
     said = capsys.readouterr().err.splitlines()[-2:]
     assert "was killed by SIGKILL" in said[0] and "the job was stopped by SIGUSR1" in said[1], said
     # Who started by hand what its queue starts again would have two jobs that wait for one folder.
-    assert ("start again" in said[1]) != requeue, said
+    assert ("; give the same command again, with --resume" in said[1]) != requeue, said
     assert is_to_go_on(end, result.exit_code)
 
 

@@ -96,7 +96,7 @@ def test_only_ranks_that_train_are_slowed_down() -> None:
     with pytest.raises(ConfigError, match="--slow-ranks 1:5,0:2: there is no rank 1, only 1 rank, numbered"):
         options.check_slow_ranks(1)
     server = dataclasses.replace(options, strategy=StrategyChoice("easgd:dedicated=true"))
-    with pytest.raises(ConfigError, match="rank 0 trains on nothing with --strategy easgd:dedicated=true"):
+    with pytest.raises(ConfigError, match="rank 0 does not train with --strategy easgd:dedicated=true"):
         server.check_slow_ranks(3)
 
 
@@ -117,7 +117,7 @@ def test_contexts_of_a_preset_may_stay_where_nothing_is_cut() -> None:
 )
 def test_transcripts_go_with_a_batch_over_all_ranks(given: dict[str, Any]) -> None:
     assert options_with(**given).resolve(2).batch.chunk_frames == 0
-    with pytest.raises(ConfigError, match="transcripts are learnt over whole utterances"):
+    with pytest.raises(ConfigError, match="training on transcripts needs whole utterances"):
         options_with(**given, chunk_frames=20)
 
 

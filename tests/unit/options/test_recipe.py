@@ -95,8 +95,12 @@ def test_resolved_options_are_their_own_resolution_on_any_ranks(given: dict[str,
 @pytest.mark.parametrize(
     ("size", "given", "message"),
     [
-        (3, {"global_batch": 16}, r"--global-batch 16: does not divide by 3 ranks; .* goes on with 2 ranks"),
-        (3, {"recipe": RECIPE}, r"--global-batch 2560 \(of the recipe\): does not divide by 3 ranks"),
+        (
+            3,
+            {"global_batch": 16},
+            r"--global-batch 16: is not divisible by 3 ranks; .* continue it with 2 ranks",
+        ),
+        (3, {"recipe": RECIPE}, r"--global-batch 2560 \(of the recipe\): is not divisible by 3 ranks"),
         (1, {"global_batch": 16, "batch_size": 4}, r"--batch-size .* and --global-batch .* exclude"),
         (1, {"global_batch": 0}, "--global-batch 0: must be at least 1 segment"),
         (1, {"base_batch": 16}, "--base-learning-rate and --base-batch need each other"),

@@ -151,7 +151,7 @@ def test_silence_is_waited_for_and_then_the_folder_is_taken_over(tmp_path: Path)
     newcomer = Host(tmp_path, "n2")
     newcomer.owner.acquire()
     assert newcomer.pauses == POLLS and owner_in(tmp_path) == "n2"
-    assert "taken over if there is no sign of life for 60 s" in newcomer.said[0]
+    assert "will be taken over if that job shows no sign of life within 60 s" in newcomer.said[0]
 
 
 def test_a_sign_of_life_refuses(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_one_that_cannot_claim_again_ends_with_what_the_disk_says(
     host.now_s += 61
     host.owner.beat()
     assert len(host.ends) == 1 and "Input/output error" in host.ends[0] and "\n" not in host.ends[0]
-    assert str(host.owner.file) in host.ends[0] and "look at the disk" in host.ends[0]
+    assert str(host.owner.file) in host.ends[0] and "check the disk" in host.ends[0]
 
 
 def test_a_file_that_somebody_has_deleted_is_made_anew_while_signs_were_given(tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_tasks_of_an_array_are_told_to_have_a_folder_each(
         Host(run, job=find_batch_job(second)).owner.acquire()
     said = f"each task of a job array needs a folder of its own, such as {run}{own} (docs/clusters.md)"
     assert str(refused.value).endswith(
-        f"; {said if own else 'wait for its end, stop it, or choose another folder'}"
+        f"; {said if own else 'wait for it to end, stop it, or choose another folder'}"
     )
 
 

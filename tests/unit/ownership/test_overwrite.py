@@ -97,7 +97,7 @@ def test_all_that_the_documentation_names_is_deleted(
 def test_what_is_of_somebody_else_stays_and_is_named(tmp_path: Path) -> None:
     kept = ["data/data.json", "data/train-00000.h5", "thesis.txt"]
     make(tmp_path, "run.json", "checkpoints/step-00000001/checkpoint.json", ".run.json.7.tmp", *kept)
-    assert emptied(tmp_path, RUN) == f"{tmp_path}: data (and 1 more) is not of a run and stays"
+    assert emptied(tmp_path, RUN) == f"{tmp_path}: data (and 1 more) is not part of a run and is kept"
     assert names_in(tmp_path) == kept
 
 
@@ -119,7 +119,7 @@ def test_the_runs_of_a_sweep_go_and_other_folders_stay(tmp_path: Path) -> None:
     make(
         tmp_path, "sweep.json", "one-rank/run.json", "model_averaging-4/completed.json", "begun/", "mine/a.py"
     )
-    assert emptied(tmp_path, SWEEP) == f"{tmp_path}: mine is not of a sweep and stays"
+    assert emptied(tmp_path, SWEEP) == f"{tmp_path}: mine is not part of a sweep and is kept"
     assert names_in(tmp_path) == ["mine/a.py"] and not (tmp_path / "begun").exists()
 
 

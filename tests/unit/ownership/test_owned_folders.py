@@ -401,13 +401,13 @@ def test_what_this_user_may_not_write_is_refused_before_the_work(
                 "DATA",
                 "RUN",
                 "--overwrite",
-            ): f"{run}: this user may not delete what is in it (it belongs",
+            ): f"{run}: this user may not delete its contents (it belongs",
             (
                 "train",
                 "DATA",
                 "RUN",
                 "--resume",
-            ): f"{run}: cannot be written (Permission denied); permit writing",
+            ): f"{run}: cannot be written (Permission denied); make it writable",
             ("sweep", "DATA", "NEW"): f"{shared / 'new'}: cannot be written (Permission denied)",
         }.items():
             names = {"DATA": data, "RUN": run, "NEW": shared / "new"}

@@ -123,7 +123,7 @@ def test_closed_streams_are_not_taken_by_the_next_file(command: Command, dataset
             0,
             "standard output: cannot be written (No space left on device), lines ",
         ),
-        (gone, 141, "standard output: its reader has gone, "),
+        (gone, 141, "standard output: its reader has exited, "),
     ],
 )
 def test_training_goes_on_and_says_so_in_the_run(
@@ -154,7 +154,7 @@ def test_a_run_that_begins_only_later_is_told_then(tmp_path: Path, monkeypatch: 
             assert not run.exists()
             run.mkdir()
             (run / "run.json").touch()
-        assert "its reader has gone" in (run / "notices.txt").read_text()
+        assert "its reader has exited" in (run / "notices.txt").read_text()
         assert output.lost_output() is not None
     finally:
         os.close(writing)

@@ -35,7 +35,7 @@ def raise_it(error: Exception) -> object:
 SHORTAGES = {
     "torch": (take_of_torch, "out of memory (DefaultCPUAllocator: can't allocate memory: you tried to "),
     "numpy": (take_of_numpy, "out of memory (Unable to allocate 909. TiB for an array with shape "),
-    "python": (lambda: raise_it(MemoryError()), "out of memory (no more was to be had); "),
+    "python": (lambda: raise_it(MemoryError()), "out of memory (no more was available); "),
     "cuda": (
         lambda: raise_it(
             torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has")

@@ -105,7 +105,7 @@ def test_a_model_that_may_not_be_read_is_not_called_missing(
         return opened(self, *arguments)
 
     monkeypatch.setattr(Path, "open", forbidden)
-    with pytest.raises(RunError, match=r"cannot be read \(Permission denied\); permit reading"):
+    with pytest.raises(RunError, match=r"cannot be read \(Permission denied\); make it readable"):
         load_model(tmp_path, CPU)
 
 

@@ -200,7 +200,7 @@ def test_a_module_that_fails_is_named_with_the_line(
     message = f"--task failing:Mine: cannot be imported ({tmp_path / 'failing.py'}, {reason}"
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         TrainOptions(task="failing:Mine")
-    assert "\n" not in str(caught.value) and str(caught.value).endswith("; mend the module")
+    assert "\n" not in str(caught.value) and str(caught.value).endswith("; fix the module")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_ranks_that_wait_at_different_calls_are_named_once(monkeypatch: pytest.M
     ((rank, line, exit_code),) = job.said
     assert exit_code == exit_codes.HUNG and line.endswith("\n") and line.count("\n") == 1
     own, other = ("run.save_checkpoint()", "step 5") if rank == 0 else ("step 5", "run.save_checkpoint()")
-    waited = rf"speechdp: rank {rank} on n1: waited in vain for \d+ s at {re.escape(own)} for other ranks; "
+    waited = rf"speechdp: rank {rank} on n1: hung for \d+ s at {re.escape(own)}, waiting for other ranks; "
     assert re.match(waited, line)
     assert f"; rank {1 - rank} on n1 (at {other} for " in line
     assert "make the same collective calls on every rank" in line

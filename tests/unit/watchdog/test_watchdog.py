@@ -161,7 +161,7 @@ def test_a_disk_that_hangs_keeps_no_rank_from_ending(tmp_path: Path, monkeypatch
         assert rank.has_ended.wait(DEADLINE_S)
     unplugged.set()
     assert rank.exit_codes == [124]
-    late = f"; who is late is unknown: {tmp_path / 'status'} cannot be read\n"
+    late = f"; which ranks are late is unknown: {tmp_path / 'status'} cannot be read\n"
     # Said in a thread that the end waits for no longer than for the disk: a busy core may start it later.
     wait_until(lambda: any(line.endswith(late) for line in rank.said), "the line about the end")
 

@@ -62,7 +62,7 @@ def test_an_end_beyond_the_recording_is_cut_if_it_is_near(tmp_path: Path) -> Non
     for part in (AudioPart(path, 2.0, 3.5), AudioPart(path, 3.0, 3.2)):
         for use in (probe, lambda part: read_audio(part, 8000)):
             with pytest.raises(
-                ConfigError, match=r"rec\.wav \(. s to 3\.. s\): the recording ends at 3 s; mend"
+                ConfigError, match=r"rec\.wav \(. s to 3\.. s\): the recording ends at 3 s; correct"
             ):
                 use(part)
 

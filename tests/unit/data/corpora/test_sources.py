@@ -196,7 +196,7 @@ def test_links_of_files_are_not_trained_on_either(tmp_path: Path) -> None:
         (("corpus/part",), {"test": ("corpus",)}, "all of its utterances are in --test .*corpus, too; give"),
         (("corpus", "corpus/part"), {}, r"zoe_0.wav: is read from .*corpus and from .*part; give sources"),
         (("other",), {"dev": ("corpus",), "test": ("corpus/part",)}, r"zoe_0.wav: is read from"),
-        (("other", "other"), {}, "other: is given twice; leave it out once"),
+        (("other", "other"), {}, "other: is given twice; give it once"),
         (
             ("other",),
             {"dev": ("corpus",), "test": ("corpus",)},

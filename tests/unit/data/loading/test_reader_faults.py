@@ -57,7 +57,7 @@ def plan_of(reader: SplitReader, epoch: int = 0, size: int = 1) -> EpochPlan:
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (errno.EIO, r"train-0000\d\.h5: cannot be read \(Input/output error\); look at the disk"),
+        (errno.EIO, r"train-0000\d\.h5: cannot be read \(Input/output error\); check the disk"),
         (errno.ESTALE, r"train-0000\d\.h5: cannot be read \(Stale file handle\)"),
         (None, r"train-0000\d\.h5: truncated"),
     ],

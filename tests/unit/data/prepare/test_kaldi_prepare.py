@@ -476,7 +476,7 @@ def test_a_file_that_cannot_be_read_is_not_one_that_cannot_be_written(
 
     monkeypatch.setattr(pipeline, "read_kaldi", refused)
     with pytest.raises(
-        ConfigError, match=r"^kaldi/frame_shift: cannot be read \(Permission denied\); permit"
+        ConfigError, match=r"^kaldi/frame_shift: cannot be read \(Permission denied\); make it readable"
     ):
         prepare(options, no_progress)
 

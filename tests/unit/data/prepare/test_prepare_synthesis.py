@@ -346,7 +346,7 @@ def test_joining_does_not_go_with_synthetic_speech(
 ) -> None:
     arguments = ["prepare", str(tmp_path / "out"), "--task", "synthesis", "--synthetic", "0.1"]
     assert main.run([*arguments, "--join", "1-3"]) != 0
-    assert "--join: eSpeak NG says whole texts; leave it out" in capsys.readouterr().err
+    assert "--join: eSpeak NG already speaks whole texts; leave it out" in capsys.readouterr().err
 
 
 def test_recordings_of_train_are_a_corpus_for_a_recogniser(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def test_any_id_has_a_file_of_its_own(tmp_path: Path) -> None:
     [
         (errno.ENOSPC, "free some space"),
         (errno.ENAMETOOLONG, "use shorter names"),
-        (errno.EACCES, "permit writing"),
+        (errno.EACCES, "make it writable"),
     ],
 )
 def test_the_remedy_is_that_of_the_refusal(tmp_path: Path, number: int, remedy: str) -> None:
