@@ -165,7 +165,7 @@ class BucketedGradients(Strategy):
         """Refuse what is added to a gradient after its bucket has gone: autograd adds most of them once."""
         if number < self._next_bucket:
             raise RunError(
-                "a gradient has grown after its exchange had begun: a layer is used several times under "
+                "a gradient changed after its exchange had started: a layer is used several times under "
                 "reentrant checkpointing, or the script calls loss.backward() itself; checkpoint with "
                 "use_reentrant=False and call step.backward(loss) alone, or train with "
                 "gradient_averaging:overlap=false"

@@ -841,7 +841,7 @@ def test_checkpoints_of_an_earlier_version_and_of_another_model_s_buffers(
             state.tensors["untrained.class_prior"] = state.tensors.pop(name)
         state.tensors["untrained.class_prior"] = torch.zeros(3)
         with pytest.raises(
-            RunError, match=r"the checkpoint has class_prior with the shape \[3\], the model is made with \["
+            RunError, match=r"the checkpoint has class_prior with the shape \[3\], but the model's is \["
         ):
             mine.restore(state)
 
