@@ -93,7 +93,7 @@ class ScriptRace:
         if held is not None and held.plan.rounds >= self.plan.rounds:
             if held is not over:  # it was to have more rounds: what it has is the race that is asked for now
                 rounds = counted(held.plan.rounds, "round")
-                self._say(f"{self.place}: {rounds} of it were held before and are enough; none is added")
+                self._say(f"{self.place}: {rounds} were done before and are enough; none is added")
                 self._finish(held)
             return held
         if held is not None:
