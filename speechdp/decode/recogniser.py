@@ -202,8 +202,8 @@ class Recogniser:
         first = self._sentence_cost()
         if first is None:
             raise ConfigError(
-                f"--rescore-lm {options.rescore_lm}: the grammar {self.grammar.value} has no n-grams to put "
-                "it in place of; decode with an ARPA file or estimated n-grams (prepare --lm-order) or a loop"
+                f"--rescore-lm {options.rescore_lm}: the grammar {self.grammar.value} has no n-grams for it "
+                "to replace; decode with an ARPA file or estimated n-grams (prepare --lm-order) or a loop"
             )
         if self._second is None:
             self._second = self._second_model(options.rescore_lm)

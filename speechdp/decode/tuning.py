@@ -76,7 +76,10 @@ class Tuned:
         text = f"tuned on {where}: {chosen}; WER {percent:.2f} % there, best of {trials} settings"
         for name, edge in self.record["at_edge"].items():
             option, more = name.replace("_", "-"), {"smallest": "smaller", "largest": "larger"}[edge]
-            text += f"; no {more} --{option} than {values[name]:g} was tried, give one to try it too"
+            text += (
+                f"; no {more} --{option} than {values[name]:g} was tried; give one on the command line to "
+                "try it too"
+            )
             text += " (and the others as chosen)" if len(values) > 1 else ""
         return text
 
@@ -113,8 +116,8 @@ class EarlierTuning:
     def refusal(self, grammar: Grammar) -> str:
         """Return one line on why the values are not used for another grammar."""
         return (
-            f"{self.path}: what decode --tune-on {self.split} chose is for the grammar {self.grammar.value} "
-            f"and not used; this is {grammar.value}"
+            f"{self.path}: decode --tune-on {self.split} chose these options for the grammar "
+            f"{self.grammar.value}, so they are not used with {grammar.value}"
         )
 
     def set_aside(self, given: Collection[str]) -> str:
@@ -253,7 +256,7 @@ def tune(
         best = trials.best(options, tunable)
     elif comm.rank == 0:
         why = "the model has learnt little, or hears no speech"
-        say(f"tuning on {split}: {why}, so only the setting begun with is tried")
+        say(f"tuning on {split}: {why}, so only the initial setting is tried")
     chosen = {name: getattr(best, name) for name in tunable}
     edges = {name: _edge(name, value, options) for name, value in chosen.items()}
     errors, tried_weights = trials.errors(best, tunable[-1]), []

@@ -102,7 +102,9 @@ def refuse_others(
         ConfigError: the settings differ; the message names the first difference.
     """
     if what := first_difference(before, settings, named, defaults):
-        raise ConfigError(f"{path}: was begun otherwise{what}; choose another folder, or --overwrite")
+        raise ConfigError(
+            f"{path}: was started with other options{what}; choose another folder, or --overwrite"
+        )
 
 
 def first_difference(

@@ -103,7 +103,7 @@ def _guess(
     if strange and lexicon.pronunciations:
         raise ConfigError(
             f"--g2p-model {model}: {len(strange)} of its phones are not in the lexicon, first {strange[0]}; "
-            "give one that was made of a lexicon with these phones"
+            "give a model trained on a lexicon with these phones"
         )
     return found
 

@@ -137,7 +137,7 @@ class _Parser:
             )
         gram = tuple(fields[1 : n + 1])
         if gram in self.log10_probs:
-            raise self._error(f"{' '.join(gram)!r} is here a second time")
+            raise self._error(f"{' '.join(gram)!r} is listed a second time")
         self.log10_probs[gram] = self._number(fields[0], highest=0.0)
         if len(fields) == n + 2:
             self.log10_backoffs[gram] = self._number(fields[-1], highest=math.inf)

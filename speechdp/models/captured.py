@@ -174,13 +174,13 @@ class Graphs:
             if not (had_room or self._is_told):
                 self._is_told = True
                 warn(
-                    "the GPU's memory has no room for more CUDA graphs beside training: batches of further "
-                    "lengths are computed without, which takes longer; smaller batches leave more room"
+                    "not enough GPU memory for more CUDA graphs beside training: batches of other lengths "
+                    "are computed without graphs, which is slower; smaller batches leave more memory"
                 )
         except RuntimeError as error:
             self.close()
             why = one_line(error, 200)
-            warn(f"CUDA graphs cannot be captured, and training goes on without ({why}); {_REMEDY}")
+            warn(f"CUDA graphs cannot be captured, so training continues without them ({why}); {_REMEDY}")
 
     @property
     def has_given_up(self) -> bool:
@@ -452,7 +452,7 @@ class _Replayed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         turn = ctx.turn
         if turn.is_over:
-            raise RuntimeError(f"a second pass backward through CUDA graphs; {_REMEDY}")
+            raise RuntimeError(f"a second backward pass through CUDA graphs; {_REMEDY}")
         turn.is_over = True
         return None, *turn.passes.backward(gradients)
 

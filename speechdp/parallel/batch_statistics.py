@@ -45,9 +45,9 @@ def refuse_unsynchronised(model: nn.Module, comm: Communicator, *, together: boo
         on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
         if on_cpu or not together or not torch.distributed.is_initialized():
             raise ConfigError(
-                f"the model's {name or 'only layer'} is a SyncBatchNorm of torch, which exchanges through "
-                f"torch.distributed alone ({backend('torch')}), on GPUs, between ranks that step together; "
-                "take BatchNorm instead (leave out convert_sync_batchnorm): each rank normalises with its "
+                f"the model's {name or 'only layer'} is a torch SyncBatchNorm, which works only with "
+                f"torch.distributed ({backend('torch')}), on GPUs, and if all ranks step together; use "
+                "BatchNorm instead (leave out convert_sync_batchnorm): each rank then normalises with its "
                 "own batches, and running statistics are averaged for evaluations"
             )
 

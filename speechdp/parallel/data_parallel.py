@@ -232,8 +232,8 @@ class DataParallel:
         if is_stopped and not self._has_saved:
             raise StoppedUnsaved(
                 f"stopped as requested at step {self.steps}, but the script has saved nothing since it "
-                f"began: the same command takes these steps again{self._folder.once_removed()}; call "
-                "run.save_checkpoint where run.should_stop is true"
+                f"started: the same command repeats these steps{self._folder.once_removed()}; call "
+                "run.save_checkpoint when run.should_stop is true"
             )
         if is_stopped:
             raise Stopped
@@ -424,8 +424,8 @@ class DataParallel:
         self._replica.unbind_gradients()
         if self._watch.is_due(self.steps) and (scale := self._watch.fallen_scale()) is not None:
             self._refuse(
-                "updates with gradients that are not finite have brought the scale of the GradScaler down to "
-                f"{scale:g} at step {self.steps}",
+                f"non-finite gradients have reduced the scale of the GradScaler to {scale:g} at step "
+                f"{self.steps}",
                 "compute in bfloat16 or float32, ",
             )
 
@@ -753,8 +753,8 @@ class DataParallel:
             block, error = self._left_by
             others = ", and the other ranks wait for its exchange" if self.comm.size > 1 else ""
             raise RunError(
-                f"{block} was left by {error}; it was done in part{others}: let an error there end the run, "
-                "and begin again from a checkpoint"
+                f"{block} was interrupted by {error}, so it was only partly done{others}: let such an error "
+                "end the run, and restart from a checkpoint"
             )
 
 
@@ -804,8 +804,8 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
         self._end_forward()
         if self._is_complete:
             raise RunError(
-                "step.backward() is called again after the last pass of the step, whose gradients may be "
-                "under way; say backward(loss, last=False) in all but the last"
+                "step.backward() was called again after the last pass of the step, whose gradients may "
+                "already be in exchange; call backward(loss, last=False) in all passes but the last"
             )
         self._is_complete = last
         if not self._joins_only:
@@ -848,20 +848,19 @@ class ScriptStep(AbstractContextManager["ScriptStep"]):
     def _end(self) -> None:
         if not self._is_complete and self.weight > 0:
             raise RunError(
-                "the step ends without its last backward pass; call step.backward(loss), not "
-                "loss.backward(), the last time in a step without last=False; or say run.step(weight=0)"
+                "the step ended without its last backward pass; call step.backward(loss), not "
+                "loss.backward(), the last time in a step without last=False; or use run.step(weight=0)"
             )
         if self.weight > 0 and not self._run._replica.holds_gradients():
             raise RunError(
-                "gradients were replaced inside the step, after its backward pass: call "
-                "optimizer.zero_grad() nowhere, the step clears them"
+                "gradients were replaced inside the step, after its backward pass: do not call "
+                "optimizer.zero_grad(), the step clears the gradients itself"
             )
         if self.weight > 0 and self._run._replica.gradient_writes() != self._writes:
             raise RunError(
-                "gradients were changed inside the step, after its backward pass, where they are this rank's "
-                "sums and may be under way to others; in place of clip_grad_norm_ give DataParallel "
-                "max_gradient_norm=, and log or change them otherwise in a hook "
-                "(optimizer.register_step_pre_hook)"
+                "gradients were changed inside the step, after its backward pass, when they are this rank's "
+                "sums and may already be in exchange; instead of clip_grad_norm_ use max_gradient_norm= of "
+                "DataParallel, and log or change gradients in a hook (optimizer.register_step_pre_hook)"
             )
         self._run._end_step(self._step)
         if self._joins_only:
@@ -898,7 +897,9 @@ def _settings(comm: Communicator, strategy: str, folder: str | Path | None) -> d
 def _plain(name: str, value: SupportsFloat | str | None) -> float | int | str | None:
     """Return a value that a script logs in the form that JSON takes.  Raises ConfigError."""
     if name in _LOGGED:
-        raise ConfigError(f"run.log({name}=...): a line has a {name} of its own; choose another name")
+        raise ConfigError(
+            f"run.log({name}=...): every logged line already has a field {name}; choose another name"
+        )
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     if value is None or isinstance(value, (str, int, float)):
@@ -908,7 +909,7 @@ def _plain(name: str, value: SupportsFloat | str | None) -> float | int | str | 
     except (TypeError, ValueError, RuntimeError) as error:  # the last is torch's
         said = one_line(error)
         raise ConfigError(
-            f"run.log({name}=...): is no number that float() takes ({said}); give a number or a text"
+            f"run.log({name}=...): float() cannot convert the value ({said}); give a number or a text"
         ) from error
 
 

@@ -54,8 +54,8 @@ class BatchJoiner:
         if len(known) < len(lengths) and not strategy.traits.synchronous:
             raise ConfigError(
                 f"{strategy.name}: ranks take steps at their own pace, so batches() must know how many "
-                "there are; give it something with a length, as a list or a torch DataLoader of a dataset "
-                "that has one"
+                "batches there are; give it something with a length, such as a list, or a torch DataLoader "
+                "of a dataset with a length"
             )
         if known and max(known) > 0 and min(known) == 0:
             raise ConfigError(

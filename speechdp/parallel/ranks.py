@@ -119,8 +119,8 @@ def _refuse_in_worker() -> None:
     # multiprocessing itself uses this flag to refuse to start processes meanwhile.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         tell(
-            "a worker process (of a DataLoader, say) imports the script and comes to run_ranks(main), which "
-            'is for the ranks alone; put the call under `if __name__ == "__main__":`'
+            "a worker process (of a DataLoader, say) imported the script and called run_ranks(main), which "
+            'only ranks may call; put the call under `if __name__ == "__main__":`'
         )
         sys.exit(exit_codes.FAILED)
 
@@ -134,8 +134,9 @@ def _group_told() -> Iterator[None]:
         if _NO_GROUP not in str(error):
             raise
         raise ConfigError(
-            "the script asks torch.distributed for a process group, as DistributedDataParallel does, and "
-            "there is none: give speechdp.DataParallel the module without it, which takes its place"
+            "the script uses a process group of torch.distributed, as DistributedDataParallel does, but "
+            "there is none: give the module itself to speechdp.DataParallel, which replaces "
+            "DistributedDataParallel"
         ) from error
 
 

@@ -96,9 +96,9 @@ class Replica:
         for parameter, view in zip(self.model_parameters, self.parameters.views, strict=True):
             if _kind(parameter) != _kind(view):
                 raise RunError(
-                    f"{name_of(parameter, self.model)} has become {_kind(parameter)}, ranks exchange it as "
+                    f"{name_of(parameter, self.model)} is now {_kind(parameter)}, but ranks exchange it as "
                     f"{_kind(view)}; change type, device and shapes of a model (`to`, `half`, `cuda`) "
-                    "before DataParallel is made of it"
+                    "before creating DataParallel"
                 )
 
     def _take_back(self) -> None:

@@ -52,8 +52,8 @@ def check_strategy(strategy: Strategy, comm: Communicator, num_steps: int) -> No
         )
     if strategy.traits.follows_whole_run and num_steps <= 0:
         raise ConfigError(
-            f"{describe(strategy)}: depends on how much of the training is done; give DataParallel "
-            "num_steps=, the steps of the whole training"
+            f"{describe(strategy)}: depends on the progress of the training; give DataParallel num_steps=, "
+            "the number of steps of the whole training"
         )
     if strategy.traits.counts_epochs:
         raise ConfigError(
@@ -78,20 +78,20 @@ def check_model(model: nn.Module) -> None:
             # Its hooks average gradients at each backward pass, whatever the strategy exchanges.
             which = f"the model's {name}" if name else "the model"
             raise ConfigError(
-                f"{which} is a DistributedDataParallel of torch, which exchanges "
-                "gradients by itself; give the module without it, and leave init_process_group out as well: "
-                "run_ranks and speechdp.DataParallel take their place"
+                f"{which} is a torch DistributedDataParallel, which exchanges gradients by itself; give the "
+                "module without it, and leave out init_process_group: run_ranks and speechdp.DataParallel "
+                "replace both"
             )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
             raise ConfigError(
-                f"the model's {name} has no shape yet, as those of nn.LazyLinear and the like begin; "
-                "call the model once on a batch before DataParallel is made of it"
+                f"the model's {name} has no shape yet, because a lazy module (such as nn.LazyLinear) was "
+                "never called; call the model once on a batch before creating DataParallel"
             )
         if tensor.is_meta:
             raise ConfigError(
-                f"the model's {name} is on the meta device, without values; give it some "
-                "(model.to_empty(device=...), then load or initialise) before DataParallel is made of it"
+                f"the model's {name} is on the meta device, without values; give it values "
+                "(model.to_empty(device=...), then load or initialise) before creating DataParallel"
             )
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
@@ -147,9 +147,8 @@ def note_left_out(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if names:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
         warn(
-            f"DataParallel: the optimizer does not have {shown}, which stay as they are, whatever another "
-            "optimizer does; where they are to be trained, put them into a group of this one "
-            "(add_param_group)"
+            f"DataParallel: the optimizer does not have {shown}, so these parameters are not trained, not "
+            "even by another optimizer; to train them, add them to this optimizer (add_param_group)"
         )
 
 
@@ -176,8 +175,8 @@ def check_same(model: nn.Module, optimizer: torch.optim.Optimizer, comm: Communi
                 remedy = "make the same model and optimizer on every rank"
                 if name == _STATE:
                     remedy = (
-                        "make a new optimizer on every rank: one that has trained may have some on one rank "
-                        "alone, as with parameter_server"
+                        "create a new optimizer on every rank: a used one may have state on one rank only, "
+                        "as with parameter_server"
                     )
                 raise ConfigError(f"{name}: {ranks[0][name]} on rank 0, but {value} on rank {rank}; {remedy}")
 
@@ -207,15 +206,15 @@ def check_loadable(
     """
     if (state["rank"], state["size"]) != (comm.rank, comm.size):
         raise ConfigError(
-            f"{what} is of rank {state['rank']} of {state['size']}, this is rank {comm.rank} of "
-            f"{comm.size}; load on each rank what it saved itself, on as many ranks, {otherwise}"
+            f"{what} was saved by rank {state['rank']} of {state['size']}, this is rank {comm.rank} of "
+            f"{comm.size}; use as many ranks and load on each the state that it saved, {otherwise}"
         )
     now = describe(strategy)
     saved, here = _told_apart(_in_full(state.get("strategy_options", now)), now)
     if saved != here:
         raise ConfigError(
-            f"{what} was saved with the strategy {saved}, and this run has {here}; give the strategy of "
-            f"before, {otherwise}"
+            f"{what} was saved with the strategy {saved}, but this run uses {here}; give the strategy it "
+            f"was saved with, {otherwise}"
         )
 
 
@@ -296,6 +295,6 @@ def of_same_model() -> Iterator[None]:
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         said = one_line(error, 200)
         raise ConfigError(
-            f"the state that was loaded is of another model or optimizer ({said}); make the model and "
-            "optimizer that it was saved with, or begin in another folder"
+            f"the loaded state belongs to another model or optimizer ({said}); create the model and "
+            "optimizer that it was saved with, or start in another folder"
         ) from error

@@ -45,8 +45,8 @@ from speechdp.watchdog.shared_disk import why_not_shared
 
 #: Advice for a script that keeps a state in a file of its own, when an experiment runs it several times.
 OWN_STATE = (
-    "keep states in run.folder: each run of compare, sweep and tune has one of its own, any other file is "
-    "shared by all"
+    "save states in run.folder: compare, sweep and tune give each run a folder of its own, any other file "
+    "is shared by all runs"
 )
 #: Checkpoints kept: one may turn out damaged, or be of a step after which training went wrong.
 _KEPT = 2
@@ -106,7 +106,10 @@ class ScriptFolder:
         if self._record is not None:
             facts = {**facts, **_job_facts(self._comm, device, hosts, gpus)}
             if state_of is None and self._record.is_begun:
-                warn(f"{self.path}: the run in it has left no checkpoint, and begins again")
+                warn(
+                    f"{self.path}: the previous run in this folder left no checkpoint, so training starts "
+                    "from the beginning"
+                )
                 self._record.clear()
             versions = [_script_version()]
             if self._record.is_begun:
@@ -162,14 +165,14 @@ class ScriptFolder:
         if not self._record.is_begun:
             # Runs of an experiment that share a script's own file would silently continue from each other.
             if self.is_told and state_of:
-                return f"{self._record.path}: the state that was loaded is that of another run; {OWN_STATE}"
+                return f"{self._record.path}: the loaded state belongs to another run; {OWN_STATE}"
             return None
         here = self._record.id()
         if here in {"", state_of}:  # earlier versions wrote none
             return None
         return (
-            f"{self._record.path}: holds another run than the one whose state was loaded; choose another "
-            "folder, or remove it"
+            f"{self._record.path}: the loaded state belongs to another run than the one in this folder; "
+            "choose another folder, or remove it"
         )
 
     @property
@@ -284,8 +287,8 @@ class ScriptFolder:
         if not temporary.is_dir():
             host = environment.host_name()
             return (
-                f"{temporary}: is not there on {host} (rank {self._comm.rank}); put the run's folder on a "
-                "disk that all hosts share"
+                f"{temporary}: does not exist on {host} (rank {self._comm.rank}); put the run's folder on a "
+                "file system that all hosts share"
             )
         try:
             write_tensors(temporary / f"rank-{self._comm.rank:04d}.pt", state)
@@ -325,8 +328,8 @@ class ScriptFolder:
         folder = folder / name
         if size != self._comm.size:
             raise ConfigError(
-                f"{folder}: is of another number of ranks ({size}) than this job has ({self._comm.size}); "
-                "start as many as before"
+                f"{folder}: was saved on another number of ranks ({size}) than this job has "
+                f"({self._comm.size}); start {size}"
             )
         path = folder / f"rank-{self._comm.rank:04d}.pt"
         try:
@@ -376,7 +379,7 @@ def _check_sums(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         has_sums = any(part.CRC for part in archive.infolist())
         if has_sums and (part := archive.testzip()) is not None:
-            raise zipfile.BadZipFile(f"the checksum of {part} is another")
+            raise zipfile.BadZipFile(f"the checksum of {part} does not match")
 
 
 def _check_readable(state: dict[str, Any]) -> None:
@@ -392,8 +395,8 @@ def _check_readable(state: dict[str, Any]) -> None:
                 said = one_line(error)
                 kind = next(iter(re.findall(r"GLOBAL ([\w.]+)", said)), type(error).__name__)
                 raise ConfigError(
-                    f"save_checkpoint: {name} holds what a checkpoint cannot ({kind}); give numbers, texts, "
-                    "tensors, and lists and dicts of them (float(x), torch.from_numpy(x), str(path))"
+                    f"save_checkpoint: {name} holds a value that cannot be saved ({kind}); give numbers, "
+                    "texts, tensors, and lists and dicts of them (float(x), torch.from_numpy(x), str(path))"
                 ) from error
 
 

@@ -280,8 +280,8 @@ class StopWatch:
         if self._agreement is None and self.is_asked and not self._has_said:
             self._has_said = True
             warn(
-                f"{self._request.received}: stops where all ranks meet next (evaluating, state_dict, "
-                "save_checkpoint)"
+                f"{self._request.received}: will stop at the next call that all ranks make together "
+                "(evaluating, state_dict, save_checkpoint)"
             )
         self.is_told |= self.is_agreed
         return self.is_told

@@ -42,8 +42,8 @@ def load_untrained(model: nn.Module, saved: Mapping[str, Tensor], where: str) ->
         found = saved.get(name, tensor).to(tensor)
         if found.shape != tensor.shape:
             raise RunError(
-                f"{where}: the checkpoint has {name} with the shape {list(found.shape)}, the model is made "
-                f"with {list(tensor.shape)}; make it as when it was saved, or begin in another folder"
+                f"{where}: the checkpoint has {name} with the shape {list(found.shape)}, but the model's is "
+                f"{list(tensor.shape)}; create the model as it was when saved, or start in another folder"
             )
         # An expanded tensor cannot be written, and need not be where it is equal anyway.
         if not torch.equal(found, tensor):
@@ -95,9 +95,9 @@ class StaysUntrained:
         for name, parameter in self._replica.model.named_parameters():
             if parameter.requires_grad and parameter not in self._there:
                 raise RunError(
-                    f"the model's {name} was not there when DataParallel was made, so ranks neither train "
-                    "nor exchange it; do what adds or replaces parameters (layers, weight_norm) before "
-                    "DataParallel is made, or say requires_grad_(False) of what nobody trains (a copy of "
+                    f"the model's {name} did not exist when DataParallel was created, so ranks neither "
+                    "train nor exchange it; add or replace parameters (layers, weight_norm) before creating "
+                    "DataParallel, or call requires_grad_(False) on what is not to be trained (a copy of "
                     "the model)"
                 )
 
@@ -117,7 +117,7 @@ class StaysUntrained:
             if parameter.requires_grad:
                 raise RunError(
                     f"the optimizer is to train {name_of(parameter, self._replica.model)}, which was frozen "
-                    "or not there when DataParallel was made, so ranks do not exchange it; make DataParallel "
-                    "while everything requires gradients that is ever to be trained, and call "
-                    "optimizer.add_param_group when its time has come"
+                    "or missing when DataParallel was created, so ranks do not exchange it; create "
+                    "DataParallel while everything that will ever be trained requires gradients, and call "
+                    "optimizer.add_param_group when its training starts"
                 )

@@ -214,17 +214,19 @@ class ParameterwiseUpdate(Update):
         strange = [p for p in strange if p not in self._index]
         if strange:
             raise ConfigError(
-                f"the optimizer moves parameters that are not the model's ({len(strange)}, the first "
-                f"of shape {list(strange[0].shape)}); make one module of all that is trained, or make the "
-                "optimizer of model.parameters()"
+                f"the optimizer has parameters that are not the model's ({len(strange)}, the first of shape "
+                f"{list(strange[0].shape)}); put everything that is trained into one module, or create the "
+                "optimizer with model.parameters()"
             )
         if not any(p in self._index for g in optimizer.param_groups for p in g["params"]):
-            raise ConfigError("the optimizer moves no parameter of the model; make it of model.parameters()")
+            raise ConfigError(
+                "the optimizer has no parameter of the model; create it with model.parameters()"
+            )
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ConfigError("LBFGS needs the loss several times a step; use SGD, AdamW or the like")
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise ConfigError(
-                "SparseAdam needs sparse gradients, and ranks exchange whole ones; use Adam, and leave "
+                "SparseAdam needs sparse gradients, but ranks exchange dense ones; use Adam, and leave "
                 "sparse=True out of the model's nn.Embedding"
             )
 
@@ -236,8 +238,8 @@ class ParameterwiseUpdate(Update):
     def _refuse_a_step_of_the_script(self, *_: object) -> None:
         if not self._is_moving:
             raise RunError(
-                "optimizer.step() was called by the script; leave it out: `with run.step()` moves the "
-                "parameters, after what the strategy exchanges"
+                "the script called optimizer.step(); remove the call: `with run.step()` updates the "
+                "parameters, after the strategy's exchange"
             )
 
     @property
@@ -255,9 +257,9 @@ class ParameterwiseUpdate(Update):
         before, after = (vars(self.optimizer)[name] for name in _HOOKS)
         if len(before) > 1 or after:  # one is ours
             raise ConfigError(
-                f"{strategy}: the optimizer has step hooks, which would see the model, while the parameters "
-                "that it moves are the server's; remove them, or give another strategy "
-                "(parameter_server:mode=sync has room for them)"
+                f"{strategy}: the optimizer has step hooks, which would see the model, while the optimizer "
+                "updates the server's parameters; remove them, or give another strategy "
+                "(parameter_server:mode=sync supports them)"
             )
 
     def check_rates(self, strategy: str) -> None:
@@ -265,8 +267,8 @@ class ParameterwiseUpdate(Update):
         if rates[0] == 0 and any(rates):
             raise ConfigError(
                 f"{strategy}: sets the learning rates of all parameter groups by the first one's, which is "
-                "0 while others are not; put a group first whose rate is not 0, or leave parameters that are "
-                "not to be trained out of the optimizer"
+                "0 while others are not; put a group whose rate is not 0 first, or leave parameters that "
+                "are not to be trained out of the optimizer"
             )
 
     def set_learning_rate(self, learning_rate: float) -> None:

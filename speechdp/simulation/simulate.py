@@ -187,8 +187,8 @@ def _in_one_piece(exchanges: Sequence[tuple[StrategyChoice, Exchange]]) -> tuple
     if not any(one in averages for one in whole):
         return ()
     return (
-        "The model's gradients are one piece (bucket_mib), which is sent when backward is over: nothing of "
-        "it overlaps with computing, and gradient averaging takes as long as averaging parameters at every "
+        "The model's gradients fit into one bucket (bucket_mib), which is sent after backward: no exchange "
+        "overlaps with computing, and gradient averaging takes as long as averaging parameters at every "
         "step.",
     )
 
@@ -202,18 +202,18 @@ def _beyond_measured(chosen: Sequence[MeasuredRun], ranks: int, per_node: int) -
     if min(per_node, ranks) > of_node:
         found.append(
             f"Steps were measured with {counted(of_node, 'rank')} a node and are predicted with "
-            f"{min(per_node, ranks):,}: what more of them take from one another (cores, memory, disks) is "
-            "left out."
+            f"{min(per_node, ranks):,}: contention among the additional ranks (cores, memory, disks) is not "
+            "modelled."
         )
     if trainers == 1 < ranks:
         found.append(
-            f"Steps were measured on 1 rank and are predicted for {ranks:,}: how much ranks differ in speed, "
-            "and so wait for one another, was not seen."
+            f"Steps were measured on 1 rank and are predicted for {ranks:,}: how much ranks differ in "
+            "speed, and so wait for one another, was not measured."
         )
     if ranks > _FAR * measured:
         found.append(
             f"{counted(ranks, 'rank')} are {ranks / measured:,.0f} times as many as were measured "
-            f"({measured:,}): for so many the model alone speaks."
+            f"({measured:,}): beyond that range the prediction rests on the model alone."
         )
     return tuple(found)
 
@@ -243,7 +243,7 @@ def _between(
     """
     if fitted is None and given.bytes_per_s is None:
         why = (
-            "their exchanges do not show what it takes (synchronous ones show most)"
+            "the runs' exchanges do not show its speed (synchronous ones show most)"
             if any(run.crosses for run in runs)
             else "all ranks of the run were on one host"
         )

@@ -98,8 +98,8 @@ class AdPsgd(Strategy):
     def check_ranks(self, comm: Communicator) -> None:
         if comm.size % self.groups != 0:
             raise ConfigError(
-                f"ad_psgd:groups={self.groups}: {comm.size} ranks cannot be parted into groups of that size; "
-                "choose a divisor of the number of ranks"
+                f"ad_psgd:groups={self.groups}: {comm.size} ranks cannot be divided into groups of that "
+                "size; choose a divisor of the number of ranks"
             )
         super().check_ranks(comm)
 

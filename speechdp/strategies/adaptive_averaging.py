@@ -238,8 +238,8 @@ class AdaptiveAveraging(ModelAveraging):
             self._first_loss, self._first_rate = loss, rate
         elif -math.inf < loss < 0:
             raise ConfigError(
-                f"{self.name}:rule=adacomm: the training loss is {loss:.4g} a frame in the first window, and "
-                f"a period that follows losses needs them above 0; {_POSITIVE}, or give rule=qsr or stages"
+                f"{self.name}:rule=adacomm: the rule needs losses above 0, but the training loss is "
+                f"{loss:.4g} a frame in the first window; {_POSITIVE}, or give rule=qsr or stages"
             )
         self._last_rate = rate
 
@@ -248,8 +248,8 @@ class AdaptiveAveraging(ModelAveraging):
             return self._value
         if loss < 0 and not self._has_warned and self.comm.rank == 0:
             warn(
-                f"{self.name}:rule=adacomm: the training loss has fallen below 0 ({loss:.4g} a frame), which "
-                f"the rule takes for 0, so that ranks average at every step; {_POSITIVE}"
+                f"{self.name}:rule=adacomm: the training loss has fallen below 0 ({loss:.4g} a frame), "
+                f"which the rule treats as 0, so ranks average at every step; {_POSITIVE}"
             )
         self._has_warned |= loss < 0
         # While a warm-up schedule is at 0, there is no ratio.

@@ -79,8 +79,9 @@ class Dpsgd(PeriodicStrategy):
             if self.topology == "complete":
                 instead = f"delayed_averaging:period=1,delay=1,compression={self.compression}"
             raise ConfigError(
-                f"dpsgd:topology={self.topology},compression={self.compression}: only neighbours that stay "
-                f"the same know what a difference is to; use {instead}, or leave compression out"
+                f"dpsgd:topology={self.topology},compression={self.compression}: compression sends "
+                f"differences, which needs neighbours that stay the same; use {instead}, or leave "
+                "compression out"
             )
 
     def set_up(self) -> None:

@@ -197,10 +197,10 @@ class AcousticTask(Task):
         if found.dim() == 3 and found.shape[:2] == (utterances, frames):
             return found
         raise ConfigError(
-            f"--task {self.name}: for features {tuple(batch.features.shape)} its network gives "
-            f"{tuple(found.shape)}, and not a vector for each frame, ({utterances}, {frames}, ...); where it "
-            "works at a lower rate, let each of its steps classify the frames that it stands for "
-            "(docs/api.md, An acoustic network of your own)"
+            f"--task {self.name}: for features of shape {tuple(batch.features.shape)} its network returns "
+            f"{tuple(found.shape)}, not one vector per frame, ({utterances}, {frames}, ...); if it works at "
+            "a lower frame rate, let each of its steps classify the frames that it stands for (docs/api.md, "
+            "An acoustic network of your own)"
         )
 
     def _accuracy(self, correct: Tensor, targets: Tensor, num_frames: int) -> FrameScores:

@@ -104,7 +104,7 @@ def score_mistake(task: Task, returned: object) -> str | None:
         found = f"FrameScores of which {number}"
     elif missing := [metric.key for metric in task.metrics if metric.key not in returned.sums]:
         return (
-            f"--task {task.name}: score() gives no sum of {missing[0]}, a metric that the task declares; "
+            f"--task {task.name}: score() returns no sum for {missing[0]}, a metric that the task declares; "
             "add it to FrameScores.sums, or leave the metric out"
         )
     else:

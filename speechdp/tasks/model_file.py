@@ -318,8 +318,8 @@ def _check_task(file: _ModelFile, expected: str) -> None:
 def _refuse_ctc(file: _ModelFile) -> None:
     if is_ctc(file.head):
         raise RunError(
-            f"{file.path}: is a model of --criterion ctc, which has no states and which only decode "
-            "and transcribe take; train with another"
+            f"{file.path}: is a --criterion ctc model, which has no states, so only decode and transcribe "
+            "can use it; train with another criterion"
         )
 
 
@@ -354,8 +354,8 @@ def _network_of(file: _ModelFile, own: Networks | None) -> nn.Module:
         raise RunError(f"{file.path}: {error}") from error
     if make is None:
         raise RunError(
-            f"{file.path}: its network is that of a task of your own, {head['task']}; give its --task as in "
-            "training"
+            f"{file.path}: its network belongs to a task of your own, {head['task']}; give the --task of "
+            "the training"
         )
     sizes = (head["feature_dim"], head["num_classes"])
     try:
@@ -382,8 +382,8 @@ def _refuse_unlike(file: _ModelFile, model: nn.Module) -> None:
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise RunError(
-                f"{file.path}: --task {file.head['task']} makes another network now: {name} has shape "
-                f"{expected.get(name, 'none')} in it and {found.get(name, 'none')} in the file; give the "
+                f"{file.path}: --task {file.head['task']} now makes another network: {name} has shape "
+                f"{expected.get(name, 'none')} in it, but {found.get(name, 'none')} in the file; give the "
                 "class that it was trained with, or train again"
             )
 

@@ -131,8 +131,8 @@ def networks_of(given: str | None) -> Callable[[str, str], Callable[[int, int], 
         for option, value in said.items():
             if getattr(made, option) != value:
                 raise ConfigError(
-                    f"the network was made with {option}={getattr(made, option)}, and --task has another; "
-                    "give it without options"
+                    f"the network was made with {option}={getattr(made, option)}, but --task gives another "
+                    "value; give --task without options"
                 )
         return partial(made_network, made)
 

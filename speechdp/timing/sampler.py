@@ -104,7 +104,7 @@ class Sampler:
             self._thread.join(_JOIN_S)
             if self._thread.is_alive() and self.problem is None:
                 self.problem = (
-                    f"{self._path}: the sampler did not end (a driver that is silent?); training goes on"
+                    f"{self._path}: the sampler did not stop (driver not responding?); training continues"
                 )
             self._thread = None
 
@@ -244,4 +244,4 @@ class Sampler:
         if self.problem is None:
             cause = error.__cause__ if isinstance(error, RunError) else error
             reason = (cause.strerror or str(cause)) if isinstance(cause, OSError) else str(error)
-            self.problem = f"{self._path}: utilisation is not recorded further ({reason}); training goes on"
+            self.problem = f"{self._path}: utilisation is no longer recorded ({reason}); training continues"

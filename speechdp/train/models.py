@@ -68,7 +68,7 @@ def _refuse_unlike_network(task: Task, model: nn.Module, data: TaskData) -> None
     """Refuse a model that `decode` would build differently from the task alone.  Raises ConfigError."""
     if not isinstance(task, AcousticTask):
         raise ConfigError(
-            f"--task {task.name}: decode reads models of tasks derived from AcousticTask alone; derive the "
+            f"--task {task.name}: decode reads only models of tasks derived from AcousticTask; derive the "
             "class from it, or declare decodes = False"
         )
     if type(task).make_model in (AcousticTask.make_model, FullSumTask.make_model):
@@ -78,9 +78,9 @@ def _refuse_unlike_network(task: Task, model: nn.Module, data: TaskData) -> None
     if shapes_of(model.state_dict()) != shapes_of(network.state_dict()):
         other = "another " if type(network) is type(model) else ""
         raise ConfigError(
-            f"--task {task.name}: its model is a {type(model).__name__}, and decode would make "
-            f"{other}{type(network).__name__}; make it by make_network(feature_dim, num_classes), which is "
-            "for networks of your own, or declare decodes = False in the task's class"
+            f"--task {task.name}: its model is a {type(model).__name__}, but decode would create "
+            f"{other}{type(network).__name__}; create it in make_network(feature_dim, num_classes), as "
+            "networks of your own are, or declare decodes = False in the task's class"
         )
 
 
@@ -112,8 +112,8 @@ def task_data(dataset: Dataset, options: TrainOptions) -> TaskData:
     tying = tying_in(options.alignments)
     if tying is not None and tying.inventory != StateInventory.load(dataset.classes_path):
         raise ConfigError(
-            f"--alignments {options.alignments}: has other phones than {dataset.path}; give those that were "
-            "made of these data"
+            f"--alignments {options.alignments}: its phones are not those of {dataset.path}; give an "
+            "alignment of these data"
         )
     return TaskData(dataset, options.inputs, tying)
 
@@ -137,22 +137,22 @@ def load_initial_weights(model: nn.Module, dataset: Dataset, options: TrainOptio
     # --like alone puts all utterances into test.
     remedy = f"leave --initial-model out, or prepare the data with --like {folder} --split random:dev=0.1"
     if is_kaldi_pdfs(dataset.classes_path):
-        remedy = "leave --initial-model out: data of Kaldi that are made --like its run are only to be scored"
+        remedy = "leave --initial-model out: Kaldi data prepared --like its run can only be scored"
     check_origin(trained.config, dataset, classes_of(dataset), remedy)
     weights, own = trained.weights, model.state_dict()
     tying = tying_in(options.alignments)
     if trained.tying is not None and options.aligns:
         raise ConfigError(
-            f"--initial-model {folder}: has states in context already; leave out "
-            f"{' and '.join(options.aligning)} and give --alignments {folder}/alignments/tied, "
-            "or give a model without"
+            f"--initial-model {folder}: already has context-dependent states; leave out "
+            f"{' and '.join(options.aligning)} and give --alignments {folder}/alignments/tied, or give a "
+            "model without such states"
         )
     if trained.tying is None and tying is not None:
         weights = _with_classes_of(tying, weights, own)
     elif (trained.tying and trained.tying.to_json()) != (tying and tying.to_json()):
         raise ConfigError(
-            f"--initial-model {folder}: its classes are other states in context than those to be trained; "
-            "give --alignments of that run (its alignments/tied), or leave it out"
+            f"--initial-model {folder}: its context-dependent states are not those to be trained; give "
+            "--alignments of that run (its alignments/tied), or leave --initial-model out"
         )
     same_sizes = {k: v.shape for k, v in weights.items()} == {k: v.shape for k, v in own.items()}
     if not same_sizes or inputs_of(trained.config) != options.inputs:

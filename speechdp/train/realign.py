@@ -338,11 +338,13 @@ def _is_last(session: Session, number: int, changed_share: float | None) -> bool
     """Return whether rounds "auto" end with this one; print why."""
     if _has_settled(changed_share):
         session.reporter.notice(
-            f"alignment {number}: has settled, fewer than {SETTLED_SHARE:.0%} of the frames changed class"
+            f"alignment {number}: has converged, fewer than {SETTLED_SHARE:.0%} of the frames changed class"
         )
         return True
     if number == MOST_ROUNDS:
-        session.reporter.notice(f"alignment {number}: has not settled, but {MOST_ROUNDS} rounds are the most")
+        session.reporter.notice(
+            f"alignment {number}: has not converged after {MOST_ROUNDS} rounds, the maximum"
+        )
     return number == MOST_ROUNDS
 
 

@@ -295,7 +295,7 @@ def _prepare_folder(
     comm.barrier()
     if resume and (state is None or state.size == comm.size):
         done = "the beginning" if state is None else f"step {step}"
-        happens = "holds no run to resume, a new one begins" if is_new else f"going on from {done}"
+        happens = "holds no run to resume, starting a new one" if is_new else f"resuming from {done}"
         session.reporter.notice(f"{run.path}: {happens}")
     return state
 
@@ -316,14 +316,14 @@ def _take_place(
         done, of = counters.step_in_epoch, counters.epoch_steps
         counters.step_in_epoch, counters.epoch_steps = done * plan.num_steps // of, plan.num_steps
         place = (
-            f"epoch {counters.epoch + 1} goes on at the same share, step {counters.step_in_epoch} of "
+            f"epoch {counters.epoch + 1} continues at the same fraction, step {counters.step_in_epoch} of "
             f"{plan.num_steps} instead of {done} of {of}, and may repeat or miss segments"
         )
     session.reporter.notice(
-        f"going on from step {counters.step}, written by {counted(begun_with, 'rank')}, with "
+        f"resuming from step {counters.step}, written by {counted(begun_with, 'rank')}, with "
         f"{counted(session.comm.size, 'rank')}: {place}; every rank takes "
-        f"{options.batches().batch_size or 'as many'} segments per step, "
-        f"learning rate {options.schedule().learning_rate:g}"
+        f"{options.batches().batch_size or 'as many'} segments per step, learning rate "
+        f"{options.schedule().learning_rate:g}"
     )
 
 

@@ -80,7 +80,7 @@ class Scalars:
                 sync_open(file.fileno())
         except OSError as error:
             if not self._is_noticed:
-                then = "the next evaluation adds what is missing; training goes on"
+                then = "the next evaluation adds what is missing; training continues"
                 self._notice(cannot_be_written(self._path or self._folder, error, then))
                 self._is_noticed = True
         else:

@@ -18,10 +18,12 @@ def check_tolerance(session: Session, options: TrainOptions, strategy: Strategy)
     if not strategy.traits.survives_loss:
         raise ConfigError(
             f"--tolerate-loss: {options.strategy} waits for every rank in its exchanges; choose --strategy "
-            "ad_psgd (without groups), or leave it out and see speechdp launch --max-restarts"
+            "ad_psgd (without groups), or use speechdp launch --max-restarts instead"
         )
     if session.feeders is not None:
-        raise ConfigError("--tolerate-loss: feeders are waited for; leave out --feeders or --tolerate-loss")
+        raise ConfigError(
+            "--tolerate-loss: training waits for every feeder; leave out --feeders or --tolerate-loss"
+        )
     session.comm.check_loss_tolerance()
 
 
@@ -45,7 +47,9 @@ def require_all_ranks(comm: Communicator) -> None:
         RunError: a rank is lost, as agreed in the last collective; raised on all remaining ranks.
     """
     if lost := lost_ranks(comm):
-        raise RunError(f"rank {lost[0]} is gone, and a run begins with all its ranks; {remedies.going_on()}")
+        raise RunError(
+            f"rank {lost[0]} is gone, but a run needs all its ranks to start; {remedies.going_on()}"
+        )
 
 
 def lost_ranks(comm: Communicator) -> list[int]:

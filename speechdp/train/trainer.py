@@ -315,8 +315,8 @@ class Trainer:
         is_due = ends_epoch or self._watch.is_due(self.counters.step)
         if is_due and (scale := self._watch.fallen_scale()) is not None:
             self._refuse(
-                "--precision fp16: updates with gradients that are not finite have brought the loss scale "
-                f"down to {scale:g} at step {self.counters.step}",
+                f"--precision fp16: non-finite gradients have reduced the loss scale to {scale:g} at step "
+                f"{self.counters.step}",
                 "train with --precision bf16 or fp32, ",
             )
 

@@ -80,7 +80,7 @@ def test_a_job_saves_before_its_time_limit_and_starts_again(site: Site, undistur
     assert job.exit_code == 0, said
     assert f"job {job_id}.n1 is requeued by pbs, to continue from its checkpoint" in said
     assert "ended by SIGTERM" not in said  # by which qrerun ends what has called it
-    assert f"{run}: going on from step " in said
+    assert f"{run}: resuming from step " in said
     assert_equal_runs(run, undisturbed)
 
 

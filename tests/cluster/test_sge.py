@@ -81,7 +81,7 @@ def test_a_suspended_job_starts_again_and_ends_with_the_same_model(site: Site, u
     job = site.engine.wait(job_id, output)
     said = output.read_text()
     assert (job.exit_code, job.restarts) == (0, 1), said
-    assert has_stopped in said and f"{run}: going on from step " in said
+    assert has_stopped in said and f"{run}: resuming from step " in said
     assert_equal_runs(run, undisturbed)
 
 

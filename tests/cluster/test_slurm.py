@@ -162,7 +162,7 @@ def test_a_preempted_job_ends_with_the_same_model(site: Site, undisturbed: Undis
     output = site.slurm.output(job_id)
     assert job.restarts == 1, output
     assert "stopped as requested" in output
-    assert f"{run}: going on from step " in output
+    assert f"{run}: resuming from step " in output
 
 
 def test_a_job_is_stopped_and_requeued_before_its_time_limit(site: Site) -> None:

@@ -58,7 +58,7 @@ def test_bad_options_are_refused(options: str, words: str) -> None:
 
 def test_groups_that_do_not_divide_the_ranks_are_refused_before_step_1() -> None:
     def check(comm: Communicator) -> None:
-        with pytest.raises(ConfigError, match="groups=2: 3 ranks cannot be parted"):
+        with pytest.raises(ConfigError, match="groups=2: 3 ranks cannot be divided"):
             Descent(comm, ":groups=2")
 
     run_threads(3, check)

@@ -216,7 +216,9 @@ def test_ranks_that_run_out_only_join(
 
 def test_ranks_at_their_own_pace_need_a_length() -> None:
     script = Script(SerialCommunicator(), "parameter_server")
-    words = "give it something with a length, as a list or a torch DataLoader of a dataset that has one"
+    words = (
+        "give it something with a length, such as a list, or a torch DataLoader of a dataset with a length"
+    )
     with script.run, _refused(words):
         next(script.run.batches(stream([make_batch(0, 0)])))
 
@@ -390,13 +392,16 @@ def test_values_of_any_kind_of_number_are_logged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"step": 3}, r"run\.log\(step=\.\.\.\): a line has a step of its own; choose another name"),
-        ({"time_s": 3.0}, "a line has a time_s of its own"),
-        ({"frames": 3}, "a line has a frames of its own"),
-        ({"loss": torch.zeros(2)}, r"run\.log\(loss=\.\.\.\): is no number that float\(\) takes"),
+        (
+            {"step": 3},
+            r"run\.log\(step=\.\.\.\): every logged line already has a field step; choose another name",
+        ),
+        ({"time_s": 3.0}, "every logged line already has a field time_s; "),
+        ({"frames": 3}, "every logged line already has a field frames; "),
+        ({"loss": torch.zeros(2)}, r"run\.log\(loss=\.\.\.\): float\(\) cannot convert the value \("),
         (
             {"loss": [1.0]},
-            r"run\.log\(loss=\.\.\.\): is no number that float\(\) takes .*; give a number or a text",
+            r"run\.log\(loss=\.\.\.\): float\(\) cannot convert the value .*; give a number or a text",
         ),
     ],
 )
@@ -546,7 +551,7 @@ def test_what_cannot_be_is_refused_in_a_line() -> None:
                 script.run.step(weight=weight)  # type: ignore[arg-type]
         with script.run.step(weight=0):
             pass
-        with _refused("optimizer.step() was called by the script", RunError):
+        with _refused("the script called optimizer.step(); remove the call", RunError):
             script.optimizer.step()
     with _refused("is called after `with run`", RunError):
         script.run.step()
@@ -665,7 +670,9 @@ def test_an_optimizer_whose_state_one_rank_alone_has_is_to_be_made_anew() -> Non
     def check(comm: Communicator) -> None:
         script = Script(comm, "parameter_server:mode=sync", batch_norm=False)
         script.trained()
-        words = "exp_avg, exp_avg_sq, step on rank 0, but none on rank 1; make a new optimizer on every rank"
+        words = (
+            "exp_avg, exp_avg_sq, step on rank 0, but none on rank 1; create a new optimizer on every rank"
+        )
         with _refused(words):
             DataParallel(script.model, script.optimizer, comm)
         DataParallel(script.model, adamw(script.model), comm)

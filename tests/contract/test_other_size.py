@@ -127,9 +127,9 @@ def test_every_frame_is_trained_on_once_in_the_epochs_to_come(
     step = kill(dataset, options, tmp_path, before, at_step=5)
     assert step == 4
     notices = go_on(dataset, options, tmp_path, after)
-    (line,) = [n for n in notices if n.startswith("going on from")]
+    (line,) = [n for n in notices if n.startswith("resuming from")]
     sizes = f"written by {counted(before, 'rank')}, with {counted(after, 'rank')}"
-    assert line.startswith(f"going on from step 4, {sizes}: epoch 1 goes")
+    assert line.startswith(f"resuming from step 4, {sizes}: epoch 1 continues")
     lines = evaluations(tmp_path)
     num_frames = dataset.num_frames("train")
     assert [b["frames"] - a["frames"] for a, b in pairwise(lines)] == [num_frames] * 2
@@ -170,8 +170,8 @@ def test_the_epoch_under_way_goes_on_at_the_same_share(dataset: Dataset, tmp_pat
     """40 utterances are 20 steps of two for one rank and 6 at most for each of four."""
     assert kill(dataset, OPTIONS, tmp_path, 1, at_step=9) == 8
     notices = go_on(dataset, OPTIONS, tmp_path, 4)
-    (line,) = [n for n in notices if n.startswith("going on from")]
-    assert "at the same share, step 2 of 6 instead of 8 of 20, and may repeat or miss segments" in line
+    (line,) = [n for n in notices if n.startswith("resuming from")]
+    assert "at the same fraction, step 2 of 6 instead of 8 of 20, and may repeat or miss segments" in line
     assert line.endswith("every rank takes 2 segments per step, learning rate 0.002")
     assert [line["step"] for line in evaluations(tmp_path)] == [8 + 4, 8 + 4 + 6, 8 + 4 + 6 + 6]
 

@@ -218,13 +218,14 @@ def test_a_script_that_stops_without_saving_says_so_and_is_not_taken_for_one_tha
     assert ended.value.code == exit_codes.STOPPED_UNSAVED
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(r"speechdp: warning: stopped as requested at step \d+, but .* saved nothing since", line)
-    assert line.endswith("call run.save_checkpoint where run.should_stop is true")
+    assert line.endswith("call run.save_checkpoint when run.should_stop is true")
     assert not (tmp_path / "completed.json").exists()
     # Nor does it begin again silently, in another process.
     monkeypatch.setattr(script_folder, "_begun_here", set())
     run_threads(2, lambda comm: Script(comm, "gradient_averaging", tmp_path).train())
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == (f"speechdp: warning: {tmp_path}: the run in it has left no checkpoint, and begins again")
+    told = "the previous run in this folder left no checkpoint, so training starts from the beginning"
+    assert line == f"speechdp: warning: {tmp_path}: {told}"
 
 
 def test_what_was_saved_before_this_start_does_not_count(tmp_path: Path) -> None:
@@ -350,11 +351,11 @@ def test_what_cannot_be_gone_on_from_is_refused_in_a_line(tmp_path: Path) -> Non
     def begin(strategy: str) -> Callable[[Communicator], Script]:
         return lambda comm: Script(comm, strategy, tmp_path)
 
-    refused("of another number of ranks (2) than this job has (3)", ConfigError, begin("bmuf:period=2"), 3)
+    refused("on another number of ranks (2) than this job has (3)", ConfigError, begin("bmuf:period=2"), 3)
     saved = f"{tmp_path}: its checkpoint was saved with the strategy bmuf"
-    remedy = "; give the strategy of before, or choose another folder"
-    refused(f"{saved}, and this run has slowmo{remedy}", ConfigError, begin("slowmo:period=2"))
-    refused(f"{saved}:period=2, and this run has bmuf:period=4{remedy}", ConfigError, begin("bmuf:period=4"))
+    remedy = "; give the strategy it was saved with, or choose another folder"
+    refused(f"{saved}, but this run uses slowmo{remedy}", ConfigError, begin("slowmo:period=2"))
+    refused(f"{saved}:period=2, but this run uses bmuf:period=4{remedy}", ConfigError, begin("bmuf:period=4"))
     refused("give DataParallel folder=", ConfigError, lambda c: Script(c, "bmuf", None).run.load_checkpoint())
     for path in (last / f"rank-{rank:04d}.pt" for rank in range(2)):
         with zipfile.ZipFile(path) as archive:
@@ -476,7 +477,7 @@ def test_what_could_not_be_read_back_is_refused_when_it_is_saved(tmp_path: Path)
         return on_rank
 
     for value, kind in ((np.float64(0.5), "numpy"), (tmp_path, "pathlib"), (np.ones(2), "numpy")):
-        refused("save_checkpoint: best holds what a checkpoint cannot (", ConfigError, save(value), 1)
+        refused("save_checkpoint: best holds a value that cannot be saved (", ConfigError, save(value), 1)
         refused(kind, ConfigError, save(value), 1)
     assert not (tmp_path / "checkpoints").exists()
 
@@ -514,7 +515,7 @@ def test_a_state_goes_on_in_the_folder_of_its_run_only(tmp_path: Path) -> None:
         finally:
             script.run._folder.release()
 
-    refused("holds another run than the one whose state was loaded", ConfigError, mixed)
+    refused("the loaded state belongs to another run than the one in this folder", ConfigError, mixed)
     assert before == ((tmp_path / "b" / "metrics.jsonl").exists(), names(tmp_path / "b"))
 
 
@@ -540,11 +541,11 @@ def test_runs_of_an_experiment_do_not_go_on_from_one_anothers_states(
 
     run_threads(2, go_on)  # a run that was stopped goes on in its own folder
     monkeypatch.setenv(script_folder.FOLDER, str(tmp_path / "second"))
-    words = "second: the state that was loaded is that of another run; keep states in run.folder"
+    words = "second: the loaded state belongs to another run; save states in run.folder"
     refused(words, ConfigError, go_on)
     assert not (tmp_path / "second" / "run.json").exists()
     refused(
-        "this run has gradient_averaging; give the strategy of before, or keep states in run.folder",
+        "this run uses gradient_averaging; give the strategy it was saved with, or save states in run.folder",
         ConfigError,
         lambda comm: go_on(comm, "gradient_averaging"),
     )
@@ -585,9 +586,9 @@ def test_another_model_than_the_checkpoints_is_refused_in_a_line(tmp_path: Path)
             run.save_checkpoint()
 
     run_threads(2, lambda comm: train(comm, 2))
-    refused("is of another model or optimizer (", ConfigError, lambda comm: train(comm, 4))
+    refused("belongs to another model or optimizer (", ConfigError, lambda comm: train(comm, 4))
     runs.clear()
-    refused("is of another model or optimizer (", ConfigError, lambda comm: train(comm, 2, damages=True))
+    refused("belongs to another model or optimizer (", ConfigError, lambda comm: train(comm, 2, damages=True))
     for run in runs:  # nothing is left open
         with pytest.raises(CommunicationError, match="the channel is closed"):
             run.strategy.peers.send(torch.zeros(1), 1 - run.comm.rank)
@@ -597,7 +598,7 @@ def test_ranks_that_do_not_share_the_disk_are_told(tmp_path: Path) -> None:
     def save(comm: Communicator) -> None:
         ScriptFolder(tmp_path / str(comm.rank), comm).write_checkpoint({"run": {}, "more": {}}, 1)
 
-    refused("put the run's folder on a disk that all hosts share", RunError, save)
+    refused("put the run's folder on a file system that all hosts share", RunError, save)
 
 
 def test_an_end_that_fails_leaves_signals_and_folder_to_others(
@@ -667,7 +668,7 @@ def test_a_state_from_before_an_option_is_taken() -> None:
         assert ",rule=adacomm," in state["strategy_options"]
         state["strategy_options"] = "adaptive_averaging:period=2,growth=4.0"
         Script(comm, "adaptive_averaging:period=2", None).run.load_state_dict(state)
-        with pytest.raises(ConfigError, match=r"the strategy adaptive_averaging:growth=4\.0, and this"):
+        with pytest.raises(ConfigError, match=r"the strategy adaptive_averaging:growth=4\.0, but this run"):
             Script(comm, "adaptive_averaging:period=2,growth=8", None).run.load_state_dict(state)
 
     run_threads(2, check)
@@ -686,13 +687,13 @@ def test_a_state_with_an_option_that_had_no_effect_is_taken() -> None:
         assert state["strategy_options"] != now
         wide_run(comm, strategy).load_state_dict(state)
         with pytest.raises(
-            ConfigError, match=r"strategy gradient_averaging:rank=4, and this run has .*:rank=2"
+            ConfigError, match=r"strategy gradient_averaging:rank=4, but this run uses .*:rank=2"
         ):
             wide_run(comm, f"{strategy},rank=2").load_state_dict(state)
         # Without powersgd it had one.
         plain = wide_run(comm, "gradient_averaging")
         state["strategy_options"] = now.replace("powersgd", "none")
-        with pytest.raises(ConfigError, match="strategy gradient_averaging:overlap=false, and"):
+        with pytest.raises(ConfigError, match="strategy gradient_averaging:overlap=false, but this run"):
             plain.load_state_dict(state)
 
     run_threads(2, check)
@@ -714,7 +715,8 @@ def test_states_of_other_ranks_are_refused() -> None:
 
     def check(comm: Communicator) -> None:
         script = Script(comm, "gradient_averaging", None)
-        words = f"the state is of rank {1 - comm.rank} of 2, this is rank {comm.rank} of 2; load on each"
+        saved = f"the state was saved by rank {1 - comm.rank} of 2"
+        words = f"{saved}, this is rank {comm.rank} of 2; use as many ranks and load on each"
         # Each rank's own refusal: which of the two comes first is a matter of chance.
         with pytest.raises(ConfigError, match=words):
             script.run.load_state_dict(states[1 - comm.rank])

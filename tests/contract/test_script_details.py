@@ -189,7 +189,7 @@ def test_ranks_may_take_steps_of_their_own_while_one_run_lets_them(order: tuple[
 def test_zero_grad_after_the_backward_pass_is_refused() -> None:
     script = Script(SerialCommunicator(), "gradient_averaging")
     x, y = make_batch(0, 0)
-    words = "call optimizer.zero_grad() nowhere, the step clears them"
+    words = "do not call optimizer.zero_grad(), the step clears the gradients itself"
     with refused(words), script.run, script.run.step(weight=len(x)) as step:
         step.backward(script.loss(script.model, (x, y)))
         script.optimizer.zero_grad()
@@ -333,7 +333,7 @@ def test_a_batch_that_does_not_count_leaves_no_trace_where_the_loop_saves_and_ev
 
 def test_an_error_that_leaves_an_evaluation_is_named_and_the_statistics_are_the_ranks_own() -> None:
     script = Script(SerialCommunicator(), "gradient_averaging")
-    words = "`with run.evaluating()` was left by ValueError: no file; it was done in part"
+    words = "`with run.evaluating()` was interrupted by ValueError: no file, so it was only partly done"
     with refused(words), script.run:
         script.train(0, 1)
         before = {name: buffer.clone() for name, buffer in script.model.named_buffers()}
@@ -349,7 +349,7 @@ def test_an_error_that_leaves_an_evaluation_is_named_and_the_statistics_are_the_
 
 def test_sparse_adam_is_refused_with_what_to_use() -> None:
     model = nn.Embedding(5, 2, sparse=True)
-    with refused("SparseAdam needs sparse gradients, and ranks exchange whole ones; use Adam", ConfigError):
+    with refused("SparseAdam needs sparse gradients, but ranks exchange dense ones; use Adam", ConfigError):
         DataParallel(model, torch.optim.SparseAdam(model.parameters()), SerialCommunicator())
 
 
@@ -501,13 +501,13 @@ def test_an_overflow_that_a_scaler_leaves_out_does_not_end_the_run() -> None:
 
 
 def test_updates_between_which_others_are_taken_may_bring_the_scale_down_as_well() -> None:
-    with refused("have brought the scale of the GradScaler down to 0.00195312 at step 16", DivergedError):
+    with refused("have reduced the scale of the GradScaler to 0.00195312 at step 16", DivergedError):
         scaled(SerialCommunicator(), at=lambda number: number % 3 != 2)
 
 
 def test_a_scale_at_which_nothing_is_a_number_does() -> None:
     with refused(
-        "updates with gradients that are not finite have brought the scale of the GradScaler down to "
+        "non-finite gradients have reduced the scale of the GradScaler to "
         "0.00195312 at step 11 on rank 0: compute in bfloat16 or float32, lower the learning rate",
         DivergedError,
     ):

@@ -106,7 +106,8 @@ def test_a_step_of_no_weight_leaves_the_model_alone_also_where_a_gpu_has_the_cou
 
 @pytest.mark.parametrize(("size", "others"), [(1, ""), (2, ", and the other ranks wait for its exchange")])
 def test_a_step_that_an_error_has_left_ends_the_run(size: int, others: str, tmp_path: Path) -> None:
-    words = f"`with run.step()` was left by ValueError: out of memory; it was done in part{others}: let an"
+    error = "ValueError: out of memory, so it was only partly done"
+    words = f"`with run.step()` was interrupted by {error}{others}: let such an error end the run"
 
     def check(comm: Communicator) -> None:
         script = Script(comm, "gradient_averaging", options={"folder": tmp_path})
@@ -128,10 +129,10 @@ def test_a_step_that_an_error_has_left_ends_the_run(size: int, others: str, tmp_
 
 def test_a_step_that_lacks_its_last_pass_is_one_that_an_error_has_left() -> None:
     script = Script(SerialCommunicator(), "gradient_averaging")
-    words = "`with run.step()` was left by RunError: the step ends without its last backward pass"
+    words = "`with run.step()` was interrupted by RunError: the step ended without its last backward pass"
     with refused(words), script.run:
         script.train(0, 1)
-        with refused("the step ends without"), script.run.step(weight=2):
+        with refused("the step ended without"), script.run.step(weight=2):
             pass
 
 
@@ -265,7 +266,7 @@ def test_another_memory_format_does_not_stop_training() -> None:
 def test_a_model_that_is_converted_too_late_is_refused() -> None:
     script = Script(SerialCommunicator(), "gradient_averaging")
     words = (
-        "the model's first.weight has become float32 of shape [6, 4] on cpu, ranks exchange it as "
+        "the model's first.weight is now float32 of shape [6, 4] on cpu, but ranks exchange it as "
         "float64 of shape [6, 4] on cpu; change type, device and shapes"
     )
     with refused(words), script.run:
@@ -297,7 +298,7 @@ def test_a_model_that_exchanges_by_itself_is_refused(tmp_path: Path) -> None:
     try:
         wrapped = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
         for model, which in ((wrapped, "the model"), (nn.Sequential(wrapped), "the model's 0")):
-            with refused(f"{which} is a DistributedDataParallel of torch, which exchanges", ConfigError):
+            with refused(f"{which} is a torch DistributedDataParallel, which exchanges", ConfigError):
                 DataParallel(model, sgd(model), SerialCommunicator())
     finally:
         torch.distributed.destroy_process_group()
@@ -309,8 +310,8 @@ def test_a_model_that_would_exchange_by_itself_is_told_without_a_process_group_t
     with pytest.raises(SystemExit, match=r"^1$"):
         run_ranks(lambda comm: nn.parallel.DistributedDataParallel(nn.Linear(3, 2)), backend="serial")
     said = capsys.readouterr().err
-    assert said.startswith("speechdp: the script asks torch.distributed for a process group, as Distributed")
-    assert said.endswith("give speechdp.DataParallel the module without it, which takes its place\n")
+    assert said.startswith("speechdp: the script uses a process group of torch.distributed, as Distributed")
+    assert said.endswith("to speechdp.DataParallel, which replaces DistributedDataParallel\n")
     with pytest.raises(SystemExit, match=r"^70$"):  # another ValueError stays the script's own
         run_ranks(lambda comm: int("x"), backend="serial")
     assert "ended by an unexpected ValueError: invalid literal" in capsys.readouterr().err
@@ -321,9 +322,9 @@ def test_what_no_group_has_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 1))
     model[0].bias.requires_grad_(False)
     DataParallel(model, sgd(model), SerialCommunicator())
-    assert "stay as they are" not in capsys.readouterr().err
+    assert "are not trained" not in capsys.readouterr().err
     DataParallel(model, sgd(model[0]), SerialCommunicator())
-    told = "the optimizer does not have 1.weight, 1.bias, 2.weight and 1 more, which stay as they are"
+    told = "does not have 1.weight, 1.bias, 2.weight and 1 more, so these parameters are not trained"
     assert told in capsys.readouterr().err
 
 
@@ -339,11 +340,11 @@ def test_normalisation_that_would_not_exchange_is_refused(monkeypatch: pytest.Mo
         return of_rank
 
     make("gradient_averaging")(SerialCommunicator())  # statistics of all batches there are
-    words = "the model's 1 is a SyncBatchNorm of torch, which exchanges through torch.distributed alone"
+    words = "the model's 1 is a torch SyncBatchNorm, which works only with torch.distributed ("
     with refused(words, ConfigError):
         run_threads(2, make("gradient_averaging"))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with refused("on GPUs, between ranks that step together; take BatchNorm instead", ConfigError):
+    with refused("on GPUs, and if all ranks step together; use BatchNorm instead", ConfigError):
         run_threads(2, make("gradient_averaging"))
 
 
@@ -360,7 +361,7 @@ def test_normalisation_exchanges_where_ranks_on_gpus_step_together(
     if together:
         run_threads(2, look)
         return
-    with refused("the model's only layer is a SyncBatchNorm", ConfigError):
+    with refused("the model's only layer is a torch SyncBatchNorm", ConfigError):
         run_threads(2, look)
 
 
@@ -390,12 +391,12 @@ def test_what_is_unfrozen_too_late_is_refused() -> None:
     with script.run:
         script.train(0, 1)
         script.model.frozen.bias.requires_grad_(True)
-        with refused("the optimizer is to train the model's frozen.bias, which was frozen or not there when"):
+        with refused("the optimizer is to train the model's frozen.bias, which was frozen or missing when"):
             script.train(1, 2)
         script.model.frozen.bias.requires_grad_(False)
         script.train(1, 2)
         script.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 3))]})
-        with refused("the optimizer is to train a parameter of shape [2, 3], which was frozen or not there"):
+        with refused("the optimizer is to train a parameter of shape [2, 3], which was frozen or missing"):
             script.train(2, 3)
 
 
@@ -404,7 +405,7 @@ def test_a_parameter_in_the_place_of_another_is_refused() -> None:
     script = Script(
         SerialCommunicator(), "gradient_averaging", lambda m: torch.optim.SGD(m.parameters(), 0.1)
     )
-    words = "the optimizer is to train the model's last.weight, which was frozen or not there when"
+    words = "the optimizer is to train the model's last.weight, which was frozen or missing when"
     with refused(words), script.run:
         script.train(0, 1)
         listed = script.optimizer.param_groups[0]["params"]
@@ -427,7 +428,7 @@ def test_a_parameter_that_comes_late_and_that_nobody_trains_is_refused(
     call: Callable[[Script], object],
 ) -> None:
     """As a new head does that is not the optimizer's: each rank would keep one of its own."""
-    words = "the model's last.weight was not there when DataParallel was made, so ranks neither train nor"
+    words = "last.weight did not exist when DataParallel was created, so ranks neither train nor exchange"
     before = Script(SerialCommunicator(), "gradient_averaging")
     before.model.last = nn.Linear(6, 3).double()
     with refused(words), before.run:
@@ -442,7 +443,7 @@ def test_a_parameter_that_comes_late_and_that_nobody_trains_is_refused(
 def test_the_remedies_for_parameters_that_come_late_help() -> None:
     late = Script(SerialCommunicator(), "gradient_averaging")
     weight_norm(late.model.last)
-    words = "(layers, weight_norm) before DataParallel is made, or say requires_grad_(False) of what nobody"
+    words = "(layers, weight_norm) before creating DataParallel, or call requires_grad_(False) on what is"
     with refused(words), late.run:
         pass
     script = Script(SerialCommunicator(), "gradient_averaging")
@@ -466,7 +467,7 @@ def test_what_is_no_model_or_optimizer_is_refused() -> None:
     with refused("the model is of type function, not a torch.nn.Module; give the module", ConfigError):
         DataParallel(lambda x: x, sgd(model), comm)  # type: ignore[arg-type]
     empty = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2))
-    with refused("the model's 0.weight is on the meta device, without values; give it some", ConfigError):
+    with refused("the model's 0.weight is on the meta device, without values; give it values", ConfigError):
         DataParallel(empty, sgd(empty), comm)
 
 
@@ -672,7 +673,7 @@ def test_a_gradient_that_grows_after_it_has_gone_is_refused() -> None:
         with refused("checkpoint with use_reentrant=False and call step.backward(loss) alone, or train with"):
             shared_trained(comm, reentrant, "gradient_averaging:bucket_mib=1e-6")
         script = Script(comm, "gradient_averaging", sgd)
-        with refused("a gradient has grown after its exchange had begun"), script.run:
+        with refused("a gradient changed after its exchange had started"), script.run:
             for number in range(2):
                 with script.run.step(weight=3) as step:
                     loss_sum(script.model, make_batch(0, number)).backward()  # type: ignore[no-untyped-call]

@@ -153,7 +153,7 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
         ),
         ("adaptive_averaging:rule=stages", "rule=stages: needs stages=, e.g. stages=32@30%+64@60%"),
         ("adaptive_averaging:stages=32@30%", "stages: an option of rule=stages, not of rule=adacomm"),
-        ("adaptive_averaging:rule=stages,stages=32", "stage '32' is none; write PERIOD@POINT"),
+        ("adaptive_averaging:rule=stages,stages=32", "stage '32' is not understood; write PERIOD@POINT"),
         ("adaptive_averaging:rule=stages,stages=0@5", "adaptive_averaging:stages='0@5': '0' is not a period"),
         ("adaptive_averaging:rule=stages,stages=32@soon", "point 'soon' is no point of training"),
         ("adaptive_averaging:rule=stages,stages=32@60s", "point '60s' is no point of training"),
@@ -196,8 +196,8 @@ def test_options_are_read_and_described(text: str, expected: str) -> None:
         ("easgd:begin=5s,mode=sync", "leave it out"),
         (
             "dpsgd:topology=random,compression=int8",
-            "dpsgd:topology=random,compression=int8: only neighbours that stay the same know what a "
-            "difference is to; use topology=ring, or leave compression out",
+            "dpsgd:topology=random,compression=int8: compression sends differences, which needs "
+            "neighbours that stay the same; use topology=ring, or leave compression out",
         ),
         ("dpsgd:topology=exponential,compression=int4", "use topology=ring, or leave compression out"),
         (
@@ -256,7 +256,7 @@ def test_half_precision_the_backend_cannot_sum_is_refused_before_step_1() -> Non
     [
         (
             "between_nodes=64",
-            "all 2 ranks are on one node; start them on several hosts (a run",
+            "all 2 ranks are on one node; start them on several hosts (a resumed",
         ),
         ("between_nodes=64,node_size=2", "node_size=2: all 2 ranks make one node; make it smaller"),
     ],

@@ -388,10 +388,10 @@ def test_a_network_of_a_lower_rate_is_told_of_its_frames(
         def make_network(self, feature_dim: int, num_classes: int) -> nn.Module:
             return (_EverySecond if has_parts else _EverySecondAlone)(feature_dim, num_classes)
 
-    given = "for features (4, 17, 6) its network gives (4, 9, "
+    given = "for features of shape (4, 17, 6) its network returns (4, 9, "
     with pytest.raises(ConfigError, match=re.escape(given)) as error:
         task_contract("halves")
-    assert "not a vector for each frame, (4, 17, ...); where it works at a lower rate" in str(error.value)
+    assert "not one vector per frame, (4, 17, ...); if it works at a lower frame rate" in str(error.value)
 
 
 class _EverySecond(LstmAcousticModel):

@@ -281,7 +281,7 @@ def test_what_is_given_to_resume_goes_with_the_runs_own_options(
         (["--held-out", "eval"], "has no split 'eval', only train, dev, test"),
         (["--alignments", "nowhere"], "nowhere: no such alignment directory"),
         (["--initial-model", "nowhere"], "nowhere: no such folder"),
-        (["--strategy", "ad_psgd:groups=2"], "1 ranks cannot be parted into groups of that size"),
+        (["--strategy", "ad_psgd:groups=2"], "1 ranks cannot be divided into groups of that size"),
         (["--strategy", "ad_psgd", "--tolerate-loss"], "the serial back-end cannot continue without a lost"),
         (["--alignments", "TIED", "--realign", "1"], "has states in context already"),
     ],

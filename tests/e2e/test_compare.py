@@ -167,7 +167,7 @@ def test_another_comparison_in_the_same_folder_is_refused(
 ) -> None:
     before = (compared[0] / "compare.json").read_text()
     assert speechdp(["compare", str(dataset.path), str(compared[0]), *OPTIONS, "--epochs", "3"]) == 1
-    expected = "was begun otherwise (epochs was 2, is 3); choose another folder, or --overwrite"
+    expected = "was started with other options (epochs was 2, is 3); choose another folder, or --overwrite"
     assert expected in capsys.readouterr().err
     assert (compared[0] / "compare.json").read_text() == before
 
@@ -219,4 +219,4 @@ def test_a_stop_saves_the_run_under_way_and_the_same_command_goes_on(
     assert run["state"] == "pending"
     ended = ended_within(500, command)
     assert ended.exit_code == 0, ended.output
-    assert "going on from step" in (out / "logs" / f"{run['folder']}.log").read_text()
+    assert "resuming from step" in (out / "logs" / f"{run['folder']}.log").read_text()

@@ -76,7 +76,7 @@ def test_a_worker_that_imports_the_script_is_no_rank(is_guarded: bool, tmp_path:
     script = tmp_path / "script.py"
     script.write_text(WITH_WORKER.format(guard='if __name__ == "__main__":\n    ' if is_guarded else ""))
     ended = ended_within(500, [sys.executable, str(script)])
-    told = "speechdp: a worker process (of a DataLoader, say) imports the script and comes to run_ranks(main)"
+    told = "speechdp: a worker process (of a DataLoader, say) imported the script and called run_ranks(main)"
     found = ended.exit_code == 0, "steps 2" in ended.stdout, told not in ended.stderr
     assert found == (is_guarded,) * 3, ended.stderr
 

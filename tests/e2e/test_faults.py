@@ -170,7 +170,7 @@ def test_a_full_disk_at_a_checkpoint(whole_data: Dataset, small_disk: Path) -> N
     subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
     ended = ended_within(DEADLINE_S, by_launch(2, "train", whole_data.path, run, *options, "--resume"))
     assert ended.exit_code == 0, ended.output
-    assert "going on from step 6" in ended.stdout and (run / "completed.json").is_file()
+    assert "resuming from step 6" in ended.stdout and (run / "completed.json").is_file()
     assert [p.name for p in (run / "checkpoints").iterdir() if p.name.startswith(".")] == []
 
 

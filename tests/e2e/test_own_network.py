@@ -107,15 +107,17 @@ def test_the_file_alone_imports_nothing(
     monkeypatch.delitem(sys.modules, "tdnn")
     assert speechdp(["decode", str(trained.run), str(trained.data), "--backend", "serial"]) != 0
     said = capsys.readouterr().err
-    assert "its network is that of a task of your own, tdnn:Tdnn; give its --task as in training" in said
+    assert "its network belongs to a task of your own, tdnn:Tdnn; give the --task of the training" in said
     assert "Traceback" not in said and "tdnn" not in sys.modules
-    with pytest.raises(RunError, match="of your own, tdnn:Tdnn; give its --task"):
+    with pytest.raises(RunError, match="of your own, tdnn:Tdnn; give the --task"):
         load_model(trained.run, CPU, own=networks_of("acoustic"))
 
 
 def test_other_options_than_it_was_made_with_are_refused(trained: TrainedOnFsdd) -> None:
     load_model(trained.run, CPU, own=networks_of(f"{TASK}:{SIZES}"))
-    with pytest.raises(RunError, match="made with width=32, and --task has another; give it without options"):
+    with pytest.raises(
+        RunError, match="made with width=32, but --task gives another value; give --task without options"
+    ):
         load_model(trained.run, CPU, own=networks_of(f"{TASK}:inner=12,width=64"))
 
 
@@ -132,7 +134,7 @@ def test_a_class_that_was_changed_since_is_refused(
         return network
 
     monkeypatch.setattr(tdnn, "TdnnNetwork", changed)
-    wrong = r"makes another network now: input.bias has shape \(7,\) in it and \(32,\) in the file"
+    wrong = r"now makes another network: input.bias has shape \(7,\) in it, but \(32,\) in the file"
     with pytest.raises(RunError, match=wrong):
         load_model(trained.run, CPU, own=networks_of(TASK))
     monkeypatch.setattr(tdnn, "TdnnNetwork", lambda *_: 1 / 0)
@@ -149,7 +151,7 @@ def test_a_class_that_was_changed_since_is_refused(
         ({"num_classes": -1}, "damaged"),
         ({"num_classes": 1 << 40}, "damaged"),
         ({"options": "nonsense=3"}, "has no option 'nonsense'"),
-        ({"options": "width=100000,inner=100000,layers=100"}, "makes another network now"),  # of 8 TB
+        ({"options": "width=100000,inner=100000,layers=100"}, "now makes another network"),  # of 8 TB
     ],
 )
 def test_a_damaged_file_is_told_by_its_name_before_memory_is_taken(

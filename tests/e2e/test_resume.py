@@ -113,7 +113,7 @@ def test_on_mpi(dataset: Dataset, undisturbed: Path, tmp_path: Path) -> None:
         kill_rank_1(job, run, saved)
     ended = ended_within(DEADLINE_S, by_launch(2, *train(dataset, run, "mpi", "--resume")))
     assert ended.exit_code == 0, ended.output
-    assert f"{run}: going on from step " in ended.stdout, ended.output
+    assert f"{run}: resuming from step " in ended.stdout, ended.output
     assert_equal_runs(run, undisturbed)
 
 

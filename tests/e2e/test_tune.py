@@ -120,7 +120,7 @@ def test_the_same_command_changes_nothing_and_another_is_refused(
     assert ended.exit_code == 0 and (out / "tune.json").read_bytes() == before
     ended = ended_within(200, alone("tune", dataset.path, out, *OPTIONS, "--epochs", "5"))
     assert ended.exit_code != 0
-    assert f"{out / 'tune.json'}: was begun otherwise (epochs was 4, is 5)" in ended.stderr
+    assert f"{out / 'tune.json'}: was started with other options (epochs was 4, is 5)" in ended.stderr
 
 
 def test_another_target_is_judged_by_the_runs_that_are_there(
@@ -155,7 +155,7 @@ def test_another_target_is_judged_by_the_runs_that_are_there(
             ["--learning-rate", "0.1", "--learning-rates", "0.1,0.2"],
             "--learning-rate: leave it out: --learning-rates tries others",
         ),
-        (["--learning-rates", "0.1"], "--learning-rates 0.1: is a single one"),
+        (["--learning-rates", "0.1"], "--learning-rates 0.1: a single rate leaves nothing to choose"),
         (["--race", "3"], "--race 3: intervals need 6 rounds at least"),
         (["--strategy", "bmuf"], "--strategy does not apply to tune: use --strategies"),
         (

@@ -32,6 +32,6 @@ def assert_goes_on_to_the_end(command: Sequence[str], run: Path, frames: int) ->
     assert saved > 0
     ended = ended_within(DEADLINE_S, [*command, "--resume"])
     assert ended.exit_code == 0, ended.output
-    assert f"{run}: going on from step {saved}" in ended.stdout, ended.output
+    assert f"{run}: resuming from step {saved}" in ended.stdout, ended.output
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["frames"] for line in lines] == [frames * (epoch + 1) for epoch in range(10)]

@@ -270,7 +270,7 @@ def test_what_holds_runs_is_no_run(record: str, inside: str, what: str, tmp_path
 
 def test_a_task_is_asked_for_as_an_argument(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", facts={"task": "own:Network", "options": "width=3"})
-    with pytest.raises(RunError, match="a task of your own, own:Network; give its task as in training"):
+    with pytest.raises(RunError, match="a task of your own, own:Network; give the task of the training"):
         speechdp.AcousticModel(run)
 
 

@@ -251,8 +251,8 @@ def _by_text_beside(source: Path, files: list[Path], every_text: list[Path], rul
     if texts and all(map(_OF_TIMIT.match, texts.values())):
         first = next(file for file in files if ids[file] in texts).with_suffix(".txt")
         raise ConfigError(
-            f"{first}: begins with the numbers of its first and last sample, as all do here, which nobody "
-            "says; docs/preparing.md says how to make a file 'text' of TIMIT's"
+            f"{first}: begins with two sample numbers, as all transcripts here do, which are not spoken; "
+            "docs/preparing.md says how to make a file 'text' from TIMIT's"
         )
     if without and rules.needs_text and not rules.skip_incomplete:
         first, *others = without
@@ -274,7 +274,7 @@ def _texts_alone(texts: list[Path], files: list[Path]) -> tuple[str, ...]:
     if not alone:
         return ()
     number = counted(len(alone), ".txt file")
-    return (f"not used, as no audio that can be read has its name: {number}, first {alone[0]}",)
+    return (f"not used, because no readable audio file has the same name: {number}, first {alone[0]}",)
 
 
 def _with_transcripts(
@@ -386,7 +386,7 @@ class _FileNames:
                 if name is not None:
                     raise ConfigError(
                         f"{path}:{number}: an id ends at its first blank; write {name} for {written!r}, and "
-                        "so in every line"
+                        "likewise in every line"
                     )
 
 
@@ -401,6 +401,6 @@ def _named_table(path: Path, names: _FileNames, *, may_be_empty: bool = False) -
     for name, value in read_table(path, may_be_empty=may_be_empty).items():
         plain = _plain_name(name)
         if plain in table:
-            raise ConfigError(f"{path}: {name} is here twice, in two encodings of its letters; remove one")
+            raise ConfigError(f"{path}: {name} is listed twice, in two encodings of its letters; remove one")
         table[plain] = value
     return table

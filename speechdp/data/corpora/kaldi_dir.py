@@ -145,8 +145,8 @@ def read_speakers(source: Path) -> dict[str, str]:
     if path.is_file() or not inverse.is_file():
         if not path.exists():
             raise ConfigError(
-                f"{path}: there is none, and no spk2utt; write a line 'UTTERANCE SPEAKER' for each utterance "
-                "(the utterance again as its speaker where nobody knows)"
+                f"{path}: does not exist, nor does spk2utt; write a line 'UTTERANCE SPEAKER' for each "
+                "utterance (with the utterance as its speaker if speakers are unknown)"
             )
         table = _numbered_table(path)
         for utterance, (number, value) in table.items():
@@ -160,7 +160,7 @@ def read_speakers(source: Path) -> dict[str, str]:
         for utterance in value.split():
             if utterance in found:
                 raise ConfigError(
-                    f"{inverse}:{number}: {utterance} is here a second time; remove one of them"
+                    f"{inverse}:{number}: {utterance} is listed a second time; remove one of them"
                 )
             found[utterance] = speaker
     return found
@@ -173,7 +173,7 @@ def _numbered_table(path: Path, *, may_be_empty: bool = False) -> dict[str, tupl
         if not rest and not may_be_empty:
             raise ConfigError(f"{path}:{number}: {line!r} has one field; write an utterance id and its value")
         if key in table:
-            raise ConfigError(f"{path}:{number}: {key} is here a second time; remove one of the lines")
+            raise ConfigError(f"{path}:{number}: {key} is listed a second time; remove one of the lines")
         table[key] = (number, rest[0] if rest else "")
     return table
 

@@ -221,8 +221,8 @@ def _refuse_no_header(where: str, header: Sequence[str], delimiter: str) -> None
     if other is None and (delimiter == "," or "," not in line):
         names = delimiter.join(("audio", "text"))
         raise ConfigError(
-            f"{where}: names no column that is known, but {', '.join(map(repr, header[:3]))}; write a header "
-            f"above the lines, such as {names!r} (docs/preparing.md, Manifests, has all names)"
+            f"{where}: has no column name that is known, only {', '.join(map(repr, header[:3]))}; write a "
+            f"header above the lines, such as {names!r} (docs/preparing.md, Manifests, has all names)"
         )
     raise ConfigError(
         f"{where}: has {other or ','!r} between its fields, and no header that is known; write a header, and "
@@ -357,7 +357,7 @@ class _Line:
         if duration is not None:
             end = start + duration
         if end is not None and end <= start:
-            raise ConfigError(f"{self.where}: ends at {end:g} s, where it starts or before; mend its times")
+            raise ConfigError(f"{self.where}: ends at {end:g} s, not after its start; correct its times")
         return end
 
     def _seconds(self, kind: str) -> float | None:

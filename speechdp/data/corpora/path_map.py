@@ -60,6 +60,6 @@ class PathMap:
             if (old, new) not in self._used:
                 first = "" if self._first_path is None else f" (the first is {self._first_path})"
                 raise ConfigError(
-                    f"--path-map {old}={new}: {old} begins no path in the tables of {folder}{first}; "
-                    "mend it, or leave it out"
+                    f"--path-map {old}={new}: no path in the tables of {folder}{first} begins with {old}; "
+                    "correct it, or leave it out"
                 )

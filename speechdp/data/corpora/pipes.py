@@ -224,7 +224,7 @@ def _split(text: str, where: str) -> list[list[str]]:
         token = _TOKEN.match(text, position)
         if token is None:
             raise ConfigError(
-                f"{where}: {text[position:][:_SHOWN]!r} has no second quotation mark; mend the line"
+                f"{where}: {text[position:][:_SHOWN]!r} has no closing quotation mark; correct the line"
             )
         position = token.end()
         if token["space"] or token["bar"]:

@@ -149,7 +149,7 @@ def _read_from_outside(source: Path, text: str, rules: ReadingRules) -> Corpus:
     """Read a corpus by another package's class."""
     cls, options = CORPORA.named(text)
     values = read_options(cls.name, cls, options, kind="corpus")
-    with code_of(cls, f"corpus {cls.name}", f"mend the reader, or what it reads in {source}"):
+    with code_of(cls, f"corpus {cls.name}", f"correct the reader, or what it reads in {source}"):
         utterances = list(cls(**values).read(source))
     return _corpus_of(cls.name, source, utterances, rules)
 

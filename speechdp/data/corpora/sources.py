@@ -62,7 +62,7 @@ def joined(parts: Sequence[tuple[Source, Corpus]], *, is_ruled: bool = False) ->
         parts = [(source, _renamed(each, name)) for (source, each), name in zip(parts, names, strict=True)]
         example = parts[0][1].utterances[0].utterance_id
         notices = (
-            f"sources have ids in common: all begin with the name of their source now, e.g. {example}",
+            f"sources share utterance ids, so each id now begins with the name of its source, e.g. {example}",
         )
     held_out: dict[str, str] = {}
     for (source, _), name in zip(parts, names, strict=True):

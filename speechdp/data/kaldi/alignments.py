@@ -68,9 +68,9 @@ class AlignmentSource:
         fault = self.pdf_map.first_fault(values)
         if fault is not None:
             raise ConfigError(
-                f"{stream.path}: utterance {stream.utterance}: the alignment is no path of "
-                f"{self.pdf_map.path} (transition-id {values[fault]} of frame {fault}); "
-                "give the model it was made with"
+                f"{stream.path}: utterance {stream.utterance}: the alignment is not a path through "
+                f"{self.pdf_map.path} (transition-id {values[fault]} of frame {fault}); give the model it "
+                "was made with"
             )
         return self.pdf_map.pdfs[values]
 

@@ -60,7 +60,7 @@ def read_scp(path: Path, rules: ReadingRules = PLAIN_RULES) -> dict[str, MatrixP
         where = f"{path}:{number}"
         key, value = [*line.split(maxsplit=1), ""][:2]
         if key in numbers:
-            raise ConfigError(f"{where}: {key} is here a second time; remove one of the lines")
+            raise ConfigError(f"{where}: {key} is listed a second time; remove one of the lines")
         numbers[key] = number
         if line.endswith("|"):
             pipes[key] = value
@@ -134,7 +134,7 @@ def rows_of_segments(
         if start >= num or end >= num + frames(MAX_OVERSHOOT_S) or start >= end:
             raise ConfigError(
                 f"{path}: utterance {utterance} is frames {start} to {end} of recording {recording}, which "
-                f"has {num}; mend its times, or leave it out"
+                f"has {num}; correct its times, or leave it out"
             )
         before = place.rows[0] if place.rows else 0
         rows = (before + start, before + min(end, num) - 1)
@@ -190,8 +190,8 @@ def _rows_in(place: MatrixPlace, rows: int, utterance: str) -> range:
     first, last = place.rows
     if not (first <= last < rows + _MOST_ROWS_TOO_FAR and first < rows):
         raise ConfigError(
-            f"{place.path}: utterance {utterance}: rows {first} to {last} are wanted of {rows}; mend the "
-            "range in feats.scp"
+            f"{place.path}: utterance {utterance}: feats.scp asks for rows {first} to {last} of {rows}; "
+            "correct the range"
         )
     return range(first, min(last, rows - 1) + 1)
 
@@ -202,8 +202,8 @@ def _columns_in(place: MatrixPlace, columns: int, utterance: str) -> slice:
     first, last = place.columns
     if not first <= last < columns:
         raise ConfigError(
-            f"{place.path}: utterance {utterance}: columns {first} to {last} are wanted of {columns}; mend "
-            "the range in feats.scp"
+            f"{place.path}: utterance {utterance}: feats.scp asks for columns {first} to {last} of "
+            f"{columns}; correct the range"
         )
     return slice(first, last + 1)
 

@@ -57,15 +57,17 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         if self.batch_frames < 0:
-            raise ConfigError(f"--batch-frames {self.batch_frames}: 0 (batches of --batch-size) or more")
+            raise ConfigError(
+                f"--batch-frames {self.batch_frames}: must be 0 (batches of --batch-size) or more"
+            )
         if self.batch_size < 1 and (self.batch_frames == 0 or self.batch_size < 0):
             raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1 segment")
         if self.chunk_frames < 0:
-            raise ConfigError(f"--chunk-frames {self.chunk_frames}: 0 (whole utterances) or more")
+            raise ConfigError(f"--chunk-frames {self.chunk_frames}: must be 0 (whole utterances) or more")
         if self.window_frames < 0:
-            raise ConfigError(f"window of {self.window_frames} frames: 0 (by segments) or more")
+            raise ConfigError(f"window of {self.window_frames} frames: must be 0 (by segments) or more")
         if self.order not in ORDERS:
-            raise ConfigError(f"--order {self.order}: there are {', '.join(ORDERS)}")
+            raise ConfigError(f"--order {self.order}: not known; choose from {', '.join(ORDERS)}")
 
 
 @dataclass(frozen=True)

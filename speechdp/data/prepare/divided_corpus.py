@@ -222,8 +222,8 @@ def warn_of_same_sound(
             (one, other), said = shared[0], f"have sound that {first} has, too"
             warnings.append(
                 f"warning: {said_of(len(shared), f'{second} utterance', said)}, first {one} ({other} in "
-                f"{first}): a copy of the file, or an overlapping part, whose errors mean little; leave "
-                "one of both out"
+                f"{first}): a copy of the file, or an overlapping part, so its errors mean little; leave "
+                "one of the two out"
             )
     return tuple(warnings)
 

@@ -100,7 +100,7 @@ def check_frame_shift(folder: Path, options: PrepareOptions, config: FeatureConf
     found_ms = frame_shift_ms(folder, config)
     if asked_ms is None or math.isclose(asked_ms, found_ms, rel_tol=1e-6):
         return
-    asked, remedy = f"--frame-shift-ms is {asked_ms:g}", "leave the option out, or mend the file"
+    asked, remedy = f"--frame-shift-ms is {asked_ms:g}", "leave the option out, or correct the file"
     if options.like is not None:
         asked = f"the model of --like {options.like} has {asked_ms:g}"
         remedy = "give features of that frame shift"

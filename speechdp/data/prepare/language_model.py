@@ -88,8 +88,8 @@ def prepare_language_model(
     if options.lm_order is not None:
         if "train" not in texts:
             raise ConfigError(
-                f"--lm-order {options.lm_order}: there is no train split, on whose transcripts the language "
-                f"model is estimated; make one, e.g. by --split {RANDOM_DEFAULT}, or take one over by --lm"
+                f"--lm-order {options.lm_order}: there is no train split to estimate the language model "
+                f"from; make one, e.g. with --split {RANDOM_DEFAULT}, or give a language model with --lm"
             )
         # Words outside of the lexicon separate their neighbours as <unk>, which is never recognised.
         train = ([word if word in lexicon else UNKNOWN_WORD for word in words] for words in texts["train"])

@@ -201,9 +201,9 @@ def _without_targets(num_untold: int, num_utterances: int, unknown: Counter[str]
     """Report why there are no targets, and what the data can be used for; empty if there are targets."""
     if num_untold == num_utterances:
         return (
-            "no utterance has a transcript: the data cannot be trained on, and decode, which counts errors, "
-            "refuses them; speechdp transcribe RUN FILES recognises the words, speechdp posteriors scores "
-            "the frames",
+            "no utterance has a transcript: the data can be neither trained on nor decoded, as decode "
+            "counts errors; use speechdp transcribe RUN FILES to recognise the words, speechdp posteriors "
+            "to score the frames",
         )
     reasons = []
     if num_untold:

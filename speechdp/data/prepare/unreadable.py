@@ -181,7 +181,7 @@ def outside_error(errors: Sequence[OutsideRecordingError], num_utterances: int) 
     more = f", and {len(errors) - 1:,} more of {num_utterances:,} utterances are outside of theirs"
     what, them = (more, "them") if len(errors) > 1 else ("", "the utterance")
     option = AS_THE_OPTION_DOES if len(errors) < num_utterances else ""
-    return ConfigError(f"{errors[0].fault}{what}; mend the times in segments, or leave {them} out{option}")
+    return ConfigError(f"{errors[0].fault}{what}; correct the times in segments, or leave {them} out{option}")
 
 
 def as_option_does(error: UnreadableAudioError) -> str:

@@ -57,7 +57,9 @@ def check_place(path: Path) -> None:
         raise ConfigError(f"{path}: {parent} is a file; give the name of a new folder for the data")
     if not may_write(parent):
         inside = f"a folder in {place}" if place.is_dir() and may_write(place) else "a folder elsewhere"
-        raise ConfigError(f"{path}: is made in {parent}, where this user may not write; give {inside}")
+        raise ConfigError(
+            f"{path}: cannot be created in {parent}, where you have no write permission; give {inside}"
+        )
     state = parent.stat()
     is_sticky = state.st_mode & stat.S_ISVTX and os.geteuid() not in (0, state.st_uid)
     if is_sticky and is_there and place.stat().st_uid != os.geteuid():
@@ -85,7 +87,7 @@ def check_target(path: Path, overwrite: bool) -> None:
     if not place.is_dir():
         raise ConfigError(f"{path}: is a file; give the name of a new folder for the data")
     if not may_write(place):
-        raise ConfigError(f"{path}: this user may not write there; give another folder")
+        raise ConfigError(f"{path}: you have no write permission there; give another folder")
     if os.path.ismount(place):
         raise ConfigError(
             f"{path}: is the root folder of a disk, which cannot be replaced; give a folder in it"

@@ -241,8 +241,8 @@ class Dataset:
         ):
             if found != expected:
                 raise ShardError(
-                    f"{shard.path}: is not the shard {MANIFEST_NAME} lists (another {what}); "
-                    "copy the directory again or prepare the data again"
+                    f"{shard.path}: is not the shard that {MANIFEST_NAME} lists ({what} differs); copy the "
+                    "directory again or prepare the data again"
                 )
         return shard
 

@@ -177,7 +177,7 @@ def _channel_of(source: AudioSource, in_file: int) -> Channel | None:
         ConfigError: the file lacks the specified channel.
     """
     if isinstance(source, AudioPart) and source.channel is not None and source.channel >= in_file:
-        raise ConfigError(f"{source}: has no channel {source.channel}, only {in_file}; mend segments")
+        raise ConfigError(f"{source}: has no channel {source.channel}, only {in_file}; correct segments")
     if in_file == 1:
         return None
     channel = named_channel(source)
@@ -185,8 +185,8 @@ def _channel_of(source: AudioSource, in_file: int) -> Channel | None:
         raise SeveralChannelsError(f"{source}: has {in_file} channels")
     if channel != MIX and channel > in_file:
         raise ConfigError(
-            f"{source}: has {in_file} channels, and channel {channel} is to be read; give another "
-            "--channel, or, where reco2file_and_channel names it, mend its line there"
+            f"{source}: has {in_file} channels, so channel {channel} cannot be read; give another "
+            "--channel, or correct its line in reco2file_and_channel"
         )
     return channel
 

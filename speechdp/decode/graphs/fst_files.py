@@ -50,7 +50,7 @@ def read_symbols(path: Path) -> dict[int, str]:
             raise ConfigError(f"{path}:{number}: {line[:60]!r} is not 'word number'; give Kaldi's words.txt")
         label = int(fields[1])
         if label in names:
-            raise ConfigError(f"{path}:{number}: {label} is here a second time; give Kaldi's words.txt")
+            raise ConfigError(f"{path}:{number}: {label} is listed a second time; give Kaldi's words.txt")
         names[label] = fields[0]
     names.pop(0, None)
     return names

@@ -28,7 +28,7 @@ from speechdp.train.realign import last_alignment
 
 ALIGNMENT = "alignment"
 #: Message about a job that ended well without writing its record.
-NOTHING_LEFT = "the job ended well but left no record (is OUT a shared folder?)"
+NOTHING_LEFT = "the job exited with code 0 but left no record (is OUT a shared folder?)"
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class OwnTraining(ComparedTraining):
         words += ["--resume", *([f"--pause-at={pause_at}"] if pause_at else [])]
         message = self._starter.run(num_ranks, words, log_of(run_dir), may_pause=pause_at > 0)
         if message is None and not pause_at and not RunDirectory(run_dir).is_complete:
-            return "the job ended well but left no completed.json (a host may have been lost)"
+            return "the job exited with code 0 but left no completed.json (a host may have been lost)"
         return message
 
 

@@ -169,7 +169,7 @@ def checked_strategies(text: str, *, others: bool = False) -> tuple[StrategyChoi
     """
     strategies = tuple(StrategyChoice(choice) for choice in split_strategies(text))
     if text and not strategies:
-        raise ConfigError(f"--strategies {text!r}: names none; write them separated by commas")
+        raise ConfigError(f"--strategies {text!r}: names no strategy; write names separated by commas")
     known = strategy_names()
     meanings = [
         choice.text if others and choice.name not in known else describe(choice.parsed)
@@ -217,8 +217,8 @@ def rates(text: str | None) -> tuple[float, ...]:
         raise ConfigError(f"--learning-rates {text!r}: write numbers above 0, separated by commas")
     if len(found) == 1:
         raise ConfigError(
-            f"--learning-rates {text}: is a single one, of which there is none to choose; write several, for "
-            f"example {found[0] / 2:g},{found[0]:g},{found[0] * 2:g}"
+            f"--learning-rates {text}: a single rate leaves nothing to choose; write several, for example "
+            f"{found[0] / 2:g},{found[0]:g},{found[0] * 2:g}"
         )
     refuse_twice("learning-rates", found)
     return found

@@ -118,12 +118,10 @@ class Comparer:
         named = {dataclasses.replace(one, learning_rate=run.learning_rate).key for one in self._record.runs}
         tried = self._plan.learning_rates
         if run.key in named and tried and run.learning_rate is None:
-            return "without a learning rate of those tried; leave out --learning-rates to have such runs back"
+            return "they were not trained with one of --learning-rates; leave out that option to include them"
         if run.key in named and run.learning_rate in tried:
             return self._why_other_rate(run)
-        return (
-            "this command does not name what they train with; add it and repeat the command to have them back"
-        )
+        return "this command does not name their settings; add these and repeat the command to include them"
 
     def _why_other_rate(self, run: RunRecord) -> str:
         """Return why a finished run does not have the best learning rate, although its rate was tried."""

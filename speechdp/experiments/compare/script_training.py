@@ -139,7 +139,7 @@ def run_turn(
     return message
 
 
-_NOTHING_TRAINED = "ended well but trained nothing with speechdp.DataParallel"
+_NOTHING_TRAINED = "exited with code 0 but trained nothing with speechdp.DataParallel"
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,10 @@ class ScriptTraining(ComparedTraining):
         if not directory.is_begun:
             return f"{script.path.name} {_NOTHING_TRAINED}"
         if not directory.is_complete:
-            return f"{script.path.name} ended well but left no completed.json (a host may have been lost)"
+            return (
+                f"{script.path.name} exited with code 0 but left no completed.json (a host may have been "
+                "lost)"
+            )
         directory.mark_script_ended(time.monotonic() - begun_s)
         return None
 
@@ -287,7 +290,7 @@ class ScriptTraining(ComparedTraining):
             if plan.rounds and plan.left_out:
                 name, reason = next(iter(plan.left_out.items()))
                 self._say(
-                    f"{race.place}: fewer than two settings can take part, so there is none: {name}: {reason}"
+                    f"{race.place}: skipped, because fewer than two settings can take part: {name}: {reason}"
                 )
                 race.record_none()
             return None

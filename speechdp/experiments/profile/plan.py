@@ -64,14 +64,12 @@ class ProfilePlan:
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1 or len(set(self.ranks)) < len(self.ranks):
-            raise ConfigError(f"--ranks {self.ranks}: numbers of ranks from 1, none twice, e.g. 1,2,4")
+            raise ConfigError(f"--ranks {self.ranks}: write different numbers of ranks from 1, e.g. 1,2,4")
         for kind in self.only:
             if kind not in KINDS:
                 raise ConfigError(f"--only {kind}: choose from {', '.join(KINDS)}")
         if not 0 <= self.warmup < self.steps:
-            raise ConfigError(
-                f"--warmup {self.warmup}: of --steps {self.steps} none would be left; give more steps"
-            )
+            raise ConfigError(f"--warmup {self.warmup}: leaves none of --steps {self.steps}; give more steps")
         if self.loader_steps is not None and self.loader_steps <= self.warmup:
             raise ConfigError(f"--loader-steps {self.loader_steps}: must be more than --warmup {self.warmup}")
 
@@ -155,8 +153,8 @@ def check_options(options: TrainOptions) -> None:
     strategy = options.strategy.parsed
     if not strategy.traits.synchronous:
         raise ConfigError(
-            f"--strategy {strategy.name}: its ranks have no step in common to be measured; give --strategy "
-            "gradient_averaging, with which all but the exchange and the waiting is the same"
+            f"--strategy {strategy.name}: its ranks take no common steps that could be measured; give "
+            "--strategy gradient_averaging, which differs only in exchange and waiting"
         )
 
 

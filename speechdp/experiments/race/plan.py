@@ -174,13 +174,13 @@ def why_left_out(strategy: Strategy) -> str:
     traits = strategy.traits
     period = None if traits.whole_period is None else Period.parse(traits.whole_period)
     if traits.changes_over_time:
-        return "what it exchanges changes in the course of training, of which a race sees the beginning"
+        return "what it exchanges changes during training, and a race sees only the beginning"
     if period is None:
         return ""
     if period.unit is PeriodUnit.STEPS and period.value > MOST_STEPS:
         return TOO_LONG
     if period.unit is PeriodUnit.SECONDS and not traits.synchronous:
-        return "its ranks do not agree on how many steps its period in seconds has"
+        return "its ranks do not agree on the number of steps in its period in seconds"
     return ""
 
 

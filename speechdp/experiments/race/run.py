@@ -60,7 +60,7 @@ def hold_race(
         Stopped: a signal requested it; nothing is recorded, and the same command holds the race again.
     """
     if lost_ranks(session.comm):
-        session.reporter.notice("race: ranks were lost, so there is none")
+        session.reporter.notice("race: skipped, because ranks were lost")
         return
     if not plan.is_race or not session.comm.broadcast_object(_is_due(session, plan, out)):
         return
@@ -76,7 +76,7 @@ def hold_race(
         write_race(race_path(out, plan.ranks), race)
         news = f"done in {race.wall_s:.0f} s"
         if not race.plan.is_race:
-            news = "fewer than two settings can take part, so there is none"
+            news = "skipped, because fewer than two settings can take part"
         session.reporter.notice(f"race: {news}")
     session.comm.barrier()
 

@@ -93,7 +93,7 @@ class ScriptRace:
         if held is not None and held.plan.rounds >= self.plan.rounds:
             if held is not over:  # it was begun with more rounds, and has as many as are requested now
                 rounds = counted(held.plan.rounds, "round")
-                self._say(f"{self.place}: {rounds} of it were held before and are enough; none is added")
+                self._say(f"{self.place}: {rounds} were done before and are enough; none is added")
                 self._finish(held)
             return held
         if held is not None:

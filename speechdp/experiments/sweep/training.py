@@ -142,7 +142,7 @@ def _begin(session: Session, record: SweepRecord, out_dir: Path) -> SweepRecord:
             if others := [name for name in before.runs if name not in record.runs]:
                 session.reporter.notice(
                     f"{counted(len(others), 'run')} of {out_dir} will not be in the report, first "
-                    f"{others[0]}: this command does not name what they train with"
+                    f"{others[0]}: this command does not name their settings"
                 )
     _write(session, record, out_dir)
     return record

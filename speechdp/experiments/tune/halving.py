@@ -67,14 +67,14 @@ class Halving:
         rung = RungRecord(end_s, search.record.left)
         self._keep_rungs(*done, rung)
         number = counted(len(rung.settings), "setting")
-        search.say(f"halving: {number} until {formatting.seconds(end_s)} of training")
+        search.say(f"halving: training {number} until {formatting.seconds(end_s)} of training time")
         begin_s = done[-1].seconds if done else 0.0
         runs.forget_besides()
         curves = runs.train(runs.legs(rung.settings, begin_s, end_s), may_end=bool(done))
         seen_s = runs.first_seen_s(curves or {}, end_s)
         if curves and seen_s > end_s:
             until = formatting.seconds(seen_s)
-            search.say(f"halving: not all were evaluated by then, so all train until {until}")
+            search.say(f"halving: not all settings were evaluated by then, so all train until {until}")
             rung = replace(rung, seconds=seen_s)
             self._keep_rungs(*done, rung)
             curves = runs.train(runs.legs(curves, end_s, seen_s), may_end=bool(done))
@@ -110,10 +110,10 @@ class Halving:
         rungs = plan_rungs(needed.counts, needed.seeds, search.left_s, besides, whole_s)
         if rungs.seconds[0] < needed.seconds[0]:
             raise ConfigError(
-                f"--budget: {formatting.seconds(search.spent_s)} of {formatting.seconds(budget_s)} are used, "
-                f"and the rest trains each of {counted(needed.counts[0], 'setting')} for fewer than "
-                f"{LEAST_STEPS} steps; give {search.enough_s(needed.cost_s(besides)):.0f}s at least (what "
-                "was measured is kept)"
+                f"--budget: {formatting.seconds(search.spent_s)} of {formatting.seconds(budget_s)} are "
+                f"used, and the rest would train each of {counted(needed.counts[0], 'setting')} for fewer "
+                f"than {LEAST_STEPS} steps; give at least {search.enough_s(needed.cost_s(besides)):.0f}s "
+                "(what was measured is kept)"
             )
         return rungs.seconds[0]
 
@@ -138,7 +138,7 @@ class Halving:
             return LAST, None
         if ahead[0] < math.ceil(left / 2):
             search.say(
-                f"halving: the budget does not pay for all rungs, so the best {ahead[0]} go on at once"
+                f"halving: the budget does not suffice for all rungs, so only the best {ahead[0]} continue"
             )
         return ahead
 

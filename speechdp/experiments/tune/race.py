@@ -78,13 +78,15 @@ class TunedRace:
         search.rule_out(RACE, {n: why for n, why in race.left_out.items() if n in search.racing})
         if race.speeds:
             self._take(race)
-        elif len(search.racing) == 1 and search.request.learning_rates:  # to choose a rate is still left
-            search.say(f"race: none was held, as only {search.racing[0]} could: {self._who_could_not(race)}")
+        elif len(search.racing) == 1 and search.request.learning_rates:  # a rate is still to be chosen
+            search.say(
+                f"race: skipped, because only {search.racing[0]} could take part: {self._who_could_not(race)}"
+            )
             self._take_prediction(search.racing[0])
         else:
             raise RunError(
-                f"{out}: fewer than two settings could race: {self._who_could_not(race)}; mend that, or name "
-                "other --strategies in another folder"
+                f"{out}: fewer than two settings could race: {self._who_could_not(race)}; correct that, or "
+                "name other --strategies in another folder"
             )
 
     def _who_could_not(self, race: RacedSettings) -> str:

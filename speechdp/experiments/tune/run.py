@@ -51,9 +51,9 @@ class Tuner:
                 return search.record
         elif any((request.out / folder).is_dir() for folder in (RUNS, RACES)):
             search.say(
-                f"{request.out}: {FILE_NAME} is gone, so the budget begins anew; the runs and the race there "
-                "count as this search's, which must have the options that they were begun with (--overwrite "
-                "begins without them)"
+                f"{request.out}: {FILE_NAME} is missing, so the budget starts from zero; the runs and the "
+                "race there count as this search's, so give the options that they were started with "
+                "(--overwrite starts without them)"
             )
         search.keep()
         try:

@@ -117,8 +117,8 @@ class TunedTraining(OwnTraining, TunedJobs):
         if expected_s > longest_s:
             told = formatting.seconds
             self._say(
-                f"race: the shortest takes {told(expected_s)}, longer than the {told(longest_s)} of the "
-                "budget that are for it; fewer --strategies, --periods or --batch-sizes shorten it"
+                f"race: the shortest takes {told(expected_s)}, longer than its share of the budget, "
+                f"{told(longest_s)}; fewer --strategies, --periods or --batch-sizes shorten it"
             )
         self._say(f"race: {counted(len(settings), 'setting')} in turn")
         words = [f"--racing={racing_text(given)}", f"--race={length.rounds}"]

@@ -193,8 +193,8 @@ def _by_chance(accurate: Sequence[Group]) -> list[str]:
     metric = group_terms(accurate).metric
     apart = metric.labelled(metric.number(least))
     return [
-        f"On {accurate[0].ranks} ranks, of those accurate enough, two that are less than {apart} apart may "
-        "differ by chance of the seeds alone (95 %)."
+        f"On {accurate[0].ranks} ranks, among those accurate enough, differences below {apart} may be "
+        "chance of the seeds alone (95 %)."
     ]
 
 

@@ -128,13 +128,13 @@ def _do_not_spread(sizes: Sequence[int], keeps: str, evidence: _Evidence, known:
     """
     if evidence.lack:
         return (
-            f"This training seems not worth spreading, {evidence.lack}: one rank alone {keeps}, and no "
+            f"This training seems not worth distributing, {evidence.lack}: one rank alone {keeps}, and no "
             f"strategy on {listed(sizes)} ranks that does so was {known}faster."
         )
     faster = f"One rank alone {keeps}, and no strategy on {listed(sizes)} ranks that does so is {known}faster"
     if known:
-        return f"{faster}: nothing shows that spreading this training gains time."
-    return f"{faster}: do not spread this training."
+        return f"{faster}: nothing shows that distributing this training gains time."
+    return f"{faster}: do not distribute this training."
 
 
 def _not_there(sizes: Sequence[int], keeps: str, evidence: _Evidence, known: str) -> str:

@@ -62,8 +62,8 @@ def rate_cautions(trials: Sequence[Group], groups: Sequence[Group]) -> list[str]
     notes = []
     if near:
         notes.append(
-            "One run each does not tell which learning rate is better where they are no further apart than "
-            f"runs of other seeds, or than what is accurate enough: {'; '.join(near)}."
+            "One run each does not tell which learning rate is better if they differ no more than runs with "
+            f"other seeds, or than the tolerance: {'; '.join(near)}."
         )
     notes += [
         f"Of the learning rates tried {end}, was the best for {', '.join(names)}: one beyond it may be "

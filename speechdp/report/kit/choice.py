@@ -201,8 +201,8 @@ def judged_otherwise(runs: Sequence[RunResult], labels: Mapping[str, str]) -> st
         return ""
     told = ", ".join(f"{labels[run.name]} ({differs})" for run, differs in others)
     return (
-        f"These runs were not all judged on the same. Not compared with the others, because the "
-        f"{terms_of(runs).metric.name} says nothing beside theirs: {told}."
+        "These runs were not all judged on the same data and classes. Not compared, because the "
+        f"{terms_of(runs).metric.name} of the others means something else: {told}."
     )
 
 

@@ -125,8 +125,8 @@ def about_few_steps(profile: Profile) -> str:
     whose = "of trainloaders " if "--steps" not in few else ""
     if least == 0:
         return (
-            f"Some jobs {whose}have no step after the {profile.settings.warmup_steps} of the warm-up: their "
-            f"last step stands for all. Take more with {options}."
+            f"Some jobs {whose}have no step after the {profile.settings.warmup_steps} of the warm-up, so "
+            f"their figures are those of the last step alone. Take more with {options}."
         )
     return (
         f"Figures {whose}rest on {counted(least, 'step')} after the warm-up and may be chance: take more "
@@ -167,8 +167,8 @@ def _impossible(scalings: Sequence[Scaling]) -> str:
     if not found:
         return ""
     return (
-        "Efficiencies far above 100 % mean that the machine was busy otherwise or that batches differ. "
-        f"{formatting.capital('; '.join(found))}."
+        "Efficiencies far above 100 % mean that the machine was also busy with other work or that batches "
+        f"differ. {formatting.capital('; '.join(found))}."
     )
 
 

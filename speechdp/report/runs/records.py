@@ -60,7 +60,7 @@ def files_of(folder: Path, pattern: str, problems: list[str]) -> list[Path]:
 def check_beside(path: Path, name: Any) -> None:
     """Refuse what is not the name of a folder beside a file.  Raises ConfigError."""
     if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\\" in name:
-        raise ConfigError(f"{path}: {name!r} is not the name of a folder beside it; mend the file")
+        raise ConfigError(f"{path}: {name!r} is not the name of a folder beside it; correct the file")
 
 
 def number(record: dict[str, Any], key: str) -> float | None:

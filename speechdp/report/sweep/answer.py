@@ -323,7 +323,7 @@ def _pauses(row: RunFigures) -> str:
     if not found:
         return ""
     named = " and ".join(f"{formatting.percent(share)}\u00a0% for {name}" for share, name in found)
-    return f" Of its whole time it paused {named}, which figures of speed leave out."
+    return f" Pauses, as shares of its total time: {named}; figures of speed leave them out."
 
 
 def _sharing(run: RunResult) -> str:

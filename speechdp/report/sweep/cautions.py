@@ -125,8 +125,8 @@ def _never_averaged(comparable: Sequence[RunFigures], labels: dict[str, str]) ->
     if not named:
         return ""
     return (
-        f"Too short for their period, so averaged at evaluations alone: {', '.join(named)}. What the period "
-        "does is not seen from that."
+        f"Too short for their period, so averaged only at evaluations: {', '.join(named)}. This shows "
+        "nothing about the period."
     )
 
 
@@ -159,8 +159,8 @@ def _improving(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
         return ""
     who = "Every run was still improving" if len(named) == len(comparable) else "Still improving"
     return (
-        f"{who} at the last evaluation: {', '.join(named)}. After more training the runs may stand in "
-        "another order."
+        f"{who} at the last evaluation: {', '.join(named)}. After more training the runs may rank "
+        "differently."
     )
 
 
@@ -182,6 +182,6 @@ def _past_best(comparable: Sequence[RunFigures], labels: dict[str, str]) -> str:
     if not named:
         return ""
     return (
-        f"Past the best: {', '.join(named)}. Such a model learns its training data by heart: fewer epochs, "
-        "more data or more dropout serve it better."
+        f"Past the best: {', '.join(named)}. Such a model overfits: use fewer epochs, more data or more "
+        "dropout."
     )

@@ -94,8 +94,8 @@ def standing_still(row: RunFigures, label: str) -> str:
         "" if row.data_wait is None else f" ({formatting.percent(row.data_wait.mean, 1)} % of the step time)"
     )
     return (
-        f"With --order {BLOCKING_ORDER} training of {label} stands still while data are read{share}; "
-        "every other --order reads while training goes on."
+        f"With --order {BLOCKING_ORDER} training of {label} stops while data are read{share}; every other "
+        "--order reads during training."
     )
 
 
@@ -112,7 +112,7 @@ def _cause(row: RunFigures) -> str:
         return (
             f"No stage of the data path is busy all the time (most of all {stage}, "
             f"{formatting.percent(busy)} % of it), so single batches are late or the loader's threads lack "
-            f"cores: try fewer compute threads a rank, or {_feeders(data)}."
+            f"CPU cores: try fewer compute threads a rank, or {_feeders(data)}."
         )
     share = "" if busy is None else f", busy {formatting.percent(min(busy, 1.0))} % of the training time"
     remedies = _listed(_remedies(row, data))

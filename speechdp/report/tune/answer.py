@@ -47,9 +47,9 @@ def find_answer(search: Search) -> Answer:
     details += [_other(one, other, record) for one in others if (other := one.finish) is not None]
     if record.untold:
         names = ", ".join(record.untold)
-        cautions.insert(0, f"{names} cannot be told from {best.name} by so few seeds and so short a race.")
+        cautions.insert(0, f"{names} cannot be told from {best.name} with so few seeds and so short a race.")
     if len(end.times_s) < 2:
-        cautions.insert(0, "There was one seed: which differences are chance is not known.")
+        cautions.insert(0, "There was only one seed, so it is not known which differences are chance.")
     cautions += [*_of_runs(search), *_one_batch_only(record), *_of_rates(record), *_doubts(search)]
     ruled_out = sum(bool(one.out_in) for one in record.tried)
     details.append(
@@ -229,6 +229,6 @@ def _expected_text(record: TuneRecord) -> tuple[str, ...]:
     if record.seen_s is None or not any(_is_ahead(one, record) for one in record.tried):
         return ()
     return (
-        f"They were trained for {formatting.seconds(record.seen_s)}; what comes after that is expected, from "
+        f"They were trained for {formatting.seconds(record.seen_s)}; later figures are extrapolated from "
         "how much less each doubling of the time brought.",
     )

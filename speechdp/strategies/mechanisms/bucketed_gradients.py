@@ -166,7 +166,7 @@ class BucketedGradients(Strategy):
         """Refuse an addition to a gradient whose bucket is already sent: autograd adds to most only once."""
         if number < self._next_bucket:
             raise RunError(
-                "a gradient has grown after its exchange had begun: a layer is used several times under "
+                "a gradient changed after its exchange had started: a layer is used several times under "
                 "reentrant checkpointing, or the script calls loss.backward() itself; checkpoint with "
                 "use_reentrant=False and call step.backward(loss) alone, or train with "
                 "gradient_averaging:overlap=false"

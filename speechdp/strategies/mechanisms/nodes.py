@@ -113,7 +113,8 @@ def check_nodes(strategy: str, comm: Communicator, node_size: int) -> None:
         )
     raise ConfigError(
         f"{strategy}:between_nodes: all {comm.size} ranks are on one node; start them on several hosts (a "
-        "run that goes on may also have one rank), leave it out, or give node_size=N: every N ranks a node"
+        "resumed run may also have one rank), leave it out, or give node_size=N to treat every N ranks as a "
+        "node"
     )
 
 

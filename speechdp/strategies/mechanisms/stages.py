@@ -96,7 +96,7 @@ class Stages:
             period, at, point = part.partition("@")
             if not at:
                 raise ConfigError(
-                    f"stage {part!r} is none; write PERIOD@POINT+PERIOD@POINT, e.g. 32@30%+64@60%"
+                    f"stage {part!r} is not understood; write PERIOD@POINT+PERIOD@POINT, e.g. 32@30%+64@60%"
                 )
             stages.append((Period.parse(period), Point.parse(point)))
         for (one, here), (other, there) in itertools.pairwise(stages):

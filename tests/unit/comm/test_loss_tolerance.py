@@ -417,7 +417,7 @@ def test_a_second_run_does_not_begin_with_fewer_ranks(dataset: Dataset, tmp_path
         if comm.rank == 1:
             raise Vanished
         comm.barrier()
-        with pytest.raises(RunError, match="rank 1 is gone, and a run begins with all its ranks"):
+        with pytest.raises(RunError, match="rank 1 is gone, but a run needs all its ranks to start"):
             train_run(Session(dataset, comm, CPU), OPTIONS, tmp_path)
 
     run_threads(2, work)

@@ -296,7 +296,10 @@ def test_damaged_grammars_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixt
     path = write_grammar(tmp_path, "to 1\nsee 2\n#0 3\n")
     with pytest.raises(ConfigError, match=r"label 4 is not in words\.txt"):
         read_language_model(path)
-    for words, about in (("to\n", "txt:1: 'to' is not"), ("to 1\nsee 1\n", "txt:2: 1 is here a second time")):
+    for words, about in (
+        ("to\n", "txt:1: 'to' is not"),
+        ("to 1\nsee 1\n", "txt:2: 1 is listed a second time"),
+    ):
         (tmp_path / "words.txt").write_text(words)
         with pytest.raises(ConfigError, match=about):
             read_language_model(path)

@@ -202,7 +202,7 @@ def test_of_a_model_that_has_learnt_nothing_one_setting_is_tried(
     results = run_threads(size, run)
     first, last = results[0][0]
     assert re.fullmatch(r"tuning on dev: acoustic-scale 0.7: \d+\.\d % WER", first)
-    why = "the model has learnt little, or hears no speech, so only the setting begun with is tried"
+    why = "the model has learnt little, or hears no speech, so only the initial setting is tried"
     assert last == "tuning on dev: " + why
     assert size == 1 or not results[1][0]
     for _, tuned, remark in results:
@@ -465,7 +465,9 @@ def test_options_of_decode_are_advised_to_its_users_alone(
 ) -> None:
     write_tuned(tmp_path, Grammar.NGRAM, {"acoustic_scale": 0.4}, None)
     _, line, _ = RecognitionOptions().earlier_weights(tmp_path, Grammar.WORD_LOOP)
-    assert line.endswith("this is word-loop; set weights for it with --acoustic-scale and the like")
+    assert line.endswith(
+        "they are not used with word-loop; set weights for it with --acoustic-scale and the like"
+    )
     dataset = write_dataset(tmp_path / "data", SHARDS)
     model = unsure(dataset.num_classes)
     listener = SpeechListener(tmp_path, model, dataset, Lexicon.load(dataset.lexicon_path))
@@ -473,7 +475,7 @@ def test_options_of_decode_are_advised_to_its_users_alone(
     command = SynthesizeCommand(tmp_path, recogniser=tmp_path, recogniser_data=dataset.path)
     found = command._listener(torch.device("cpu"))
     assert found is not None and found.weights == {}
-    assert capsys.readouterr().err.endswith(" is for the grammar ngram and not used; this is word-loop\n")
+    assert capsys.readouterr().err.endswith(" for the grammar ngram, so they are not used with word-loop\n")
 
 
 @pytest.mark.parametrize(

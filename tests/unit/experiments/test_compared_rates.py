@@ -108,7 +108,7 @@ def test_a_rate_that_is_no_more_named_can_be_had_back(tmp_path: Path) -> None:
     compare(tmp_path, MadeUpTraining(), (0.001, 0.002, 0.004))
     said = compare(tmp_path, MadeUpTraining(), (0.001, 0.002))
     (line,) = (line for line in said if "will not be in the report" in line)
-    assert "learning rate 0.004: this command does not name what they train with; add it and" in line
+    assert "learning rate 0.004: this command does not name their settings; add these and" in line
     training = MadeUpTraining()
     compare(tmp_path, training, (0.001, 0.002, 0.004))
     assert not training.trained
@@ -155,7 +155,7 @@ def test_runs_of_a_comparison_without_rates_are_none_of_one_with_them(tmp_path: 
     assert rates_of(tmp_path) == dict.fromkeys(TEXTS)
     (line,) = (line for line in compare(tmp_path, training, (0.001, 0.002)) if "not be in the report" in line)
     assert line.startswith("2 finished runs of") and line.endswith(
-        "seed 1: without a learning rate of those tried; leave out --learning-rates to have such runs back"
+        "seed 1: they were not trained with one of --learning-rates; leave out that option to include them"
     )
     assert rates_of(tmp_path) == dict.fromkeys(TEXTS, 0.002)
     assert len(training.trained) == 2 + 4 + 2

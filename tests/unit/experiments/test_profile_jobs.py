@@ -160,9 +160,9 @@ def test_with_a_hostfile_one_rank_goes_to_its_hosts_too(
 
 def test_another_profile_in_the_folder_is_refused(tmp_path: Path) -> None:
     carry_out(tmp_path / "out", MadeUpStarter())
-    with pytest.raises(ConfigError, match=r"was begun otherwise \(decoder was fast, is loop\)"):
+    with pytest.raises(ConfigError, match=r"was started with other options \(decoder was fast, is loop\)"):
         carry_out(tmp_path / "out", MadeUpStarter(), decoder="loop")
-    with pytest.raises(ConfigError, match=r"was begun otherwise \(--steps was 8, is 9\); choose"):
+    with pytest.raises(ConfigError, match=r"was started with other options \(--steps was 8, is 9\); choose"):
         carry_out(tmp_path / "out", MadeUpStarter(), steps=9)
 
 
@@ -200,9 +200,11 @@ def test_the_command_ends_with_the_page_and_says_what_failed(
     assert speechdp([*words, "--backend", "mpi"]) == 0
     assert [each[1][3] for each in starter.started[4:]] == ["--job=output-2"]
     assert speechdp([*words, "--backend", "mpi", "--seed", "7"]) == 1
-    assert "was begun otherwise (seed was 1, is 7); choose another folder" in capsys.readouterr().err
+    assert (
+        "was started with other options (seed was 1, is 7); choose another folder" in capsys.readouterr().err
+    )
     assert speechdp([*words, "--backend", "mpi", "--device", "cpu"]) == 1
-    assert "was begun otherwise (device was " in capsys.readouterr().err
+    assert "was started with other options (device was " in capsys.readouterr().err
     assert speechdp([*words, "--backend", "mpi", "--seed", "7", "--overwrite"]) == 0
     assert len(starter.started) == 9
 

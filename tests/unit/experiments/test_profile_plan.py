@@ -107,12 +107,12 @@ def test_iterations_as_on_the_poster() -> None:
 @pytest.mark.parametrize(
     ("plan", "options", "message"),
     [
-        ({"ranks": (0, 1)}, {}, "numbers of ranks from 1"),
-        ({"ranks": (2, 2)}, {}, "none twice"),
+        ({"ranks": (0, 1)}, {}, "write different numbers of ranks from 1"),
+        ({"ranks": (2, 2)}, {}, "different numbers of ranks from 1"),
         ({"only": ("decodr",)}, {}, "--only decodr: choose from weak, strong, encoder"),
         ({"only": ("decoder",)}, {}, "a model of --task acoustic has no decoder, but encoder, output"),
         ({"only": ("fed",)}, {}, "needs --feeders"),
-        ({"steps": 3, "warmup": 3}, {}, "none would be left"),
+        ({"steps": 3, "warmup": 3}, {}, "leaves none of --steps 3"),
         ({"loader_steps": 2}, {}, "--loader-steps 2: must be more than --warmup 3"),
         ({"strong": True}, {"batch_size": 5}, "a batch of 5 does not divide by 2 ranks"),
         ({}, {"global_batch": 8}, "--global-batch does not apply to profile"),
@@ -120,7 +120,11 @@ def test_iterations_as_on_the_poster() -> None:
         ({}, {"max_steps": 4}, "use --steps"),
         ({}, {"realign": 1}, "--realign does not apply to profile"),
         ({}, {"order": "blocking-sort"}, "profile measures it by itself"),
-        ({}, {"strategy": "ad_psgd"}, "no step in common to be measured; give --strategy gradient_averaging"),
+        (
+            {},
+            {"strategy": "ad_psgd"},
+            "no common steps that could be measured; give --strategy gradient_averaging",
+        ),
     ],
 )
 def test_what_is_refused(plan: dict[str, Any], options: dict[str, Any], message: str) -> None:

@@ -181,7 +181,9 @@ def test_a_job_of_other_length_is_measured_again(out: Path) -> None:
 def test_another_profile_in_the_folder_is_refused(out: Path) -> None:
     record = read_record(out)
     other = dataclasses.replace(record.settings, decoder="loop", command=("other",))
-    with pytest.raises(ConfigError, match=r"otherwise \(decoder was fast, is loop\); choose another folder"):
+    with pytest.raises(
+        ConfigError, match=r"other options \(decoder was fast, is loop\); choose another folder"
+    ):
         merged(out, dataclasses.replace(record, settings=other), print)
 
 

@@ -82,10 +82,10 @@ def test_a_period_in_seconds_waits_for_the_pace() -> None:
         ("model_averaging:period=16", ""),
         ("ad_psgd", ""),
         ("easgd:period=4", ""),
-        ("adaptive_averaging", "changes in the course of training"),
-        ("model_averaging:period=16,begin=100", "changes in the course of training"),
+        ("adaptive_averaging", "changes during training"),
+        ("model_averaging:period=16,begin=100", "changes during training"),
         ("model_averaging:period=2000", "longer than the 1024 steps"),
-        ("easgd:period=5s", "do not agree on how many steps"),
+        ("easgd:period=5s", "do not agree on the number of steps"),
         ("model_averaging:period=5s", ""),
     ],
 )

@@ -196,7 +196,10 @@ def test_a_failure_is_a_line_and_is_tried_again(
     record = read_record(script.parent / "out")
     assert record.completed and record.metric == "valid_loss" and len(record.runs) == 4
     assert compare(script, *options, "--", "--epochs", "3") == 1
-    assert "was begun otherwise (command line was not given, is --epochs 3)" in capsys.readouterr().err
+    assert (
+        "was started with other options (command line was not given, is --epochs 3)"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,7 +211,7 @@ def test_a_script_that_records_nothing_has_failed(
 ) -> None:
     ranks.writes = writes
     assert compare(script, "--ranks", "2", "--strategies", "bmuf") == 1
-    assert f"failed: train.py ended well but {words}" in capsys.readouterr().out
+    assert f"failed: train.py exited with code 0 but {words}" in capsys.readouterr().out
 
 
 def test_a_script_that_fails_after_its_training_is_not_done(ranks: FakeRanks, script: Path) -> None:
@@ -318,7 +321,7 @@ def test_runs_of_another_sweep_are_not_taken_for_its_own(
     command = ["sweep", "out", "--script", str(script), "--swept", "bmuf", "--periods", "4"]
     assert run(command) == 0
     assert run([*command, *more]) == 1
-    assert f"out/sweep.json: was begun otherwise ({words}" in (error := capsys.readouterr().err)
+    assert f"out/sweep.json: was started with other options ({words}" in (error := capsys.readouterr().err)
     assert "; choose another folder, or --overwrite" in error
     assert run(command) == 0 and len(ranks.calls) == 3
 
@@ -327,7 +330,9 @@ def test_a_sweep_of_ours_and_one_of_a_script_are_told_apart(tmp_path: Path) -> N
     ours = SweepRecord(("bmuf-4",), completed=True)
     write_sweep(tmp_path, ours)
     assert refuse_other_sweep(tmp_path, SweepRecord(("bmuf-8",))) == ours  # each run checks its own options
-    with pytest.raises(ConfigError, match=r"was begun otherwise \(script was not given, is train\.py\)"):
+    with pytest.raises(
+        ConfigError, match=r"was started with other options \(script was not given, is train\.py\)"
+    ):
         refuse_other_sweep(tmp_path, SweepRecord(("bmuf-4",), settings={"script": "train.py"}))
 
 
@@ -435,7 +440,7 @@ def test_a_script_that_is_too_short_to_race_is_told_what_to_do(
     assert sweep_of(script) == 0 and not ranks.turns
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("race on")]
     assert line == (
-        "race on 2 ranks: fewer than two settings can take part, so there is none: one-rank: train.py trains "
+        "race on 2 ranks: skipped, because fewer than two settings can take part: one-rank: train.py trains "
         "for 24 steps only, and a turn has 36, 4 of them to warm up; let it train for more steps, or give "
         "--race-steps 20"
     )
@@ -541,14 +546,14 @@ def test_whole_rounds_that_were_held_are_the_race_where_fewer_are_wanted_now(
     capsys.readouterr()
     assert compare(script, *words, "--race", "1") == 0 and len(ranks.turns) == 7
     said = capsys.readouterr().out
-    assert "race on 2 ranks: 2 rounds of it were held before and are enough; none is added\n" in said
+    assert "race on 2 ranks: 2 rounds were done before and are enough; none is added\n" in said
     race = read_race(out / "race" / "ranks-2.json")
     assert race.plan.rounds == 2 and len(race.turns) == 6
     assert not (out / "race" / "begun-2.json").exists()
     assert "raced speed" in (out / "compare" / "compare.html").read_text(encoding="utf-8")
     # From then on it is one that is over, to which rounds are added.
     assert compare(script, *words, "--race", "2") == 0
-    assert "were held before" not in capsys.readouterr().out
+    assert "were done before" not in capsys.readouterr().out
     monkeypatch.setattr(FakeRanks, "_turn", turn)
     assert compare(script, *words, "--race", "3") == 0 and len(ranks.turns) == 7 + 3
 
@@ -634,9 +639,8 @@ def test_a_search_that_has_measured_nothing_may_be_begun_with_other_settings(
             (out / "alignment").mkdir()  # hours of work
         code, said, err = search("9")
         assert code == 1 and len(found) == 2
-        assert (
-            "was begun otherwise (command line was --epochs 8, is --epochs 9); choose another folder" in err
-        )
+        told = "was started with other options (command line was --epochs 8, is --epochs 9)"
+        assert f"{told}; choose another folder" in err
 
 
 def test_what_follows_the_dashes_is_the_scripts() -> None:

@@ -209,7 +209,7 @@ def test_a_scripts_short_runs_that_were_cut_short_are_started_over(tmp_path: Pat
     raced = script.hold_race((*SETTINGS, changing), "mpi", 60.0, PACE)
     assert script.expected_race_s((*SETTINGS, changing), "mpi", 60.0, PACE) == 0.0
     assert isinstance(raced, RacedSettings) and set(raced.speeds) == {one.name for one in SETTINGS}
-    assert "changes in the course of training" in raced.left_out[changing.name]  # and was not started
+    assert "changes during training" in raced.left_out[changing.name]  # and was not started
     assert len(ranks.found) == len(MEASURED_STRATEGIES) + len(SETTINGS) and not any(ranks.found.values())
 
 
@@ -275,7 +275,7 @@ def test_how_long_a_race_takes_is_told_before_it_is_held(tmp_path: Path) -> None
     assert jobs.expected_race_s(SETTINGS, "mpi", 0.001, slow) == pytest.approx(1.0 + 7 * (0.16 + 16.0))
     assert not ranks.started and not said
     assert isinstance(jobs.hold_race(SETTINGS, "mpi", 0.001, PACE), RacedSettings)
-    assert "budget that are for it" in said[0] and said[1:] == ["race: 3 settings in turn"]
+    assert "longer than its share of the budget" in said[0] and said[1:] == ["race: 3 settings in turn"]
     assert jobs.expected_race_s(SETTINGS, "mpi", 0.001, PACE) == 0.0  # it was held
 
 

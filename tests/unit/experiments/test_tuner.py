@@ -345,7 +345,7 @@ def test_a_setting_that_is_about_to_lead_is_chosen(tmp_path: Path) -> None:
     assert min(time for time in record.of(LONG).times_s if time is not None) > last.seconds
     assert "expected to stay behind 2 others" in record.of(GRADIENTS).why
     answer = find_answer(Search(record, {}))
-    assert any("what comes after that is expected" in line for line in answer.details)
+    assert any("later figures are extrapolated" in line for line in answer.details)
     assert read_tune(tmp_path / "late") == record
     # One that leads only when it has trained on for more than as long again is not expected to.
     later = search(tmp_path / "later", Crossing(tmp_path / "later", cross_s=6.0 * seen))
@@ -464,7 +464,7 @@ def test_a_run_that_stops_at_an_outer_step_is_not_late(
 ) -> None:
     jobs = SeldomSeen(tmp_path)
     record, told = timed_search(monkeypatch, jobs, texts=(GRADIENTS, *MORE))
-    assert not any("not all were evaluated by then" in line for line in told) and record.completed
+    assert not any("not all settings were evaluated by then" in line for line in told) and record.completed
     for name, period in (("bmuf:period=16", 16), ("bmuf:period=64", 64)):
         rate = record.of(name).steps_per_s
         assert rate is not None
@@ -754,7 +754,7 @@ def test_a_budget_is_kept_although_jobs_take_longer_than_was_measured(
     jobs = Timed(tmp_path, starts={"mpi": 6.5}, race_s=105.0, start_s=7.5, factor=1.2)
     record, told = timed_search(monkeypatch, jobs, texts=(GRADIENTS, SHORT, LONG, *MORE), budget_s=300.0)
     assert [len(rung.settings) for rung in record.rungs] == [8, 2]  # as below
-    assert "halving: the budget does not pay for all rungs, so the best 2 go on at once" in told
+    assert "halving: the budget does not suffice for all rungs, so only the best 2 continue" in told
     assert len(record.of(record.chosen).times_s) == 2
     assert 250.0 < record.spent_s <= 305.0
     assert record.backends[0].run_s == 6.5 and 7.5 < record.run_s < 12.0
@@ -801,7 +801,7 @@ def test_settings_are_compared_from_where_all_were_evaluated(
     record, told = timed_search(monkeypatch, jobs)
     late_s = 600 / (SPEEDS[GRADIENTS] / FRAMES_A_STEP)
     assert record.rungs[0].seconds == pytest.approx(late_s, rel=0.1)
-    (said,) = (line for line in told if "not all were evaluated by then" in line)
+    (said,) = (line for line in told if "not all settings were evaluated by then" in line)
     assert "all train until" in said
     for name in record.rungs[0].settings:
         rate = record.of(name).steps_per_s
@@ -819,13 +819,13 @@ def test_a_step_or_two_past_the_end_of_a_rung_count_as_there(
     jobs = Timed(tmp_path / "late", first_step={GRADIENTS: due + 1})
     late, told = timed_search(monkeypatch, jobs)
     assert late.rungs[0].seconds == record.rungs[0].seconds
-    assert not any("not all were evaluated" in line for line in told)
+    assert not any("not all settings were evaluated" in line for line in told)
 
 
 def test_the_budget_that_is_advised_is_enough(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         search(tmp_path, Jobs(tmp_path), budget_s=8.0)
-    found = re.search(r"give (\d+)s at least", str(refused.value))
+    found = re.search(r"give at least (\d+)s", str(refused.value))
     assert found is not None and search(tmp_path, Jobs(tmp_path), budget_s=float(found[1])).completed
 
 
@@ -854,7 +854,9 @@ def test_a_budget_that_is_too_small_is_refused_before_the_race(tmp_path: Path) -
     record = search(tmp_path, jobs, budget_s=float(wanted))
     assert record.completed and len(jobs.raced) == 1
     # Where it was held nothing is expected any more.
-    with pytest.raises(ConfigError, match="and the rest trains each of 3 settings for fewer than 20 steps"):
+    with pytest.raises(
+        ConfigError, match="and the rest would train each of 3 settings for fewer than 20 steps"
+    ):
         search(tmp_path / "held", LongRace(tmp_path / "held", raced=[["it was"]]), budget_s=8.0)
 
 
@@ -1093,14 +1095,14 @@ def test_where_there_are_few_settings_all_are_tried_with_other_batches(
 
 def test_a_budget_that_trains_hardly_a_step_is_refused_with_what_is_needed(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"fewer than 20 steps; give \d+s at least \(what was measured is kept\)"
+        ConfigError, match=r"fewer than 20 steps; give at least \d+s \(what was measured is kept\)"
     ):
         search(tmp_path, Jobs(tmp_path), budget_s=8.0)
 
 
 def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
     search(tmp_path, Jobs(tmp_path))
-    with pytest.raises(ConfigError, match=r"was begun otherwise \(on other data\)"):
+    with pytest.raises(ConfigError, match=r"was started with other options \(on other data\)"):
         search(tmp_path, Jobs(tmp_path), trained={"data": "y"})
 
 
@@ -1155,7 +1157,7 @@ def test_where_one_alone_could_race_its_learning_rates_are_trained(tmp_path: Pat
     jobs = OneRaces(tmp_path)
     texts = (GRADIENTS, SHORT)
     record = search(tmp_path, jobs, texts=texts, learning_rates=(0.1, 0.2), say=told.append)
-    held = f"none was held, as only {GRADIENTS} could: {SHORT}: it failed: the loss is nan"
+    held = f"skipped, because only {GRADIENTS} could take part: {SHORT}: it failed: the loss is nan"
     assert f"race: {held}" in told
     assert record.of(SHORT).why == "it failed: the loss is nan" and record.completed
     assert record.chosen.startswith(f"{GRADIENTS} rate=")
@@ -1294,7 +1296,7 @@ def test_what_is_compared_with_what_is_said(tmp_path: Path) -> None:
     assert re.match(f"{SHORT} .*reach.* the held-out log-probability .*nats/frame soonest: ", answer.headline)
     assert any("] times the speed of gradient averaging." in text for text in answer.details)
     assert any(re.match(f"{LONG} .*reach.* it after .* s of training ", text) for text in answer.details)
-    assert f"{LONG} cannot be told from {SHORT} by so few seeds and so short a race." in answer.cautions
+    assert f"{LONG} cannot be told from {SHORT} with so few seeds and so short a race." in answer.cautions
 
 
 def test_the_only_one_left_is_not_said_to_be_the_soonest(tmp_path: Path) -> None:
@@ -1312,12 +1314,12 @@ def test_that_the_budget_begins_anew_without_a_record_is_said(tmp_path: Path) ->
     told: list[str] = []
     search(tmp_path, Jobs(tmp_path), say=told.append)
     search(tmp_path, Jobs(tmp_path), say=told.append)
-    assert not any("begins anew" in line for line in told)
+    assert not any("starts from zero" in line for line in told)
     (tmp_path / "tune.json").unlink()
     (tmp_path / "runs").mkdir(exist_ok=True)
     record = search(tmp_path, Jobs(tmp_path), say=told.append)
-    (line,) = (line for line in told if "begins anew" in line)
-    assert line.startswith(f"{tmp_path}: tune.json is gone, so the budget begins anew; the runs and")
+    (line,) = (line for line in told if "starts from zero" in line)
+    assert line.startswith(f"{tmp_path}: tune.json is missing, so the budget starts from zero; the runs and")
     assert record.completed
 
 
@@ -1347,7 +1349,7 @@ def test_a_target_that_was_seen_to_be_reached_is_not_called_expected(tmp_path: P
     assert f"{SHORT} reaches " in answer.headline and not any("expected" in line for line in answer.details)
     one_later = find_answer(Search(record.with_setting(LONG, times_s=(0.9, 6.0)), {}))
     assert f"{SHORT} reaches " in one_later.headline
-    assert any("They were trained for 5.6 s; what comes after" in line for line in one_later.details)
+    assert any("They were trained for 5.6 s; later figures are" in line for line in one_later.details)
     later = find_answer(Search(record.with_setting(SHORT, times_s=(0.3, 6.0)), {}))
     assert f"{SHORT} is expected to reach " in later.headline
 
@@ -1537,7 +1539,9 @@ def test_learning_rates_of_one_strategy_need_no_race(tmp_path: Path) -> None:
 
 def test_another_set_of_learning_rates_is_another_search(tmp_path: Path) -> None:
     search(tmp_path, Rated(tmp_path), learning_rates=RATES)
-    with pytest.raises(ConfigError, match=r"was begun otherwise \(learning rates: now with 0\.8\)"):
+    with pytest.raises(
+        ConfigError, match=r"was started with other options \(learning rates: now with 0\.8\)"
+    ):
         search(tmp_path, Rated(tmp_path), learning_rates=(*RATES, 0.8))
     # One of a version that knew none had one for all.
     old = tmp_path / "old"

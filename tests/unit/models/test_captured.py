@@ -334,4 +334,4 @@ def test_kinds_for_which_there_is_no_room_are_told_once(
         graphs.capture()
     assert not graphs.has_given_up
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "no room for more CUDA graphs" in said
+    assert said.count("\n") == 1 and "not enough GPU memory for more CUDA graphs" in said

@@ -389,13 +389,13 @@ def test_what_this_user_may_not_write_is_refused_before_the_work(
                 "1",
                 "DATA",
                 "--overwrite",
-            ): f"{data}: is made in {shared}, where this user",
+            ): f"{data}: cannot be created in {shared}, where you have",
             (
                 "prepare",
                 "--synthetic",
                 "1",
                 "NEW",
-            ): f"{shared / 'new'}: is made in {shared}, where this user may not",
+            ): f"{shared / 'new'}: cannot be created in {shared}, where you have no write permission",
             (
                 "train",
                 "DATA",

@@ -54,7 +54,7 @@ def test_runs_judged_on_other_data_or_classes_are_not_compared(
     answer = find_answer(rows)
     assert answer.chosen is None and "fastest" not in answer.headline
     assert not any("best" in text for text in answer.details)
-    (caution,) = [text for text in answer.cautions if "not all judged on the same" in text]
+    (caution,) = [text for text in answer.cautions if "not all judged on the same data and classes" in text]
     assert caution.endswith(f"period 16 ({difference}).")
     assert [row.time_to_target_s is None for row in rows] == [False, True]
     # Two of the same are compared beside it.

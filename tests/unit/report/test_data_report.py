@@ -246,15 +246,15 @@ def test_slow_storage_is_named_though_nothing_waits(tmp_path: Path) -> None:
 def test_the_blocking_order_stands_still_and_only_that_one(tmp_path: Path) -> None:
     said = _said(tmp_path / "a", _late(_entry({"preprocess": 7.0}), "blocking-sort"))
     assert "With --order blocking-sort training of" in said
-    assert "stands still while data are read (6.5 % of the step time)" in said
+    assert "stops while data are read (6.5 % of the step time)" in said
     assert "Most of it is preprocessing: try --order pooled." in said
-    assert "stands still" not in _said(tmp_path / "b", _late(_entry({"preprocess": 7.0}), "laplace"))
+    assert "stops while" not in _said(tmp_path / "b", _late(_entry({"preprocess": 7.0}), "laplace"))
 
 
 def test_other_runs_that_wait_are_named(tmp_path: Path) -> None:
     blocking = _late(None, "blocking-sort", period="4", frames_per_s=10.0)
     said = _said(tmp_path, MadeUpRun("a", period="16"), blocking)
-    assert "With --order blocking-sort training of period 4 stands still" in said
+    assert "With --order blocking-sort training of period 4 stops while" in said
     assert "a rank waits for data for over 2 % of the step time: period 4 (12.0\u00a0%)." in said
 
 
@@ -301,7 +301,7 @@ def test_runs_that_are_past_their_best_are_named_and_one_alone_too(tmp_path: Pat
         (caution,) = [c for c in _answer(tmp_path / folder, *runs).cautions if c.startswith("Past the best")]
         name = "period 4" if len(runs) > 1 else "model averaging, period 4"
         told = f"({MINUS}0.100 nats/frame after epoch 11, {MINUS}0.400 at the end)"
-        assert caution.startswith(f"Past the best: {name} {told}. Such a model learns")
+        assert caution.startswith(f"Past the best: {name} {told}. Such a model overfits")
     assert "Past the best" not in " ".join(_answer(tmp_path / "3", rested).cautions)
 
 

@@ -479,7 +479,7 @@ def test_one_rank_is_not_called_as_fast_where_the_race_cannot_know(tmp_path: Pat
     unsure = compared(tmp_path / "a", {2: speeds}, (1, 2, 3), -0.385, ranks=(1, 2), noise=0.15).answer[0]
     assert unsure == (
         "One rank alone keeps the accuracy, and no strategy on 2 ranks that does so is known to be faster: "
-        "nothing shows that spreading this training gains time."
+        "nothing shows that distributing this training gains time."
     )
     faster = {**speeds, "bmuf:period=16": 2.6}
     there = compared(tmp_path / "b", {2: speeds, 4: faster}, (1, 2, 3), -0.385, noise=0.15).answer[0]
@@ -489,7 +489,7 @@ def test_one_rank_is_not_called_as_fast_where_the_race_cannot_know(tmp_path: Pat
     )
     known = {**speeds, "one-rank": 1.5}
     sure = compared(tmp_path / "c", {2: known}, (1, 2, 3), -0.385, ranks=(1, 2)).answer[0]
-    assert sure.endswith("that does so is faster: do not spread this training.")
+    assert sure.endswith("that does so is faster: do not distribute this training.")
 
 
 def test_the_csv_has_the_speed_of_one_rank_in_each_race(tmp_path: Path) -> None:

@@ -654,5 +654,5 @@ def test_long_pauses_for_evaluations_and_checkpoints_are_said(tmp_path: Path) ->
     path.write_text(json.dumps(timing))
     text = find_answer(sweep_figures(read_sweep(out), None)).limit
     assert text.endswith(
-        " Of its whole time it paused 48\u00a0% for evaluations, which figures of speed leave out."
+        " Pauses, as shares of its total time: 48\u00a0% for evaluations; figures of speed leave them out."
     )

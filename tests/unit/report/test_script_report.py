@@ -111,7 +111,7 @@ def test_one_rank_that_is_faster_and_as_good_is_advised(compared: Path) -> None:
     _with_speed(alone, 1600 / 900)  # faster than bmuf, which is near enough to the best
     report = write_comparison(compared)
     assert report.answer[0] == (
-        "This training seems not worth spreading, judging by one seed and without a race: one rank alone "
+        "This training seems not worth distributing, judging by one seed and without a race: one rank alone "
         "keeps the valid_loss low, and no strategy on 2 ranks that does so was faster. To know, repeat the "
         "command with --seeds 1,2,3 --race 6."
     )

@@ -181,7 +181,7 @@ def test_why_nothing_is_predicted_is_said(run: Path, capsys: pytest.CaptureFixtu
     groups = ("--ranks", "4,7", "--ranks-per-node", "8", "--strategies", "ad_psgd:groups=2")
     assert speechdp(["simulate", str(run), *groups]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "Nothing can be predicted for 7 ranks: ad_psgd:groups=2: 7 ranks cannot be parted" in said
+    assert "Nothing can be predicted for 7 ranks: ad_psgd:groups=2: 7 ranks cannot be divided" in said
 
 
 def test_a_link_that_was_not_measured_must_be_given(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -636,7 +636,7 @@ def test_a_link_that_nobody_knows_is_asked_for() -> None:
         simulate([MadeUpSteps().measured()], Request((8,)))
     with pytest.raises(ConfigError, match=r"give --bandwidth, e\.g\. --bandwidth 25gbit$"):
         simulate([MadeUpSteps().measured()], Request((8,), between=GivenLink(latency_s=1e-5)))
-    with pytest.raises(ConfigError, match="their exchanges do not show what it takes"):
+    with pytest.raises(ConfigError, match="the runs' exchanges do not show its speed"):
         simulate([MadeUpSteps(["a", "b"], "ad_psgd").measured()], Request((8,)))
 
 
@@ -666,7 +666,8 @@ def test_what_goes_beyond_the_measured_is_said_with_both_numbers() -> None:
     assert node.startswith("Steps were measured with 2 ranks a node and are predicted with 4: ")
     assert said(["a", "a", "b"], 2, 4) == ()  # two ranks make no node of four
     (many,) = said(["a", "a"], 34, 2)
-    assert many == "34 ranks are 17 times as many as were measured (2): for so many the model alone speaks."
+    beyond = "beyond that range the prediction rests on the model alone."
+    assert many == f"34 ranks are 17 times as many as were measured (2): {beyond}"
     (alone,) = said(["a"], 8, 1)
     assert alone.startswith("Steps were measured on 1 rank and are predicted for 8: ")
     assert len(said(["a"], 1024, 8)) == 3
@@ -685,7 +686,7 @@ def test_gradients_in_one_piece_explain_two_rows_that_are_alike() -> None:
 
     def said(*texts: str, periods: tuple[int, ...] = (1, 4)) -> bool:
         request = Request((2,), strategies=tuple(map(StrategyChoice, texts)), periods=periods)
-        return any("are one piece" in one for one in simulate([run], request).assumptions)
+        return any("fit into one bucket" in one for one in simulate([run], request).assumptions)
 
     assert said("gradient_averaging", "model_averaging")
     assert not said("gradient_averaging", "model_averaging", periods=(4,))
@@ -727,7 +728,7 @@ def test_where_no_strategy_can_be_used_the_first_says_why() -> None:
     assert [one.ranks for one in both.predictions] == [16] and both.refusals == ()
     groups = replace(request, strategies=(StrategyChoice("ad_psgd:groups=2,period=1"),), ranks=(4, 7))
     (said,) = simulate([MadeUpSteps().measured()], groups).refusals
-    assert "7 ranks cannot be parted into groups" in said
+    assert "7 ranks cannot be divided into groups" in said
 
 
 def test_long_steps_that_are_rare_hold_up_workers_of_a_server() -> None:

@@ -428,7 +428,7 @@ def test_ctc_learns_words_that_decode_finds(
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["decodes"] is True
     assert len(model_tensors(tmp_path)["model.output.bias"]) == dataset.num_classes // 3
-    with pytest.raises(RunError, match="model of --criterion ctc, which has no states and which only decode"):
+    with pytest.raises(RunError, match="--criterion ctc model, which has no states, so only decode"):
         load_model(tmp_path, CPU)
     assert DecodeCommand(tmp_path, dataset.path, "dev", tune_on="dev", device="cpu")._on_rank(ALONE) == 0
     result = json.loads((tmp_path / "wer-dev.json").read_text())

@@ -361,7 +361,7 @@ class Synchronised(Outside):
 def test_a_normalisation_that_would_not_exchange_is_refused(dataset: Dataset, tmp_path: Path) -> None:
     speechdp.task("synchronised")(Synchronised)
     options = TrainOptions(task="synchronised", epochs=1)
-    with pytest.raises(ConfigError, match="the model's norm is a SyncBatchNorm of torch, which exchanges"):
+    with pytest.raises(ConfigError, match="the model's norm is a torch SyncBatchNorm, which works only with"):
         run_threads(2, lambda comm: train_run(Session(dataset, comm, CPU), options, tmp_path / "run"))
 
 

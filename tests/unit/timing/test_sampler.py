@@ -107,7 +107,7 @@ def test_what_psutil_passes_on_of_the_system_ends_nothing(
         patches.setattr(psutil, "cpu_count", refuse)
         with Sampler(tmp_path / "t.jsonl", {0: os.getpid()}, gpus=False) as ended:
             wait_until(lambda: ended.problem, "the end of sampling")
-    assert ended.problem is not None and "(Too many open files); training goes on" in ended.problem
+    assert ended.problem is not None and "(Too many open files); training continues" in ended.problem
 
 
 def test_the_longer_it_lasts_the_fewer_samples_are_taken(
@@ -423,7 +423,9 @@ def test_a_file_that_cannot_be_opened_is_told_not_raised(tmp_path: Path) -> None
     with Sampler(tmp_path / "timeline" / "s.jsonl", {0: os.getpid()}, gpus=False) as sampler:
         pass
     assert (
-        sampler.problem is not None and "s.jsonl" in sampler.problem and "training goes on" in sampler.problem
+        sampler.problem is not None
+        and "s.jsonl" in sampler.problem
+        and "training continues" in sampler.problem
     )
 
 

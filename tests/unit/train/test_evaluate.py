@@ -141,7 +141,7 @@ class Careless(AcousticTask):
 
 
 def test_a_metric_that_is_not_scored_is_named_and_no_gradient_is_kept(dataset: Dataset) -> None:
-    message = r"--task acoustic: score\(\) gives no sum of frame_accuracy, .*; add it to FrameScores.sums"
+    message = r"--task acoustic: score\(\) returns no sum for frame_accuracy, .*; add it to FrameScores.sums"
     with closing(SplitReader(dataset, "dev")) as reader, pytest.raises(ConfigError, match=message):
         Evaluator(reader, PlanOptions(2), SerialCommunicator(), CPU, FP32).evaluate(
             make_model(dataset), Careless()

@@ -216,8 +216,8 @@ def test_a_nan_that_stays_ends_a_run_in_fp16_by_its_scale(
     monkeypatch.setattr(AcousticTask, "loss", _nan_from(3 if size == 1 else 5))
     options = dataclasses.replace(ACOUSTIC, batch=BatchOptions(batch_size=1), precision="fp16")
     message = (
-        r"--precision fp16: updates with gradients that are not finite have brought the loss scale "
-        rf"down to {LEAST_SCALE / 2:g} at step 19 \(epoch \d+\) on rank \d: train with --precision bf16"
+        r"--precision fp16: non-finite gradients have reduced the loss scale "
+        rf"to {LEAST_SCALE / 2:g} at step 19 \(epoch \d+\) on rank \d: train with --precision bf16"
     )
     with pytest.raises(RunError, match=message):
         run_threads(size, lambda comm: train_run(Session(datasets["acoustic"], comm, CPU), options, tmp_path))

@@ -166,7 +166,7 @@ def test_a_sampler_that_cannot_write_lets_the_run_end_well(dataset: Dataset, tmp
     (tmp_path / "run" / "timeline" / f"samples-{host}.jsonl").mkdir(parents=True)  # a folder in its way
     notices = train(dataset, tmp_path / "run", 10).lines
     assert (tmp_path / "run" / "completed.json").is_file()
-    assert [line for line in notices if "training goes on" in line and f"samples-{host}" in line]
+    assert [line for line in notices if "training continues" in line and f"samples-{host}" in line]
 
 
 def test_the_first_rank_of_each_host_samples_the_ranks_there(
@@ -209,7 +209,7 @@ def test_a_host_without_rank_0_says_what_failed_also_when_stopped(
     (line,) = capsys.readouterr().err.splitlines()
     assert (
         line.startswith("speechdp: warning: rank 1: ")
-        and "samples-n1.jsonl: utilisation is not recorded" in line
+        and "samples-n1.jsonl: utilisation is no longer recorded" in line
     )
     assert reporter.lines == []
 

@@ -175,7 +175,7 @@ def test_sizes_are_refused_before_any_alignment(exact: Dataset, tmp_path: Path) 
 def test_a_model_of_other_tied_states_is_no_beginning(exact: Dataset, tmp_path: Path) -> None:
     train_with_realignment(session(exact), dataclasses.replace(OPTIONS, epochs=1), tmp_path / "run")
     plain = dataclasses.replace(OPTIONS, epochs=1, context="none", initial_model=tmp_path / "run")
-    with pytest.raises(ConfigError, match="its classes are other states in context"):
+    with pytest.raises(ConfigError, match="its context-dependent states are not those to be trained"):
         train_with_realignment(session(exact), plain, tmp_path / "other")
     own = dataclasses.replace(plain, alignments=tmp_path / "run" / "alignments" / "tied")
     train_with_realignment(session(exact), own, tmp_path / "next")

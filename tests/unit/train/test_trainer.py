@@ -368,7 +368,7 @@ def test_a_run_to_resume_that_is_not_there_is_said_to_be_new(dataset: Dataset, t
 
     options = dataclasses.replace(OPTIONS, max_steps=1)
     train_run(Session(dataset, ALONE, CPU, Kept()), options, tmp_path / "run", resume=True)
-    assert f"{tmp_path / 'run'}: holds no run to resume, a new one begins" in said
+    assert f"{tmp_path / 'run'}: holds no run to resume, starting a new one" in said
     assert not any("going on" in line for line in said)
 
 
@@ -841,7 +841,7 @@ def test_checkpoints_of_an_earlier_version_and_of_another_model_s_buffers(
             state.tensors["untrained.class_prior"] = state.tensors.pop(name)
         state.tensors["untrained.class_prior"] = torch.zeros(3)
         with pytest.raises(
-            RunError, match=r"the checkpoint has class_prior with the shape \[3\], the model is made with \["
+            RunError, match=r"the checkpoint has class_prior with the shape \[3\], but the model's is \["
         ):
             mine.restore(state)
 

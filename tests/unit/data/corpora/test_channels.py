@@ -73,7 +73,7 @@ def test_one_channel_or_the_mean_is_read(tmp_path: Path, channel: Channel) -> No
 
 def test_a_channel_that_is_not_there_is_refused(tmp_path: Path) -> None:
     write_stereo(tmp_path / "two.wav")
-    with pytest.raises(ConfigError, match=r"two\.wav: has 2 channels, and channel 3 is to be read; give ano"):
+    with pytest.raises(ConfigError, match=r"two\.wav: has 2 channels, so channel 3 cannot be read; give ano"):
         probe(AudioPart(tmp_path / "two.wav", of_several=3))
 
 

@@ -72,7 +72,7 @@ _KALDI_ERRORS = {
     "twice": (
         "wav.scp",
         "utt0 a.wav\nutt1 b.wav\nutt0 c.wav\n",
-        r"wav\.scp:3: utt0 is here a second time",
+        r"wav\.scp:3: utt0 is listed a second time",
     ),
     "no text": ("text", "utt0 one\nutt1 one\n", r"text: lacks utterance utt2 of wav\.scp .*fix_data_dir"),
     "more text": (
@@ -81,7 +81,7 @@ _KALDI_ERRORS = {
         r"wav\.scp: lacks utterance utt3 of text",
     ),
     "empty text": ("text", "utt0 one\nutt1\nutt2 one\n", r"utterance utt1 .* has an empty transcript"),
-    "text twice": ("text", "utt0 one\nutt0 two\n", r"text:2: utt0 is here a second time"),
+    "text twice": ("text", "utt0 one\nutt0 two\n", r"text:2: utt0 is listed a second time"),
     "no speaker": ("utt2spk", "utt0 a\nutt1\nutt2 b\n", r"utt2spk:2: 'utt1' has one field"),
     "two speakers": ("utt2spk", "utt0 a\nutt1 a b\nutt2 b\n", r"utt2spk:2: utt1 has 2 speakers; write one"),
     "speaker missing": ("utt2spk", "utt0 a\nutt1 a\n", r"utt2spk: lacks utterance utt2"),
@@ -111,7 +111,7 @@ def test_kaldi_files_that_are_missing_or_not_text(tmp_path: Path, file: str) -> 
     with pytest.raises(ConfigError, match=f"{file}: is not UTF-8"):
         read_kaldi_dir(source)
     (source / file).unlink()
-    message = {"text": "cannot be read", "utt2spk": "there is none, and no spk2utt; write a line"}[file]
+    message = {"text": "cannot be read", "utt2spk": "does not exist, nor does spk2utt; write a line"}[file]
     with pytest.raises(ConfigError, match=f"{file}: {message}"):
         read_kaldi_dir(source)
 
@@ -122,7 +122,7 @@ def test_speakers_may_stand_in_spk2utt_alone(tmp_path: Path) -> None:
     (source / "spk2utt").write_text("ann utt0 utt2\nbob utt1\n")
     assert [u.speaker for u in read_kaldi_dir(source).utterances] == ["ann", "bob", "ann"]
     (source / "spk2utt").write_text("ann utt0 utt2\nbob utt1 utt2\n")
-    with pytest.raises(ConfigError, match="spk2utt:2: utt2 is here a second time"):
+    with pytest.raises(ConfigError, match="spk2utt:2: utt2 is listed a second time"):
         read_kaldi_dir(source)
 
 
@@ -374,7 +374,7 @@ def test_letters_with_marks_are_the_same_in_either_encoding(tmp_path: Path) -> N
     }  # fmt: skip
     (tmp_path / "text").write_text("a\u00e9 yes\nae\u0301 no\n", encoding="utf-8")
     with pytest.raises(
-        ConfigError, match="text: ae\u0301 is here twice, in two encodings of its letters; remove one"
+        ConfigError, match="text: ae\u0301 is listed twice, in two encodings of its letters; remove one"
     ):
         read_audio_folder(tmp_path)
 
@@ -425,7 +425,7 @@ def test_a_name_with_blanks_may_begin_with_that_of_another_file(tmp_path: Path) 
     ):
         read_audio_folder(tmp_path)
     (tmp_path / "text").write_text("a one\na_1 two\na_2 two\na three\n")
-    with pytest.raises(ConfigError, match=r"text:4: a is here a second time"):
+    with pytest.raises(ConfigError, match=r"text:4: a is listed a second time"):
         read_audio_folder(tmp_path)
 
 
@@ -440,7 +440,7 @@ def test_texts_that_no_audio_has_the_name_of_are_told_of(tmp_path: Path) -> None
     corpus = read_audio_folder(tmp_path)
     first = tmp_path / "bob" / "2.txt"
     assert corpus.notices == (
-        f"not used, as no audio that can be read has its name: 2 .txt files, first {first}",
+        f"not used, because no readable audio file has the same name: 2 .txt files, first {first}",
     )
     assert [u.utterance_id for u in corpus.utterances] == ["1"]
 
@@ -522,7 +522,7 @@ def test_sample_numbers_of_timit_are_no_words(tmp_path: Path) -> None:
     for number in range(3):
         path = write_tone(tmp_path / f"sx{number}.wav")
         path.with_suffix(".txt").write_text(f"0 {46797 + number} She had your dark suit.\n")
-    with pytest.raises(ConfigError, match=r"sx0\.txt: begins with the numbers of its first and last"):
+    with pytest.raises(ConfigError, match=r"sx0\.txt: begins with two sample numbers, as all transcripts"):
         read_audio_folder(tmp_path)
     (tmp_path / "sx2.txt").write_text("0 1 2\n")  # digits that somebody says
     assert read_audio_folder(tmp_path).utterances[2].text == "0 1 2"

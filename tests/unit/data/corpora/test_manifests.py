@@ -146,7 +146,7 @@ def test_a_table_with_none_of_ljspeechs_audio_is_not_taken_for_it(text: str, tmp
         (
             "m.csv",
             "a.wav,one\nb.wav,two\n",
-            r"m\.csv:1: names no column .*, but 'a\.wav', 'one'; write a header",
+            r"m\.csv:1: has no column name .*, only 'a\.wav', 'one'; write a header",
         ),
         ("m.csv", "id,text\na,one\n", r"m\.csv:1: has no column for the audio; call it audio or "),
         ("m.csv", "audio,said\na.wav,one\n", r"m\.csv:1: has no column for the text; call it text or "),
@@ -171,7 +171,7 @@ def test_a_table_with_none_of_ljspeechs_audio_is_not_taken_for_it(text: str, tmp
         ("m.csv", 'audio,text\na.wav,"one\n', r"m\.csv:3: unexpected end of data; write a table as CSV"),
         ("m.csv", "audio,start,text\na.wav,soon,one\n", r":2: start is 'soon'; give seconds, 0 or more"),
         ("m.csv", "audio,start,text\na.wav,-1,one\n", r":2: start is '-1'; give seconds"),
-        ("m.csv", "audio,start,end,text\na.wav,2,1,one\n", r":2: ends at 1 s, where it starts or before"),
+        ("m.csv", "audio,start,end,text\na.wav,2,1,one\n", r":2: ends at 1 s, not after its start"),
         ("m.csv", "audio,channel,text\na.wav,0,one\n", r":2: channel is '0'; give its number, 1 for the"),
         ("m.csv", "audio,text\n,one\n", r":2: names no audio; give a file, or remove the line"),
         ("m.csv", "audio,text\na.wav,\n", r"utterance a .* has an empty transcript"),

@@ -190,7 +190,7 @@ def test_a_reader_that_fails_is_named_with_the_line(
     reader = f"{__name__}:Failing"
     with pytest.raises(ConfigError) as caught:
         read_corpus(tmp_path, f"{reader}:way={way}")
-    remedy = f"mend the reader, or what it reads in {tmp_path}"
+    remedy = f"correct the reader, or what it reads in {tmp_path}"
     assert str(caught.value) == f"corpus {reader}: {place}: {reason}; {remedy}"
 
 

@@ -45,7 +45,7 @@ def test_words_are_split_as_a_shell_splits_them(text: str, commands: list[list[s
         ("cat `x` |", "'`' needs a shell"),
         ("cat a && cat b |", "'&' needs a shell"),
         ("cat *.wav |", r"'\*' needs a shell"),
-        ("cat 'a |", "has no second quotation mark"),
+        ("cat 'a |", "has no closing quotation mark"),
         ("|", "a pipe without a program"),
         ("cat a | | sox |", "a pipe without a program"),
     ],

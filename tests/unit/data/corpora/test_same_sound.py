@@ -82,7 +82,7 @@ def test_copies_within_a_corpus_are_told(tmp_path: Path) -> None:
     warned = [n for n in _prepared((corpus, tmp_path / "data"), split=split).notices if "sound" in n]
     assert warned == [
         "warning: 2 test utterances have sound that train has, too, first 0_cat_0 (0_ann_0 in train): a copy "
-        "of the file, or an overlapping part, whose errors mean little; leave one of both out"
+        "of the file, or an overlapping part, so its errors mean little; leave one of the two out"
     ]
     for name in ("0_cat_0.wav", "0_cat_1.wav"):
         (corpus / name).unlink()

@@ -86,7 +86,7 @@ def test_utterances_outside_of_their_recording_are_named_at_once_and_can_be_left
     with pytest.raises(
         ConfigError,
         match=r"utt1 of .* the recording ends at 3 s, and 2 more of 5 utterances are outside of theirs; "
-        r"mend the times in segments, or leave them out, as --skip-incomplete does$",
+        r"correct the times in segments, or leave them out, as --skip-incomplete does$",
     ):
         prepare(options, no_progress)
     skipping = dataclasses.replace(options, files=FilesOptions(skip_incomplete=True))
@@ -124,7 +124,7 @@ def test_a_channel_may_be_named(tmp_path: Path) -> None:
         ("u rec 1 nan", "1 nan is no stretch"),
         ("u rec 1 inf", "1 inf is no stretch"),
         ("u rec 1 2 -1", "1 2 -1 is no stretch"),
-        ("first rec 1 2", "first is here a second time"),
+        ("first rec 1 2", "first is listed a second time"),
     ],
 )
 def test_lines_that_are_no_segments_are_refused_by_number(tmp_path: Path, line: str, reason: str) -> None:
@@ -295,8 +295,8 @@ def test_the_command_line_takes_several_maps(tmp_path: Path, capsys: pytest.Capt
 def test_a_map_that_begins_no_path_is_refused(tmp_path: Path) -> None:
     source = moved(tmp_path)
     unused = (
-        rf"^--path-map /exprt/c=/y: /exprt/c begins no path in the tables of {source} \(the first is "
-        r"/export/c/corpus/wav/utt0\.wav\); mend it, or leave it out$"
+        rf"^--path-map /exprt/c=/y: no path in the tables of {source} \(the first is "
+        r"/export/c/corpus/wav/utt0\.wav\) begins with /exprt/c; correct it, or leave it out$"
     )
     with pytest.raises(ConfigError, match=unused):  # where its typo is why files are missing
         read(source, path_map=("/exprt/c=/y",))

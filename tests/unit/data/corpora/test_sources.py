@@ -224,7 +224,7 @@ def test_ids_that_two_sources_have_get_their_names() -> None:
     ids = [utterance.utterance_id for utterance in whole.utterances]
     # Copies of an utterance are still known as such: they stay in its split.
     assert ids == ["sp0.9-x-train-a0", "x-train-a0", "x-train-a1", "y-train-a0", "y-train-a1"]
-    assert any("ids in common" in notice for notice in whole.notices)
+    assert any("share utterance ids" in notice for notice in whole.notices)
     assert whole.speakers == ("a", "sp0.9-a")
 
 

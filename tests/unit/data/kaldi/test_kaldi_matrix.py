@@ -86,7 +86,7 @@ def test_rows_are_chosen_as_kaldi_chooses_them(tmp_path: Path) -> None:
         wrong = MatrixPlace(place.path, place.offset_bytes, rows)
         for read in (read_matrix, num_rows):
             with pytest.raises(
-                ConfigError, match=rf"rows {rows[0]} to {rows[1]} are wanted of 7; mend the range"
+                ConfigError, match=rf"asks for rows {rows[0]} to {rows[1]} of 7; correct the range"
             ):
                 read(wrong, "utt0")
 
@@ -114,7 +114,7 @@ def test_columns_and_empty_ranges_are_read_as_kaldi_reads_them(
     assert num_rows(place, "utt0") == len(whole[rows])
     path.write_text(f"{line}[:,1:{whole.shape[1]}]\n")
     with pytest.raises(
-        ConfigError, match=f"utt0: columns 1 to {whole.shape[1]} are wanted of {whole.shape[1]};"
+        ConfigError, match=f"utt0: feats.scp asks for columns 1 to {whole.shape[1]} of {whole.shape[1]};"
     ):
         read_matrix(read_scp(path)["utt0"], "utt0")
 

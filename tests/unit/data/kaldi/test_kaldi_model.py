@@ -205,7 +205,7 @@ def test_an_alignment_of_another_model_is_refused_by_name(tmp_path: Path) -> Non
     with pytest.raises(ConfigError) as caught:
         list(alignment_source(folder, None).pdfs())
     assert str(caught.value) == (
-        f"{folder / 'ali.2.gz'}: utterance utt1: the alignment is no path of {folder / 'final.mdl'} "
+        f"{folder / 'ali.2.gz'}: utterance utt1: the alignment is not a path through {folder / 'final.mdl'} "
         "(transition-id 3 of frame 2); give the model it was made with"
     )
 

@@ -294,12 +294,12 @@ def test_speed_is_as_recorded_where_nothing_is_said() -> None:
     [
         ({"batch_size": 0}, "--batch-size 0: must be at least 1"),
         ({"batch_size": -1, "batch_frames": 100}, "--batch-size -1: must be"),
-        ({"batch_size": 1, "chunk_frames": -1}, "--chunk-frames -1: 0"),
-        ({"batch_size": 1, "batch_frames": -1}, "--batch-frames -1: 0"),
-        ({"batch_size": 1, "window_frames": -1}, "window of -1 frames: 0"),
+        ({"batch_size": 1, "chunk_frames": -1}, "--chunk-frames -1: must be 0"),
+        ({"batch_size": 1, "batch_frames": -1}, "--batch-frames -1: must be 0"),
+        ({"batch_size": 1, "window_frames": -1}, "window of -1 frames: must be 0"),
         (
             {"batch_size": 1, "order": "sorted"},
-            "--order sorted: there are shuffled, pooled, laplace, blocking",
+            "--order sorted: not known; choose from shuffled, pooled, laplace, blocking",
         ),
     ],
 )

@@ -143,8 +143,8 @@ def test_audio_without_transcripts_can_be_decoded(trained: Dataset, tmp_path: Pa
     dataset = prepared.dataset
     assert texts_of(dataset) == {"a": "", "b": "", "c": ""} and dataset.alignment == "none"
     assert prepared.notices == (
-        "no utterance has a transcript: the data cannot be trained on, and decode, which counts errors, "
-        "refuses them; speechdp transcribe RUN FILES recognises the words, speechdp posteriors scores the "
+        "no utterance has a transcript: the data can be neither trained on nor decoded, as decode counts "
+        "errors; use speechdp transcribe RUN FILES to recognise the words, speechdp posteriors to score the "
         "frames",
     )
     assert dataset.splits["test"].speakers == 2
@@ -365,7 +365,7 @@ def test_a_language_model_is_estimated_on_the_train_split_there_is(trained: Data
     (source / "text").write_text("utt0 one shoe two\nutt1 one\nutt2 two one\n")
     options = LanguageModelOptions(lm_order=2)
     with pytest.raises(
-        ConfigError, match=r"--lm-order 2: there is no train split, .* e\.g\. by --split random:"
+        ConfigError, match=r"--lm-order 2: there is no train split to .* e\.g\. with --split random:"
     ):
         like(source, trained.path, for_language_model=options)
     dataset = like(source, trained.path, for_language_model=options, split="speaker:test=spk1").dataset
