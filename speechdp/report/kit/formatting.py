@@ -17,7 +17,7 @@ ONE_RANK_LABEL = "one rank"
 
 
 def count(value: float | None) -> str:
-    """Write a rate or a count with thousands separated: `21,400`; below 100 with three digits."""
+    """Write a rate or a count with thousands separated: `21,400`; below 100 with three significant digits."""
     if value is None:
         return MISSING
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
